@@ -126,7 +126,8 @@ def exact(
     scale: float | None = None, gradients: bool = False, keep: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, dropout: Any = None,
 ) -> Exact:  # fmt: skip
-    """The textbook in float64, from the inputs as rounded to their dtype; gradients are torch's.
+    """The textbook in float64, from inputs and mask in the dtypes that they are given in; gradients
+    are torch's.
 
     Args:
         keep: the pairs that are kept; beside ``mask``, which may be a bias.
@@ -141,7 +142,7 @@ def exact(
         s = softcap * torch.tanh(s / softcap)
     biases = []
     if mask is not None and mask.dtype != torch.bool:
-        bias = mask.detach().to(given.query.dtype).double().requires_grad_(mask.requires_grad)
+        bias = mask.detach().double().requires_grad_(mask.requires_grad)
         biases = [bias] if mask.requires_grad else []
         s, mask = s + bias, None
     for kept in (keep, mask):

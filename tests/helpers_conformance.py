@@ -56,6 +56,9 @@ class Case:
         entries = self.inputs[0].shape[:-3].numel()
         sizes = [draw.choice([1, size]) for size in (entries, heads, n, m)]
         bias = torch.randn(sizes[len(batch) != 1 :]).to(self.dtype)
+        if draw.random() < 0.4:
+            # Wider than the inputs, and so large that their dtype would round it by many units.
+            bias = bias.float() - 1000 + 7 * torch.arange(bias.shape[-1]).float()
         if kind == "mask":
             mask = random_mask(draw, entries, heads, n, m)
             if draw.random() < 0.3:
@@ -96,6 +99,8 @@ class Case:
             dtype = self.dtype
             if name == "lse":
                 dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            elif name == "grad_bias" and mask.bias is not None:
+                dtype = mask.bias.dtype
             assert tensor.dtype == dtype, (name, tensor.dtype, str(self))
             apart = off(tensor.reshape(named[name].shape), named[name])
             assert apart <= GRADIENT_TOLERANCE[self.dtype], (name, apart, str(self))

@@ -57,7 +57,7 @@ def a_call(
     out, lse = qa.attention_with_lse(*given.three, mask, **call)
     work = CallShape(
         "cpu", batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
-        mask=mask_shape(mask, 1), **sizes,
+        mask=mask_shape(mask, 1, dtype), **sizes,
     )  # fmt: skip
     problem = Problem(work, get_kernel("dense"), FORWARD, Placement(True, False, dtype))
     tensors = dict(zip(("query", "key", "value"), given.three, strict=True))

@@ -121,7 +121,7 @@ def request_of(
     factor = sizes.head_dim**-0.5 if scale is None else real_number(scale, "scale")
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
-    shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
+    shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape), query.dtype)
     work = replace(
         sizes, device_type=options.device.type, is_causal=switch(call.is_causal, "is_causal"),
         mask=shape, dropout=p > 0.0, positive_scale=factor > 0, sinks=sinks is not None,

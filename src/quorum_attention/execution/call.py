@@ -30,18 +30,27 @@ from quorum_attention.execution.problem import (
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import Bias, CallShape, InnerKernel, MaskShape, TaskTensors
+from quorum_attention.kernels.protocol import (
+    Bias,
+    CallShape,
+    InnerKernel,
+    MaskShape,
+    TaskTensors,
+    is_rounded,
+)
 from quorum_attention.kernels.scaling import power_of_two
 
 
-def mask_shape(mask: torch.Tensor, batch_dims: int) -> MaskShape:
-    """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over."""
+def mask_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> MaskShape:
+    """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over, and
+    whether inputs of ``dtype`` would round it."""
     sizes = (1,) * (batch_dims + 3 - mask.dim()) + tuple(mask.shape)
     return MaskShape(
         batch=any(n > 1 for n in sizes[:batch_dims]),
         heads=sizes[batch_dims] > 1,
         rows=sizes[batch_dims + 1] > 1,
         columns=sizes[batch_dims + 2] > 1,
+        wide=is_rounded(mask.dtype, dtype),
     )
 
 
@@ -414,7 +423,7 @@ class Job:
         """The function that gives the additive mask of each rectangle of ``task``."""
         if self.mask is None:
             return no_bias
-        return self.mask.bias(group, task, self.work.dtype, self.device)
+        return self.mask.bias(group, task, self.work.bias_dtype, self.device)
 
     def task(
         self,

@@ -76,7 +76,8 @@ def tile_bytes(work: CallShape, tile: Tile, mask_bytes: int) -> int:
     if work.dropout:
         heads = tile.heads * work.queries_per_key_head
         found += dropped_bytes(1, heads, tile.queries, tile.keys)
-    return found + pairs * (6 * wide + item + 2 * mask_bytes + 1) + _SLACK_BYTES
+    bias = work.bias_dtype.itemsize
+    return found + pairs * (6 * wide + bias + 2 * mask_bytes + 1) + _SLACK_BYTES
 
 
 def fitting(work: CallShape, device: torch.device, left: int | None, mask_bytes: int) -> Tile:

@@ -33,12 +33,18 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class MaskShape:
-    """Which dimensions an attention mask spans; one that it broadcasts over is False."""
+    """Which dimensions an attention mask spans, and in which dtype it is added.
+
+    Attributes:
+        batch, heads, rows, columns: whether it spans the dimension; it broadcasts over the others.
+        wide: whether it is added in the state's dtype, because the inputs' dtype would round it.
+    """
 
     batch: bool
     heads: bool
     rows: bool
     columns: bool = True
+    wide: bool = False
 
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -112,6 +118,12 @@ class CallShape:
         return state_dtype(self.dtype)
 
     @property
+    def bias_dtype(self) -> torch.dtype:
+        """The dtype in which kernels are given an additive mask."""
+        wide = self.mask is not None and self.mask.wide
+        return self.state_dtype if wide else self.dtype
+
+    @property
     def pairs(self) -> int:
         """Query-key pairs of one head that are computed (a mask does not count)."""
         return self.pairs_above(self.n_queries)
@@ -132,6 +144,12 @@ def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """What statistics and gradients of inputs of ``dtype`` accumulate in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_rounded(mask: torch.dtype, inputs: torch.dtype) -> bool:
+    """Whether a mask of one dtype would lose digits or range in the inputs' dtype, and keeps more
+    of them in the state's. A boolean mask loses nothing."""
+    return state_dtype(inputs) != inputs and torch.promote_types(mask, inputs) != inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +183,8 @@ class TaskTensors:
             the task's tokens that are queries and keys.
         scale: factor of the scores.
         is_causal: whether the call is causal.
-        bias: ``bias(rectangle)`` is the additive mask of a rectangle in the inputs' dtype,
-            broadcastable to (b, hq, lq, lk), or None.
+        bias: ``bias(rectangle)`` is the additive mask of a rectangle, broadcastable to
+            (b, hq, lq, lk), or None. It is of ``CallShape.bias_dtype``.
         max_queries, max_keys: bounds from the ``Extent`` by which the workspace was sized.
             Rectangles that go to an operator in one call stay within them together; 0: each
             rectangle is a call of its own.
@@ -196,8 +214,16 @@ class TaskTensors:
 
     def has_mask(self, r: Rectangle) -> bool:
         """Whether there is a mask; it asks for that of the first pair of ``r``, which is cheap."""
+        return self._bias_of_first_pair(r) is not None
+
+    def has_wide_mask(self, r: Rectangle) -> bool:
+        """Whether there is a mask of another dtype than the inputs', as cheaply."""
+        bias = self._bias_of_first_pair(r)
+        return bias is not None and bias.dtype != self.query.dtype
+
+    def _bias_of_first_pair(self, r: Rectangle) -> torch.Tensor | None:
         q, k = r.query_start, r.key_start
-        return self.bias(Rectangle(q, q + 1, k, k + 1)) is not None
+        return self.bias(Rectangle(q, q + 1, k, k + 1))
 
     def shape(self, mask: MaskShape | None = None, *, is_causal: bool = False) -> CallShape:
         """What kernels are asked about calls of its rectangles."""
@@ -271,7 +297,7 @@ class Call:
         causal: whether keys after the query are masked. A kernel with ``bands`` also takes a
             ``Band`` here.
         scale: factor of the scores.
-        bias: additive mask broadcastable to (b, h, n, m), or None.
+        bias: additive mask broadcastable to (b, h, n, m), of ``CallShape.bias_dtype``; or None.
         stored: the dtype that results will be stored in, if it is another than the inputs'; a
             kernel may return them in it.
         dropout: which probabilities are dropped, or None; only for kernels with ``dropout``.
@@ -389,6 +415,8 @@ class Kernel(ABC):
             then keeps more of its small numbers (execution/call.py).
         dropout: it applies ``TaskTensors.dropout`` (kernels/dropout.py). Other kernels get no calls
             with dropout.
+        wide_masks: it takes additive masks in fp32 beside 16-bit inputs. Other kernels get no calls
+            with such masks.
         probed_as: the kernel to compare with the reference instead of this one, if this one has
             options that change the scores; None: this one.
         any_upstream: upstream gradient and output of its ``backward`` may have any dtype and
@@ -412,6 +440,7 @@ class Kernel(ABC):
     scaled_backward: frozenset[torch.dtype] = frozenset()
     wide_products: bool = False
     dropout: bool = False
+    wide_masks: bool = False
     probed_as: Kernel | None = None
     any_upstream: bool = False
     heads_by_thread: bool = False
@@ -522,13 +551,20 @@ InnerKernel = Kernel
 
 
 def refusal(kernel: Kernel, call: CallShape) -> str | None:
-    """Why a kernel cannot run such a call: by its own words, or because of dropout; None if it can.
+    """Why a kernel cannot run such a call: by its own words, or because of dropout or of a wide
+    mask; None if it can.
 
-    Dropout is asked about here, so that a kernel that does not know of it never leaves it out.
+    Dropout and wide masks are asked about here, so that a kernel that does not know of them never
+    leaves out the one, nor misreads the other.
     """
     reason = kernel.refusal(call)
     if reason is None and call.dropout and not kernel.dropout:
         return "it has no dropout by the position of a pair"
+    if reason is None and call.mask is not None and call.mask.wide and not kernel.wide_masks:
+        return (
+            f"it adds attn_mask in the inputs' dtype {call.dtype}, which would round it: take "
+            f"kernel='auto', or give attn_mask.to({call.dtype}) if that is meant"
+        )
     return reason
 
 

@@ -400,7 +400,7 @@ def multiprocessors() -> int:
 
 def mask_bytes(call: CallShape, extent: Extent, multiple: int = 1) -> int:
     """Bytes of the mask of one rectangle; ``multiple``: what its rows are padded to, in bytes."""
-    mask, item = call.mask, call.dtype.itemsize
+    mask, item = call.mask, call.bias_dtype.itemsize
     if mask is None:
         return 0
     size = (extent.batch if mask.batch else 1) * (extent.query_heads if mask.heads else 1)

@@ -343,7 +343,7 @@ def _tile_bytes(
         every = extent.batch if call.mask.batch else 1
         every *= extent.query_heads if call.mask.heads else 1
         most = max(limits.pairs // max(1, shared), longest)
-        inside += every * min(extent.max_queries * extent.max_keys, most) * call.dtype.itemsize
+        inside += every * min(extent.max_queries * extent.max_keys, most) * call.bias_dtype.itemsize
         inside += 8 * pairs
     if call.dropout:
         inside += dropped_bytes(1, 1, rows, -(-pairs // rows))
@@ -362,6 +362,7 @@ class Tiles(Kernel):
     rates = (0.3, 0.3)
     wide_products = True
     dropout = True
+    wide_masks = True
 
     def __init__(self, scores: Scores = PLAIN) -> None:
         self.scores = scores

@@ -465,6 +465,7 @@ class CpuKernel(RectangleKernel):
     name = "cpu"
     rounds_scale = True
     dropout = True
+    wide_masks = True
     heads_by_thread = True
 
     def refusal(self, call: CallShape) -> str | None:

@@ -205,7 +205,9 @@ def _under(
         return work, kernel
     if not isinstance(mask, Mask):
         raise TypeError(f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}")
-    bias = None if mask.bias is None else mask_shape(mask.bias, len(work.batch_shape))
+    bias = None
+    if mask.bias is not None:
+        bias = mask_shape(mask.bias, len(work.batch_shape), work.dtype)
     work = replace(work, mask=bias, sinks=mask.sinks is not None)
     return kernel_for_mask(mask, kernel, work, where, needs_grad=backward, tried=False)
 

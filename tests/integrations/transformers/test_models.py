@@ -136,6 +136,17 @@ def call(*tensors: torch.Tensor, **asked: Any) -> torch.Tensor:
     return out
 
 
+def test_a_mask_wider_than_the_model_is_not_rounded() -> None:
+    """ALiBi in fp32 in a model in bf16, in a prompt and in a step of decoding."""
+    query, key, value = (torch.randn(1, 2, 20, 8).bfloat16() for _ in range(3))
+    mask = (-3000 + 0.7 * torch.arange(20.0)).expand(1, 2, 20, 20)
+    scores = query.double() @ key.double().mT * 8**-0.5 + mask.double()
+    exact = (scores.softmax(-1) @ value.double()).transpose(1, 2)
+    for rows in (slice(0, 20), slice(19, 20)):
+        out = call(query[:, :, rows], key, value, attention_mask=mask[:, :, rows])
+        assert distance(out, exact[:, rows]) < 1e-2
+
+
 def test_a_mask_of_ones_own_is_honoured() -> None:
     """Four dimensions, boolean or additive: as eager adds it."""
     for mask in (torch.rand(2, 1, 20, 20) < 0.6, torch.randn(2, 4, 20, 20)):

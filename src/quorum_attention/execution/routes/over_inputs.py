@@ -206,7 +206,7 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    mask = None if job.mask is None else job.mask.whole(job.work.dtype, job.device)
+    mask = None if job.mask is None else job.mask.whole(job.work.bias_dtype, job.device)
     parts = _of_call(job, None, job.work.is_causal, mask)
     return None if parts is None else job.store_results(parts)
 
@@ -300,7 +300,7 @@ class Blockwise(OverInputs):
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether all inputs can be read where they lie. Under a mask only small rectangles are
-        of use: each has a part of the mask in the inputs' dtype."""
+        of use: each may have a copy of its part of the mask."""
         maskless = problem.work.mask is None or self.pieces != "halves"
         return maskless and problem.place.in_place and problem.place.lse_here
 

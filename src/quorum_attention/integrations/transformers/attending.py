@@ -120,7 +120,8 @@ def _attend(
         # A step of decoding: its scores are no larger than the keys, so nothing is cut.
         given: Any = attention_mask
         given = None if given is None else given[..., : key.shape[2]]
-        if softcap is None and s_aux is None:
+        fits = given is None or given.dtype in (torch.bool, query.dtype)
+        if softcap is None and s_aux is None and fits:
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
             result: torch.Tensor = sdpa_attention_forward(

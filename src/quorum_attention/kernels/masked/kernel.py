@@ -49,6 +49,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
     Three,
+    refusal,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
 from quorum_attention.kernels.reference import DenseKernel, Tiles
@@ -162,7 +163,7 @@ class ByParts(Kernel):
         rows = extent.batch * extent.query_heads * extent.n_tokens
         if isinstance(self._operator, RectangleKernel):
             most += rows * 2 * call.state_dtype.itemsize  # the lse without rows that have no key
-        by_tiles = self._kernel_for(replace(call, mask=_ANY_MASK)) is self._tiles
+        by_tiles = self._kernel_for(replace(call, mask=_ragged_mask(call))) is self._tiles
         if by_tiles and call.dtype in self._operator.scaled_backward:
             most += rows * 4 * call.value_dim  # an upstream gradient that is not scaled
         if extent.direct:
@@ -193,8 +194,9 @@ class ByParts(Kernel):
             rules = self._geometry.rules
             queries = min(BLOCK if rules else _LEAF, queries)
             keys = min(_WIDEST if rules else _LEAF, keys)
-            tests = (lanes * (2 + 2 * call.dtype.itemsize) + (64 if rules else 16)) * queries * keys
-            masked = replace(call, mask=_ANY_MASK, is_causal=False)
+            masked = replace(call, mask=_ragged_mask(call), is_causal=False)
+            pair_bytes = lanes * (2 + 2 * masked.bias_dtype.itemsize) + (64 if rules else 16)
+            tests = pair_bytes * queries * keys
             most = max(most, tests + ask(masked, queries, keys))
         if self._geometry.functions:
             most = max(most, evaluated_bytes(lanes, _EVALUATED_BYTES))
@@ -213,8 +215,10 @@ class ByParts(Kernel):
 
     def _kernel_for(self, call: CallShape) -> Kernel:
         """The operator, or ``Tiles`` for a call's mask that it does not take."""
-        takes = call.mask is None or self._operator.refusal(replace(call, mask=_ANY_MASK)) is None
-        return self._operator if takes else self._tiles
+        if call.mask is None:
+            return self._operator
+        masked = replace(call, mask=_ragged_mask(call))
+        return self._operator if refusal(self._operator, masked) is None else self._tiles
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -231,7 +235,10 @@ class ByParts(Kernel):
         every = tuple(task.rectangles)
         if not every:
             return
-        call = task.shape(_ANY_MASK if task.has_mask(every[0]) else None)
+        mask = None
+        if task.has_mask(every[0]):
+            mask = replace(_ANY_MASK, wide=task.has_wide_mask(every[0]))
+        call = task.shape(mask)
         kernel, parts = self._kernel_for(call), self._parts_of(task, every, call)
         limits = task.max_queries, task.max_keys
         if task.max_queries:
@@ -244,7 +251,7 @@ class ByParts(Kernel):
             yield self._upper, replace(inside, rectangles=upper)
         if ragged:
             masks = partial(_part_mask, self._geometry, task, {})
-            kernel = self._kernel_for(replace(call, mask=_ANY_MASK))
+            kernel = self._kernel_for(replace(call, mask=_ragged_mask(call)))
             yield kernel, replace(inside, rectangles=ragged, bias=masks)
 
     def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], call: CallShape) -> _Parts:
@@ -344,6 +351,11 @@ def _cut(triangle: Part) -> Iterator[Part]:
             yield Part(q + a, q + b, k + first, k + last)
 
 
+def _ragged_mask(call: CallShape) -> MaskShape:
+    """The mask of a ragged part: it has all dimensions, and is as wide as the call's own."""
+    return replace(_ANY_MASK, wide=call.mask is not None and call.mask.wide)
+
+
 def _unscaled(grads: Gradients) -> Gradients:
     """Gradients whose upstream one is not divided: the reference computes in fp32."""
     factor = grads.scaling.unscale
@@ -383,6 +395,7 @@ class MaskedKernel(ModsKernel):
         self.launch_seconds = base.launch_seconds
         self.scaled_backward, self.wide_products = base.scaled_backward, base.wide_products
         self.dropout, self.empty_rows = base.dropout, base.empty_rows
+        self.wide_masks = base.wide_masks
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
         """What computes batch entries of a geometry: tables of blocks know no dropout."""

@@ -78,9 +78,21 @@ _WIDE = Config(32, 32, 4, 1)
 _WIDEST = Config(16, 16, 4, 1)
 
 
-def config(half: Half, query: torch.Tensor, value: torch.Tensor, dropout: bool) -> Config:
-    """The config of a kernel: the forward's, or the backward's by blocks of queries or of keys;
-    ``dropout``: whether it drops probabilities."""
+def config(
+    half: Half,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    dropout: bool,
+    *,
+    wide_mask: bool = False,
+) -> Config:
+    """The config of a kernel.
+
+    Args:
+        half: the forward, or the backward by blocks of queries or of keys.
+        dropout: whether it drops probabilities.
+        wide_mask: whether it adds an fp32 mask to the scores of 16-bit inputs.
+    """
     width, itemsize = max(padded(query.shape[-1]), padded(value.shape[-1])), query.element_size()
     if itemsize > 2:
         return _WIDE if width <= 128 else _WIDEST
@@ -91,18 +103,20 @@ def config(half: Half, query: torch.Tensor, value: torch.Tensor, dropout: bool) 
     capability, shared = _device(query.device)
     if found.descriptors and capability < (9, 0):
         found = replace(_WITHOUT.get((half, size), found), descriptors=False)
-    while found.stages > 1 and _shared_bytes(half, found, size, itemsize) > shared:
+    while found.stages > 1 and _shared_bytes(half, found, size, itemsize, wide_mask) > shared:
         found = replace(found, stages=found.stages - 1)
     return found
 
 
-def _shared_bytes(half: Half, found: Config, width: int, itemsize: int) -> int:
-    """Estimate of a program's shared memory: the block that stays, and the blocks of all stages."""
+def _shared_bytes(half: Half, found: Config, width: int, itemsize: int, wide_mask: bool) -> int:
+    """Estimate of a program's shared memory: the block that stays, and the blocks of all stages,
+    tiles of an fp32 mask among them."""
     stays, moves = found.block_m, found.block_n
     if half == "key":
         stays, moves = moves, stays
     held = stays * width * (1 if half == "forward" else 2)
-    return (held + found.stages * 2 * moves * width) * itemsize
+    mask_tile = 4 * found.block_m * found.block_n if wide_mask else 0
+    return held * itemsize + found.stages * (2 * moves * width * itemsize + mask_tile)
 
 
 @functools.cache

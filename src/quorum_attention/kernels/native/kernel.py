@@ -105,6 +105,7 @@ class NativeKernel(Kernel):
     grouped = True
     wide_products = True
     dropout = True
+    wide_masks = True
     whole_tasks = True
     rates = (0.95, 0.78)  # H200, against cuDNN
     sparse = True
@@ -376,7 +377,11 @@ def _portions(
 def tilings(halves: Sequence[Half], task: TaskTensors) -> Tilings:
     """The tables of a forward, or of both halves of a backward."""
     given = task.query, task.value, task.dropout is not None
-    return tuple(("key" if half == "key" else "query", config(half, *given)) for half in halves)
+    wide_mask = bool(task.rectangles) and task.has_wide_mask(task.rectangles[0])
+    return tuple(
+        ("key" if half == "key" else "query", config(half, *given, wide_mask=wide_mask))
+        for half in halves
+    )
 
 
 @outside()  # because it is cached
