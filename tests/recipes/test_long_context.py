@@ -22,6 +22,7 @@ import quorum_attention as qa
 from quorum_attention.execution.report import Report
 from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import Training, long_context, read_shape, step_memory
+from quorum_attention.recipes.chunked_loss import DeferredLogits
 from quorum_attention.recipes.step import ATTENTION, returned_bytes
 
 
@@ -99,22 +100,25 @@ MASK[:, 26:] = 0
         ({"ignore_index": 7}, True),
         ({"shift_labels": torch.nn.functional.pad(IDS, (0, 1), value=-100)[:, 1:].clone()}, True),
         ({"labels": IDS[:, -6:], "logits_to_keep": 6}, True),
-        ({"return_dict": False}, False),
+        ({"return_dict": False}, True),
         ({"labels": None}, False),
     ],
 )
 def test_every_call_returns_what_the_model_returns(asked: dict[str, Any], chunked: bool) -> None:
-    """But for logits, where they went into a loss in chunks."""
+    """Logits too, though they went into a loss in chunks: they are computed when they are read."""
     model = tiny("llama")
     changed = copy.deepcopy(model)
     long_context(changed, checkpoints=None)
     plain, ours = (one(**{"input_ids": IDS, "labels": IDS, **asked}) for one in (model, changed))
     if isinstance(plain, tuple):
         plain, ours = dict(enumerate(plain)), dict(enumerate(ours))
-    assert ("logits" not in ours and 1 not in ours) == chunked
+    assert plain.keys() == ours.keys()
+    deferred = [one for one in ours.values() if isinstance(one, DeferredLogits)]
+    assert len(deferred) == chunked
+    assert not any(one.is_computed for one in deferred)
     for name, own in plain.items():
-        if isinstance(own, torch.Tensor) and not (chunked and name == "logits"):
-            torch.testing.assert_close(ours[name], own)
+        if isinstance(own, torch.Tensor):
+            torch.testing.assert_close(ours[name] + 0, own)
 
 
 class Adapted(torch.nn.Module):
@@ -246,7 +250,7 @@ def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32(
     wanted = model(ids, labels=ids).loss
     long_context(model, checkpoints=None)
     found = model(ids, labels=ids)
-    assert found.logits is None
+    assert not found.logits.is_computed
     assert found.loss.dtype == torch.float32
     torch.testing.assert_close(found.loss, wanted)
 
@@ -273,7 +277,7 @@ def test_compiled_calls_with_and_without_labels() -> None:
     for _ in range(2):
         torch.testing.assert_close(whole(ids).logits, wanted.logits)
         found = broken(ids, labels=ids)
-        assert found.logits is None
+        assert not found.logits.is_computed
         torch.testing.assert_close(found.loss, wanted.loss)
         torch.testing.assert_close(broken(ids).logits, wanted.logits)
 

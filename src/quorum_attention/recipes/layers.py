@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quorum_attention.call.validation import cast_by_autocast
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.recipes.modules import drawn, swapping
+from quorum_attention.recipes.patching import drawn, swapping
 
 _TRIED = 64  # tokens that a layer is tried on
 

@@ -8,7 +8,9 @@ from typing import Any
 from quorum_attention.counts import one_of, whole_number
 from quorum_attention.recipes import step
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
-from quorum_attention.recipes.modules import Change, chunk_loss, fuse_norms, tile_mlps
+from quorum_attention.recipes.chunked_loss import chunk_loss
+from quorum_attention.recipes.modules import fuse_norms, tile_mlps
+from quorum_attention.recipes.patching import Change
 from quorum_attention.sizes import parse_bytes
 
 CHECKPOINTS = "checkpoints"
@@ -64,8 +66,8 @@ def long_context(
             device while there is room, and then in page-locked host memory; "host" and "device"
             name one place; None switches this off. Results without room are computed again.
         mlp_tile: tokens of an MLP at a time; None leaves MLPs as they are.
-        chunked_loss: a call with labels computes its loss for some tokens at a time, and returns no
-            logits.
+        chunked_loss: a call with labels computes its loss for some tokens at a time, and logits
+            only if somebody reads them.
         fused_norms: compute RMS norms by torch's kernel, if it has one for the model's device.
 
     Returns:
