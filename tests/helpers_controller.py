@@ -43,7 +43,7 @@ def check(controller: RecoveryController, *, groups: bool = False) -> None:
     assert controller.n_cap >= 1, f"{controller.n_cap} slots"
     assert controller.coarsenings <= 2, "memory that comes and goes makes no call swing for ever"
     if not controller.groups_are_whole:
-        cuts = controller.cuts
+        cuts = controller.levels
         assert cuts.depth <= depth <= max(cuts.depth, cuts.deepest), f"depth {depth}"
     places = Counter([*controller.waiting, *controller.begun])
     assert len(places) + controller.n_finished == controller.n_groups, "a head group is lost"
@@ -54,9 +54,9 @@ def check(controller: RecoveryController, *, groups: bool = False) -> None:
 
 def check_group(one: GroupTasks) -> None:
     """Raise AssertionError if completed tasks and tasks left of a group have pairs in common."""
-    assert one.left, "a group without tasks left is finished"
-    assert not one.left.keys() & one.completed.keys(), "a completed unit would run again"
-    every = one.left.keys() | one.completed.keys()
+    assert one.remaining, "a group without tasks left is finished"
+    assert not one.remaining.keys() & one.completed.keys(), "a completed unit would run again"
+    every = one.remaining.keys() | one.completed.keys()
     for path in every:
         above = next((path[:n] for n in range(len(path)) if path[:n] in every), None)
         assert above is None, f"task {path} is part of task {above}, which is there as well"
@@ -82,7 +82,7 @@ class Cuts:
             self.known[depth] = list(self.at(depth).tasks())
         return self.known[depth]
 
-    def further(self, tasks: Sequence[Task], depth: int) -> list[Task]:
+    def split_tasks(self, tasks: Sequence[Task], depth: int) -> list[Task]:
         shape = self.at(depth)
         for task in tasks:
             if task.path not in self.deeper:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.execution.problem import Placement, Problem, spec_of
-from quorum_attention.execution.schedule import Cutting
 from quorum_attention.execution.slot_layout import Field, LayoutError, SlotLayout, slot_layout
+from quorum_attention.execution.task_levels import TaskLevels
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 
@@ -49,14 +49,14 @@ def test_every_task_of_a_plan_fits_its_slot(
     )  # fmt: skip
     work, group = plan.work, plan.schedule.group
     place = Placement(True, False, torch.float32)
-    cutting = Cutting(plan.schedule, Problem(work, made, spec_of(backward), place))
+    cutting = TaskLevels(plan.schedule, Problem(work, made, spec_of(backward), place))
     depth = len(levels)
     planned, tasks = plan.schedule.task_rows(work), cutting.tasks(depth)
     rows = cutting.schedule(depth).task_rows(work)
     assert all(a <= b for a, b in zip(rows, planned, strict=True))
     rounds = [(tasks, cutting.schedule(depth))]
     if depth == 1:
-        rounds.append((cutting.further(tasks, 2), cutting.schedule(2)))
+        rounds.append((cutting.split_tasks(tasks, 2), cutting.schedule(2)))
     for found, at in rounds:
         rows = at.task_rows(work)
         spec = spec_of(backward)

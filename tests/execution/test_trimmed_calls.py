@@ -16,7 +16,8 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution.problem import Placement, Problem, spec_of
-from quorum_attention.execution.schedule import Cutting, tally, trimmed_tasks
+from quorum_attention.execution.task_levels import TaskLevels
+from quorum_attention.execution.trimmed_tasks import trimmed_sizes, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.kernels.masked.geometry import Geometry
@@ -110,9 +111,9 @@ def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
     plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
                    is_causal=True, kernel=kernel, device="cpu", backward=True)  # fmt: skip
     place = Placement(True, False, torch.float32)
-    cutting = Cutting(plan.schedule, Problem(plan.work, kernel, spec_of(True), place))
+    cutting = TaskLevels(plan.schedule, Problem(plan.work, kernel, spec_of(True), place))
     for task in cutting.tasks(1):
-        parts = cutting.further([task], 2)
+        parts = cutting.split_tasks([task], 2)
         held = {
             at for part in parts for start, stop in tokens_of(part) for at in range(start, stop)
         }
@@ -153,11 +154,11 @@ def test_the_tally_is_that_of_the_tasks(window, levels, tile, is_causal, backwar
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     shape = Decomposition(4096, levels, "aligned", tile)
     tasks, sizes_of_tasks = trimmed_tasks(shape, (4096, 4096, is_causal), kernel, backward)
-    counted = tally(shape, (4096, 4096, is_causal), kernel, backward)
+    counted = trimmed_sizes(shape, (4096, 4096, is_causal), kernel, backward)
     assert counted == sizes_of_tasks
     sizes = [task.n_tokens for task in tasks]
     assert counted.n_tasks == len(sizes) <= shape.n_tasks
     assert counted.tokens == sum(sizes) <= counted.before
     assert counted.before == sum(task.n_tokens for task in shape.tasks())
     assert counted.largest == max(sizes) <= shape.max_task_tokens
-    assert 0.0 <= counted.left_out < 1.0
+    assert 0.0 <= counted.trimmed_share < 1.0

@@ -226,7 +226,7 @@ def test_plans_and_estimates_of_a_mask() -> None:
     plain = qa.plan(4096, is_causal=True, levels=(7,), **sizes)
     assert window.predicted_seconds < plain.predicted_seconds / 2
     slots = qa.plan(4096, attn_mask=mask, levels=(7,), over_inputs=False, **sizes)
-    assert slots.schedule.left_out > 0.3
+    assert slots.schedule.trimmed_share > 0.3
     q, k, v = (torch.randn(1, 2, 4096, 16) for _ in range(3))
     report = qa.Report()
     found = qa.attention(q, k, v, attn_mask=mask, plan=window, report=report)

@@ -12,7 +12,8 @@ from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.schedule import Attempt, Cutting, Schedule
+from quorum_attention.execution.schedule import Attempt, Schedule
+from quorum_attention.execution.task_levels import TaskLevels
 
 
 def run_pass(
@@ -54,21 +55,25 @@ def _controller(job: Job, schedule: Schedule) -> RecoveryController:
     """The controller of a pass."""
     route = schedule.route
 
-    def fallback() -> tuple[Cutting, str, str]:
-        return Cutting(route.fallback(schedule, job.work), job.problem), *route.recovery
+    def fallback() -> tuple[TaskLevels, str, str]:
+        through_slots = route.fallback(schedule, job.work)
+        failed, instead = route.recovery
+        return TaskLevels(through_slots, job.problem), failed, instead
 
-    cuts = None if route.whole_groups else Cutting(schedule, job.problem)
     return RecoveryController(
-        route.groups(job, schedule), cuts, route.n_cap,
-        pinned=schedule.pinned, fallback=fallback,
-    )  # fmt: skip
+        route.groups(job, schedule),
+        None if route.whole_groups else TaskLevels(schedule, job.problem),
+        route.n_cap,
+        pinned=schedule.pinned,
+        fallback=fallback,
+    )
 
 
 def _continued(schedule: Schedule, controller: RecoveryController) -> Schedule:
     """``schedule``, or tasks through slots at the controller's depth."""
     if controller.groups_are_whole:
         return schedule
-    return controller.cuts.schedule(controller.depth).changed(n_cap=controller.n_cap)
+    return controller.levels.schedule(controller.depth).changed(n_cap=controller.n_cap)
 
 
 def _attempt(
@@ -79,18 +84,21 @@ def _attempt(
     Raises:
         OutOfMemoryError: the controller gives up.
     """
-    report, device, route = job.report, job.device, schedule.route
+    report, route = job.report, schedule.route
     assert report is not None
-    backend = backend_of(device)
-    report.accumulator, report.left_out = route.accumulators, schedule.left_out
-    report.levels, report.n_cap = schedule.decomposition.levels, route.n_cap
+    backend = backend_of(job.device)
+    report.accumulator = route.accumulators
+    report.left_out = schedule.trimmed_share
+    report.levels = schedule.decomposition.levels
+    report.n_cap = route.n_cap
     clock = backend.clock() if report.timed and route.measured else Clock()
-    tools, failure = Tools(clock, backend.lanes(device, route.streams)), None
+    tools = Tools(clock, backend.lanes(job.device, route.streams))
+    failure: str | None = None
     controller.start()
     last_done = time.perf_counter()
     try:
-        for units in attempt(schedule, controller, tools):
-            report.units += units
+        for n_units in attempt(schedule, controller, tools):
+            report.units += n_units
             last_done = time.perf_counter()
     except Exception as error:
         if not is_out_of_memory(error):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
-from quorum_attention.decomposition import Decomposition, Pairs, Task
-from quorum_attention.decomposition.decomposition import tokens_of
-from quorum_attention.decomposition.trimming import restricted, trimmed
+from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.residency import Home
@@ -24,8 +23,8 @@ from quorum_attention.execution.problem import (
     WorkCounts,
     groups,
 )
-from quorum_attention.kernels.cache import remembered
-from quorum_attention.kernels.protocol import CallShape, Extent, InnerKernel, Lengths
+from quorum_attention.execution.trimmed_tasks import TrimmedSizes
+from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import counted
 
@@ -34,28 +33,6 @@ Attempt = Callable[["Schedule", RecoveryController, Tools], Iterator[int]]
 
 # Chunks of each level that a recovery adds.
 DEEPEN_BY = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """The sizes of the trimmed tasks of a head group.
-
-    Attributes:
-        n_tasks: how many tasks are left.
-        tokens: of all tasks together.
-        largest: tokens of the largest task.
-        before: tokens of all tasks together without trimming.
-    """
-
-    n_tasks: int
-    tokens: int
-    largest: int
-    before: int
-
-    @property
-    def left_out(self) -> float:
-        """The share of tokens that was trimmed."""
-        return 1.0 - self.tokens / self.before if self.before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +56,7 @@ class Route(ABC):
     n_cap: int = 1
     accumulator: Home = "device"
     streams: int = 1
-    trimmed: Tally | None = None
+    trimmed: TrimmedSizes | None = None
 
     @property
     def accumulators(self) -> str:
@@ -164,9 +141,9 @@ class Schedule:
         return self.max_queries, self.max_keys
 
     @property
-    def left_out(self) -> float:
+    def trimmed_share(self) -> float:
         """The share of tokens that is trimmed from the tasks."""
-        return 0.0 if self.route.trimmed is None else self.route.trimmed.left_out
+        return 0.0 if self.route.trimmed is None else self.route.trimmed.trimmed_share
 
     @property
     def largest_task(self) -> int:
@@ -247,110 +224,14 @@ def schedule_of(
     queries, keys = (max(1, limit) for limit in route.limits(shape, work))
     while max_pairs is not None and queries * keys > max_pairs and max(queries, keys) > 1:
         if queries >= keys:
-            queries = max(1, -(-queries // 2 // unit) * unit if queries > unit else queries // 2)
+            queries = _half(queries, unit)
         else:
-            keys = max(1, -(-keys // 2 // unit) * unit if keys > unit else keys // 2)
+            keys = _half(keys, unit)
     return Schedule(shape, group, route, queries, keys, pinned)
 
 
-# --- Trimmed tasks: without the tokens that have no partner under the call's mask ----------------
-
-
-def trim(shape: Decomposition, pairs: Pairs, backward: bool) -> tuple[tuple[Task, ...], Tally]:
-    """The trimmed tasks, in order, and their sizes."""
-    tasks = list(shape.tasks())
-    found = trimmed(tasks, pairs, shape.tile, _written(pairs, backward)) if shape.depth else tasks
-    lengths = [task.n_tokens for task in found]
-    before = sum(task.n_tokens for task in tasks)
-    return tuple(found), Tally(len(found), sum(lengths), max(lengths, default=0), before)
-
-
-# A small cache, because thousands of tasks take some megabytes.
-@remembered(8)
-def trimmed_tasks(
-    shape: Decomposition, lengths: Lengths, kernel: InnerKernel, backward: bool
-) -> tuple[tuple[Task, ...], Tally]:
-    """``trim``, remembered as long as the kernel lives."""
-    return trim(shape, kernel.kept_pairs(*lengths), backward)
-
-
-@remembered(256)
-def tally(shape: Decomposition, lengths: Lengths, kernel: InnerKernel, backward: bool) -> Tally:
-    """The sizes of ``trimmed_tasks``, for plans that keep no tasks."""
-    return trim(shape, kernel.kept_pairs(*lengths), backward)[1]
-
-
-def _written(pairs: Pairs, backward: bool) -> int:
-    """The end of the positions whose rows the pass returns."""
-    return max(pairs.n_queries, pairs.n_keys) if backward else pairs.n_queries
-
-
-class Cutting:
-    """The tasks of one pass of a call, at the depth it was planned for and deeper."""
-
-    def __init__(self, planned: Schedule, problem: Problem) -> None:
-        self.planned, self.problem, self.work = planned, problem, problem.work
-        self.depth, self.n_cap = planned.decomposition.depth, planned.route.n_cap
-        self.pairs = problem.pairs
-        self._tasks: dict[int, list[Task]] = {}
-        self._schedules: dict[int, Schedule] = {}
-
-    @property
-    def deepest(self) -> int:
-        """The depth at which tasks are about as small as a tile; deeper ones are no smaller."""
-        return deepest(self.planned.decomposition)
-
-    def tasks(self, depth: int) -> list[Task]:
-        """All tasks of ``depth``, in order."""
-        if depth not in self._tasks:
-            deepens = depth > self.planned.decomposition.depth
-            schedule = self.schedule(depth - 1).deeper(self.work) if deepens else self.planned
-            shape = schedule.decomposition
-            tasks: Iterable[Task] = shape.tasks()
-            sizes = None
-            if not self.pairs.every_token_meets:
-                kernel, backward = self.problem.kernel, self.problem.spec.backward
-                tasks, sizes = trimmed_tasks(shape, self.work.lengths, kernel, backward)
-            self._tasks[depth] = list(tasks)
-            self._schedules[depth] = schedule.changed(trimmed=sizes)
-        return self._tasks[depth]
-
-    def schedule(self, depth: int) -> Schedule:
-        """A schedule whose slots hold every task of ``depth`` that has been asked for."""
-        self.tasks(depth)
-        return self._schedules[depth]
-
-    def further(self, tasks: Sequence[Task], depth: int) -> list[Task]:
-        """The tasks of ``depth`` that ``tasks``, of one level less, are cut into, in order."""
-        schedule = self.schedule(depth)
-        shape = schedule.decomposition
-        found: list[Task] = []
-        for task in tasks:
-            children = [shape.task((*task.path, i)) for i in range(DEEPEN_BY)]
-            if not self.pairs.every_token_meets:
-                # Tokens that were trimmed from a task stay out of its children: other tasks hold
-                # the state of their rows, or have finished it.
-                within = tokens_of(task)
-                children = [restricted(child, within) for child in children]
-                end = _written(self.pairs, self.problem.spec.backward)
-                children = trimmed(children, self.pairs, shape.tile, end)
-            found += children
-        less = schedule.route.trimmed
-        if less is not None:
-            largest = max((task.n_tokens for task in found), default=less.largest)
-            less = replace(less, largest=max(less.largest, largest))
-            self._schedules[depth] = schedule.changed(trimmed=less)
-        return found
-
-
-@lru_cache(maxsize=256)
-def deepest(shape: Decomposition) -> int:
-    """The depth at which tasks of ``shape``, cut further, are about as small as a tile."""
-    smallest = shape.tile if shape.layout == "aligned" else 1
-    deeper = shape
-    while deeper.max_task_tokens > 2 * smallest:
-        finer = deeper.deeper(DEEPEN_BY)
-        if finer.max_task_tokens >= deeper.max_task_tokens:
-            break
-        deeper = finer
-    return deeper.depth
+def _half(side: int, unit: int) -> int:
+    """Half of a rectangle's side: a multiple of ``unit`` where the side is longer."""
+    if side > unit:
+        return round_up(ceil_div(side, 2), unit)
+    return max(1, side // 2)

@@ -14,7 +14,8 @@ from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, c
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.problem import Footprint, Placement, count_groups
 from quorum_attention.execution.report import InWords
-from quorum_attention.execution.schedule import Schedule, trim
+from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.trimmed_tasks import trim
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.sizes import counted, format_bytes, format_seconds
 

@@ -23,7 +23,9 @@ from quorum_attention.execution.problem import (
 from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
-from quorum_attention.execution.schedule import Route, Schedule, Tally, deepest, schedule_of, tally
+from quorum_attention.execution.schedule import Route, Schedule, schedule_of
+from quorum_attention.execution.task_levels import deepest
+from quorum_attention.execution.trimmed_tasks import TrimmedSizes, trimmed_sizes
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner import policy
@@ -87,7 +89,7 @@ def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
     if not schedule.runs(problem):
         schedule, place = schedule.through_slots(work), here
     if isinstance(schedule.route, Slots):
-        trimmed = _trimmed_tally(schedule.decomposition, problem)
+        trimmed = _trimmed_sizes(schedule.decomposition, problem)
         schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
         # An uncut schedule goes through no slots where one call can run a head group as it lies.
         whole = replace(schedule, route=Whole(schedule.route.n_cap, schedule.route.accumulator))
@@ -299,7 +301,7 @@ def _schedules(
     if work.mask is not None and work.mask.rows and work.mask.columns:
         max_pairs = policy.MASKED_PAIRS
     few = policy.MOST_TRIMMED if constraints.levels is None else math.inf
-    trimmed = _trimmed_tally(shape, problem) if shape.n_tasks <= few else None
+    trimmed = _trimmed_sizes(shape, problem) if shape.n_tasks <= few else None
     for size, slots in product(sizes, every):
         route = replace(slots, trimmed=trimmed)
         yield schedule_of(work, shape, size, route, pinned=pinned, max_pairs=max_pairs)
@@ -373,12 +375,12 @@ def _decompositions(n_tokens: int, constraints: PlanConstraints) -> Iterator[Dec
         yield constraints.shape(n_tokens, (policy.DEEP,) * depth)
 
 
-def _trimmed_tally(shape: Decomposition, problem: Problem) -> Tally | None:
+def _trimmed_sizes(shape: Decomposition, problem: Problem) -> TrimmedSizes | None:
     """What trimming leaves of the tasks, None where there is nothing to leave out."""
     pairs = problem.pairs
     if shape.depth == 0 or not _trims(pairs):
         return None
-    return tally(shape, problem.work.lengths, problem.kernel, problem.spec.backward)
+    return trimmed_sizes(shape, problem.work.lengths, problem.kernel, problem.spec.backward)
 
 
 def _trims(pairs: Pairs) -> bool:

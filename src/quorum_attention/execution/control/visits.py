@@ -64,40 +64,70 @@ def visits(
         touched: ranges of global rows, ascending, whose state exists from completed tasks.
         carry: whether state may be carried from slot to slot; this takes two slots or more.
     """
-    every = [rows for task in tasks for rows in task.runs]
-    # Rows between neighbouring edges have one fate.
-    edges = sorted({edge for held in (*every, *touched) for edge in held[:2]})
-    remaining, exists = [0] * len(edges), [False] * len(edges)
-
-    def cells(start: int, stop: int) -> range:
-        return range(bisect_left(edges, start), bisect_left(edges, stop))
-
-    for start, stop, _ in every:
-        for cell in cells(start, stop):
-            remaining[cell] += 1
-    for start, stop in touched:
-        for cell in cells(start, stop):
-            exists[cell] = True
+    cells = _Cells([rows[:2] for task in tasks for rows in task.runs], touched)
+    # The cells of the previous task, with the local position of each.
     previous: dict[int, int] = {}
     for task in tasks:
-        fresh, loaded, finished, stored = (list[Rows]() for _ in range(4))
+        visit, previous = cells.visit(task, previous if carry else {})
+        yield visit
+
+
+class _Cells:
+    """Rows between neighbouring edges of runs, which have one fate.
+
+    Attributes:
+        edges: where a run begins or ends, ascending; cell i is the rows [edges[i], edges[i + 1]).
+        n_remaining: by cell, how many tasks hold it that were not visited.
+        exists: by cell, whether its state exists.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int]], touched: Sequence[tuple[int, int]]) -> None:
+        self.edges = sorted({edge for run in (*runs, *touched) for edge in run})
+        self.n_remaining = [0] * len(self.edges)
+        self.exists = [False] * len(self.edges)
+        for start, stop in runs:
+            for cell in self._between(start, stop):
+                self.n_remaining[cell] += 1
+        for start, stop in touched:
+            for cell in self._between(start, stop):
+                self.exists[cell] = True
+
+    def _between(self, start: int, stop: int) -> range:
+        return range(bisect_left(self.edges, start), bisect_left(self.edges, stop))
+
+    def visit(self, task: Task, previous: dict[int, int]) -> tuple[Visit, dict[int, int]]:
+        """Visit the next task.
+
+        Args:
+            previous: the cells whose state may be carried, with their local positions.
+
+        Returns:
+            the visit, and the task's cells with their local positions.
+        """
+        fresh: list[Rows] = []
         carried: list[Carried] = []
-        here: dict[int, int] = {}
+        loaded: list[Rows] = []
+        finished: list[Rows] = []
+        stored: list[Rows] = []
+        local_of_cell: dict[int, int] = {}
         for start, stop, local in task.runs:
-            for cell in cells(start, stop):
-                first = edges[cell]
-                rows = Rows(first, edges[cell + 1], local + first - start)
-                here[cell] = rows.local
-                if not exists[cell]:
+            for cell in self._between(start, stop):
+                first = self.edges[cell]
+                rows = Rows(first, self.edges[cell + 1], local + first - start)
+                local_of_cell[cell] = rows.local
+                if not self.exists[cell]:
                     fresh.append(rows)
-                elif carry and cell in previous:
+                elif cell in previous:
                     carried.append(Carried(rows, previous[cell]))
                 else:
                     loaded.append(rows)
-                exists[cell] = True
-                remaining[cell] -= 1
-                (stored if remaining[cell] else finished).append(rows)
-        yield Visit(
+                self.exists[cell] = True
+                self.n_remaining[cell] -= 1
+                if self.n_remaining[cell]:
+                    stored.append(rows)
+                else:
+                    finished.append(rows)
+        visit = Visit(
             task,
             fresh=tuple(joined(fresh, Rows.continued)),
             carried=tuple(joined(carried, Carried.continued)),
@@ -105,4 +135,4 @@ def visits(
             finished=tuple(joined(finished, Rows.continued)),
             stored=tuple(joined(stored, Rows.continued)),
         )
-        previous = here
+        return visit, local_of_cell

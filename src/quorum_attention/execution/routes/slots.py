@@ -162,7 +162,7 @@ def layout_of(schedule: Schedule, problem: Problem, axis: Axis | None = None) ->
 
 def _has_headroom(job: Job, controller: RecoveryController) -> bool:
     """Whether the slots of one level less fit twice into free memory."""
-    coarser = layout_of(controller.cuts.schedule(controller.depth - 1), job.problem)
+    coarser = layout_of(controller.levels.schedule(controller.depth - 1), job.problem)
     free_bytes = backend_of(job.device).free_bytes(job.device)
     return free_bytes >= 2 * controller.n_cap * coarser.slot_bytes
 
