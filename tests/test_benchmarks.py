@@ -22,6 +22,7 @@ import run
         ["small", "--seconds=0.001"],
         ["plain", f"--before={ROOT / 'src'}", "--cases=small", "--rounds=2"],
         ["wrapped", "--tokens=64", "--draws=1"],
+        ["entries", "--share=0.001", "--rows=permuted,lengths", "--rounds=1", "--cpu-time"],
         ["devices", "--devices=cpu,cpu", "--tokens=600", "--rounds=2", "--budgets=1GiB"],
         [
             "ranks",
@@ -47,6 +48,8 @@ def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None
     elif case == "plain":
         assert set(found["cases"]["small"]) == {"before", "now", "peak_bytes"}
         assert len(found["cases"]["small"]["before"]) == 2
+    elif case == "entries":
+        assert all(row["difference"] < 1e-5 for row in found["rows"].values())
     elif case == "wrapped":
         assert all(0 <= most < 1e-2 for most, _ in found["differences"]["dense float16"]["out"])
     elif case == "devices":

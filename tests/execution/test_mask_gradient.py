@@ -69,8 +69,8 @@ def a_call(
 SHAPES = list(itertools.product((1, BATCH), (1, HEADS), (1, N), (1, M)))
 DROPS = Dropout(0.3, 2**40 + 17)
 TILES = [
-    (Tile(2, 64, 64), False, None), (Tile(1, 5, 7), True, DROPS), (Tile(1, 23, 1), True, None),
-    (Tile(2, 1, 40), False, DROPS),
+    (Tile(2, 64, 64), False, None), (Tile(2, 64, 40, 2), True, DROPS),
+    (Tile(1, 5, 7), True, DROPS), (Tile(1, 23, 1), True, None), (Tile(2, 1, 40), False, DROPS),
 ]  # fmt: skip
 
 

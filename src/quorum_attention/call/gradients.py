@@ -11,7 +11,13 @@ import torch
 from quorum_attention.call.request import Request, refuse_transforms
 from quorum_attention.call.validation import Tensors, as_tensor, check_apart, check_tensor
 from quorum_attention.counts import shown, switch
-from quorum_attention.execution.call import Three, divided_bytes, is_operand, lie_well
+from quorum_attention.execution.call import (
+    Three,
+    divided_bytes,
+    have_flat_batch,
+    is_operand,
+    lie_well,
+)
 from quorum_attention.execution.problem import Placement
 
 _NAMES = ("grads[0]", "grads[1]", "grads[2]")
@@ -108,6 +114,7 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
         request.out_dtype,
         lie_well(query, key, value),
         lse_given=request.lse is not None,
+        flat=have_flat_batch(query, key, value),
     )
 
 
@@ -127,6 +134,7 @@ def backward_place(tensors: Tensors, request: Request, given: BackwardInputs) ->
         divided,
         same_dtype=grad_out.dtype == out.dtype == work.dtype,
         lse_here=lse.device == device,
+        flat=have_flat_batch(query, key, value, grad_out, out),
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 
 import torch
 
@@ -74,10 +75,9 @@ class MaskView:
         def of(rectangle: Rectangle) -> torch.Tensor:
             rows = task.segments(rectangle.query_start, rectangle.query_stop)
             columns = task.segments(rectangle.key_start, rectangle.key_stop)
-            rows, columns = _pieces(blocks[0], 1, rows), _pieces(blocks[0], 2, columns)
+            rows, columns = _pieces(blocks[0], 2, rows), _pieces(blocks[0], 3, columns)
             if self.mask.dtype == dtype and len(blocks) == len(rows) == len(columns) == 1:
-                view = blocks[0][:, slice(*rows[0][:2]), slice(*columns[0][:2])]
-                return view.unsqueeze(0).to(device)
+                return blocks[0][:, :, slice(*rows[0][:2]), slice(*columns[0][:2])].to(device)
             return _gathered(blocks, rows, columns, dtype).to(device)
 
         return of
@@ -95,16 +95,22 @@ class MaskView:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=device), -torch.inf)
 
     def _blocks(self, group: Group) -> list[torch.Tensor]:
-        """Views (heads|1, rows|1, columns|1), one for each batch entry or one for all of them."""
+        """Views (entries, heads|1, rows|1, columns|1): one for each run of entries along the last
+        batch dimension, or one of a single entry for all of them."""
         batch_sizes = self.mask.shape[:-3]
         entries = group.entries
         if all(n == 1 for n in batch_sizes):
             entries = entries[:1]
         blocks = []
-        for entry in entries:
-            index = tuple(0 if n == 1 else i for i, n in zip(entry, batch_sizes, strict=True))
-            block = self.mask[index]
-            blocks.append(block if block.shape[0] == 1 else block[group.query_heads])
+        for outer, run in groupby(entries, itemgetter(slice(None, -1))):
+            numbers = list(run)
+            index = tuple(0 if n == 1 else i for i, n in zip(outer, batch_sizes, strict=False))
+            block = self.mask[index] if batch_sizes else self.mask.unsqueeze(0)
+            if block.shape[0] == 1:
+                block = block.expand(len(numbers), -1, -1, -1)
+            else:
+                block = block[numbers[0][-1] : numbers[0][-1] + len(numbers)]
+            blocks.append(block if block.shape[1] == 1 else block[:, group.query_heads])
         return blocks
 
 
@@ -117,16 +123,17 @@ def _gathered(
     blocks: list[torch.Tensor], rows: list[Rows], columns: list[Rows], dtype: torch.dtype
 ) -> torch.Tensor:
     """One rectangle of all blocks, additive; allocates only the result."""
-    first = blocks[0]
-    shape = (len(blocks), first.shape[0], *(sum(r.length for r in p) for p in (rows, columns)))
+    first, counts = blocks[0], [block.shape[0] for block in blocks]
+    sides = (sum(piece.length for piece in pieces) for pieces in (rows, columns))
+    shape = (sum(counts), first.shape[1], *sides)
     bias = torch.empty(shape, dtype=dtype, device=first.device)
     kept = torch.zeros((), dtype=dtype, device=first.device)
     masked = torch.full((), float("-inf"), dtype=dtype, device=first.device)
-    for target, block in zip(bias, blocks, strict=True):
+    for target, block in zip(bias.split(counts), blocks, strict=True):
         for down, across in product(rows, columns):
             top, left = down.local - rows[0].local, across.local - columns[0].local
-            source = block[:, down.start : down.stop, across.start : across.stop]
-            piece = target[:, top : top + down.length, left : left + across.length]
+            source = block[:, :, down.start : down.stop, across.start : across.stop]
+            piece = target[:, :, top : top + down.length, left : left + across.length]
             if source.dtype == torch.bool:
                 torch.where(source, kept, masked, out=piece)
             else:
@@ -205,16 +212,17 @@ def flat(tensor: torch.Tensor, work: CallShape) -> torch.Tensor:
     return tensor.reshape(work.batch, *tensor.shape[dims:]) if dims else tensor.unsqueeze(0)
 
 
-def flat_batch(tensor: torch.Tensor) -> torch.Tensor | None:
-    """``tensor`` (*batch, heads, n, d) as a view (b, heads, n, d); None if it has none."""
-    if tensor.dim() == 4:
-        return tensor
-    if tensor.dim() == 3:
-        return tensor.unsqueeze(0)
+def have_flat_batch(*tensors: torch.Tensor) -> bool:
+    """Whether all tensors (*batch, heads, n, d) have views (b, heads, n, d)."""
+    return all(tensor.dim() <= 4 or _has_flat_batch(tensor) for tensor in tensors)
+
+
+def _has_flat_batch(tensor: torch.Tensor) -> bool:
     try:
-        return tensor.view(-1, *tensor.shape[-3:])
+        tensor.view(-1, *tensor.shape[-3:])
     except RuntimeError:
-        return None
+        return False
+    return True
 
 
 Progress = Callable[[int, int, str], None]

@@ -44,14 +44,17 @@ _SLACK_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Most key/value heads, queries and keys of one tile, which is of one batch entry."""
+    """Most key/value heads, queries, keys and batch entries of one tile."""
 
     heads: int
     queries: int
     keys: int
+    entries: int = 1
 
     def smaller(self) -> Tile | None:
         """Half of it; None for a single pair of one head group."""
+        if self.entries > 1:
+            return replace(self, entries=-(-self.entries // 2))
         if self.heads > 1:
             return replace(self, heads=-(-self.heads // 2))
         if self.keys > 1 and self.keys >= self.queries:
@@ -66,8 +69,9 @@ def tile_bytes(work: CallShape, tile: Tile, mask_bytes: int) -> int:
         mask_bytes: of an element of the mask.
     """
     item, wide = work.dtype.itemsize, work.state_dtype.itemsize
-    keys = tile.heads * tile.keys
-    rows = tile.heads * work.queries_per_key_head * tile.queries
+    lanes = tile.entries * tile.heads
+    keys = lanes * tile.keys
+    rows = lanes * work.queries_per_key_head * tile.queries
     widths = work.head_dim + work.value_dim
     # Inputs as they came, and in the state's dtype; the product of gradient and output.
     found = (rows + keys) * widths * (item + wide) + rows * (2 * work.value_dim + 6) * wide
@@ -75,7 +79,7 @@ def tile_bytes(work: CallShape, tile: Tile, mask_bytes: int) -> int:
     pairs = rows * tile.keys
     if work.dropout:
         heads = tile.heads * work.queries_per_key_head
-        found += dropped_bytes(1, heads, tile.queries, tile.keys)
+        found += dropped_bytes(tile.entries, heads, tile.queries, tile.keys)
     bias = work.bias_dtype.itemsize
     return found + pairs * (6 * wide + bias + 2 * mask_bytes + 1) + _SLACK_BYTES
 
@@ -85,7 +89,9 @@ def fitting(work: CallShape, device: torch.device, left: int | None, mask_bytes:
     usual on ``device``); the smallest there is if none does."""
     usual = _DEVICE_BYTES if backend_of(device).own_memory else _HOST_BYTES
     most = usual if left is None else min(usual, left)
-    tile = Tile(work.kv_heads, min(work.n_queries, _MOST_QUERIES), min(work.n_keys, _MOST_KEYS))
+    entries = work.batch_shape[-1] if work.batch_shape else 1
+    sides = min(work.n_queries, _MOST_QUERIES), min(work.n_keys, _MOST_KEYS)
+    tile = Tile(work.kv_heads, *sides, entries)
     while tile_bytes(work, tile, mask_bytes) > most:
         after = tile.smaller()
         if after is None:
@@ -113,13 +119,14 @@ def add_up_mask_gradient(
     """
     assert job.mask is not None
     mask = job.mask.mask
+    mask = mask if mask.dim() > 3 else mask.unsqueeze(0)
     target = target.reshape(mask.shape)
     walk = _Walk(job, given, target, job.problem.pairs)
     # What is tested of each pair takes a distance of 64 bits, and a few flags.
     tested = 8 if job.kernel.own_attention else 0
     tile = fitting(job.work, job.device, left, mask.element_size() + tested)
     recoveries: list[str] = []
-    for index in product(*(range(n) for n in mask.shape[:-3])):
+    for index in product(*(range(n) for n in mask.shape[:-4])):
         # Blocks are those of the tile that began; a failed one is computed by smaller tiles.
         for block in _blocks(mask, job.work, tile):
             while True:
@@ -135,14 +142,17 @@ def add_up_mask_gradient(
                 backend_of(job.device).give_back_cached()
                 recoveries.append(
                     f"mask gradient out of memory ({failure}): tiles of {tile.queries} queries "
-                    f"by {tile.keys} keys of {counted(tile.heads, 'key/value head')}"
+                    f"by {tile.keys} keys of {counted(tile.heads, 'key/value head')}, "
+                    f"batch entries at a time: {tile.entries}"
                 )
     return recoveries
 
 
 class _Block(NamedTuple):
-    """Key/value heads, queries and keys: of a block of the result, or of a tile."""
+    """Entries of the last batch dimension, key/value heads, queries and keys: of a block of the
+    result, or of a tile."""
 
+    entries: slice
     heads: slice
     queries: slice
     keys: slice
@@ -150,9 +160,10 @@ class _Block(NamedTuple):
 
 def _blocks(mask: torch.Tensor, work: CallShape, tile: Tile) -> Iterator[_Block]:
     """Blocks of the result: no larger than a tile in dimensions that the mask has."""
-    every = (work.kv_heads, work.n_queries, work.n_keys)
-    most = (tile.heads, tile.queries, tile.keys)
-    sizes = zip(every, most, mask.shape[-3:], strict=True)
+    n_entries = work.batch_shape[-1] if work.batch_shape else 1
+    every = (n_entries, work.kv_heads, work.n_queries, work.n_keys)
+    most = (tile.entries, tile.heads, tile.queries, tile.keys)
+    sizes = zip(every, most, mask.shape[-4:], strict=True)
     cuts = [runs(slice(0, n), size if of_mask > 1 else n) for n, size, of_mask in sizes]
     yield from (_Block(*cut) for cut in product(*cuts))
 
@@ -162,7 +173,8 @@ class _Walk:
     """The tensors of a call, and where its mask's gradient goes.
 
     Attributes:
-        target: of the shape of the mask, (*batch or 1, heads or 1, n_queries or 1, n_keys or 1).
+        target: of the shape of the mask, (*batch or 1, heads or 1, n_queries or 1, n_keys or 1),
+            with one batch dimension at least.
         pairs: which pairs the call keeps, as far as that is known.
     """
 
@@ -176,71 +188,80 @@ class _Walk:
         total: torch.Tensor | None = None
         at: tuple[int | slice, ...] = (*index, *self._cuts(block))
         shape, begins = self.target[at].shape, tuple(part.start for part in block)
-        heads_and_queries = runs(block.heads, tile.heads), runs(block.queries, tile.queries)
-        for entry, heads, queries in product(self._entries(index), *heads_and_queries):
+        along_rows = (
+            runs(block.entries, tile.entries),
+            runs(block.heads, tile.heads),
+            runs(block.queries, tile.queries),
+        )
+        for outer, entries, heads, queries in product(self._outer(index), *along_rows):
             rows = None
             for keys in runs(block.keys, tile.keys):
                 positions = Ranges.of(queries.start, queries.stop, keys.start, keys.stop)
                 if self.pairs.of(positions) is EMPTY:
                     continue
                 if rows is None:
-                    rows = self._rows(entry, heads, queries, tile.keys >= self.job.work.n_keys)
+                    whole_rows = tile.keys >= self.job.work.n_keys
+                    rows = self._rows(self._group(outer, entries, heads), queries, whole_rows)
                 part = self._tile(rows, keys)
                 if total is None and part.shape == shape:
                     total = part
                     continue
                 if total is None:
                     total = torch.zeros(shape, dtype=part.dtype, device=part.device)
-                total[self._cuts(_Block(heads, queries, keys), begins)].add_(part)
+                total[self._cuts(_Block(entries, heads, queries, keys), begins)].add_(part)
                 del part
         if total is None:
             self.target[at].zero_()
         else:
             self.target[at].copy_(total)
 
-    def _entries(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """The batch entries whose pairs get the mask at ``index``."""
-        sizes = zip(self.job.work.batch_shape, self.target.shape[:-3], index, strict=True)
+    def _outer(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Where, in all batch dimensions but the last, pairs get the mask at ``index``."""
+        sizes = zip(self.job.work.batch_shape[:-1], self.target.shape[:-4], index, strict=True)
         return product(*(range(n) if m == 1 else (i,) for n, m, i in sizes))
 
-    def _cuts(self, block: _Block, within: tuple[int, ...] = (0, 0, 0)) -> tuple[slice, ...]:
+    def _group(self, outer: tuple[int, ...], entries: slice, heads: slice) -> Group:
+        """Some heads of a run of batch entries."""
+        numbers = tuple((*outer, entry) for entry in range(entries.start, entries.stop))
+        if not self.job.work.batch_shape:
+            numbers = ((),)
+        return Group(numbers, heads.start, heads.stop, self.job.work.queries_per_key_head)
+
+    def _cuts(self, block: _Block, within: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[slice, ...]:
         """The mask's part for a block, in positions from ``within`` on; dimensions that it
         broadcasts over are whole."""
-        times = (self.job.work.queries_per_key_head, 1, 1)
+        times = (1, self.job.work.queries_per_key_head, 1, 1)
         return tuple(
             slice((part.start - first) * factor, (part.stop - first) * factor)
             if n > 1
             else slice(None)
             for part, first, factor, n in zip(
-                block, within, times, self.target.shape[-3:], strict=True
+                block, within, times, self.target.shape[-4:], strict=True
             )
         )
 
-    def _rows(
-        self, entry: tuple[int, ...], heads: slice, queries: slice, whole_rows: bool
-    ) -> BackwardRows:
-        """Some queries of some heads of a batch entry, on the computing device."""
+    def _rows(self, group: Group, queries: slice, whole_rows: bool) -> BackwardRows:
+        """Some queries of a head group, on the computing device."""
         job, work = self.job, self.job.work
-        group = Group((entry,), heads.start, heads.stop, work.queries_per_key_head)
         whole = Decomposition(work.n_tokens).task(())
         task = job.task((work.n_queries, work.n_keys), group, Tools(Clock()), whole, ())
         exact = whole_rows and work.dtype != torch.float32 and not (work.sinks or work.columns)
         how = replace(job.kernel.scores_of_pairs() or PLAIN, whole_rows=exact, exact_delta=exact)
         r = Rectangle(queries.start, queries.stop, 0, work.n_keys, work.is_causal)
         like = torch.empty(0, dtype=work.state_dtype, device=job.device)
-        at = slice(0, 1), slice(0, heads.stop - heads.start), queries
+        at = slice(0, len(group.entries)), slice(0, group.kv_stop - group.kv_start), queries
         given = self.given
         saved = (group_part(t, group, "query") for t in (given.grad_out, given.out, given.lse))
         return BackwardRows(Block(task, r, how, at, like), Saved(*saved))
 
     def _tile(self, rows: BackwardRows, keys: slice) -> torch.Tensor:
-        """A tile's part of the gradient: (heads or 1, queries or 1, keys or 1), summed over what
-        the mask broadcasts over."""
+        """A tile's part of the gradient: (entries or 1, heads or 1, queries or 1, keys or 1),
+        summed over what the mask broadcasts over."""
         block = rows.block
         key = block.of_keys(block.task.key, keys)
         p, ds, _, _ = rows.pairs(key, keys, derivative=False)
         # 0 times a value that is not finite is NaN, and a hidden pair has no part in anything.
         ds.masked_fill_(p == 0.0, 0.0)
-        ds = block.by_head(ds).squeeze(0)
-        over = [dim for dim, n in enumerate(self.target.shape[-3:]) if n == 1]
+        ds = block.by_head(ds)
+        over = [dim for dim, n in enumerate(self.target.shape[-4:]) if n == 1]
         return ds.sum(dim=over, keepdim=True) if over else ds

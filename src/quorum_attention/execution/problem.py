@@ -110,9 +110,14 @@ Axis = Literal["query", "key"]
 
 
 def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
-    """A head group's part of (*batch, heads, ...), as a view (1, heads, ...); of one entry."""
+    """A head group's part of (*batch, heads, ...), as a view (entries, heads, ...). Its entries
+    follow each other in the last batch dimension."""
     heads = group.query_heads if axis == "query" else group.key_heads
-    return tensor[group.entries[0]][heads].unsqueeze(0)
+    first, n_entries = group.entries[0], len(group.entries)
+    if not first:
+        return tensor[heads].unsqueeze(0)
+    outer = tensor[first[:-1]] if len(first) > 1 else tensor
+    return outer[first[-1] : first[-1] + n_entries, heads]
 
 
 Width = Literal["head_dim", "value_dim", "one"]
@@ -298,6 +303,7 @@ class Placement:
         same_dtype: whether upstream gradient and output have the inputs' dtype.
         lse_here: whether the lse of a backward is on the device that computes; plans assume it.
         lse_given: whether the caller passed the lse of a forward too.
+        flat: whether all inputs of the pass have views (b, heads, n, d), with one batch dimension.
     """
 
     resident: bool
@@ -309,6 +315,7 @@ class Placement:
     same_dtype: bool = True
     lse_here: bool = True
     lse_given: bool = False
+    flat: bool = True
 
     @property
     def in_place(self) -> bool:

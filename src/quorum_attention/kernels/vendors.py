@@ -450,6 +450,8 @@ _backward: Any = getattr(torch.ops.aten, f"{_CPU}_backward").default
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
 _TILE_QUERIES = 256
 _TILE_KEYS = 512
+# Repacked tiles of keys, and repacked rows of values, are rounded up to multiples of this.
+_PACKED_SIDE = 64
 # Least bytes of a pass: its first call may try the kernel out (kernels/registry.py).
 _TRIAL_BYTES = 6 << 20
 # The share of the threads that should be busy in a backward.
@@ -547,9 +549,12 @@ class CpuKernel(RectangleKernel):
         if sizes.item == 2:
             tiles += (tile_queries * tile_keys + (tile_queries + tile_keys) * width) * 2
             if "AVX512" in torch.backends.cpu.get_cpu_capability():
-                # Here torch may repack all keys and values for the matrix units.
-                packed = 2 * extent.batch * extent.key_heads * round_up(extent.max_keys, _TILE_KEYS)
-                packed *= round_up(width, 64) * 2
+                # Here torch may repack all keys and values for the matrix units, once for each
+                # head of its call: see ``grouped_forward``.
+                by_query_head = call.is_causal or call.mask is not None
+                packed = extent.batch * (sizes.heads if by_query_head else extent.key_heads)
+                packed *= round_up(extent.max_keys, _PACKED_SIDE)
+                packed *= (round_up(width, 2) + round_up(width, _PACKED_SIDE)) * 2
         inside = torch.get_num_threads() * tiles + packed
         inside += _pad_bytes(call, sizes, (width, width), backward=False)
         if shared > 1:

@@ -84,7 +84,11 @@ def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
     """
     schedule, here, work = given.schedule, problem.place, problem.work
     place = replace(
-        given.place, result_dtype=here.result_dtype, copied=here.copied, divided=here.divided
+        given.place,
+        result_dtype=here.result_dtype,
+        copied=here.copied,
+        divided=here.divided,
+        flat=here.flat,
     )
     if not schedule.runs(problem):
         schedule, place = schedule.through_slots(work), here

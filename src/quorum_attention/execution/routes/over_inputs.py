@@ -20,7 +20,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.layouts import Pieces, pieces_of
-from quorum_attention.execution.call import Job, Tools, flat, flat_batch, operand
+from quorum_attention.execution.call import Job, Tools, flat, operand
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.problem import (
     Footprint,
@@ -105,8 +105,7 @@ class Whole(OverInputs):
         work = problem.work
         if not problem.place.in_place or (problem.spec.backward and not _gives_results(problem)):
             return False
-        # With several batch dimensions a tensor may have no view (b, heads, n, d).
-        every = schedule.is_all(work) and len(work.batch_shape) <= 1
+        every = _is_one_call(schedule, problem)
         if not problem.kernel.takes_whole(problem.call_shape, work.n_tokens, every):
             return False
         # One rectangle has to hold all queries and keys. With more keys than queries a causal one
@@ -136,6 +135,8 @@ class Whole(OverInputs):
         elif problem.place.result_dtype == work.dtype and not (problem.scaled or _widened(problem)):
             results = ()
         given = (problem.place.divided or 0, *copied_bytes(problem, schedule.group))
+        if _is_one_call(schedule, problem) and not problem.place.flat:
+            given += tuple(i.count(work) * i.dtype(work).itemsize for i in problem.spec.inputs)
         return Footprint(
             problem.work.device_type, workspace, 0, tuple(accumulators), (*given, *results)
         )
@@ -152,22 +153,25 @@ class Whole(OverInputs):
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """One for each kernel call.
 
-        If an input has no view (b, heads, n, d), there is at least one for each batch entry.
+        Those of several batch dimensions, if they are not one call, have entries along the last of
+        these dimensions: such a run is a view.
         """
-        work = job.work
-        rows = (job.tensors[item.name] for item in job.spec.inputs if item.width != "one")
-        size = schedule.group
-        if not schedule.is_all(work) or any(flat_batch(t) is None for t in rows):
-            size = replace(size, batch=1)
+        work, size = job.work, schedule.group
+        if len(work.batch_shape) > 1 and not _is_one_call(schedule, job.problem):
+            size = replace(size, batch=_largest_divisor(work.batch_shape[-1], size.batch))
         return list(groups(work, size))
 
     def compute(self, job: Job, schedule: Schedule, group: Group, tools: Tools) -> Iterator[int]:
         """One kernel call; the scaled backward, head by head, where its gradients overflow."""
         work = job.work
         task, (rectangle,) = all_rectangles(work, schedule.decomposition)
-        every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
-        alone = None if group == every else group
-        parts = _of_call(job, alone, rectangle.causal, job.bias(group, task)(rectangle))
+        alone = None if _is_one_call(schedule, job.problem) else group
+        bias: torch.Tensor | None
+        if alone is None and job.mask is not None:
+            bias = job.mask.whole(work.bias_dtype, job.device, work.batch_shape)
+        else:
+            bias = job.bias(group, task)(rectangle)
+        parts = _of_call(job, alone, rectangle.causal, bias)
         if parts is None:
             job.count_repeats(1)
             _scaled(job, schedule, group, tools)
@@ -177,6 +181,29 @@ class Whole(OverInputs):
             for target, part in zip(job.targets(group), parts, strict=True):
                 target.copy_(part)
         yield 1
+
+
+# A kernel call takes the host about as long as copying so many bytes.
+_CALL_BYTES = 1 << 20
+
+
+def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
+    """Whether a head group is the whole call, in one kernel call. Inputs that have no view
+    (b, heads, n, d) are copied, if that takes less than a call for each run of entries along the
+    last batch dimension."""
+    work = problem.work
+    if not schedule.is_all(work):
+        return False
+    if problem.place.flat:
+        return True
+    numbers = sum(item.count(work) for item in problem.spec.inputs)
+    n_runs = max(1, math.prod(work.batch_shape[:-1]))
+    return numbers * work.dtype.itemsize <= _CALL_BYTES * n_runs
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``."""
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
 def _widened(problem: Problem) -> bool:

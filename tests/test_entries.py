@@ -1,0 +1,144 @@
+"""Calls of many small entries: right, and by few kernel calls."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers_attention import Inputs, error, exact
+
+import quorum_attention as qa
+from quorum_attention.execution import mask_gradient
+from quorum_attention.kernels import vendors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+_ENTRIES = (1, 1, 2, 3, 5, 8)
+
+
+def checked(inputs: list[torch.Tensor], bias: torch.Tensor | None, options: dict[str, Any]) -> None:
+    """A call of several batch dimensions, and its gradients, are those of the textbook."""
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    learned = [] if bias is None else [bias.detach().requires_grad_()]
+    found = qa.attention(*leaves, *learned, **options)
+    grads = torch.autograd.grad(found, [*leaves, *learned], inputs[3])
+    flat = [t.detach().reshape(-1, *t.shape[-3:]) for t in inputs]
+    mask = None
+    if bias is not None:
+        mask = bias.detach().expand(*found.shape[:-1], inputs[1].shape[-2])
+        mask = mask.reshape(-1, *mask.shape[-3:]).clone().requires_grad_()
+    scale = inputs[0].shape[-1] ** -0.5
+    want = exact(
+        Inputs(*flat), mask=mask, is_causal=options.get("is_causal", False), scale=scale,
+        gradients=True,
+    )  # fmt: skip
+    wanted = [want.out.view(found.shape)]
+    wanted += [g.view(t.shape) for g, t in zip(want.grads[:3], inputs[:3], strict=True)]
+    if bias is not None:
+        whole = want.grads[3].view(*found.shape[:-1], -1)
+        wanted.append(whole.sum_to_size(bias.shape))
+    for name, one, other in zip(("out", *"qkvb"), (found, *grads), wanted, strict=False):
+        assert error(one, other) < 1e-5, name
+
+
+def drawn(draw: random.Random) -> tuple[list[torch.Tensor], torch.Tensor | None, dict[str, Any]]:
+    """A call whose batch dimensions lie in memory in any order."""
+    dims = draw.choice([1, 2, 2, 3])
+    batch = [draw.choice(_ENTRIES) for _ in range(dims)]
+    heads, shared = draw.choice([(1, 1), (2, 1), (4, 2), (3, 3)])
+    sides, width = (draw.randint(1, 20), draw.randint(1, 20)), draw.choice([4, 8, 16])
+    tensors = []
+    for n_heads, n in zip((heads, shared, shared, heads), (0, 1, 1, 0), strict=True):
+        shape = [*batch, n_heads, sides[n], width]
+        order = list(range(dims + 2))
+        draw.shuffle(order)
+        order.append(dims + 2)
+        lying = torch.randn([shape[dim] for dim in order])
+        tensors.append(lying.permute([order.index(dim) for dim in range(dims + 3)]))
+    bias = None
+    if draw.random() < 0.5:
+        whole = [*batch, heads, *sides]
+        bias = torch.randn([n if draw.random() < 0.6 else 1 for n in whole])
+    options: dict[str, Any] = {"enable_gqa": True, "is_causal": draw.random() < 0.3}
+    if draw.random() < 0.3:
+        options["budget"] = draw.choice(["8MiB", "16MiB"])
+    return tensors, bias, options
+
+
+def test_batches_that_lie_in_any_order() -> None:
+    """Views of several batch dimensions that do not flatten, and biases that span some of them."""
+    for number in range(40):
+        draw = random.Random(number)
+        torch.manual_seed(number)
+        checked(*drawn(draw))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the queries of kernel calls of several entries, which no test of a kernel
+    before its first use has."""
+    shapes: list[tuple[int, ...]] = []
+    for name in ("rectangle_forward", "rectangle_backward"):
+        run = getattr(vendors.CpuKernel, name)
+
+        def counted(self: Any, call: Any, *saved: Any, run: Any = run) -> Any:
+            if call.query.shape[0] > 1:
+                shapes.append(tuple(call.query.shape))
+            return run(self, call, *saved)
+
+        monkeypatch.setattr(vendors.CpuKernel, name, counted)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("stored", "order", "n_calls"),
+    [((8, 500), (1, 0), 1), ((500, 8), (1, 0), 8), ((4000,), (0,), 1)],
+    ids=str,
+)
+def test_small_entries_go_many_to_a_call(
+    calls: list[tuple[int, ...]], stored: tuple[int, ...], order: tuple[int, ...], n_calls: int
+) -> None:
+    """One call for each run of entries along the last batch dimension, or one of a copy."""
+    dims = len(stored)
+    lying = torch.randn(*stored, 4, 16, 16)
+    three = [lying.permute(*order, dims, dims + 1, dims + 2).requires_grad_() for _ in range(3)]
+    calls.clear()
+    qa.attention(*three, budget="1GiB").sum().backward()
+    assert len(calls) == 2 * n_calls
+
+
+def test_a_budget_that_holds_a_part_of_the_entries_cuts_between_many_of_them(
+    calls: list[tuple[int, ...]],
+) -> None:
+    """Not into calls of one entry each."""
+    three = [torch.randn(4000, 4, 16, 16) for _ in range(3)]
+    whole = qa.plan(16, batch=4000, heads=4, head_dim=16, dtype=torch.float32, device="cpu")
+    for share in (0.9, 0.8):
+        report = qa.Report()
+        calls.clear()
+        budget = int(share * whole.peak_bytes)
+        found = qa.attention(*three, budget=budget, report=report)
+        assert report.forward is not None
+        assert 2 <= len(calls) == report.forward.n_groups <= 16
+        assert torch.equal(found, qa.attention(*three))
+
+
+def test_the_gradient_of_a_shared_bias_takes_many_entries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tiles hold entries as they hold heads."""
+    tiles = []
+    begin = mask_gradient.BackwardRows.__init__
+
+    def counted(self: Any, block: Any, saved: Any) -> None:
+        tiles.append(block)
+        begin(self, block, saved)
+
+    monkeypatch.setattr(mask_gradient.BackwardRows, "__init__", counted)
+    for batch in (1, 3000):
+        three = [torch.randn(3000, 2, 8, 8) for _ in range(3)]
+        bias = torch.randn(batch, 2, 8, 8, requires_grad=True)
+        tiles.clear()
+        qa.attention(*three, bias).sum().backward()
+        assert 1 <= len(tiles) <= 12
