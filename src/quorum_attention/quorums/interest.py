@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import count
+from itertools import count, permutations
 
 from quorum_attention.counts import whole_number
 from quorum_attention.quorums.singer import prime_power, singer_set
@@ -59,11 +59,12 @@ def quorum_size(c: int) -> int:
         ValueError: no interest set has that chunk count; names the nearest that work.
     """
     c = whole_number(c, "c", 1)
-    l = max(1, (1 + math.isqrt(max(0, 4 * c - 3))) // 2)
+    # The largest l with l (l - 1) + 1 <= c.
+    l = (1 + math.isqrt(4 * c - 3)) // 2
     if chunk_count(l) == c and has_interest_set(l):
         return l
-    nearest = _neighbours(l if chunk_count(l) > c else l + 1)
-    names = " and ".join(str(chunk_count(n)) for n in nearest)
+    nearest = _neighbours(l + 1)
+    names = " and ".join(str(chunk_count(size)) for size in nearest)
     raise ValueError(f"{c} chunks are not possible; the nearest counts are {names}")
 
 
@@ -128,13 +129,16 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
     """
     members = tuple(interest)
     modulus = chunk_count(len(members)) if c is None else c
-    if not members or modulus < 1 or any(not 0 <= a < modulus for a in members):
+    if not members or modulus < 1:
         return False
-    differences = [(a - b) % modulus for a in members for b in members if a != b]
-    return sorted(differences) == list(range(1, modulus)) and len(set(members)) == len(members)
+    if len(set(members)) < len(members) or min(members) < 0 or max(members) >= modulus:
+        return False
+    differences = [(a - b) % modulus for a, b in permutations(members, 2)]
+    return sorted(differences) == list(range(1, modulus))
 
 
 def _neighbours(l: int) -> list[int]:
     """The largest quorum size below ``l``, if there is one, and the smallest from ``l`` on."""
-    below = next(([n] for n in range(l - 1, 0, -1) if has_interest_set(n)), [])
-    return [*below, next(n for n in count(max(l, 1)) if has_interest_set(n))]
+    smaller = [size for size in range(1, l) if has_interest_set(size)]
+    larger = next(size for size in count(max(l, 1)) if has_interest_set(size))
+    return [*smaller[-1:], larger]

@@ -20,11 +20,16 @@ def singer_set(q: int) -> tuple[int, ...]:
     base = Field(q)
     # About one cubic polynomial in five works. In a simple order the first that works may come
     # late, so they are drawn at random, with a fixed seed.
-    draw, line = Random(q), None
+    draw = Random(q)
+    line = None
     while line is None:
-        line = _line(base, draw.randrange(1, q), draw.randrange(q), draw.randrange(q))
+        c0 = draw.randrange(1, q)
+        c1 = draw.randrange(q)
+        c2 = draw.randrange(q)
+        line = _line(base, c0, c1, c2)
     # Shifted so that the only two neighbours become 0 and 1.
-    modulus, members = q * q + q + 1, set(line)
+    modulus = q * q + q + 1
+    members = set(line)
     first = next(r for r in line if (r + 1) % modulus in members)
     return tuple(sorted((r - first) % modulus for r in line))
 
@@ -35,18 +40,26 @@ def _line(base: Field, c0: int, c1: int, c2: int) -> list[int] | None:
     None if the powers of x do not run through all points of the plane.
     """
     q = base.q
-    times, plus = base.times, base.plus
-    a, b, c = 0, 0, 1  # x^i = a x^2 + b x + c
-    line = []
+    line_length = q + 1
+    line: list[int] = []
+    # x^i = a x^2 + b x + c
+    a, b, c = 0, 0, 1
     for i in range(q * q + q + 1):
-        if i and a == 0 and b == 0:
+        is_first_point = a == 0 and b == 0
+        if i and is_first_point:
             return None  # the cycle of points is too short
         if a == 0:
             line.append(i)
-            if len(line) > q + 1:
+            if len(line) > line_length:
                 return None
-        a, b, c = plus(b, times(a, c2)), plus(c, times(a, c1)), times(a, c0)
-    return line if a == 0 and b == 0 and len(line) == q + 1 else None
+        # Times x, where x^3 = c2 x^2 + c1 x + c0.
+        next_a = base.plus(b, base.times(a, c2))
+        next_b = base.plus(c, base.times(a, c1))
+        c = base.times(a, c0)
+        a = next_a
+        b = next_b
+    is_closed = a == 0 and b == 0
+    return line if is_closed and len(line) == line_length else None
 
 
 def prime_power(q: int) -> tuple[int, int] | None:
@@ -71,14 +84,16 @@ class Field:
     """
 
     def __init__(self, q: int) -> None:
-        split = prime_power(q)
-        if split is None:
+        base_and_exponent = prime_power(q)
+        if base_and_exponent is None:
             raise ValueError(f"q must be a prime power, got {q}")
-        self.q, self.p = q, split[0]
+        p, k = base_and_exponent
+        self.q = q
+        self.p = p
         # x is a generator if the polynomial x**k - sum(tail[i] * x**i) is primitive. The digits of
         # ``tail`` in base p are its coefficients; for k = 1, x is the number ``tail`` itself.
-        found = (_powers_of_x(tail, *split) for tail in range(1, q))
-        self.power = next(powers for powers in found if powers is not None)
+        candidates = (_powers_of_x(tail, p, k) for tail in range(1, q))
+        self.power = next(powers for powers in candidates if powers is not None)
         self.log = {x: i for i, x in enumerate(self.power)}
 
     def times(self, a: int, b: int) -> int:
@@ -93,10 +108,14 @@ class Field:
             return a ^ b
         if self.p == self.q:
             return (a + b) % self.p
-        total, place = 0, 1
+        total = 0
+        place = 1
         while a or b:
-            total += (a % self.p + b % self.p) % self.p * place
-            a, b, place = a // self.p, b // self.p, place * self.p
+            digit = (a + b) % self.p
+            total += digit * place
+            place *= self.p
+            a //= self.p
+            b //= self.p
         return total
 
 
@@ -104,11 +123,18 @@ def _powers_of_x(tail: int, p: int, k: int) -> list[int] | None:
     """The p**k - 1 powers 1, x, x**2, ... modulo the polynomial; None if some of them are equal."""
     if tail % p == 0:
         return None
-    top, powers, x = p ** (k - 1), [1], 1
-    digits = [(tail // p**i % p, p**i) for i in range(k)]
+    n_powers = p**k - 1
+    places = [p**i for i in range(k)]
+    top = places[-1]
+    powers = [1]
+    x = 1
     while True:
+        # Times x: digits move up by one place, and the leading one comes back as multiples of tail.
         lead, rest = divmod(x, top)
-        x = sum((rest * p // place + lead * digit) % p * place for digit, place in digits)
-        if x == 1 or len(powers) == p**k - 1:
-            return powers if x == 1 and len(powers) == p**k - 1 else None
+        digits = [(rest * p // place + lead * (tail // place)) % p for place in places]
+        x = sum(digit * place for digit, place in zip(digits, places, strict=True))
+        if x == 1:
+            return powers if len(powers) == n_powers else None
+        if len(powers) == n_powers:
+            return None
         powers.append(x)
