@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,12 +23,15 @@ from quorum_attention import sdpa as module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ORIGINAL = by_name
+PLAIN_MODULES = F.multi_head_attention_forward
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     yield
     assert F.scaled_dot_product_attention is ORIGINAL
+    assert F.multi_head_attention_forward is PLAIN_MODULES
+    assert torch.backends.mha.get_fastpath_enabled()
     assert not module._open
 
 
@@ -260,6 +264,89 @@ def test_modules_of_torch_and_names_imported_before() -> None:
         assert report.total.forwards == 1
 
 
+def encoder(layers: int = 0) -> torch.nn.Module:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dtype=torch.float64)
+    return torch.nn.TransformerEncoder(layer, layers) if layers else layer
+
+
+def multihead(**named: Any) -> torch.nn.Module:
+    return torch.nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64, **named)
+
+
+def attend_to_itself(module: torch.nn.Module, x: torch.Tensor, **named: Any) -> torch.Tensor:
+    """The output of a module of attention, without weights."""
+    if isinstance(module, torch.nn.MultiheadAttention):
+        out: torch.Tensor = module(x, x, x, need_weights=False, **named)[0]
+        return out
+    name = "src_key_padding_mask"
+    padding = {name: named["key_padding_mask"]} if named else {}
+    result: torch.Tensor = module(x, **padding)
+    return result
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", [multihead, encoder, lambda: encoder(2)])
+def test_modules_in_evaluation_have_no_fast_path(make: Any, padded: bool) -> None:
+    """Torch's fast path would not call the function that is replaced."""
+    module, x = make().eval(), torch.randn(2, 30, 32, dtype=torch.float64)
+    padding = torch.arange(30)[None] >= torch.tensor([[30], [21]])
+    named = {"key_padding_mask": padding} if padded else {}
+    real = ~padding if padded else torch.ones_like(padding)
+    report, calls = qa.Report(), 2 if isinstance(module, torch.nn.TransformerEncoder) else 1
+    with torch.inference_mode():
+        wanted = attend_to_itself(module, x, **named)
+        with qa.patched_sdpa(min_tokens=0, depth=1, report=report):
+            out = attend_to_itself(module, x, **named)
+    assert_close(out[real], wanted[real], 1e-10)
+    assert report.total.forwards == report.total.cut == calls
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_fast_path_is_as_it_was_after_the_last_block(before: bool) -> None:
+    enabled = torch.backends.mha.get_fastpath_enabled
+    torch.backends.mha.set_fastpath_enabled(before)
+    try:
+        outer, inner = qa.patched_sdpa(), qa.patched_sdpa()
+        outer.__enter__()
+        inner.__enter__()
+        outer.__exit__(None, None, None)  # blocks may end in any order
+        assert not enabled()
+        inner.__exit__(None, None, None)
+        assert enabled() == before
+        for _ in range(2):
+            qa.patch_sdpa()
+        assert not enabled()
+        qa.unpatch_sdpa()
+        qa.unpatch_sdpa()
+        assert enabled() == before
+        with pytest.raises(RuntimeError, match="inside"), qa.patched_sdpa():
+            raise RuntimeError("inside")
+        assert enabled() == before
+        with qa.patched_sdpa():
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert enabled(), "somebody switched it on"
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_that_are_asked_for_are_said(training: bool) -> None:
+    """They are a tensor of tokens x tokens, which no replacement of SDPA can prevent."""
+    module, x = multihead().train(training), torch.randn(2, 30, 32, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = module(x, x, x)
+        with qa.patched_sdpa(min_tokens=20), pytest.warns(UserWarning, match="need_weights=False"):
+            assert_close(module(x, x, x)[1], wanted[1], 1e-12)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with qa.patched_sdpa(min_tokens=20):
+                module(x[:, :10], x[:, :10], x[:, :10])
+                module(x, x, x, need_weights=False)
+                with qa.patched_sdpa(enabled=False):
+                    module(x, x, x)
+            module(x, x, x)
+
+
 COMPILED = """
 import itertools, threading, torch, torch.nn.functional as F
 import quorum_attention as qa
@@ -307,6 +394,15 @@ qa.patch_sdpa(min_tokens=0)
 check(True)
 qa.unpatch_sdpa()
 check(False)
+
+module, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 50, 32)
+compiled = torch.compile(module, backend="eager", fullgraph=True)
+for need_weights in (False, True):
+    with torch.no_grad(), qa.patched_sdpa(min_tokens=40, depth=1, report=report):
+        before = report.total.forwards
+        out = compiled(x, x, x, need_weights=need_weights)[0]
+        assert report.total.forwards - before == 1 - need_weights
+    torch.testing.assert_close(out, module(x, x, x)[0])
 """
 
 

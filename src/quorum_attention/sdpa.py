@@ -9,6 +9,7 @@ threads without them get torch's own. What ``attention`` cannot take goes to tor
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,11 @@ from quorum_attention.call.options import (
     layer_of,
     set_base,
     using,
+)
+from quorum_attention.call.torch_modules import (
+    restore_fast_path,
+    switch_fast_path_off,
+    watch_weights,
 )
 from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.direct import checked_request
@@ -47,7 +53,10 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
 
     It is ``using`` with the patch: the options hold for ``attention`` too, inner blocks win, blocks
     may end in any order, and threads that begin inside do not have it (``patch_sdpa`` is for all).
-    Modules that imported the function by name before keep torch's own.
+    Modules that imported the function by name before keep torch's own. The fast path of
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` in evaluation, which would not call
+    the function, is off while any block is open, in all threads. A call of
+    ``nn.MultiheadAttention`` that asks for weights makes them as ever, and a warning says so.
 
     torch's own function still computes calls of one query or of fewer tokens than ``min_tokens``,
     of tensors that are not plain (subclasses, nested, sparse, on other devices), in forward mode,
@@ -109,25 +118,35 @@ def _replace_permanent(layer: Layer | None) -> None:
     _count(opened=layer, closed=set_base(layer))
 
 
-# --- The name in torch.nn.functional ----------------------------------------------------------
+# --- The names in torch.nn.functional ---------------------------------------------------------
 
 
 def _count(*, opened: Layer | None = None, closed: Layer | None = None) -> None:
-    """Count who needs our function, and have it in place while anybody does; what was there is put
-    back unless another one is in place by then."""
+    """Count who needs our functions, and have them in place while anybody does."""
     with _lock:
         if opened is not None:
             _open.append(_tokens(opened))
+            switch_fast_path_off()
         if closed is not None:
             _open.remove(_tokens(closed))
-        there = torch.nn.functional.scaled_dot_product_attention
-        original = getattr(there, "_quorum_attention_original", None)
-        # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
-        sharded = hasattr(there, "_quorum_attention_sharded")
-        if opened is not None and original is None and not sharded:
-            torch.nn.functional.scaled_dot_product_attention = _instead_of(there)
-        elif not _open and original is not None:
-            torch.nn.functional.scaled_dot_product_attention = original
+            restore_fast_path()
+        for name, replacement_of in _REPLACEMENTS.items():
+            _replace(name, replacement_of, opened=opened is not None)
+
+
+def _replace(name: str, replacement_of: Callable[[_Sdpa], _Sdpa], *, opened: bool) -> None:
+    """Put a replacement in place, or put back what was there unless another one is in place by
+    then."""
+    there = getattr(torch.nn.functional, name)
+    original = getattr(there, "_quorum_attention_original", None)
+    # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
+    sharded = hasattr(there, "_quorum_attention_sharded")
+    if opened and original is None and not sharded:
+        replacement: Any = replacement_of(there)
+        replacement._quorum_attention_original = there
+        setattr(torch.nn.functional, name, replacement)
+    elif not _open and original is not None:
+        setattr(torch.nn.functional, name, original)
 
 
 def _tokens(layer: Layer | None) -> int:
@@ -162,8 +181,30 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
         return own(query, key, value, attn_mask, dropout_p, is_causal, **named)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
-    scaled_dot_product_attention._quorum_attention_original = original  # type: ignore[attr-defined]
     return scaled_dot_product_attention
+
+
+def _warning_of_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``multi_head_attention_forward`` that warns of calls that make weights of many tokens."""
+
+    def warn(query: torch.Tensor, key: torch.Tensor) -> None:
+        compiled = torch.compiler.is_dynamo_compiling()
+        if compiled or max(query.shape[0], key.shape[0]) < _tokens(current()):
+            return
+        warnings.warn(
+            "nn.MultiheadAttention was called with need_weights=True, its default, so torch makes "
+            "a tensor of tokens x tokens, and quorum attention does not compute this call: give "
+            "need_weights=False",
+            stacklevel=4,
+        )
+
+    return watch_weights(original, warn)
+
+
+_REPLACEMENTS = {
+    "scaled_dot_product_attention": _instead_of,
+    "multi_head_attention_forward": _warning_of_weights,
+}
 
 
 # --- Which calls are taken --------------------------------------------------------------------

@@ -30,7 +30,8 @@ def _all_of_it(rank: int) -> None:
     group = dist.new_group([0, 1])
     for check in (
         _apart, _known_and_apart, _other_passes, _decoding_apart, _a_kernel_by_its_name,
-        _kernels_that_are_refused, _context_parallel, _buffers_that_share_memory,
+        _kernels_that_are_refused, _context_parallel, _modules_of_torch,
+        _buffers_that_share_memory,
     ):  # fmt: skip
         torch.manual_seed(0)
         check(rank, group)
@@ -279,6 +280,24 @@ def _context_parallel(rank: int, group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="inside"), sharded.context_parallel(mesh):
         raise RuntimeError("inside")
     assert functional.scaled_dot_product_attention is OWN
+
+
+def _modules_of_torch(rank: int, group: dist.ProcessGroup) -> None:
+    """In evaluation torch's fast path would attend to this rank's rows alone, as weights would."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 19, 16, dtype=torch.float64)
+    rows = slice(9, 19) if rank else slice(9)
+    for parameter in layer.parameters():
+        dist.broadcast(parameter.detach(), 0, group=group)
+    with torch.no_grad():
+        wanted = layer.eval()(x)
+        with sharded.context_parallel(group, buffers=[x.clone()], buffer_seq_dims=[1]):
+            mine = x[:, rows].contiguous()
+            assert torch.allclose(layer(mine), wanted[:, rows], atol=1e-10)
+            with pytest.raises(NotImplementedError, match="need_weights=False"):
+                layer.self_attn(mine, mine, mine)
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert len(layer.self_attn(x, x, x)) == 2
 
 
 def _buffers_that_share_memory(rank: int, group: dist.ProcessGroup) -> None:

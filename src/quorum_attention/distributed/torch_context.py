@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from quorum_attention.call.torch_modules import (
+    restore_fast_path,
+    switch_fast_path_off,
+    watch_weights,
+)
 from quorum_attention.counts import shown
 from quorum_attention.distributed.attention import attention
 
@@ -40,6 +45,9 @@ def context_parallel(
         buffer_seq_dims: the dimension of the tokens of each.
         no_restore_buffers: those buffers that are not restored.
         options: budget, depth, kernel and report of ``distributed.attention``, for every call.
+
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` attend to the rows of all ranks
+    too, in evaluation as well; with ``need_weights=True`` the first raises NotImplementedError.
 
     Raises:
         ValueError: buffers that do not fit each other or their dimensions, one given twice, or one
@@ -80,13 +88,32 @@ def context_parallel(
         # Memory of its own: others may be views of this one's, as inputs and labels of one batch.
         buffer.set_(mine.clone(memory_format=torch.contiguous_format))
     functional.scaled_dot_product_attention = scaled_dot_product_attention
+    plain_modules = functional.multi_head_attention_forward
+    watched: Any = watch_weights(plain_modules, _refuse_weights)
+    watched._quorum_attention_sharded = True
+    functional.multi_head_attention_forward = watched
+    switch_fast_path_off()  # it would attend to this rank's rows alone
     try:
         yield
     finally:
+        restore_fast_path()
+        functional.multi_head_attention_forward = plain_modules
         functional.scaled_dot_product_attention = original
         for buffer, before in zip(given, whole, strict=True):
             if buffer not in kept:
                 buffer.set_(before)
+
+
+def _refuse_weights(*_: torch.Tensor) -> None:
+    """Refuse weights of ``nn.MultiheadAttention``: they would be of this rank's rows alone.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "attention over ranks makes no weights, and nn.MultiheadAttention was called with "
+        "need_weights=True, its default: give need_weights=False"
+    )
 
 
 def _lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int) -> tuple[int, ...]:
