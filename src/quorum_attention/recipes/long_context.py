@@ -7,6 +7,7 @@ from typing import Any
 
 from quorum_attention.counts import one_of, whole_number
 from quorum_attention.recipes import step
+from quorum_attention.recipes.attention import set_attention
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
 from quorum_attention.recipes.chunked_loss import chunk_loss
 from quorum_attention.recipes.modules import fuse_norms, tile_mlps
@@ -78,7 +79,6 @@ def long_context(
         TypeError, ValueError: an argument is wrong.
     """
     from quorum_attention.integrations.transformers import name_for
-    from quorum_attention.integrations.transformers.options import names_of
 
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", 1)
@@ -87,13 +87,10 @@ def long_context(
     if not hasattr(base, "set_attn_implementation"):
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
     name, budget = name_for(budget)  # with what ``register`` was given, if nothing is given here
-    none, how = "switched off", f"budget {budget or 'of the free memory'}"
+    none = "switched off"
+    done = [Change(step.ATTENTION, False, none)]
     if attention:
-        base.set_attn_implementation(name)
-    takes = name in names_of(base.config)  # if not, Transformers only logs it
-    if not takes:
-        how = f"{type(base).__name__} does not take its attention by name"
-    done = [Change(step.ATTENTION, attention and takes, how if attention else none)]
+        done = [set_attention(base, name, f"budget {budget or 'of the free memory'}")]
     done.append(chunk_loss(base) if chunked_loss else Change(step.LOSS, False, none))
     done.append(tile_mlps(base, mlp_tile) if mlp_tile else Change(step.MLP, False, none))
     done.append(fuse_norms(base) if fused_norms else Change(step.NORMS, False, none))

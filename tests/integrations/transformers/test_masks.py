@@ -101,6 +101,42 @@ def test_any_composition_keeps_the_same_pairs() -> None:
         assert torch.equal(theirs, ours), (seed, mask)
 
 
+def random_span(length: int) -> slice:
+    start, stop = sorted(int(torch.randint(0, length + 1, ())) for _ in range(2))
+    if torch.rand(()) < 0.3:
+        return slice(None, stop or None)
+    return slice(start - length or None, stop if stop < length else None)
+
+
+def test_a_slice_of_a_description_is_a_description() -> None:
+    """Of entries, queries and keys, as of the tensor (Gemma 4 E2B computes its last layers for some
+    of the queries)."""
+    seed = torch.seed()
+    for _ in range(60):
+        batch, queries, before = (int(torch.randint(*r, ())) for r in ((1, 4), (2, 30), (0, 12)))
+        function = random_function(batch, queries, before + queries)
+        padding = torch.rand(batch, before + queries) < 0.8 if torch.rand(()) < 0.5 else None
+        asked: dict[str, Any] = {
+            "batch_size": batch, "q_length": queries, "kv_length": before + queries,
+            "q_offset": before, "mask_function": function, "attention_mask": padding,
+        }  # fmt: skip
+        theirs, _, _ = described(**asked)
+        ours, rows, keys = quorum_mask(**asked), random_span(queries), random_span(before + queries)
+        first = slice(int(torch.randint(0, batch, ())), None)
+        for index in ((slice(None), slice(None), rows), (first, slice(None), rows, keys)):
+            wanted, part = theirs[:, None][index][:, 0], ours[index]
+            assert part.shape == (wanted.shape[0], 1, *wanted.shape[1:])
+            if not wanted.numel():
+                continue
+            kept = dense(part.mask, wanted.shape[0], 1, *wanted.shape[1:])[:, 0]
+            assert torch.equal(kept, wanted), (seed, ours.mask, index)
+            assert not wanted[..., part.seen :].any()
+    assert ours[:, :, slice(0, None), ...] is ours
+    for index in (0, (slice(None), 0), (slice(None),) * 5, (..., slice(None, None, 2))):
+        with pytest.raises(DescriptionError, match="computes with its attention mask"):
+            ours[index]
+
+
 def test_packed_documents_keep_the_same_pairs() -> None:
     for number in range(24):
         batch, tokens = 1 + number % 3, 20 + number
@@ -200,7 +236,7 @@ def test_a_model_that_computes_with_its_mask_is_told_so() -> None:
     mask = quorum_mask(1, 8, 8, mask_function=masking.causal_mask_function)
     assert mask is not None
     for use in (
-        lambda: mask[:, :, :, :4], lambda: mask + 1.0, lambda: mask.masked_fill(mask, 0.0),
+        lambda: mask[:, 0], lambda: mask + 1.0, lambda: mask.masked_fill(mask, 0.0),
         lambda: mask.dtype, lambda: 1.0 + mask, lambda: mask == 0, lambda: ~mask,
         lambda: torch.cat([mask, mask], -1), lambda: torch.ones(8) + mask, lambda: mask != 1,
     ):  # fmt: skip

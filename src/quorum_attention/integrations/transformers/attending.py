@@ -23,8 +23,8 @@ from quorum_attention.mask import Mask
 # Of these the attention's result is the same, whatever they are: hints for other kernels, what is
 # in the mask already (positions, lengths of documents), and what a model's other parts read.
 WITHOUT_EFFECT = frozenset({
-    "cache_position", "deterministic", "ignore_index", "kernel_options", "logits_to_keep",
-    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
+    "cache_position", "deterministic", "ignore_index", "kernel_options", "labels",
+    "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "shift_labels", "seq_idx", "use_cache",
 })  # fmt: skip
 
@@ -50,7 +50,7 @@ def refuse(others: Mapping[str, Any], module: Any) -> None:
     if asked:
         raise NotImplementedError(
             f"quorum attention does not support {asked[0]!r}, asked by {type(module).__name__}: "
-            "use attn_implementation='eager', or 'sdpa'"
+            'use attn_implementation="sdpa" or "eager"'
         )
 
 
@@ -165,7 +165,8 @@ def _mask(
         if given.shape[2:] != (queries, keys):
             raise ValueError(
                 f"{type(module).__name__} was given a mask of {given.shape[2]} queries and "
-                f"{given.shape[3]} keys for {queries} queries and {keys} keys"
+                f"{given.shape[3]} keys for {queries} queries and {keys} keys, so it computes with "
+                'its mask: use attn_implementation="sdpa" or "eager"'
             )
         return given.on(query.device), min(given.seen, keys)
     if isinstance(given, BlockMask):

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.integrations.transformers.reader import (
     Sizes,
     UnknownError,
@@ -16,6 +18,7 @@ from quorum_attention.integrations.transformers.reader import (
     described,
     mask_of,
 )
+from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask, map_tensors
 
@@ -58,8 +61,49 @@ class DescribedMask:
         """Pairs of the call."""
         return math.prod(self.shape)
 
-    def __getitem__(self, _: Any) -> Any:
-        raise self._refusal("[...]")
+    def __getitem__(self, index: Any) -> DescribedMask:
+        """The description of some entries, queries and keys, which slices say.
+
+        Raises:
+            DescriptionError: other indices, as of an array that is no description.
+        """
+        spans = self._spans(index)
+        entries, heads, queries, keys = spans
+        if heads != (0, self.shape[1]):
+            raise self._refusal("[...]")
+        shape = (entries.length, heads.length, queries.length, keys.length)
+        if shape == self.shape:
+            return self
+        return DescribedMask(
+            self._cut(Block(*spans)), shape, max(0, min(self.seen, keys.stop) - keys.start)
+        )
+
+    def _spans(self, index: Any) -> list[Interval]:
+        """An index as half-open ranges of each dimension."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if Ellipsis in parts:
+            at = parts.index(Ellipsis)
+            parts[at : at + 1] = [slice(None)] * (self.ndim - len(parts) + 1)
+        parts += [slice(None)] * (self.ndim - len(parts))
+        if len(parts) != self.ndim or not all(isinstance(part, slice) for part in parts):
+            raise self._refusal("[...]")
+        spans = []
+        for part, size in zip(parts, self.shape, strict=True):
+            start, stop, step = part.indices(size)
+            if step != 1:
+                raise self._refusal("[...]")
+            spans.append(Interval(start, max(start, stop)))
+        return spans
+
+    @uncompiled
+    def _cut(self, block: Block) -> Mask:
+        """The mask of a block of pairs."""
+        batch, heads, queries, keys = self.shape
+        sizes: dict[str, Any] = {"batch_shape": (batch,), "n_queries": queries, "n_keys": keys}
+        shape = CallShape("cpu", torch.float32, heads, heads, 1, 1, **sizes)
+        mask, _ = WholeCall(shape, self.mask).mask_of(block)
+        assert mask is not None
+        return mask
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -92,7 +136,7 @@ class DescribedMask:
         return DescriptionError(
             f"this model computes with its attention mask (mask{what}), which under quorum "
             "attention is a description and not a tensor; give it a mask of four dimensions, or "
-            'use attn_implementation="sdpa"'
+            'use attn_implementation="sdpa" or "eager"'
         )
 
 

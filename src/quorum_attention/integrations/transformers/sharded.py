@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention import distributed
+from quorum_attention.call.block import Block
 from quorum_attention.distributed.agreement import alive, compare, told
 from quorum_attention.integrations.transformers import reader
 from quorum_attention.integrations.transformers.attending import HERE, attend, causal_of, refuse
@@ -67,6 +68,10 @@ class ShardedMask(DescribedMask):
         super().__init__(Mask(), sizes, sizes[3])
         (self.asked, self.packed), self.padding = asked, padding
         self.lengths: tuple[int, ...] | None = None
+
+    def _cut(self, block: Block) -> Mask:
+        """Refuse a part: the whole is not known until all ranks have told each other."""
+        raise self._refusal("[...]")
 
 
 @uncompiled
