@@ -11,6 +11,7 @@ import torch
 
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.threads import started
 
 _SAMPLE_SECONDS = 0.002
 
@@ -51,15 +52,17 @@ class PeakMemory:
     process's data size is sampled every two milliseconds: everything that the process allocates.
 
     Attributes:
-        peak_bytes: valid after the block.
+        peak_bytes: valid after the block; None if the system granted no thread that samples.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.backend = device, backend_of(device)
-        self.peak_bytes = self._before = 0
+        self.peak_bytes: int | None = None
+        self._before = self._highest = 0
         self._counted: Callable[[], int] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._is_sampled = False
         self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
 
     def __enter__(self) -> PeakMemory:
@@ -67,8 +70,8 @@ class PeakMemory:
         self.backend.give_back_cached()
         self._counted = self.backend.count_peak(self.device)
         if self._counted is None:
-            self._thread.start()  # the sampler's own stack belongs to the start
-            self.peak_bytes = self._before = data_bytes()
+            self._is_sampled = started(self._thread)
+            self._before = self._highest = data_bytes()  # with the sampler's own stack
         return self
 
     def limit(self, extra_bytes: int) -> None:
@@ -90,13 +93,14 @@ class PeakMemory:
             self.peak_bytes = self._counted()
             return
         resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)
-        self._stop.set()
-        self._thread.join()
-        self.peak_bytes -= self._before
+        if self._is_sampled:
+            self._stop.set()
+            self._thread.join()
+            self.peak_bytes = self._highest - self._before
 
     def _sample(self) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):
             try:
-                self.peak_bytes = max(self.peak_bytes, data_bytes())
+                self._highest = max(self._highest, data_bytes())
             except (MemoryError, OSError, SystemError):
                 continue  # no memory was left for this measurement

@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 from typing import Any
@@ -78,27 +79,75 @@ def test_work_goes_on_when_the_terminal_is_gone() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_terminal_shows_a_bar_and_keeps_nothing_of_it(fails: bool) -> None:
-    """Neither of one whose work ends in the middle. rich tells its thread to end, and does not wait
-    for it."""
+    """Neither of one whose work ends in the middle. No thread is started for it."""
     code = (
         "try:\n"
         "    with progress_bar() as update:\n"
         "        for done in range(5):\n"
         "            update(done + 1, 5, '[b]forward')\n"
         "            time.sleep(0.15)\n"
+        "            assert threading.active_count() == 1\n"
         f"        assert not {fails}, 'after'\n"
         "    print('after')\n"
         "except AssertionError as error:\n"
         "    print(error)\n"
-        "limit = time.monotonic() + 20\n"
-        "while threading.active_count() > 1 and time.monotonic() < limit: time.sleep(0.01)\n"
-        "assert threading.active_count() == 1\n"
     )
     shown = shown_in_a_terminal(code)
     assert "━" in shown
     assert "5/5" in shown
     assert "[b]forward" in shown, "a label is no markup"
     assert "━" not in shown.rpartition("\x1b[2K")[2], "the bar is erased"
+
+
+# How drawing may fail: at the first bar, and in the middle.
+FAILURES = {
+    "no thread": (
+        'def refuse(thread): raise RuntimeError("can\'t start new thread")\n'
+        "threading.Thread.start = refuse\n"
+    ),
+    "no memory for a module": "sys.modules['rich.progress'] = None\n",
+    "no memory to start": "fails(rich.live.Live, 'start', MemoryError)\n",
+    "no memory to draw": "fails(rich.live.Live, 'refresh', MemoryError)\n",
+    "no memory in the middle": "fails(rich.live.Live, 'refresh', MemoryError, after=3)\n",
+    "terminal in the middle": "fails(rich.console.Console, 'print', OSError, after=3)\n",
+}
+FAILS = (
+    "import sys, rich.live, rich.console\n"
+    "from quorum_attention.progress import lines\n"
+    "lines._SECONDS = bars._REDRAW_SECONDS = 0.02\n"
+    "def fails(kind, name, error, after=0):\n"
+    "    usual, calls = getattr(kind, name), []\n"
+    "    def maybe(*given, **more):\n"
+    "        calls.append(name)\n"
+    "        if len(calls) > after: raise error\n"
+    "        return usual(*given, **more)\n"
+    "    setattr(kind, name, maybe)\n"
+)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_bar_that_cannot_be_drawn_ends_no_work(failure: str) -> None:
+    """Lines follow, also those of a second call that shares the display; the cursor is back and
+    streams are what they were."""
+    code = (
+        f"{FAILS}{FAILURES[failure]}"
+        "streams = sys.stdout, sys.stderr\n"
+        "with progress_bar() as update, progress_bar() as another:\n"
+        "    for done in range(1, 11):\n"
+        "        time.sleep(0.03)\n"
+        "        update(done, 10, 'forward')\n"
+        "        another(done, 20, 'backward')\n"
+        "assert (sys.stdout, sys.stderr) == streams\n"
+        "print('after')\n"
+    )
+    shown = shown_in_a_terminal(code)
+    assert shown.endswith("after\r\n")
+    assert shown.rfind("\x1b[?25h") >= shown.rfind("\x1b[?25l"), "the cursor is seen again"
+    if failure == "no thread":
+        assert "━" in shown
+    else:
+        assert "forward: 10 of 10 after" in shown
+        assert re.search(r"backward: \d+ of 20 after", shown)
 
 
 def test_a_pipe_gets_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +27,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
 from quorum_attention.files.inputs import read_inputs
 from quorum_attention.limits import PeakMemory, ran_out, warm_up
-from quorum_attention.progress import progress_bar
+from quorum_attention.progress import load_bars, progress_bar
 from quorum_attention.verification import sampled_errors
 
 OK, OUT_OF_MEMORY, UNSUPPORTED, FAILED = "ok", "out of memory", "not supported", "failed"
@@ -229,15 +228,16 @@ def run_child(spec: Spec, timeout: float | None = None) -> Answer:
 
 def main(spec: str) -> None:
     """Measure what ``spec``, in JSON, says and print the answer."""
-    # A thread that draws progress may be the one that gets no memory: that is no news.
-    threading.excepthook = lambda failed: None
     print("\n" + json.dumps(asdict(measure(Spec(**json.loads(spec))))))
 
 
 def measure(spec: Spec) -> Answer:
     """Measure in this process; out of memory and all other failures are answers, too."""
     answer = Answer()
-    bar: AbstractContextManager[Any] = progress_bar() if spec.progress else nullcontext()
+    bar: AbstractContextManager[Any] = nullcontext()
+    if spec.progress:
+        load_bars()  # now, while memory is not limited
+        bar = progress_bar()
     with bar as progress:
         try:
             if not spec.draws:

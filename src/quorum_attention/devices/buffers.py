@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -40,6 +40,7 @@ from quorum_attention.execution.device.page_locks import (
     ask_for_huge_pages,
     of_host,
 )
+from quorum_attention.threads import NO_THREAD
 
 # How much memory is kept at most, also of the host's.
 _MOST_BYTES, _MOST_OF_HOST = 8 << 30, 1 / 16
@@ -375,7 +376,7 @@ def prefaulting(tensors: Iterable[torch.Tensor], *, wait: bool = False) -> Itera
     Memory that nobody has written to has no pages yet, and a process that maps memory of another
     one has none of its pages in its tables. Locking such memory takes one core 0.2 to 0.5 s a
     gibibyte; many threads do that part in a tenth of the time. Nothing is written: others may be
-    writing there. Kernels that do not offer it refuse: everything is right without it.
+    writing there. Everything is right without it: some systems do not offer it, or grant no thread.
 
     Args:
         tensors: in shared memory; those with gaps are left alone.
@@ -390,8 +391,10 @@ def prefaulting(tensors: Iterable[torch.Tensor], *, wait: bool = False) -> Itera
             pieces += [(at, min(_PIECE_BYTES, stop - at)) for at in starts]
     advise = ctypes.CDLL(None).madvise
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
-        for start, n in pieces:
-            threads.submit(advise, ctypes.c_void_p(start), ctypes.c_size_t(n), _MADV_POPULATE_WRITE)
+        with suppress(*NO_THREAD):
+            for start, n in pieces:
+                address, size = ctypes.c_void_p(start), ctypes.c_size_t(n)
+                threads.submit(advise, address, size, _MADV_POPULATE_WRITE)
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
+from quorum_attention.threads import started
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
@@ -227,7 +228,7 @@ def warm_up() -> None:
     """Import Triton and hash its files, as its cache does, while the host tests and plans a first
     call."""
     if triton_available():
-        threading.Thread(target=_imported, name="imports Triton").start()
+        started(threading.Thread(target=_imported, name="imports Triton"))
 
 
 def _imported() -> None:

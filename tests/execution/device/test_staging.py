@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from pathlib import Path
 
@@ -82,14 +83,30 @@ def both(given: Inputs, plans, causal: bool, rooms=({}, {})):  # type: ignore[no
     return out, *grads
 
 
-@pytest.mark.parametrize("locked", ["nothing", "some", "no buffers"])
+def grant_few_threads(monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> None:
+    """Refuse two of three threads."""
+    start = threading.Thread.start
+
+    def maybe(thread: threading.Thread) -> None:
+        if draw.random() < 0.7:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", maybe)
+
+
+@pytest.mark.parametrize("locked", ["nothing", "some", "no buffers", "few threads"])
 def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> None:
     """Inputs in files mapped to be read, in memory with gaps or odd addresses, overlapping; results
-    that are given, or not; with all page locks refused, or two of three."""
+    that are given, or not; with all page locks refused, or two of three, or two of three threads
+    that lock and copy."""
     draw = random.Random(torch.initial_seed())
+    some = locked in ("some", "few threads")
+    if locked == "few threads":
+        grant_few_threads(monkeypatch, draw)
     driver = stand_in(
         monkeypatch,
-        refused=lambda start: locked != "some" or start // 2048 % 3 > 0,
+        refused=lambda start: not some or start // 2048 % 3 > 0,
         buffers=locked != "no buffers",
     )
     for number in range(8):

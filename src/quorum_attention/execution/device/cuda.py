@@ -23,6 +23,7 @@ from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, Locker, PageLocks, PinnedPool
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
+from quorum_attention.threads import started
 
 # Rows of queries that a multiprocessor works on at a time.
 _TILE_ROWS = 128
@@ -162,8 +163,8 @@ def _lock(address: int, n_bytes: int) -> bool:
         found.append(int(runtime.cudaHostRegister(address, n_bytes, 0)) == 0)
 
     thread = threading.Thread(target=lock, name="locks a result")
-    thread.start()
-    thread.join()
+    if started(thread):
+        thread.join()
     return bool(found) and found[0]
 
 

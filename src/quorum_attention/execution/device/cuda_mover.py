@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -28,6 +28,7 @@ from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks, address_range, is_locked
 from quorum_attention.kernels.tensors import copy_on_device
+from quorum_attention.threads import started_executors
 
 # Of a buffer, and how many there are each way. A buffer is filled while others are copied.
 BUFFER_BYTES = 4 << 20
@@ -91,9 +92,9 @@ class Staging:
         )
         # The buffer that the present stage used last.
         self._touched: _Buffer | None = None
-        self._n_threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
-        # The caller's is one of them; the others end when the pool is freed.
-        self._pool = ThreadPoolExecutor(max(1, self._n_threads - 1), "copies")
+        n_threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
+        # The caller's thread copies too. The others end when their executors are freed.
+        self._helpers = started_executors(n_threads - 1, "copies")
 
     def move(self, near: int, far: int, n_bytes: int, stream: Any, *, up: bool) -> None:
         """Copy between address ``near`` of the device and pageable memory from address ``far`` on,
@@ -170,13 +171,13 @@ class Staging:
         torch's own threads would do it as fast, but all of them wake up for each copy, and keep the
         cores busy for a while after it.
         """
-        share = max(_LEAST_SHARE, -(-n_bytes // self._n_threads))
+        share = max(_LEAST_SHARE, -(-n_bytes // (1 + len(self._helpers))))
         others: list[Future[int]] = []
         interrupt: BaseException | None = None
         try:
-            for at in range(share, n_bytes, share):
-                given = target + at, source + at, min(share, n_bytes - at)
-                others.append(self._pool.submit(ctypes.memmove, *given))
+            for helper, at in zip(self._helpers, range(share, n_bytes, share), strict=False):
+                count = min(share, n_bytes - at)
+                others.append(helper.submit(ctypes.memmove, target + at, source + at, count))
             ctypes.memmove(target, source, min(share, n_bytes))
         finally:
             # The memory may be freed next, so an interrupt (Ctrl-C) is raised only after that.

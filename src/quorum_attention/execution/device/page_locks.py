@@ -38,6 +38,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quorum_attention.threads import started
+
 # Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory that is not
 # locked also makes the host wait for all that the device has to do before it.
 WORTH_LOCKING_BYTES = 1 << 20
@@ -138,12 +140,20 @@ class PageLocks:
                 target=self._work, args=(runtime, device), name="page locks", daemon=True
             )
             try:
-                self._thread.start()
+                if not started(self._thread):
+                    self._lock_nothing()
             except BaseException:
                 # An interrupt, maybe: the thread may be at a piece already.
                 self._let_go()
                 raise
         return self
+
+    def _lock_nothing(self) -> None:
+        """Leave everything pageable: there is no thread that could lock it."""
+        self._thread = None
+        self._pieces.clear()
+        self._starts.clear()
+        self._turns.clear()
 
     def __exit__(
         self,

@@ -1,0 +1,36 @@
+"""Helper threads. They make work faster or show how far it is; work goes on without them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+# What Python raises where the system grants no thread: a limit on processes, or on memory that has
+# no room for one more stack (8 MiB, usually).
+NO_THREAD = (RuntimeError, MemoryError)
+
+
+def started(thread: threading.Thread) -> bool:
+    """Start ``thread``. False if the system grants no thread."""
+    try:
+        thread.start()
+    except NO_THREAD:
+        return False
+    return True
+
+
+def started_executors(count: int, name: str) -> list[ThreadPoolExecutor]:
+    """Executors of one running thread each: ``count`` of them, or as many as the system grants.
+
+    An executor that starts its thread when work is submitted would raise then, and still keep the
+    work: a thread that starts later would do it.
+    """
+    executors: list[ThreadPoolExecutor] = []
+    for _ in range(count):
+        executor = ThreadPoolExecutor(1, name)
+        try:
+            executor.submit(int)
+        except NO_THREAD:
+            break
+        executors.append(executor)
+    return executors

@@ -1,0 +1,111 @@
+"""Commands on a real terminal: their exit status, and what a person sees.
+
+Where a command writes to a terminal it draws bars and knows how wide lines may be, which no test
+with a pipe sees.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from helpers_docs import QWEN3_8B, ROOT
+from helpers_terminal import in_a_terminal, seen
+
+# One process for all of them: to import torch takes seconds.
+SEVERAL = """
+import sys
+from quorum_attention.cli import main
+from quorum_attention.progress import bars
+
+bars._PATIENCE = 0.0
+for command in sys.argv[1:]:
+    print("$", command)
+    print("status", main(command.split()))
+"""
+COMMANDS = [
+    "doctor",
+    "plan --tokens 1M --causal --device cuda --budget 1GiB --census --draw plan.png",
+    "plan --tokens 1M --causal --heads 32 --budget 1GiB --devices 8xH200,4xA100",
+    "estimate --tokens 1M --causal --budget 1GiB --device cuda",
+    "estimate --tokens 128K --device cuda --model config.json --memory 80GiB",
+    "run --device cpu in.safetensors out.safetensors",
+]
+# As `recover` measures: in a process of its own, with a bar from the start and under a limit.
+LIMITED = """
+import sys
+from quorum_attention.bench import child
+from quorum_attention.progress import bars
+
+bars._PATIENCE = 0.0
+if sys.argv[1] == "many units":
+    child.METHODS["quorum"] = child.Method(False, ours={"depth": 1})
+answer = child.measure(child.Spec(
+    "quorum", 4096, 4, 4, 32, "float32", True, backward=True, device="cpu",
+    limit_bytes=12 << 20, budget_bytes=10 << 20, repeats=1, check=True, progress=True,
+))
+print(answer.status, answer.reason)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    tensors = {name: torch.randn(1, 2, 64, 16) for name in "qkv"}
+    safetensors.torch.save_file(tensors, tmp_path / "in.safetensors")
+    return tmp_path
+
+
+def check_looks(written: str, lines: list[str], columns: int) -> None:
+    assert "Traceback" not in written
+    assert max(map(len, lines)) <= columns
+    assert not any("━" in line for line in lines), "bars are erased"
+    assert written.rfind("\x1b[?25h") >= written.rfind("\x1b[?25l"), "the cursor is seen again"
+
+
+def check_tables(lines: list[str]) -> None:
+    """Tables are not broken: what `recover` measured has a cell for each method on every line."""
+    head = next(n for n, line in enumerate(lines) if "Quorum Attention" in line and ":" not in line)
+    rows = [line for line in lines[head + 1 : head + 6] if re.match("memory|first|second", line)]
+    assert len(rows) >= 3
+    assert {len(line) for line in rows} == {len(lines[head])}, "columns are aligned to the right"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_commands_in_a_terminal(columns: int, folder: Path) -> None:
+    arguments = ["-c", SEVERAL, *COMMANDS]
+    status, written = in_a_terminal(arguments, columns, folder, PYTHONPATH=f"{ROOT}/src")
+    assert status == 0, written
+    lines = seen(written)
+    assert [line for line in lines if line.startswith("status")] == ["status 0"] * len(COMMANDS)
+    check_looks(written, [line for line in lines if not line.startswith("$")], columns)
+
+
+@pytest.mark.parametrize("units", ["few units", "many units"])
+def test_a_bar_takes_no_memory_of_a_limited_process(units: str, folder: Path) -> None:
+    """Its thread's stack was more than what the process may take beside the call's tensors."""
+    arguments = ["-c", LIMITED, units]
+    status, written = in_a_terminal(arguments, 80, folder, PYTHONPATH=f"{ROOT}/src")
+    assert status == 0, written
+    assert "━" in written, "a bar was drawn"
+    assert seen(written)[-2].strip() == "ok"
+    check_looks(written, seen(written), 80)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_demonstration_in_a_terminal(columns: int, folder: Path) -> None:
+    """What `make demo` runs, as it stands there."""
+    demo = re.search(r"\$\(BIN\)/quorum-attention (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert demo is not None
+    arguments = ["-m", "quorum_attention", *demo[1].split()]
+    status, written = in_a_terminal(arguments, columns, folder, PYTHONPATH=f"{ROOT}/src")
+    assert status == 0, written
+    lines = seen(written)
+    check_looks(written, lines, columns)
+    check_tables(lines)
+    assert "Matches float64 on sampled rows: yes." in " ".join(" ".join(lines).split())
+    assert (folder / "quorum-attention-out" / "recover.png").exists()
