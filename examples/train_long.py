@@ -1,6 +1,6 @@
 """Train a model on one long text: attention inside a budget, and all else that makes it fit.
 
-pip install "quorum-attention[transformers]"
+pip install ".[transformers]"
 python examples/train_long.py                    # a small model with random weights, on a CPU
 python examples/train_long.py --tokens 256K      # on a GPU: Qwen3-8B's shape, random weights
 python examples/train_long.py --model FOLDER --text FILE         # your weights and your text

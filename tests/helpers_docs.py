@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from markdown_it import MarkdownIt
 
@@ -72,6 +76,18 @@ def commands() -> Iterator[Command]:
             for child in token.children or ():
                 if child.type == "code_inline" and _COMMAND.match(child.content + " "):
                     yield Command(page.name, line, " ".join(child.content.split()))
+
+
+def built_site(folder: Path) -> Path:
+    """The pages as a site, built into ``folder`` as `make docs` does."""
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
 
 def normal(text: str) -> str:

@@ -51,7 +51,7 @@ def test_sixty_columns_are_enough(
 
 
 def test_what_is_printed_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    say('pip install "quorum-attention[draw]" [bold]x[/bold]')
+    say('pip install ".[draw]" [bold]x[/bold]')
     assert '[draw]" [bold]x[/bold]' in capsys.readouterr().out
     show_table(["a"], [["[red]x[/red]"]])
     assert "[red]x[/red]" in capsys.readouterr().out

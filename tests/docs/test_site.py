@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_docs import PAGES, ROOT
+from helpers_docs import PAGES, ROOT, built_site
 
 import quorum_attention as qa
 from quorum_attention.kernels import registry
@@ -74,20 +73,32 @@ def test_the_reference_describes_what_users_get() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return built_site(tmp_path_factory.mktemp("site"))
+
+
+# Attributes and styles by which a page loads something.
+LOADS = (
+    re.compile(r"<(?:script|img|iframe|source|video|audio|embed)\b[^>]*\ssrc=[\"']?(\S+)"),
+    re.compile(r"<link\b(?![^>]*rel=[\"']?(?:canonical|next|prev|alternate))[^>]*href=[\"']?(\S+)"),
+    re.compile(r"url\([\"']?([^)\"']+)"),
+    re.compile(r"@import\s+[\"']([^\"']+)"),
+)
 
 
 def test_the_site_builds(site: Path) -> None:
     """Strictly: every page is on the menu, every link and anchor leads somewhere."""
     assert (site / "reference" / "calls.html").exists()
+
+
+def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
+    """Scripts, styles, fonts and pictures lie in the site."""
+    checked = 0
+    for file in (*site.rglob("*.html"), *site.rglob("*.css")):
+        text = file.read_text(encoding="utf-8")
+        for target in (found for pattern in LOADS for found in pattern.findall(text)):
+            checked += 1
+            assert not re.match(r"[\"']?(https?:)?//", target), f"{file.name} loads {target}"
+    assert checked > 100, "the search finds what there is"
 
 
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")

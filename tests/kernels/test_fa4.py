@@ -44,7 +44,7 @@ def test_what_it_cannot_run_it_refuses_in_words(installed, change, words) -> Non
 
 def test_without_the_package_it_says_what_to_install(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(fa4, "version", lambda: None)
-    assert 'pip install "quorum-attention[fa4]"' in str(get_kernel("fa4").refusal(CALL))
+    assert 'pip install ".[fa4]"' in str(get_kernel("fa4").refusal(CALL))
     assert select_kernel("auto", CALL, CUDA, tried=False, flops=1e15).name == "cudnn"
 
 

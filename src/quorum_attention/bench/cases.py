@@ -70,8 +70,7 @@ def cost(options: Namespace, measure: Measure) -> Section:
                 both = zip(answer.forward_seconds, answer.backward_seconds or [0.0] * repeats)  # noqa: B905
                 spent = median(map(sum, both))
                 other = against.setdefault((tokens, backward), spent)
-                memory = format_bytes(answer.peak_bytes or 0)
-                rows.append([*row, f"{spent:.4g}", f"{spent / other:.3g}", memory])
+                rows.append([*row, f"{spent:.4g}", f"{spent / other:.3g}", answer.memory])
                 tokens *= 2
     text = (
         f"Seconds (median of {repeats}), ratio to the first method that ran, and peak memory "

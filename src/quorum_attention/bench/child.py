@@ -28,6 +28,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files.inputs import read_inputs
 from quorum_attention.limits import PeakMemory, ran_out, warm_up
 from quorum_attention.progress import load_bars, progress_bar
+from quorum_attention.sizes import format_bytes
 from quorum_attention.verification import sampled_errors
 
 OK, OUT_OF_MEMORY, UNSUPPORTED, FAILED = "ok", "out of memory", "not supported", "failed"
@@ -111,6 +112,11 @@ class Answer:
     def ok(self) -> bool:
         """Whether it was measured."""
         return self.status == OK
+
+    @property
+    def memory(self) -> str:
+        """The peak of memory, in words."""
+        return "not measured" if self.peak_bytes is None else format_bytes(self.peak_bytes)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.extras import install_hint
 from quorum_attention.files.inputs import read_inputs
 from quorum_attention.pictures import check_drawable, draw_recovery
 from quorum_attention.planner import Plan, plan
@@ -31,7 +32,7 @@ from quorum_attention.sizes import counted, format_bytes, format_least, format_s
 
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
-_NO_PICTURE = 'none; pip install "quorum-attention[draw]"'
+_NO_PICTURE = f"none, for want of matplotlib; {install_hint('draw')}"
 # There is no second call after so long a first one, nor torch's call without a limit.
 PATIENCE_SECONDS = 45.0
 _SHORT = {"out": "out", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
@@ -248,15 +249,14 @@ def _print(
     within = f"within {format_bytes(setting.budget_bytes)}"
     if limited.ok:
         say(
-            f"torch {within}: worked, with {format_bytes(limited.peak_bytes or 0)}. There was "
+            f"torch {within}: worked, with {limited.memory}. There was "
             f"nothing to recover. Try a smaller --budget."
         )
     else:
         say(f"torch {within}: failed in its {limited.stage}: {limited.reason}")
     if ours.ok:
-        peak = format_bytes(ours.peak_bytes or 0)
         right = f"Matches float64 on sampled rows: {'yes' if recovered else 'NO'}."
-        say(f"Quorum Attention {within}: worked, with {peak}. {right}")
+        say(f"Quorum Attention {within}: worked, with {ours.memory}. {right}")
         errors = ", ".join(f"{_SHORT[n]} {error:.1e}" for n, (error,) in ours.errors.items())
         say(f"relative errors: {errors}")
     else:
@@ -276,7 +276,7 @@ def _print(
 
 def _figures(answer: Answer) -> dict[str, str]:
     """What a table shows of a method that worked."""
-    found, first = {"memory": format_bytes(answer.peak_bytes or 0)}, answer.first_seconds
+    found, first = {"memory": answer.memory}, answer.first_seconds
     passes = {
         "forward": first[:1] + answer.forward_seconds,
         "backward": first[1:] + answer.backward_seconds,

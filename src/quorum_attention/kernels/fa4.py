@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.extras import install_hint
 from quorum_attention.kernels.cache import cache_folder, private_folder
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import (
@@ -115,8 +116,7 @@ class Fa4Kernel(RectangleKernel):
             if dims[0] != dims[1] and call.heads != call.kv_heads:
                 return "its backward takes equal head dimensions where heads are grouped"
         if version() is None:
-            install = 'pip install "quorum-attention[fa4]"'
-            return f"it needs {_PACKAGE}, which is not installed: {install}"
+            return f"it needs {_PACKAGE}, which is not installed: {install_hint('fa4')}"
         # Plans are made for a Hopper GPU where there is none.
         capable = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
         if capable[0] < 9:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Pairs, Rectangle, Task
+from quorum_attention.extras import install_hint
 from quorum_attention.pictures.geometry import Point, blocks, corners, kept, shallow
 from quorum_attention.sizes import counted, format_bytes, format_seconds
 from quorum_attention.writing import check_target, replacing
@@ -32,9 +33,7 @@ def own_style() -> Iterator[None]:
     try:
         from matplotlib import style
     except ImportError as error:
-        raise ImportError(
-            'drawing needs matplotlib: pip install "quorum-attention[draw]"'
-        ) from error
+        raise ImportError(f"drawing needs matplotlib: {install_hint('draw')}") from error
     with style.context("default"):
         yield
 

@@ -25,6 +25,7 @@ from quorum_attention.counts import whole_number
 from quorum_attention.devices.buffers import InFile, in_file
 from quorum_attention.devices.pool import check_options
 from quorum_attention.devices.report import PoolPass, PoolReport, Ran
+from quorum_attention.extras import install_hint
 from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import map_tensors
@@ -48,7 +49,7 @@ def ray_here() -> Any:
         import ray
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "a farm needs Ray, which is not installed: pip install 'quorum-attention[ray]'"
+            f"a farm needs Ray, which is not installed: {install_hint('ray')}"
         ) from error
     return ray
 

@@ -21,6 +21,7 @@ from quorum_attention.call.options import options_of as call_options
 from quorum_attention.counts import shown, whole_number
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
+from quorum_attention.extras import install_hint
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 
@@ -34,7 +35,7 @@ _numbers = re.match(r"(\d+)\.(\d+)", _found)
 if _numbers is None or not _OLDEST <= (int(_numbers[1]), int(_numbers[2])) < _NEXT:
     raise ImportError(
         f"this needs Hugging Face Transformers 5.6 or later, before 6; installed is {_found}: "
-        'pip install "quorum-attention[transformers]"'
+        f"{install_hint('transformers')}"
     )
 
 # Shorter calls take so little that a plan of any kind costs more than it saves.
