@@ -13,7 +13,6 @@ import torch
 
 import quorum_attention
 from quorum_attention.bench.child import FAILED, METHODS, OUT_OF_MEMORY, Answer, Spec
-from quorum_attention.sizes import format_bytes
 
 Measure = Callable[[str, Spec], Answer]
 
