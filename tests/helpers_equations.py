@@ -237,7 +237,7 @@ def within(distance: Tensor, window: int | tuple[int, int]) -> Tensor:
 def kept_by(rules: Any, entries: int, heads: int, n: int, m: int) -> Tensor:
     """Which pairs a ``Mask`` keeps, its bias aside: bool (entries, heads, n, m)."""
     query, key = torch.arange(n)[:, None], torch.arange(m)[None]
-    position = query + _offset_of(rules, n, m)
+    position = places(rules, entries, n, m)[:, None, :, None]
     kept = torch.ones(entries, heads, n, m, dtype=torch.bool)
     if rules.causal:
         kept = kept & (key <= position)
@@ -267,10 +267,35 @@ def kept_by(rules: Any, entries: int, heads: int, n: int, m: int) -> Tensor:
     return kept
 
 
-def _offset_of(rules: Any, n: int, m: int) -> int:
-    if rules.offset is not None:
-        return int(rules.offset)
-    return m - n if rules.causal == "lower_right" else 0
+def _places_from_last(queries: list[int], keys: list[int]) -> list[int]:
+    """Where the queries of a document stand, whose queries and keys are these, ascending."""
+    places = []
+    for nth in range(len(keys) - len(queries), len(keys)):
+        places.append(keys[nth] if nth >= 0 else (keys or [0])[0] + nth)
+    return places
+
+
+def places(rules: Any, batch: int, n_queries: int, n_keys: int) -> Tensor:
+    """Where each query stands among the keys, (batch, n_queries)."""
+    offset = rules.offset
+    if offset is None:
+        offset = "lower_right" if rules.causal == "lower_right" else 0
+    if not isinstance(offset, str):
+        moved = torch.arange(n_queries) + torch.as_tensor(offset).cpu()
+        return moved.expand(batch, n_queries)
+    ids: Any = rules.documents if isinstance(rules.documents, tuple) else (rules.documents,) * 2
+    of_query, of_key = (
+        (torch.zeros(n) if one is None else one).expand(batch, n).tolist()
+        for one, n in zip(ids, (n_queries, n_keys), strict=True)
+    )
+    lengths = [n_keys] * batch if rules.key_lengths is None else rules.key_lengths.tolist()
+    found = torch.zeros(batch, n_queries, dtype=torch.int64)
+    for entry, length in enumerate(lengths):
+        for name in set(of_query[entry]):
+            queries = [n for n, other in enumerate(of_query[entry]) if other == name]
+            keys = [n for n, other in enumerate(of_key[entry][:length]) if other == name]
+            found[entry, queries] = torch.tensor(_places_from_last(queries, keys))
+    return found
 
 
 # --- Dropout --------------------------------------------------------------------------------------

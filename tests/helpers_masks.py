@@ -11,6 +11,7 @@ import torch
 from helpers_attention import Exact, Inputs
 from helpers_attention import error as off
 from helpers_attention import exact as textbook
+from helpers_equations import places
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:
     """Which pairs ``mask`` keeps, (batch, heads, n_queries, n_keys) bool; its bias aside."""
     q, k = torch.arange(n_queries)[:, None], torch.arange(n_keys)[None]
-    shift = n_keys - n_queries if mask.causal == "lower_right" else 0
-    at = q + (shift if mask.offset is None else mask.offset)
+    at = places(mask, batch, n_queries, n_keys)[:, None, :, None]
     keep = torch.ones(batch, heads, n_queries, n_keys, dtype=torch.bool)
     if mask.causal:
         keep &= k <= at
@@ -122,6 +122,13 @@ def _documents(draw: random.Random, batch: int, n: int) -> torch.Tensor:
     return torch.tensor([_runs(draw, n) for _ in range(batch)])
 
 
+def _offsets(draw: random.Random, batch: int, n_queries: int, n_keys: int) -> torch.Tensor:
+    """Of each query, of runs of queries, or of each entry."""
+    ids = _documents(draw, batch, n_queries)
+    of_entry = torch.tensor([[draw.randint(-10, n_keys)] for _ in range(batch)])
+    return draw.choice([ids * 7 - 5, of_entry, of_entry - ids])
+
+
 def _padding(draw: random.Random, batch: int, n: int) -> torch.Tensor:
     edges = torch.tensor([[draw.randint(0, n)] for _ in range(batch)])
     at = torch.arange(n)[None]
@@ -157,12 +164,17 @@ def random_mask(
             return _documents(draw, batch, n_queries)
         return _documents(draw, batch, n_queries), _documents(draw, batch, n_keys)
 
+    def offset() -> Any:
+        if draw.random() < 0.5:
+            return draw.randint(-10, max(1, n_keys))
+        return "lower_right" if draw.random() < 0.5 else _offsets(draw, batch, n_queries, n_keys)
+
     def two() -> tuple[Mask, ...]:
         return tuple(random_mask(draw, *sizes, inner=True) for _ in range(2))
 
     chances: dict[str, tuple[float, Any]] = {
         "causal": (0.6, lambda: draw.choice([True, "upper_left", "lower_right", "lower_right"])),
-        "offset": (0.2, lambda: draw.randint(-10, max(1, n_keys))),
+        "offset": (0.25, offset),
         "window": (0.4, lambda: draw.choice(windows)),
         "chunk": (0.15, lambda: draw.choice([1, 7, 32, 100, 1000])),
         "documents": (0.35, documents),

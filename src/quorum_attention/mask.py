@@ -13,12 +13,14 @@ from quorum_attention.counts import one_of, real_number, shown, whole_number
 Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Keeps = Callable[[Any, Any, Any, Any], torch.Tensor]
 
-# Positions and their sums are 64-bit integers.
-_FAR = 1 << 62
+FAR = 1 << 62
+"""The largest position. (Positions and their sums are 64-bit integers.)"""
 _CAUSAL = (False, True, "upper_left", "lower_right")
 # The fields that change scores or results; the others say which pairs are kept.
 _SCORES = ("bias", "softcap", "sinks")
 _POSITIONAL = frozenset({"causal", "offset", "window", "chunk"})
+# The fields that say which keys "lower_right" counts.
+_COUNTED = frozenset({"documents", "key_lengths"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +36,23 @@ class Mask:
     reads it again.
 
     Attributes:
-        causal: keep keys at or before the query. True or "upper_left" aligns the first query with
-            the first key, as torch's ``is_causal`` does; "lower_right" aligns the last query with
-            the last key (queries that follow a cache of keys).
-        offset: position of the first query relative to the first key, for ``causal``, ``window``
-            and ``chunk``; None: 0, or n_keys - n_queries with "lower_right".
-        window: keep keys within this many tokens before and after the query: a number for both, or
-            (left, right); -1 is no limit on that side.
-        chunk: keep pairs within the same chunk of this many tokens.
+        causal: keep keys at or before the place of the query. True or "upper_left" places query i
+            at key i, as torch's ``is_causal`` does. "lower_right" places the last query at the last
+            key (queries that follow a cache of keys), as ``offset="lower_right"`` does.
+        offset: the place of a query among the keys less the query's number, for ``causal``,
+            ``window`` and ``chunk``: a number for all queries; integers (n_queries,), (batch,
+            n_queries) or (batch, 1); or "lower_right". None: 0, or "lower_right" where ``causal``
+            says so. "lower_right" counts tokens of each document alone, and the first
+            ``key_lengths[b]`` keys alone: the last query of a document stands at its last key, the
+            query before at the key before, and so on; queries that no key is left for stand before
+            the document's first key. So documents are what calls of their own would be, as in
+            FlashAttention's ``varlen`` functions, and entries end where their keys do, as in its
+            ``kvcache`` function. ``key_padding`` moves no query, nor do fields of other masks
+            (``either``, ``every``, ``&``, ``|``).
+        window: keep keys within this many tokens before and after the place of the query: a number
+            for both, or (left, right); -1 is no limit on that side.
+        chunk: keep keys in the chunk of this many keys in which the place of the query lies. Chunks
+            are counted from the first key of the call, also with documents.
         documents: keep pairs with equal ids: integers (N,) or (batch, N) for queries and keys, or
             one such tensor for the queries and one for the keys. Ids may be in any order; long runs
             of equal ids are fastest.
@@ -72,7 +83,7 @@ class Mask:
     """
 
     causal: bool | Literal["upper_left", "lower_right"] = False
-    offset: int | None = None
+    offset: int | Literal["lower_right"] | torch.Tensor | None = None
     window: int | tuple[int, int] | None = None
     chunk: int | None = None
     documents: Documents | None = None
@@ -87,12 +98,20 @@ class Mask:
 
     def __post_init__(self) -> None:
         one_of(self.causal, "Mask.causal", _CAUSAL)
-        if self.offset is not None:
-            whole_number(self.offset, "Mask.offset", -_FAR, _FAR)
+        if isinstance(self.offset, torch.Tensor):
+            _check(self.offset, "Mask.offset", "integers", (1, 2))
+        elif isinstance(self.offset, str):
+            if self.offset != "lower_right":
+                raise ValueError(
+                    "Mask.offset must be a whole number, a tensor of them or 'lower_right', got "
+                    f"{self.offset!r}"
+                )
+        elif self.offset is not None:
+            whole_number(self.offset, "Mask.offset", -FAR, FAR)
         if self.window is not None:
             _window(self.window)
         if self.chunk is not None:
-            whole_number(self.chunk, "Mask.chunk", 1, _FAR)
+            whole_number(self.chunk, "Mask.chunk", 1, FAR)
         if isinstance(self.documents, tuple) and len(self.documents) != 2:
             raise ValueError(f"Mask.documents must be one tensor or two, got {len(self.documents)}")
         for ids in self.documents if isinstance(self.documents, tuple) else (self.documents,):
@@ -118,6 +137,13 @@ class Mask:
         """The window as (left, right); -1 is no limit."""
         return (-1, -1) if self.window is None else _window(self.window)
 
+    @property
+    def counts_from_last(self) -> bool:
+        """Whether queries stand at the last keys ("lower_right")."""
+        if self.offset is None:
+            return self.causal == "lower_right"
+        return isinstance(self.offset, str)
+
     def said(self) -> dict[str, Any]:
         """The fields that say anything."""
         # By a tuple: torch's compiler knows no ``dataclasses.fields``.
@@ -136,9 +162,13 @@ class Mask:
             if name in mine and name in others:
                 raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")
         both = {**mine, **others}
-        # What "lower_right" or an offset means in one of them it must not mean in the other.
+        # What "lower_right" or an offset means in one of them it must not mean in the other; and
+        # "lower_right" counts keys of the documents and lengths beside it alone.
         shifted = "offset" in both or both.get("causal") == "lower_right"
-        apart = not mine.keys() & _POSITIONAL or not others.keys() & _POSITIONAL
+        positional = {*_POSITIONAL}
+        if self.counts_from_last or other.counts_from_last:
+            positional |= _COUNTED
+        apart = not mine.keys() & positional or not others.keys() & positional
         if not mine.keys() & others.keys() and (apart or not shifted):
             return Mask(**both)
         scores = {name: both[name] for name in _SCORES if name in both}
@@ -171,7 +201,7 @@ def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor])
         made = tuple([changed(one, name) for one in value])
         return value if all(a is b for a, b in zip(made, value, strict=True)) else made
 
-    names = ("documents", "key_lengths", "key_padding", "either", "every")
+    names = ("offset", "documents", "key_lengths", "key_padding", "either", "every")
     fields = {name: changed(getattr(mask, name), name) for name in names}
     same = all(value is getattr(mask, name) for name, value in fields.items())
     return mask if same else replace(mask, **fields)

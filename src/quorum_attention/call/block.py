@@ -18,6 +18,7 @@ from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.masked.resolve import with_offsets
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Keeps, Mask
 
@@ -55,6 +56,11 @@ class WholeCall:
     dropout: Dropout | None = None
     records: bool = False
     mask_grad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mask is not None:
+            # A block has too few tokens to count from the last ones.
+            object.__setattr__(self, "mask", with_offsets(self.mask, self.work))
 
     def key_heads(self, block: Block) -> Interval:
         """The key/value heads that the block's query heads read."""
@@ -116,11 +122,13 @@ class WholeCall:
         entries, heads, rows, keys = block
         changes: dict[str, Any] = {}
         all_rows, all_keys = rows == (0, self.work.n_queries), keys == (0, self.work.n_keys)
-        offset = mask.offset
-        if offset is None:
-            offset = self.work.n_keys - self.work.n_queries if mask.causal == "lower_right" else 0
-        shifted = rows.start or keys.start or mask.causal == "lower_right"
-        if shifted and not (all_rows and all_keys):
+        assert not mask.counts_from_last, "__post_init__ has put numbers there"
+        offset: Any = 0 if mask.offset is None else mask.offset
+        if isinstance(offset, torch.Tensor):
+            offset = _entries(offset, block, 2)
+            by_row = offset.shape[-1] > 1 and not all_rows
+            changes["offset"] = offset = offset[..., slice(*rows)] if by_row else offset
+        if rows.start != keys.start:
             changes["offset"] = offset + rows.start - keys.start
         if mask.documents is not None:
             two = isinstance(mask.documents, tuple)
@@ -148,8 +156,8 @@ class WholeCall:
         if mask.chunk is None or keys.start % mask.chunk == 0:
             return replace(mask, **changes)
         # Its chunks are not counted from the block's first key.
-        first = offset + rows.start
-        of_queries = torch.arange(first, first + rows.length, device="cpu") // mask.chunk
+        places = torch.arange(*rows, device="cpu") + torch.as_tensor(offset).cpu()
+        of_queries = places // mask.chunk
         of_keys = torch.arange(*keys, device="cpu") // mask.chunk
         return replace(mask, **changes, chunk=None) & Mask(documents=(of_queries, of_keys))
 

@@ -39,7 +39,7 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
     shared.add(
         parser,
         shared.CAUSAL,
-        ("--lower-right", None, "causal, aligned so that the last query sees the last key"),
+        ("--lower-right", None, "causal, aligned so that an entry's last query sees its last key"),
         ("--offset N", int, "position of the first query among the keys (default: 0)"),
         ("--window N", _window, "a query sees keys within N tokens, or within LEFT,RIGHT; -1: no "
          "limit (default: all keys)"),

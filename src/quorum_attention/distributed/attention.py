@@ -24,6 +24,7 @@ from quorum_attention.call.options import Arguments, CallOptions, current, fille
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, as_tensor, check_tensors
 from quorum_attention.counts import shown
+from quorum_attention.decomposition import Ranges
 from quorum_attention.decomposition.intervals import cut
 from quorum_attention.distributed import agreement, partition
 from quorum_attention.distributed.run import Sharded, ShardedReport
@@ -394,10 +395,9 @@ def pairs_above(mask: Mask, call: CallShape) -> tuple[int, ...]:
         edges = range(0, n + partition.step_of(n), partition.step_of(n))
         kept = [0] * len(edges)
         for geometry in resolved.geometries:
-            blocks = [(0, n, 0, n)] if geometry.blocks is None else geometry.blocks.tolist()
-            for start, stop, *keys in blocks:
-                for rows in cut((start, stop), edges):
-                    kept[rows.start // edges.step + 1] += geometry.band.count(*rows, *keys)
+            for part, band in geometry.within(Ranges.of(0, n, 0, n)):
+                for rows in cut(part.queries, edges):
+                    kept[rows.start // edges.step + 1] += band.count(*rows, *part.keys)
         _KEPT[resolved] = tuple(accumulate(kept))
     return _KEPT[resolved]
 

@@ -27,6 +27,11 @@ from quorum_attention.kernels.torch_private import outside
 
 Blocks = NDArray[np.int64]
 """(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""
+Bounds = NDArray[np.int64]
+"""(n, 2): the least and the largest ``key - query`` of the pairs that are kept in each block."""
+
+UNBOUNDED = 1 << 62
+"""As a bound: beyond all positions. (Sums with positions are 64-bit integers.)"""
 
 
 class Rule(ABC):
@@ -58,13 +63,16 @@ class Geometry:
         band: pairs have to lie in it.
         blocks: pairs have to lie in one of them; None is no such rule.
         rules: all of them have to keep a pair.
-        same: what ``blocks`` say, as rules of single pairs.
+        same: what ``blocks`` and ``bounds`` say, as rules of single pairs.
+        bounds: the band of each block, in which its pairs have to lie too; None is no such rule.
+            Blocks of the same queries have the same bounds.
     """
 
     band: Band = field(default_factory=Band)
     blocks: Blocks | None = None
     rules: tuple[Rule, ...] = ()
     same: tuple[Rule, ...] = ()
+    bounds: Bounds | None = None
     _differ: Cache[tuple[bool, bool]] = field(default_factory=lambda: Cache(16), repr=False)
 
     @property
@@ -94,13 +102,26 @@ class Geometry:
         """Device bytes of what its rules read, once they are evaluated there."""
         return sum(rule.placed_bytes for rule in (*self.rules, *self.same))
 
+    @property
+    def block_bands(self) -> tuple[Band, ...]:
+        """The bands that pairs lie in: that of each block, or that of all of them."""
+        if self.bounds is None:
+            return (self.band,)
+        return tuple(self.band & _band_of(*bounds) for bounds in np.unique(self.bounds, axis=0))
+
+    @property
+    def has_block_windows(self) -> bool:
+        """Whether a block has a lower bound of its own."""
+        return self.bounds is not None and bool((self.bounds[:, 0] > -UNBOUNDED).any())
+
     def __and__(self, other: Geometry) -> Geometry:
         """Pairs that both keep."""
-        blocks = self.blocks if other.blocks is None else other.blocks
-        if self.blocks is not None and other.blocks is not None:
-            blocks = _meeting(self.blocks, other.blocks)
         rules, same = (*self.rules, *other.rules), (*self.same, *other.same)
-        return Geometry(self.band & other.band, blocks, rules, same)
+        band, bounded = self.band & other.band, self if other.blocks is None else other
+        if self.blocks is None or other.blocks is None:
+            return Geometry(band, bounded.blocks, rules, same, bounded.bounds)
+        blocks, bounds = _intersect_blocks(self, other)
+        return Geometry(band, blocks, rules, same, bounds)
 
     def __or__(self, other: Geometry) -> Geometry:
         """Pairs that either keeps."""
@@ -122,57 +143,78 @@ class Geometry:
         return found
 
     def _among(self, block: Ranges) -> Verdict:
-        near = self.near(block)
+        near = self._near(block)
         if not len(near):
             return EMPTY
-        (q0, q1), (k0, k1) = block
-        a, b, c, d = near[0].tolist()
-        inside = len(near) == 1 and a <= q0 and q1 <= b and c <= k0 and k1 <= d
+        # The ends of what is within the block: (parts, 4).
+        parts = self._clipped(near, block)
+        inside = len(parts) == 1 and parts[0].tolist() == [*block.queries, *block.keys]
+        if self.bounds is None:
+            return FULL if inside else PARTIAL
+        bounds = self.bounds[near]
+        least, largest = parts[:, 2] - (parts[:, 1] - 1), parts[:, 3] - 1 - parts[:, 0]
+        if not ((least <= bounds[:, 1]) & (largest >= bounds[:, 0])).any():
+            return EMPTY
+        inside = inside and bool(bounds[0, 0] <= least[0] and largest[0] <= bounds[0, 1])
         return FULL if inside else PARTIAL
 
-    def near(self, block: Ranges) -> Blocks:
-        """The blocks of the geometry that meet ``block``, whole."""
+    def _near(self, block: Ranges) -> NDArray[np.intp]:
+        """The numbers of the blocks of the geometry that meet ``block``."""
         assert self.blocks is not None
         (q0, q1), (k0, k1) = block
         first = int(np.searchsorted(self.blocks[:, 1], q0, side="right"))
         last = int(np.searchsorted(self.blocks[:, 0], q1, side="left"))
         near = self.blocks[first:last]
-        found: Blocks = near[(near[:, 2] < k1) & (near[:, 3] > k0)]
+        return first + np.flatnonzero((near[:, 2] < k1) & (near[:, 3] > k0))
+
+    def _clipped(self, numbers: NDArray[np.intp], block: Ranges) -> Blocks:
+        """What blocks of the geometry have in common with ``block``."""
+        assert self.blocks is not None
+        (q0, q1), (k0, k1) = block
+        found = self.blocks[numbers]
+        found[:, ::2] = np.maximum(found[:, ::2], (q0, k0))
+        found[:, 1::2] = np.minimum(found[:, 1::2], (q1, k1))
         return found
 
-    def within(self, block: Ranges) -> Iterator[tuple[int, int, int, int]]:
-        """The parts of ``block`` that lie in the blocks of the geometry, by their bounds."""
-        (q0, q1), (k0, k1) = block
+    def within(self, block: Ranges) -> Iterator[tuple[Ranges, Band]]:
+        """The parts of ``block`` that lie in the blocks of the geometry, and the band of each."""
         if self.blocks is None:
-            yield q0, q1, k0, k1
+            yield block, self.band
             return
-        for a, b, c, d in self.near(block).tolist():
-            yield max(a, q0), min(b, q1), max(c, k0), min(d, k1)
+        near = self._near(block)
+        parts = self._clipped(near, block).tolist()
+        bounds = None if self.bounds is None else self.bounds[near].tolist()
+        for number, ends in enumerate(parts):
+            band = self.band if bounds is None else self.band & _band_of(*bounds[number])
+            yield Ranges.of(*ends), band
 
-    def most(self, n_queries: int, n_keys: int, *, bands: bool = False) -> tuple[int, int]:
+    def largest_part(self, n_queries: int, n_keys: int, *, bands: bool = False) -> tuple[int, int]:
         """The most queries and keys of a part of a block of so many; ``bands`` as of ``parts``."""
         if self.blocks is not None and len(self.blocks):
             sides = self.blocks[:, 1::2] - self.blocks[:, ::2]
             n_queries, n_keys = (
                 min(n, int(m)) for n, m in zip((n_queries, n_keys), sides.max(0), strict=True)
             )
-        width = self.band.width
-        if width is not None and not bands:
-            n_queries, n_keys = min(n_queries, width), min(n_keys, width)
+        widths = [band.width for band in self.block_bands if band.width is not None]
+        if widths and len(widths) == len(self.block_bands) and not bands:
+            n_queries, n_keys = min(n_queries, max(widths)), min(n_keys, max(widths))
         return n_queries, n_keys
 
-    def parts(self, block: Ranges, *, bands: bool = False) -> Iterator[Part]:
-        """Parts that hold each kept pair of a block once; of a geometry without rules.
+    def parts(self, block: Ranges, *, bands: bool = False) -> Iterator[tuple[Part, Band]]:
+        """Parts that hold each kept pair of a block once, and the band of each; of a geometry
+        without rules.
 
         Args:
             bands: parts may be bands.
         """
-        for sides in self.within(block):
-            if bands:
-                least = self.band.within(*sides)
-                yield from () if least is None else (least,)
-            else:
-                yield from self.band.parts(*sides)
+        for sides, band in self.within(block):
+            ends = *sides.queries, *sides.keys
+            if not bands:
+                yield from ((part, band) for part in band.parts(*ends))
+                continue
+            least = band.within(*ends)
+            if least is not None:
+                yield least, band
 
     def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs of a tile are kept: bool, (b or 1, h or 1, q, k); of several tiles, without
@@ -197,9 +239,19 @@ class Geometry:
 
     def count(self, n_queries: int, n_keys: int) -> int:
         """How many pairs it keeps; those that the rules leave out are counted as well."""
-        if self.blocks is None:
-            return self.band.count(0, n_queries, 0, n_keys)
-        return sum(self.band.count(*block) for block in self.blocks.tolist())
+        every = Ranges.of(0, n_queries, 0, n_keys)
+        return sum(band.count(*part.queries, *part.keys) for part, band in self.within(every))
+
+
+def _band_of(low: int, high: int) -> Band:
+    """A block's bounds as a band."""
+    return Band(None if low <= -UNBOUNDED else int(low), None if high >= UNBOUNDED else int(high))
+
+
+def bounds_of(band: Band) -> tuple[int, int]:
+    """A band as a block's bounds."""
+    low = -UNBOUNDED if band.low is None else band.low
+    return low, UNBOUNDED if band.high is None else band.high
 
 
 def _in_band(band: Band) -> MaskMod:
@@ -285,6 +337,30 @@ class GroupBits(EqualIds):
         return lambda b, h, q, k: (of_query[q] & of_key[k]) == 0
 
 
+class PlacesInBand(EqualIds):
+    """The rule that ``key - place`` lies in a band, where queries stand at places of their own.
+
+    Args:
+        places: (n,) int64, of the queries, in numbers of keys.
+        n_keys: how many keys there are.
+    """
+
+    def __init__(self, places: NDArray[np.int64], n_keys: int, band: Band) -> None:
+        super().__init__(places, np.arange(n_keys))
+        self._band = band
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """FULL or EMPTY where the band is at every place between the first and the last."""
+        (first, last), keys = self._folded(block, np.minimum, np.maximum)
+        return self._band.verdict(Ranges.of(first, last + 1, keys[0], keys[1] + 1))
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """See ``Rule``."""
+        places, keys = self._on(device)
+        in_band = _in_band(self._band)
+        return lambda b, h, q, k: in_band(b, h, places[q], keys[k])
+
+
 class AnyOf(Rule):
     """The rule that at least one of several geometries keeps a pair."""
 
@@ -322,8 +398,13 @@ def _or(one: MaskMod, other: MaskMod) -> MaskMod:
     return lambda b, h, q, k: one(b, h, q, k) | other(b, h, q, k)
 
 
-def _meeting(one: Blocks, other: Blocks) -> Blocks:
-    """What two lists of blocks have in common."""
-    by_other = Geometry(blocks=other)
-    found = [part for block in one.tolist() for part in by_other.within(Ranges.of(*block))]
-    return np.array(sorted(found), dtype=np.int64).reshape(-1, 4)
+def _intersect_blocks(one: Geometry, other: Geometry) -> tuple[Blocks, Bounds | None]:
+    """What the blocks of two geometries have in common, and the bounds that both have there."""
+    rows = [
+        (*part.queries, *part.keys, *bounds_of(band & narrower))
+        for block, band in one.within(Ranges.of(0, UNBOUNDED, 0, UNBOUNDED))
+        for part, narrower in other.within(block)
+    ]
+    found = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
+    bounded = one.bounds is not None or other.bounds is not None
+    return found[:, :4], found[:, 4:] if bounded else None

@@ -140,7 +140,8 @@ class ByParts(Kernel):
             self._upper.turned = True
         self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
         self._tiles = Tiles(scores)
-        self._has_ragged = bool(geometry.rules) or not geometry.band.keeps_all
+        bands = geometry.block_bands
+        self._has_ragged = bool(geometry.rules) or not all(band.keeps_all for band in bands)
         self._known: Cache[_Parts] = Cache(_MOST_TASKS)
 
     def refusal(self, call: CallShape) -> str | None:
@@ -206,7 +207,7 @@ class ByParts(Kernel):
         """The most queries and keys of one call: of the largest part, or of parts joined."""
         queries, keys = limits
         if not self._geometry.rules:
-            queries, keys = self._geometry.most(*limits, bands=self._takes_bands(call))
+            queries, keys = self._geometry.largest_part(*limits, bands=self._takes_bands(call))
         return max(queries, min(limits[0], _JOINED)), max(keys, min(limits[1], _JOINED))
 
     def _takes_bands(self, call: CallShape) -> bool:
@@ -275,21 +276,26 @@ def _part_mask(
     Args:
         known: the last one, where it is the same for other parts at such a distance and size.
     """
-    query, key = (task.task.segments(at, at + 1)[0].start for at in (r.query_start, r.key_start))
-    place = None if geometry.rules else (key - query, r.n_queries, r.n_keys)
+    rules, place = geometry, None
+    if not geometry.rules:
+        # A part lies in a block of the geometry: its band is all that is left.
+        query, key = (
+            task.task.segments(at, at + 1)[0].start for at in (r.query_start, r.key_start)
+        )
+        part = Ranges.of(query, query + r.n_queries, key, key + r.n_keys)
+        ((_, band),) = geometry.within(part)
+        rules, place = Geometry(band), (band.moved(query - key), r.n_queries, r.n_keys)
     tested = known.pop(place, None)
     if tested is None:
         known.clear()  # freed before the next one is made
-        tested = _tested(geometry, task, r)
+        tested = _tested(rules, task, r)
     if place is not None:
         known[place] = tested
     given = task.bias(r)
     return tested if given is None else four_dims(given) + tested
 
 
-def _tested(geometry: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor:
-    # Without rules a part lies in a block of the geometry: the band is all that is left.
-    rules = geometry if geometry.rules else Geometry(geometry.band)
+def _tested(rules: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         kept = rules.keeps(task.indices(r))
     zero = torch.zeros((), dtype=task.query.dtype, device=task.query.device)
@@ -321,11 +327,11 @@ def _by_bands(
     for r in rectangles:
         for queries, keys, _ in task.task.contiguous(r):
             block = Ranges.of(*queries[:2], *keys[:2])
-            for whole in geometry.parts(block, bands=bands):
+            for whole, band in geometry.parts(block, bands=bands):
                 for part in [whole] if triangles.get(whole.kind, True) else _cut(whole):
                     causal: object = part.kind in ("lower", "upper")
                     if part.kind == "band":
-                        causal = geometry.band.moved(part.query_start - part.key_start)
+                        causal = band.moved(part.query_start - part.key_start)
                     made = _local(part, queries, keys, causal)
                     found.get(part.kind, found["clear"]).append(made)
     return tuple(map(tuple, found.values()))
@@ -398,9 +404,12 @@ class MaskedKernel(ModsKernel):
         self.wide_masks = base.wide_masks
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
-        """What computes batch entries of a geometry: tables of blocks know no dropout."""
-        by_parts = not self._native or (drops and geometry.rules)
-        return self._parts[geometry] if by_parts else self._native[geometry]
+        """What computes batch entries of a geometry: tables of blocks know no dropout, nor do
+        those of windows that blocks have of their own."""
+        native = self._native.get(geometry)
+        if native is None or (drops and (geometry.rules or geometry.has_block_windows)):
+            return self._parts[geometry]
+        return native
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -486,8 +495,9 @@ class MaskedKernel(ModsKernel):
         if it is one call of theirs; else this kernel, as a task."""
         geometry, base = self._distinct[0], self.base
         if self._uniform and not geometry.rules:
-            if self._native:
-                return self._native[geometry], call
+            kernel = self._kernel(geometry, drops=call.dropout is not None)
+            if kernel is self._native.get(geometry):
+                return kernel, call
             bands = isinstance(base, RectangleKernel) and base.bands and geometry.blocks is None
             more = call.bias is not None or call.dropout is not None
             if bands and not more and 0 not in (*call.query.shape[:3], *call.key.shape[2:3]):

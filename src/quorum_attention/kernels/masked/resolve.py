@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,13 +14,19 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.masked.alignment import Ids, offsets_from_last
 from quorum_attention.kernels.masked.functions import TensorVersion
-from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, EqualIds, Geometry, geometry_of
+from quorum_attention.kernels.masked.geometry import (
+    AnyOf,
+    EqualIds,
+    Geometry,
+    PlacesInBand,
+    bounds_of,
+    geometry_of,
+)
 from quorum_attention.kernels.protocol import CallShape, Kernel
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.mask import Mask
-
-Ids = NDArray[np.int64]
+from quorum_attention.mask import FAR, Mask
 
 # Ids whose runs make more blocks than this many times the runs are compared pair by pair instead.
 _MOST_BLOCKS = 8
@@ -48,7 +56,7 @@ class ResolvedMask:
         self.sizes, self.softcap = call, mask.softcap
         # By their ids: a callable may have no hash.
         self.functions = tuple({id(f): f for g in self.geometries for f in g.functions}.values())
-        bands = [g.band for g in self.geometries]
+        bands = [band for geometry in self.geometries for band in geometry.block_bands]
         self.is_causal = all(band.high is not None and band.high <= 0 for band in bands)
         below = Band(None, 0) if self.is_causal else Band()
         self.keeps_all = all(
@@ -112,19 +120,12 @@ def _contents(tensor: torch.Tensor) -> Hashable:
     return TensorVersion(tensor)
 
 
-def _band(mask: Mask, sizes: CallShape, is_causal: bool) -> Band:
-    """The band of a mask's own causal rule and window, and of ``is_causal``."""
-    shift = _offset(mask, sizes)
+def _relative_band(mask: Mask) -> Band:
+    """The band of a mask's own causal rule and window, around the place of a query."""
     left, right = mask.sides
-    highs = [shift + right] if right >= 0 else []
-    highs += [shift] if mask.causal else []
-    highs += [0] if is_causal else []
-    # Bounds that cut nothing are none.
-    high = min(highs, default=sizes.n_keys)
-    low = shift - left if left >= 0 else -sizes.n_queries
-    return Band(
-        None if low <= 1 - sizes.n_queries else low, None if high >= sizes.n_keys - 1 else high
-    )
+    highs = [right] if right >= 0 else []
+    highs += [0] if mask.causal else []
+    return Band(-left if left >= 0 else None, min(highs, default=None))
 
 
 def geometries(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
@@ -156,64 +157,165 @@ def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geome
 
 def _own(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
     """The geometries of a mask's own fields, without the masks that it holds."""
-    own = Geometry(_band(mask, sizes, is_causal))
-    if mask.chunk is not None:
-        places = np.arange(sizes.n_queries) + _offset(mask, sizes), np.arange(sizes.n_keys)
-        own &= Geometry(Band(), *_blocks_or_rule(*(at // mask.chunk for at in places)))
-    if not sizes.batch or not any(
-        field is not None for field in (mask.documents, mask.key_lengths, mask.key_padding)
-    ):
-        return (own,)
-    every = (*_ids(mask, sizes), _kept_keys(mask, sizes))
+    if not sizes.batch:
+        return (_at_offset(mask, sizes, is_causal, 0),)
+    every = (*_ids(mask, sizes), _kept_keys(mask, sizes), query_offsets(mask, sizes))
+    at_offset = cache(partial(_at_offset, mask, sizes, is_causal))
     known: dict[bytes, Geometry] = {}
     found = []
     for entry in range(max(map(len, every))):
-        by_query, by_key, kept = (each[entry % len(each)] for each in every)
+        by_query, by_key, kept, offsets = (each[entry % len(each)] for each in every)
         by_key = np.where(kept, by_key, _NO_KEY)
-        name = by_query.tobytes() + by_key.tobytes()
+        name = by_query.tobytes() + by_key.tobytes() + offsets.tobytes()
         if name not in known:
-            known[name] = own & Geometry(Band(), *_blocks_or_rule(by_query, by_key))
+            if (offsets == offsets[:1]).all():
+                own = at_offset(int(offsets[0]) if len(offsets) else 0)
+                known[name] = own & _equal_numbers(by_query, by_key)
+            else:
+                known[name] = _at_offsets(mask, sizes, is_causal, (by_query, by_key, offsets))
         found.append(known[name])
     return tuple(found) if len(known) > 1 else (found[0],)
 
 
-def _blocks_or_rule(
-    by_query: Ids, by_key: Ids
-) -> tuple[Blocks | None, tuple[EqualIds, ...], tuple[EqualIds, ...]]:
-    """``Geometry.blocks`` of equal numbers, ``rules`` and ``same``; a rule where there would be
-    too many blocks."""
-    rows, columns = _runs(by_query), _runs(by_key)
+def _at_offset(mask: Mask, sizes: CallShape, is_causal: bool, offset: int) -> Geometry:
+    """What causal rule, window and chunk keep where all queries stand ``offset`` keys further."""
+    band = _relative_band(mask).moved(offset) & Band(None, 0 if is_causal else None)
+    # Bounds that cut nothing are none.
+    low = None if band.low is None or band.low <= 1 - sizes.n_queries else band.low
+    high = None if band.high is None or band.high >= sizes.n_keys - 1 else band.high
+    return Geometry(Band(low, high)) & _in_chunk(mask, sizes, np.array(offset))
+
+
+def _at_offsets(
+    mask: Mask, sizes: CallShape, is_causal: bool, numbers: tuple[Ids, Ids, Ids]
+) -> Geometry:
+    """What a mask's own fields keep where queries stand at different offsets.
+
+    Args:
+        numbers: the ids of queries and of keys, and the offset of each query.
+    """
+    by_query, by_key, offsets = numbers
+    band = Band(None, 0 if is_causal and sizes.n_keys > 1 else None)
+    own = Geometry(band) & _in_chunk(mask, sizes, offsets)
+    if _relative_band(mask).keeps_all:
+        return own & _equal_numbers(by_query, by_key)
+    return own & _equal_numbers(by_query, by_key, offsets, _relative_band(mask))
+
+
+def _in_chunk(mask: Mask, sizes: CallShape, offsets: Ids) -> Geometry:
+    """Pairs within one chunk; all, if the mask has no chunks."""
+    if mask.chunk is None:
+        return Geometry()
+    places, keys = np.arange(sizes.n_queries) + offsets, np.arange(sizes.n_keys)
+    return _equal_numbers(places // mask.chunk, keys // mask.chunk)
+
+
+def _equal_numbers(
+    by_query: Ids, by_key: Ids, offsets: Ids | None = None, band: Band | None = None
+) -> Geometry:
+    """Pairs of equal numbers, as blocks; as a rule where there would be too many blocks.
+
+    Args:
+        offsets, band: of each query; ``key - query - offset`` has to lie in the band, too.
+    """
+    rows, columns = _runs(by_query, *([] if offsets is None else [offsets])), _runs(by_key)
     row_names, column_names = by_query[rows[:, 0]], by_key[columns[:, 0]]
     order = np.argsort(column_names, kind="stable")
     ordered = column_names[order]
     first = np.searchsorted(ordered, row_names, side="left")
     count = np.searchsorted(ordered, row_names, side="right") - first
     n = int(count.sum())
+    rules: tuple[EqualIds, ...] = (EqualIds(by_query, by_key),)
+    if offsets is not None and band is not None:
+        rules += (PlacesInBand(np.arange(len(by_query)) + offsets, len(by_key), band),)
     if n > max(_FEW_BLOCKS, _MOST_BLOCKS * (len(rows) + len(columns))):
-        return None, (EqualIds(by_query, by_key),), ()
+        return Geometry(rules=rules)
     row = np.repeat(np.arange(len(rows)), count)
     nth = np.arange(n) - np.repeat(np.cumsum(count) - count, count)
     column = order[np.repeat(first, count) + nth]
     blocks = np.concatenate((rows[row], columns[column]), axis=1)
+    if offsets is not None and band is not None:
+        moved = [band.moved(int(offset)) for offset in offsets[rows[:, 0]]]
+        bounds = np.array([bounds_of(each) for each in moved], dtype=np.int64).reshape(-1, 2)
+        return Geometry(blocks=blocks, same=rules, bounds=bounds[row])
     whole = [[0, len(by_query), 0, len(by_key)]]
     if np.array_equal(blocks, whole):
-        return None, (), ()
-    return blocks, (), (EqualIds(by_query, by_key),)
+        return Geometry()
+    return Geometry(blocks=blocks, same=rules)
 
 
-def _runs(ids: Ids) -> NDArray[np.int64]:
-    """(n, 2): start and stop of the runs of equal numbers."""
-    if not len(ids):
+def _runs(*numbers: Ids) -> NDArray[np.int64]:
+    """(n, 2): start and stop of the runs in which each of ``numbers`` stays equal."""
+    n_tokens = len(numbers[0])
+    if not n_tokens:
         return np.zeros((0, 2), np.int64)
-    edges = np.flatnonzero(ids[1:] != ids[:-1]) + 1
-    edges = np.concatenate(([0], edges, [len(ids)]))
+    changes = np.any([ids[1:] != ids[:-1] for ids in numbers], axis=0)
+    edges = np.concatenate(([0], np.flatnonzero(changes) + 1, [n_tokens]))
     return np.stack((edges[:-1], edges[1:]), axis=1).astype(np.int64)
 
 
-def _offset(mask: Mask, sizes: CallShape) -> int:
-    if mask.offset is not None:
-        return int(mask.offset)
-    return sizes.n_keys - sizes.n_queries if mask.causal == "lower_right" else 0
+def query_offsets(mask: Mask, sizes: CallShape) -> Ids:
+    """The place of queries among the keys, less their own numbers, (1 or batch, 1 or n_queries).
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the call, by name.
+    """
+    if isinstance(mask.offset, torch.Tensor):
+        return _offset_rows(mask.offset, sizes)
+    if not mask.counts_from_last:
+        return np.full((1, 1), 0 if mask.offset is None else mask.offset, np.int64)
+    lengths = _key_lengths(mask, sizes)
+    if mask.documents is None:
+        return (lengths - sizes.n_queries)[:, None]
+    by_query, by_key = _ids(mask, sizes)
+    if mask.key_lengths is None and by_query is by_key:
+        return np.zeros((1, 1), np.int64)
+    entries = range(max(map(len, (by_query, by_key, lengths))))
+    rows = [
+        offsets_from_last(
+            by_query[entry % len(by_query)],
+            by_key[entry % len(by_key)][: lengths[entry % len(lengths)]],
+        )
+        for entry in entries
+    ]
+    return np.stack(rows) if rows else np.zeros((0, 1), np.int64)
+
+
+def with_offsets(mask: Mask, sizes: CallShape) -> Mask:
+    """The mask with numbers in place of each "lower_right", also in the masks that it holds.
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the call, by name.
+    """
+    changes: dict[str, Any] = {}
+    for name in ("either", "every"):
+        inner = getattr(mask, name)
+        numbered = tuple(with_offsets(each, sizes) for each in inner)
+        if any(new is not old for new, old in zip(numbered, inner, strict=True)):
+            changes[name] = numbered
+    if mask.counts_from_last:
+        with outside():
+            offsets = query_offsets(mask, sizes)
+            single = offsets.size == 1
+            changes["offset"] = int(offsets[0, 0]) if single else torch.from_numpy(offsets)
+    return replace(mask, **changes) if changes else mask
+
+
+def _offset_rows(tensor: torch.Tensor, sizes: CallShape) -> Ids:
+    """``Mask.offset`` as a tensor, (1 or batch, 1 or n_queries)."""
+    found: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
+    batch, n = sizes.batch, sizes.n_queries
+    if len(found) not in (1, batch) or found.shape[1] not in (1, n):
+        raise ValueError(
+            f"Mask.offset must have shape ({n},), ({batch}, {n}) or ({batch}, 1) for {batch} batch "
+            f"entries of {n} queries, got {tuple(tensor.shape)}"
+        )
+    if found.size and max(-int(found.min()), int(found.max())) > FAR:
+        raise ValueError(
+            f"Mask.offset must be from {-FAR} to {FAR}, got {int(found.min())} to "
+            f"{int(found.max())}"
+        )
+    return found
 
 
 def _ids(mask: Mask, sizes: CallShape) -> tuple[Ids, Ids]:
@@ -228,28 +330,33 @@ def _ids(mask: Mask, sizes: CallShape) -> tuple[Ids, Ids]:
         )
     of_query, of_key = both if isinstance(both, tuple) else (both, both)
     queries = _rows_of(of_query, "Mask.documents", sizes.batch, sizes.n_queries, "queries")
-    keys = _rows_of(of_key, "Mask.documents", sizes.batch, sizes.n_keys, "keys")
+    keys = queries
+    if of_key is not of_query or sizes.n_queries != sizes.n_keys:
+        keys = _rows_of(of_key, "Mask.documents", sizes.batch, sizes.n_keys, "keys")
     for ids in (queries, keys):
         if ids.size and int(ids.min()) <= _NO_QUERY:
             raise ValueError(f"Mask.documents must be above {_NO_QUERY}, got {int(ids.min())}")
     return queries, keys
 
 
+def _key_lengths(mask: Mask, sizes: CallShape) -> Ids:
+    """How many keys there are, (1 or batch,)."""
+    if mask.key_lengths is None:
+        return np.full(1, sizes.n_keys, np.int64)
+    lengths: Ids = mask.key_lengths.detach().cpu().numpy().astype(np.int64)
+    if lengths.shape != (sizes.batch,):
+        raise ValueError(f"Mask.key_lengths must have shape {(sizes.batch,)}, got {lengths.shape}")
+    if sizes.batch and (lengths.min() < 0 or lengths.max() > sizes.n_keys):
+        raise ValueError(
+            f"Mask.key_lengths must be from 0 to the {sizes.n_keys} keys, got "
+            f"{int(lengths.min())} to {int(lengths.max())}"
+        )
+    return lengths
+
+
 def _kept_keys(mask: Mask, sizes: CallShape) -> NDArray[np.bool_]:
     """Which keys padding and lengths keep, (1 or batch, n_keys)."""
-    found = np.ones((1, sizes.n_keys), np.bool_)
-    if mask.key_lengths is not None:
-        lengths = mask.key_lengths.cpu().numpy()
-        if lengths.shape != (sizes.batch,):
-            raise ValueError(
-                f"Mask.key_lengths must have shape {(sizes.batch,)}, got {lengths.shape}"
-            )
-        if sizes.batch and (lengths.min() < 0 or lengths.max() > sizes.n_keys):
-            raise ValueError(
-                f"Mask.key_lengths must be from 0 to the {sizes.n_keys} keys, got "
-                f"{int(lengths.min())} to {int(lengths.max())}"
-            )
-        found = np.arange(sizes.n_keys) < lengths[:, None]
+    found = np.arange(sizes.n_keys) < _key_lengths(mask, sizes)[:, None]
     if mask.key_padding is not None:
         padding = mask.key_padding
         rows = _rows_of(padding, "Mask.key_padding", sizes.batch, sizes.n_keys, "keys") != 0
@@ -281,14 +388,16 @@ def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
         ids = one.documents if isinstance(one.documents, tuple) else (one.documents,)
         found += [("documents", each) for each in ids]
         found += [("key_lengths", one.key_lengths), ("key_padding", one.key_padding)]
+        found += [("offset", one.offset if isinstance(one.offset, torch.Tensor) else None)]
     return [(name, tensor) for name, tensor in found if tensor is not None]
 
 
 def described(mask: Mask) -> Hashable:
     """All of a mask but its tensors and functions."""
     documents = 2 if isinstance(mask.documents, tuple) else mask.documents is not None
+    offset = "tensor" if isinstance(mask.offset, torch.Tensor) else mask.offset
     return (
-        mask.causal, mask.offset, mask.sides, mask.chunk, documents, mask.key_lengths is not None,
+        mask.causal, offset, mask.sides, mask.chunk, documents, mask.key_lengths is not None,
         mask.key_padding is not None, mask.keeps is not None, mask.softcap,
         tuple(map(described, mask.every)), tuple(map(described, mask.either)),
     )  # fmt: skip

@@ -23,6 +23,7 @@ from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import Launch
 from quorum_attention.kernels.native.runs import (
     BIT_BYTES,
+    BLOCK_WINDOW,
     FIELDS,
     UNLIMITED,
     Axis,
@@ -167,7 +168,11 @@ class NativeKernel(Kernel):
         """How far before and after a query its keys are, if the kernel has to test both; beside
         rules the bits say it."""
         band = self.geometry.band
-        if band.low is None or self.geometry.rules:
+        if self.geometry.rules:
+            return None
+        if self.geometry.has_block_windows:
+            return BLOCK_WINDOW
+        if band.low is None:
             return None
         return -band.low, UNLIMITED if band.high is None else band.high
 

@@ -42,6 +42,8 @@ UNLIMITED = (1 << 31) - 1
 _FAR = 1 << 40
 Window = tuple[int, int]
 """How far before and after a query its keys may be."""
+BLOCK_WINDOW: Window = (0, UNLIMITED)
+"""The window of a launch whose pieces have windows of their own."""
 
 WIDTH = 8
 """Columns of pieces: query_start, query_stop, key_start, key_stop, diagonal, distance, mixed and
@@ -63,26 +65,32 @@ def pieces(rectangles: Sequence[Rectangle], task: Task, geometry: Geometry) -> I
         rectangles: local positions.
         task: the task whose tokens these are.
         geometry: the kept pairs. If its band has a lower bound, it is a window: its bounds are
-            tested by the kernel, not by ``diagonal``.
+            tested by the kernel, not by ``diagonal``. Where blocks have windows of their own, a
+            piece's lower bound is in ``distance``, for a window that ends at the query
+            (``BLOCK_WINDOW``).
     """
-    band, found = geometry.band, []
+    found: list[tuple[int, ...]] = []
+    windows = geometry.has_block_windows
+    by_window = geometry.band.low is not None and not windows
+    # Before this one there is no key.
+    last = task.spans[-1].stop if task.spans else 0
     for r in rectangles:
         for queries, keys, causal in task.contiguous(r):
-            high = band.high if band.low is None else None
-            if causal and (band.high is None or band.high > 0):
-                high = 0
-            diagonals = Band(None, high)
             shift, key_shift = queries.start - queries.local, keys.start - keys.local
             distance = shift - key_shift
-            for a, b, c, d in geometry.within(Ranges.of(*queries[:2], *keys[:2])):
-                block = Ranges.of(a, b, c, d)
-                verdict = diagonals.verdict(block)
+            for block, band in geometry.within(Ranges.of(*queries[:2], *keys[:2])):
+                high = None if by_window else band.high
+                if causal and (band.high is None or band.high > 0):
+                    high = 0
+                verdict = Band(None, high).verdict(block)
                 if verdict is EMPTY or band.verdict(block) is EMPTY:
                     continue
                 diagonal = NO_DIAGONAL if verdict is FULL or high is None else high + distance
+                low = -last if band.low is None else band.low
+                (a, b), (c, d) = block
                 found.append(
-                    (a - shift, b - shift, c - key_shift, d - key_shift, diagonal, distance, 0,
-                     shift)
+                    (a - shift, b - shift, c - key_shift, d - key_shift, diagonal,
+                     distance + low if windows else distance, 0, shift)
                 )  # fmt: skip
     return np.array(found, dtype=np.int64).reshape(-1, WIDTH)
 
@@ -139,9 +147,11 @@ def _begins(numbers: Ints, entries: Ints, along: int, across: int) -> NDArray[np
     same &= (before[:, along] == after[:, along]) & (before[:, along + 1] == after[:, along + 1])
     same &= before[:, across + 1] == after[:, across]
     same &= (before[:, 5:] == after[:, 5:]).all(axis=1)
-    # Only the entry at the end of a run (keys) or at its start (queries) may have a diagonal.
-    inner = before if across == 2 else after
+    # Only the entry at the end of a run (keys) or at its start (queries) may have a diagonal, and
+    # the other lies below it. (Blocks with bands of their own may lie otherwise.)
+    inner, outer = (before, after) if across == 2 else (after, before)
     same &= inner[:, 4] == NO_DIAGONAL
+    same &= inner[:, 3] - 1 - inner[:, 0] <= outer[:, 4]
     first[1:] = ~same
     return first
 
