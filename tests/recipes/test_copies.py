@@ -78,7 +78,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, for which torch has one kernel for norms."""
-    monkeypatch.setattr("quorum_attention.recipes.modules._is_fused", lambda weight: True)
+    monkeypatch.setattr("quorum_attention.recipes.fused_norms._is_fused", lambda weight: True)
 
 
 @pytest.fixture(autouse=True)

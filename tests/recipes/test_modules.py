@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from quorum_attention.recipes.modules import fuse_norms, tile_mlps
+from quorum_attention.recipes.fused_norms import fuse_norms
+from quorum_attention.recipes.tiled_mlp import tile_mlps
 
 WIDTH, WIDER = 8, 12
 
@@ -230,6 +232,178 @@ def test_weights_of_ranks(version: int, reentrant: bool | None) -> None:
         dist.destroy_process_group()
 
 
+class Quantised(torch.nn.Module):
+    """A linear layer of packed weights without a gradient, as bitsandbytes, GPTQ and AWQ have it:
+    a parameter of bytes in one column, or buffers alone; its inputs have the compute dtype."""
+
+    def __init__(self, layer: torch.nn.Linear, buffers: bool, width_name: str) -> None:
+        super().__init__()
+        setattr(self, width_name, layer.in_features)
+        self.shape, weight = layer.weight.shape, layer.weight.detach()
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 7)
+        packed = (weight / self.scale).round().to(torch.int8).view(-1, 1).view(torch.uint8)
+        if buffers:
+            self.register_buffer("qweight", packed)
+        else:
+            self.qweight = torch.nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == self.scale.dtype
+        return x @ (self.qweight.view(torch.int8).view(self.shape) * self.scale).mT
+
+
+class WithAdapter(torch.nn.Module):
+    """As PEFT's around a quantised layer: its own weights learn."""
+
+    def __init__(self, base_layer: Quantised, out: int, into: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.Linear(into, 2, bias=False, dtype=torch.float32)
+        self.lora_B = torch.nn.Linear(2, out, bias=False, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x.float())).to(x.dtype)
+
+
+class Decoder(torch.nn.Module):
+    """A norm, whose weight has the compute dtype, and a quantised MLP."""
+
+    def __init__(self, dtype: torch.dtype, adapted: bool, buffers: bool, width_name: str) -> None:
+        super().__init__()
+        self.norm, self.mlp = torch.nn.LayerNorm(WIDTH, dtype=dtype), Gated()
+        for name, layer in list(self.mlp.named_children()):
+            if isinstance(layer, torch.nn.Linear):
+                packed: torch.nn.Module = Quantised(layer.to(dtype), buffers, width_name)
+                if adapted:
+                    packed = WithAdapter(packed, layer.out_features, layer.in_features)  # type: ignore[arg-type]
+                setattr(self.mlp, name, packed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("buffers", "width_name"), [(False, "in_features"), (True, "in_features"), (True, "infeatures")]
+)
+def test_quantised_weights(
+    dtype: torch.dtype, adapted: bool, buffers: bool, width_name: str
+) -> None:
+    """They say nothing of an input's width and dtype; the layer and the model do."""
+    plain = Decoder(dtype, adapted, buffers, width_name)
+    tiled = copy.deepcopy(plain)
+    assert str(tile_mlps(tiled, 4)).startswith("tiled MLP: 1 MLP")
+    x = torch.randn(2, 11, WIDTH, dtype=dtype)
+    step = lambda model: model(x).float().square().sum().backward()  # noqa: E731
+    same(plain, tiled, step, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(tiled(x), plain(x))
+    learned = [name for name, weight in tiled.named_parameters() if weight.grad is not None]
+    assert learned[:2] == ["norm.weight", "norm.bias"]
+    assert len(learned) == (8 if adapted else 2)
+
+
+def test_quantised_weights_take_the_memory_of_a_tile() -> None:
+    plain = Decoder(torch.float32, adapted=False, buffers=True, width_name="in_features").mlp
+    tiled = copy.deepcopy(plain)
+    assert tile_mlps(torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), tiled), 128).done
+    x = torch.randn(1, 4096, WIDTH, requires_grad=True)
+
+    def step(model: torch.nn.Module) -> None:
+        x.grad = None
+        model(x).backward(x.detach())
+
+    for model in (plain, tiled):
+        step(model)
+    whole, ours = (usage(lambda model=model: step(model)).peak for model in (plain, tiled))
+    tokens = x.numel() * x.element_size()
+    assert ours < 2 * tokens + whole / 8, (ours, whole, tokens)
+
+
+def test_an_mlp_that_does_not_say_its_width_is_told_so() -> None:
+    model = Decoder(torch.float32, adapted=False, buffers=True, width_name="columns")
+    assert "Gated does not say how wide its inputs are" in str(tile_mlps(model, 4))
+    model = Decoder(torch.float32, adapted=False, buffers=True, width_name="in_features")
+    del model.norm
+    assert "Gated takes no inputs of width 8 in any dtype" in str(tile_mlps(model, 4))
+
+
+class Hook:
+    """As Accelerate's ``AlignDevicesHook``: moves inputs, and may fetch weights."""
+
+    no_grad = False
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **named: Any) -> Any:
+        self.calls += 1
+        return args, named
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        return output
+
+
+def add_hooks(model: torch.nn.Module) -> None:
+    """As Accelerate's ``add_hook_to_module`` to all modules, for ``device_map``."""
+
+    def new_forward(module: Any, *args: Any, **named: Any) -> Any:
+        args, named = module._hf_hook.pre_forward(module, *args, **named)
+        return module._hf_hook.post_forward(module, module._old_forward(*args, **named))
+
+    for module in model.modules():
+        hooked: Any = module
+        before = hooked.forward
+        hooked._old_forward, hooked._hf_hook = before, Hook()
+        hooked.forward = functools.update_wrapper(partial(new_forward, hooked), before)
+
+
+def remove_hooks(model: torch.nn.Module) -> None:
+    """As Accelerate's ``remove_hook_from_module``."""
+    for module in model.modules():
+        hooked: Any = module
+        hooked.forward = hooked._old_forward
+        del hooked._old_forward, hooked._hf_hook
+
+
+@pytest.mark.parametrize("first", ["hooks", "tiles"])
+def test_accelerate_s_hooks_stay_around_a_tiled_mlp(first: str) -> None:
+    plain = Gated().double()
+    tiled = copy.deepcopy(plain)
+    for step in ("hooks", "tiles") if first == "hooks" else ("tiles", "hooks"):
+        if step == "hooks":
+            add_hooks(tiled)
+        else:
+            assert tile_mlps(tiled, 4).done
+    hooks: Any = tiled._hf_hook
+    hooks.calls = tiled.gate_proj._hf_hook.calls = 0  # type: ignore[union-attr]
+    same(plain, tiled, lambda model: model(X).square().sum().backward())
+    assert hooks.calls == 1, "inputs are moved once"
+    assert tiled.gate_proj._hf_hook.calls > 1  # type: ignore[union-attr]
+    assert tile_mlps(tiled, 5).done
+    other = copy.deepcopy(tiled)
+    with torch.no_grad():
+        other.down_proj.weight.zero_()
+        other.down_proj.bias.zero_()
+    assert not other(X).any()
+    torch.testing.assert_close(tiled(X), plain(X))
+    remove_hooks(tiled)
+    torch.testing.assert_close(tiled(X), plain(X))
+    assert tile_mlps(tiled, 6).done
+
+
+def test_what_is_replaced_or_offloaded_is_said_with_a_way_out() -> None:
+    model = Gated()
+    model.gate_proj.to("meta")
+    assert "left out: weights of an MLP are offloaded" in str(tile_mlps(model, 4))
+    assert "load the model so that its MLPs lie on devices" in str(tile_mlps(model, 4))
+    model = Gated()
+    model.forward = lambda x: -x  # type: ignore[method-assign]
+    add_hooks(model)
+    assert "call long_context before that" in str(tile_mlps(model, 4))
+
+
 def test_without_gradients_and_forward_mode() -> None:
     plain, tiled = two()
     x = tokens()
@@ -278,7 +452,7 @@ def norm(kind: str, *sizes: Any) -> torch.nn.Module:
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, for which torch has one kernel."""
-    monkeypatch.setattr("quorum_attention.recipes.modules._is_fused", lambda weight: True)
+    monkeypatch.setattr("quorum_attention.recipes.fused_norms._is_fused", lambda weight: True)
 
 
 @pytest.mark.usefixtures("everywhere")

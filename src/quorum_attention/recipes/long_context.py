@@ -10,8 +10,9 @@ from quorum_attention.recipes import step
 from quorum_attention.recipes.attention import set_attention
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
 from quorum_attention.recipes.chunked_loss import chunk_loss
-from quorum_attention.recipes.modules import fuse_norms, tile_mlps
+from quorum_attention.recipes.fused_norms import fuse_norms
 from quorum_attention.recipes.patching import Change
+from quorum_attention.recipes.tiled_mlp import tile_mlps
 from quorum_attention.sizes import parse_bytes
 
 CHECKPOINTS = "checkpoints"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -64,13 +65,30 @@ def patch(
     kind = _changed_class(plain, method, function, options)
     if method == "forward":
         # A forward in the module, as libraries leave behind, would hide the method of the class.
-        vars(module).pop("forward", None)
+        _forget_forward(module, kind)
     module.__class__ = kind
 
 
 def unpatch(module: torch.nn.Module) -> None:
     """Give a module its class back."""
-    module.__class__ = plain_class(module)
+    kind = plain_class(module)
+    if _is_run_by_hooks(module):
+        _forget_forward(module, kind)
+    module.__class__ = kind
+
+
+def _is_run_by_hooks(module: torch.nn.Module) -> bool:
+    """Whether the module's forward is that of Accelerate's hooks, which run ``_old_forward``."""
+    return hasattr(module, "_hf_hook") and "_old_forward" in vars(module)
+
+
+def _forget_forward(module: Any, kind: Any) -> None:
+    """Let a module run the forward of ``kind``. Accelerate's hooks stay around it, and so move a
+    call's inputs and fetch its weights once."""
+    if _is_run_by_hooks(module):
+        module._old_forward = MethodType(kind.forward, module)
+    else:
+        vars(module).pop("forward", None)
 
 
 @cache
@@ -114,12 +132,19 @@ def _restored(*change: Any) -> torch.nn.Module:
 def has_own_forward(module: torch.nn.Module) -> bool:
     """Whether the module runs the forward that its class was written with, or ours around that."""
     kind = plain_class(module)
-    forward = vars(module).get("forward")
+    forward = vars(module).get("_old_forward" if _is_run_by_hooks(module) else "forward")
     author = next(parent for parent in kind.__mro__ if "forward" in vars(parent))
     if kind.forward.__module__ != author.__module__:  # Liger's and Unsloth's, of all models
         return False
     # Libraries that took their forward back left a method of the class behind.
-    return forward is None or getattr(forward, "__func__", None) is kind.forward
+    written = (kind.forward, type(module).forward)
+    return forward is None or getattr(forward, "__func__", None) in written
+
+
+def is_offloaded(module: torch.nn.Module) -> bool:
+    """Whether weights of the module come from elsewhere in its forward, as by Accelerate's
+    offloading, or are not loaded yet."""
+    return any(weight.is_meta for weight in module.parameters())
 
 
 @contextmanager
@@ -136,6 +161,18 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for part in trained:
             part.training = True
+
+
+def results_on(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """What a module returns in evaluation, or None if it takes no such tensor, or makes another
+    kind of tensor of it."""
+    try:
+        with torch.no_grad(), evaluating(module):
+            result = module(x)
+    except Exception:  # whatever it is
+        return None
+    alike = isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (x.shape, x.dtype)
+    return result if alike else None
 
 
 def drawn(*sizes: int) -> torch.Tensor:
