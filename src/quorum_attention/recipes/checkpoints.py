@@ -52,7 +52,9 @@ class LayerCheckpoints:
         self, model: Any, where: str, shape: memory.ModelShape | None, training: memory.Training
     ) -> None:
         self.model, self.where, self.shape, self.training = model, where, shape, training
-        self._step: _Step | None = None  # the last one
+        # The last one of each device. Layers of a model may lie on several, and replicas of it
+        # (``DataParallel``) run at the same time.
+        self._steps: dict[torch.device, _Step] = {}
         self._times = 1.0  # what a layer's results took, over what ``kept_bytes`` says
         self._locked = 0  # bytes of host memory that tiles of earlier steps page-locked
         self._said: set[str] = set()
@@ -84,9 +86,10 @@ class LayerCheckpoints:
         """What ``layer`` returns of its inputs."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return checkpoint(layer, *inputs, use_reentrant=False)
-        step = self._step
+        device = inputs[0].device
+        step = self._steps.get(device)
         if step is None or number <= step.number:
-            step = self._step = self._begin(inputs[0])
+            step = self._steps[device] = self._begin(inputs[0])
         one, step.number = _Layer(step), number
         compute = layer
         if step.tile:
@@ -117,7 +120,7 @@ class LayerCheckpoints:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_step": None}
+        return {**vars(self), "_steps": {}}
 
     def _begin(self, hidden: torch.Tensor) -> _Step:
         """A step whose first layer has this input."""
@@ -186,7 +189,7 @@ class _Layer:
         if step is not None and step.away > 0 and tensor.nbytes >= _SMALL:
             step.away -= tensor.nbytes
             # Of a layer in tiles, attention's results are there.
-            copies = step.copies if tensor.device.type == step.device.type else None
+            copies = step.copies if tensor.device == step.device else None
         kept = _Kept(tensor.detach(), copies)  # its graph may hold this layer
         self._kept.append(kept)
         return kept

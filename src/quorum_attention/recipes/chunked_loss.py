@@ -53,10 +53,12 @@ class _Deferral(threading.local):  # torch's compiler reads it; a ContextVar wou
     Attributes:
         head: the output layer whose call is put off, or None.
         reason: why that layer ran after all.
+        has_chunks: whether a loss was computed in chunks.
     """
 
     head: torch.nn.Module | None = None
     reason = ""
+    has_chunks = False
 
 
 _state = _Deferral()
@@ -114,7 +116,8 @@ def _try_few_tokens(model: Any) -> str | None:
     except Exception as error:  # whatever it is, the model keeps its own loss
         return f"it failed on a few tokens: {type(error).__name__}: {error}"
     logits = output[1] if isinstance(output, tuple) else output.logits
-    if isinstance(logits, DeferredLogits) and not logits.is_computed:
+    is_read = isinstance(logits, DeferredLogits) and logits.is_computed
+    if _state.has_chunks and not is_read:
         return None
     if _state.reason:
         return _state.reason
@@ -150,6 +153,7 @@ def _deferring_head(model: Any) -> torch.nn.Module:
     """The model's output layer of now, with a call that can be put off."""
     head: torch.nn.Module = model.get_output_embeddings()
     _state.reason = ""
+    _state.has_chunks = False
     patch(head, "__call__", _call_head)
     return head
 
@@ -348,7 +352,7 @@ class DeferredLogits(torch.Tensor):
     def computed(self) -> torch.Tensor:
         """All logits, an ordinary tensor."""
         if self._computed is None:
-            reason = "the logits of a call with labels were read"
+            reason = "they were read from a call with labels"
             _warn_of_whole_logits(self.nbytes, reason)
             with self._call.modes():
                 self._computed = self.compute(self.states)
@@ -438,27 +442,27 @@ def chunked_cross_entropy(
     """Transformers' ``ForCausalLMLoss``; of deferred logits, some tokens at a time."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    def loss(logits: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        result: torch.Tensor = ForCausalLMLoss(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, targets, **extra
-        )
-        return result
-
+    named = {"labels": labels, "vocab_size": vocab_size, "ignore_index": ignore_index, **extra}
     if not isinstance(logits, DeferredLogits) or logits.is_computed:
         reason = _state.reason or "the model computes with its logits before their loss"
         _warn_of_whole_logits(logits.nbytes, reason)
-        return loss(logits, shift_labels)
+        named |= {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+        loss: torch.Tensor = ForCausalLMLoss(logits, **named)
+        return loss
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    states, targets = logits.states.flatten(0, -2), shift_labels.flatten()
+    states = logits.states.flatten(0, -2)
+    targets = shift_labels.flatten()
     if len(states) != len(targets):
         raise ValueError(f"labels must be as many as there are tokens, {len(states)}")
     if num_items_in_batch is None:
         num_items_in_batch = (targets != ignore_index).sum()
+    named["num_items_in_batch"] = num_items_in_batch
     tokens = loss_tokens(vocab_size, states.dtype.itemsize)
+    _state.has_chunks = True
 
-    def chunk_loss(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss(logits.compute(states[None]), targets)
+    def chunk_loss(states: torch.Tensor, targets: torch.Tensor) -> Any:
+        return ForCausalLMLoss(logits.compute(states[None]), shift_labels=targets, **named)
 
     losses = [
         checkpoint(chunk_loss, *chunk, use_reentrant=False)
@@ -505,7 +509,7 @@ def _warn_of_whole_logits(n_bytes: int, reason: str) -> None:
         return
     _warned.add(reason)
     warnings.warn(
-        f"long_context's chunked loss does not hold here, and logits take {format_bytes(n_bytes)}: "
-        f"{reason}",
+        f"long_context computes losses in chunks, and yet {format_bytes(n_bytes)} of logits are "
+        f"computed at once: {reason}",
         stacklevel=2,
     )

@@ -299,7 +299,7 @@ def sharded_positions(
     """
     kept = None if group is None else weakref.ref(group)
     del group  # the function below would keep it
-    run = _check_counts_from_zero(model)
+    _check_counts_from_zero(model)
 
     def placed(
         model: torch.nn.Module, args: Any, named: dict[str, Any]
@@ -312,7 +312,8 @@ def sharded_positions(
             raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
         everyone = dist.group.WORLD if kept is None else alive(kept)
         assert everyone is not None
-        names = sorted(set(names_of(getattr(run, "config", None))))
+        config = getattr(_transformer_of(model), "config", None)
+        names = sorted(set(names_of(config)))
         groups = [options.group for name in names if (options := options_of(name)) is not None]
         if not any(one is not None and one.group() is everyone for one in groups):
             raise ValueError(
@@ -332,16 +333,22 @@ def sharded_positions(
     return model.register_forward_pre_hook(uncompiled(placed), with_kwargs=True)
 
 
-def _check_counts_from_zero(model: torch.nn.Module) -> Any:
-    """The model within torch's compiler and PEFT's adapters, if its positions count from 0 up.
+def _transformer_of(model: torch.nn.Module) -> Any:
+    """The model within torch's compiler and PEFT's adapters."""
+    from transformers import PreTrainedModel
+
+    return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+
+
+def _check_counts_from_zero(model: torch.nn.Module) -> None:
+    """Nothing, if the model's positions count from 0 up.
 
     Raises:
         ValueError: it takes none, or counts otherwise.
     """
-    from transformers import PreTrainedModel
-
-    run = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
-    name, taken = type(run).__name__, inspect.signature(run.forward).parameters
+    run = _transformer_of(model)
+    name = type(run).__name__
+    taken = inspect.signature(run.forward).parameters
     if "input_ids" in taken and "position_ids" not in taken:
         raise ValueError(
             f"{name} takes no position_ids: each rank would count its rows from 0, and the "
@@ -356,4 +363,3 @@ def _check_counts_from_zero(model: torch.nn.Module) -> Any:
                 f"{name} counts positions by its inputs, its attention_mask or its images: give it "
                 "position_ids as it counts them"
             )
-    return run
