@@ -202,6 +202,15 @@ def test_other_calls(kernel: str, case, sizes, plan) -> None:  # type: ignore[no
     check_case(kernel, case, random(N, **sizes), **plan)
 
 
+@pytest.mark.parametrize(
+    "case", [(lambda s, b, h, q, k: s * (1 + b % 3), None, True), (None, late, False)]
+)
+def test_more_entries_than_a_grid_has_blocks(monkeypatch, case) -> None:  # type: ignore[no-untyped-def]
+    """Some go into each call; functions get their numbers in the whole call."""
+    monkeypatch.setattr(FlexKernel, "entries_limit", 3)
+    check_case("tasks", case, random(N, batch=7))
+
+
 @pytest.mark.parametrize("over_inputs", [True, False])
 def test_a_head_that_keeps_nothing(over_inputs: bool) -> None:
     """In a head group of its own."""

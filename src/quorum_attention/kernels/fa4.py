@@ -23,6 +23,7 @@ import torch
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.extras import install_hint
 from quorum_attention.kernels.cache import cache_folder, private_folder
+from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import (
     UNSPLIT_BYTES,
@@ -90,6 +91,16 @@ class Fa4Kernel(RectangleKernel):
     bands = True
     row_unit = _TILE
     empty_rows = True
+    forward_limits = CallLimits(entries=GRID_BLOCKS, heads=GRID_BLOCKS)
+    # Its fp32 sums of a head have no more elements: it refuses larger ones.
+    backward_limits = CallLimits(
+        entries=GRID_BLOCKS,
+        heads=GRID_BLOCKS,
+        query_elements=INT32,
+        key_elements=INT32,
+        scope="head",
+        padded=True,
+    )
     pace = staticmethod(pace)
 
     def with_softcap(self, softcap: float) -> Fa4Kernel:
@@ -166,19 +177,20 @@ class Fa4Kernel(RectangleKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes(call, extent)
+        sizes = RectangleSizes(call, extent, limits=self.forward_limits)
         # What finds the rows that are not finite.
         return sizes.forward_bytes(call.value_dim, 0) + _held(*[sizes.rows] * 3)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes(call, extent)
+        sizes = RectangleSizes(call, extent, limits=self.backward_limits)
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse; so are the
         # gradients of keys that query heads share.
         unit = 64 if call.head_dim > 128 else 32
         width, value_width = round_up(call.head_dim, unit), round_up(call.value_dim, unit)
-        rows = sizes.lanes * round_up(extent.max_queries, _TILE)
-        keys = extent.batch * extent.key_heads * round_up(extent.max_keys, _TILE)
+        rows = sizes.lanes * round_up(sizes.extent.max_queries, _TILE)
+        key_lanes = sizes.extent.batch * sizes.extent.key_heads
+        keys = key_lanes * round_up(sizes.extent.max_keys, _TILE)
         inside = _held(4 * rows * width, 4 * rows, 4 * rows, rows // 8)
         if sizes.shared > 1:
             inside += _held(4 * keys * width, 4 * keys * value_width, keys // 4, keys // 4)

@@ -14,12 +14,21 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.rectangles import Batch, batches, cut
+from quorum_attention.kernels.limits import (
+    UNLIMITED,
+    CallLimits,
+    CallPart,
+    CallSizes,
+    call_parts,
+    part_sizes,
+)
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
@@ -33,7 +42,14 @@ from quorum_attention.kernels.protocol import (
     Three,
     state_dtype,
 )
-from quorum_attention.kernels.tensors import Pick, dead_rows, dead_rows_bytes, key_rows, query_rows
+from quorum_attention.kernels.tensors import (
+    Pick,
+    dead_rows,
+    dead_rows_bytes,
+    empty_in_order_of,
+    key_rows,
+    query_rows,
+)
 
 
 class TaskCall(NamedTuple):
@@ -114,6 +130,9 @@ class RectangleKernel(CallsKernel):
     Attributes:
         bands: the operator takes windows (``rectangle_forward``).
         masked_limit: most queries or keys of one call with a mask; None for no limit.
+        forward_limits, backward_limits: what one call of the operator may have at most. Larger
+            calls are cut into parts by batch entries and heads; where one head is too large, by
+            rows.
         lowest_score: the operator treats this score, and lower ones, as masked.
         row_unit: for every batch entry the operator's temporaries are rounded up to multiples of
             this many rows.
@@ -129,6 +148,8 @@ class RectangleKernel(CallsKernel):
     operator = True
     bands: bool = False
     masked_limit: int | None = None
+    forward_limits: CallLimits = UNLIMITED
+    backward_limits: CallLimits = UNLIMITED
     lowest_score: float = -math.inf
     row_unit: int = 1
     rounds_scale: bool = False
@@ -154,11 +175,43 @@ class RectangleKernel(CallsKernel):
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Whether a monolithic call can be handed to the operator as it is."""
         limit = None if call.mask is None else self.masked_limit
-        heads_fit = self.grouped or call.heads == call.kv_heads
-        return heads_fit and (limit is None or tokens <= limit)
+        if not (self.grouped or call.heads == call.kv_heads):
+            return False
+        if limit is not None and tokens > limit:
+            return False
+        sizes = CallSizes(
+            entries=max(1, call.batch),
+            key_heads=max(1, call.kv_heads),
+            group=max(1, call.queries_per_key_head),
+            queries=call.n_queries or tokens,
+            keys=call.n_keys or tokens,
+            width=max(call.head_dim, call.value_dim),
+        )
+        return self.call_limits(backward=call.needs_grad).largest(sizes)[1] > 0
+
+    def call_limits(self, *, backward: bool) -> CallLimits:
+        """The limits of one call of the operator in a pass."""
+        return self.backward_limits if backward else self.forward_limits
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf."""
+        """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf. A call beyond
+        the operator's limits is cut into parts."""
+        parts = _parts_within(self.forward_limits, call)
+        if len(parts) < 2:
+            return self._single_forward(call)
+        query = call.query
+        rows = query.shape[:3]
+        dtype = call.stored or query.dtype
+        out = empty_in_order_of(query, (*rows, call.value.shape[-1]), dtype)
+        lse = torch.empty(rows, dtype=state_dtype(query.dtype), device=query.device)
+        for part in parts:
+            part_out, part_lse = self._single_forward(_part_of_call(call, part))
+            out[part.query_rows].copy_(part_out)
+            lse[part.query_rows].copy_(part_lse)
+            del part_out, part_lse  # before the next part's are made
+        return out, lse
+
+    def _single_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self.rectangle_forward(signed(call, self.rounds_scale)[0])
         self.clear_dead_rows_(out, lse, call)
         return out, lse
@@ -176,7 +229,25 @@ class RectangleKernel(CallsKernel):
             lse.masked_fill_(dead, -torch.inf)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """``rectangle_backward`` of a whole call; lse is 0 in rows without keys."""
+        """``rectangle_backward`` of a whole call; lse is 0 in rows without keys. A call beyond the
+        operator's limits is cut into parts."""
+        parts = _parts_within(self.backward_limits, call)
+        if len(parts) < 2:
+            return self._single_backward(call, saved)
+        grad_query, grad_key, grad_value = (
+            empty_in_order_of(tensor, tensor.shape, call.stored or tensor.dtype)
+            for tensor in call.inputs
+        )
+        for part in parts:
+            part_saved = saved.mapped(itemgetter(part.query_rows))
+            part_grads = self._single_backward(_part_of_call(call, part), part_saved)
+            grad_query[part.query_rows].copy_(part_grads[0])
+            grad_key[part.key_rows].copy_(part_grads[1])
+            grad_value[part.key_rows].copy_(part_grads[2])
+            del part_grads  # before the next part's are made
+        return grad_query, grad_key, grad_value
+
+    def _single_backward(self, call: Call, saved: Saved) -> Three:
         upright, share = signed(call, self.rounds_scale)
         grad_query, grad_key, grad_value = self.rectangle_backward(upright, saved)
         return grad_query if share == 1 else grad_query.mul_(share), grad_key, grad_value
@@ -202,22 +273,39 @@ class RectangleKernel(CallsKernel):
         """See ``CallsKernel``."""
         for batch in self._calls(task, backward=backward):
             parts = self._in_parts(task, batch) if backward else iter((batch,))
-            yield (call for part in parts for call in self._of_heads(task, part))
+            yield (call for part in parts for call in self._of_heads(task, part, backward))
 
-    def _of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[TaskCall]:
+    def _of_heads(self, task: TaskTensors, batch: Batch, backward: bool) -> Iterator[TaskCall]:
         """A call for the query heads that one call takes."""
         given = task.bias(batch.first)
         bias = None if given is None else four_dims(given)
         key, value = (self._turned(key_rows(t, batch)) for t in (task.key, task.value))
         # Runs of rows with the same keys each return a part of these keys' gradients.
         keys = partial(key_rows, batch=batch if batch.key_step else Batch(batch.first))
-        for heads in self._heads(task.query, task.key):
+        for heads in self._call_heads(task, batch, backward):
             mask = bias if bias is None or bias.shape[1] == 1 else bias[:, heads]
             rows = partial(query_rows, batch=batch, heads=heads)
             query = self._turned(rows(task.query))
             call = Call(query, key, value, batch.first.causal, task.scale, mask)
             yield TaskCall(rows, keys, partial(self._forward, call), partial(self._backward, call))
             del call
+
+    def _call_heads(self, task: TaskTensors, batch: Batch, backward: bool) -> list[slice]:
+        """The query heads of each call; fewer than all of a key head's, where those are too many
+        for one call."""
+        if not self.grouped:
+            return self._heads(task.query, task.key)
+        first = batch.first
+        sizes = CallSizes(
+            entries=task.query.shape[0] * batch.count,
+            key_heads=task.key.shape[1],
+            group=task.query.shape[1] // task.key.shape[1],
+            queries=first.n_queries,
+            keys=first.n_keys,
+            width=max(task.query.shape[-1], task.value.shape[-1]),
+        )
+        count = self.call_limits(backward=backward).group_parts(sizes)
+        return [slice(start, None, count) for start in range(count)]
 
     def _forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self.whole_forward(call)
@@ -237,7 +325,7 @@ class RectangleKernel(CallsKernel):
 
     def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """The operator calls of a task, by its rectangles."""
-        rectangles = task.rectangles
+        rectangles = self._within_row_limits(task, backward)
         if rectangles and task.has_mask(rectangles[0]):
             limit = self.masked_limit
             cuts = rectangles if limit is None else cut(rectangles, limit, limit)
@@ -248,6 +336,15 @@ class RectangleKernel(CallsKernel):
             pieces += [r] if r.causal else cut([r], *self.preferred_sizes(task, r, backward))
         for batch in batches(tuple(pieces)):
             yield from self._bounded(batch, task)
+
+    def _within_row_limits(self, task: TaskTensors, backward: bool) -> Sequence[Rectangle]:
+        """The task's rectangles, cut where a single head has too many rows for a call."""
+        width = max(task.query.shape[-1], task.value.shape[-1])
+        queries, keys = self.call_limits(backward=backward).rows(width)
+        for rectangle in task.rectangles:
+            if rectangle.n_queries > queries or rectangle.n_keys > keys:
+                return tuple(cut(task.rectangles, queries, keys))
+        return task.rectangles
 
     def _bounded(self, batch: Batch, task: TaskTensors) -> Iterator[Batch]:
         """``batch`` in parts, each with as many rectangles as the workspace bound allows."""
@@ -286,6 +383,27 @@ class RectangleKernel(CallsKernel):
             yield Batch(Rectangle(even, stop, k + even - q, r.key_stop, causal=True))
         for first, last in pairwise(edges[1:]):
             yield from self._in_parts(task, Batch(Rectangle(first, last, k, k + first - q)))
+
+
+def _parts_within(limits: CallLimits, call: Call) -> tuple[CallPart, ...]:
+    """The parts of a call that an operator can take; none where it has no limits."""
+    if limits is UNLIMITED:
+        return ()
+    entries, heads, queries, head_dim = call.query.shape
+    _, key_heads, keys, value_dim = call.value.shape
+    width = max(head_dim, value_dim)
+    sizes = CallSizes(entries, key_heads, heads // key_heads, queries, keys, width)
+    return call_parts(limits, sizes)
+
+
+def _part_of_call(call: Call, part: CallPart) -> Call:
+    bias = call.bias
+    if bias is not None:
+        bias = four_dims(bias)
+        entries, heads = part.query_rows
+        bias = bias if bias.shape[0] == 1 else bias[entries]
+        bias = bias if bias.shape[1] == 1 else bias[:, heads]
+    return call.mapped(itemgetter(part.query_rows), itemgetter(part.key_rows), bias=bias)
 
 
 def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -415,8 +533,11 @@ class RectangleSizes:
         grouped: whether the operator takes fewer key heads than query heads.
         splits_scale: whether queries are copied to multiply them by a part of the scale, whatever
             that is (``signed``).
+        limits: what one call may have at most; larger ones are cut into parts.
 
     Attributes:
+        extent: the sizes of one call.
+        is_cut: whether the task, or the whole call, is cut into parts within the limits.
         heads, shared: query heads of one call, and those of a key head.
         lanes: batch entries times query heads of one call.
         rows, key_rows: query rows and key rows of one call.
@@ -427,15 +548,29 @@ class RectangleSizes:
     """
 
     def __init__(
-        self, call: CallShape, extent: Extent, grouped: bool = True, splits_scale: bool = False
+        self,
+        call: CallShape,
+        extent: Extent,
+        grouped: bool = True,
+        splits_scale: bool = False,
+        limits: CallLimits = UNLIMITED,
     ) -> None:
-        self.call, self.extent = call, extent
-        self.heads = extent.query_heads if grouped else extent.key_heads
-        self.shared = self.heads // max(1, extent.key_heads)
-        self.lanes = extent.batch * self.heads
-        self.rows = self.lanes * extent.max_queries
-        self.key_rows = extent.batch * extent.key_heads * extent.max_keys
-        self.shared_key_rows = self.lanes * extent.max_keys
+        self.call, self.task = call, extent
+        group = extent.query_heads // max(1, extent.key_heads) if grouped else 1
+        self.extent = _largest_call(limits, call, extent, group)
+        self.heads = self.extent.query_heads if grouped else self.extent.key_heads
+        self.shared = self.heads // max(1, self.extent.key_heads)
+        self.lanes = self.extent.batch * self.heads
+        self.rows = self.lanes * self.extent.max_queries
+        self.key_rows = self.extent.batch * self.extent.key_heads * self.extent.max_keys
+        self.shared_key_rows = self.lanes * self.extent.max_keys
+        self.is_cut = self.extent != extent
+        # The results of a call that is cut are all there while its last part runs.
+        self._joined_rows = 0
+        self._joined_key_rows = 0
+        if self.is_cut:
+            self._joined_rows = extent.batch * extent.query_heads * self.extent.max_queries
+            self._joined_key_rows = extent.batch * extent.key_heads * self.extent.max_keys
         self.item = call.dtype.itemsize
         self.work = call.state_dtype.itemsize
         self.aligned_bias_bytes = 0
@@ -458,6 +593,7 @@ class RectangleSizes:
             sides = extent.max_queries, extent.max_keys
             dead = dead_rows_bytes(batch, self.heads, *sides, call.is_causal)
         results = self.rows * (out_width * self.item + self.work)
+        results += self._joined_rows * (call.value_dim * self.item + self.work)
         # Temporaries after the operator has returned: rows without keys, merge.
         return self._held + results + max(inside, max(dead, merging) + dead)
 
@@ -467,9 +603,35 @@ class RectangleSizes:
         """Bound of a backward that returns ``gradients`` bytes (by default as wide as the inputs)
         and holds ``inside`` until it does, and whose gradients are added with ``adding`` bytes."""
         if gradients is None:
-            of_keys = self.key_rows * (self.call.head_dim + self.call.value_dim)
-            gradients = (self.rows * self.call.head_dim + of_keys) * self.item
-        task_rows = self.extent.batch * self.extent.query_heads * self.extent.n_tokens
+            gradients = self._gradient_bytes(self.rows, self.key_rows)
+        gradients += self._gradient_bytes(self._joined_rows, self._joined_key_rows)
+        task_rows = self.task.batch * self.task.query_heads * self.task.n_tokens
         # The shifted lse, the flags of its empty rows, and two copies for a call.
         lse = task_rows * (self.work + 1) + 2 * self.rows * self.work
         return self._held + lse + gradients + max(inside, adding)
+
+    def _gradient_bytes(self, rows: int, key_rows: int) -> int:
+        """Bytes of the gradients of so many query rows and key rows, as wide as the inputs."""
+        of_keys = key_rows * (self.call.head_dim + self.call.value_dim)
+        return (rows * self.call.head_dim + of_keys) * self.item
+
+
+def _largest_call(limits: CallLimits, call: CallShape, extent: Extent, group: int) -> Extent:
+    """The sizes of the largest call that ``limits`` leave of ``extent``; ``group``: query heads
+    that share a key/value head in a call."""
+    if limits is UNLIMITED or 0 in (extent.batch, extent.key_heads):
+        return extent
+    width = max(call.head_dim, call.value_dim)
+    row_limits = limits.rows(width)
+    queries = min(extent.max_queries, row_limits[0])
+    keys = min(extent.max_keys, row_limits[1])
+    sizes = CallSizes(extent.batch, extent.key_heads, group, queries, keys, width)
+    entries, key_heads = part_sizes(limits, sizes)
+    return replace(
+        extent,
+        batch=entries,
+        query_heads=key_heads * (extent.query_heads // extent.key_heads),
+        key_heads=key_heads,
+        max_queries=queries,
+        max_keys=keys,
+    )

@@ -10,12 +10,13 @@ rows are then finite wherever the last one is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from quorum_attention.decomposition import Task
 from quorum_attention.decomposition.rectangles import Batch
+from quorum_attention.kernels.torch_private import capturing
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
 """Selects a part of a tensor (b, h, n, ...), as a view."""
@@ -65,9 +66,23 @@ def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
     Operators allocate the output for a query ``model`` in this layout.
     """
-    order = sorted(range(tensor.dim()), key=model.stride)[::-1]
-    back = [order.index(dim) for dim in range(tensor.dim())]
+    order, back = _memory_order(model)
     return tensor.permute(order).contiguous().permute(back)
+
+
+def empty_in_order_of(
+    model: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """An empty tensor without gaps, its dimensions in the memory order of ``model``."""
+    order, back = _memory_order(model)
+    sizes = [shape[dim] for dim in order]
+    return torch.empty(sizes, dtype=dtype, device=model.device).permute(back)
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The permutation of a tensor's dimensions to the order in memory, and the one back."""
+    order = sorted(range(tensor.dim()), key=tensor.stride)[::-1]
+    return order, [order.index(dim) for dim in range(tensor.dim())]
 
 
 def token_major(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,6 +175,21 @@ def _whole_words(tensor: torch.Tensor) -> bool:
     counts = (tensor.shape[-1], tensor.storage_offset(), *strides)
     aligned = tensor.data_ptr() % _WORD == 0
     return last == 1 and aligned and all(count * size % _WORD == 0 for count in counts)
+
+
+# Tensors that captured CUDA graphs copy from, by their ids. Nobody says when a graph is gone.
+_READ_BY_GRAPHS: dict[int, torch.Tensor] = {}
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor``, in page-locked memory, on ``device``; the host does not wait.
+
+    A CUDA graph that is being captured will copy it at every replay. So it is kept for good then:
+    else its memory could be given to another tensor, which the graph would read.
+    """
+    if capturing(device):
+        _READ_BY_GRAPHS[id(tensor)] = tensor
+    return tensor.to(device, non_blocking=True)
 
 
 Block = tuple[slice, slice, slice]

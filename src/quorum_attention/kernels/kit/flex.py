@@ -29,6 +29,7 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.function import gradients_by_autograd, recordable
+from quorum_attention.kernels.limits import GRID_BLOCKS, runs_within
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     block_lists,
@@ -40,7 +41,7 @@ from quorum_attention.kernels.masked.block_table import (
 )
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, codes, over_pairs
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
-from quorum_attention.kernels.masked.kernel import ByParts, ModsKernel
+from quorum_attention.kernels.masked.kernel import ByParts, ModsKernel, entries_of
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
     Call,
@@ -55,7 +56,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES, CallsKernel, TaskCall
 from quorum_attention.kernels.reference import Tiles
-from quorum_attention.kernels.tensors import positions
+from quorum_attention.kernels.tensors import positions, to_device
 from quorum_attention.kernels.torch_private import as_it_is, outside
 
 # Score matrices that a function may hold at a time, its result among them.
@@ -341,6 +342,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
     whole_tasks = True
     launch_seconds = (0.7e-3, 2.3e-3)  # most of it torch.compile's
     rates = (0.84, 0.69)  # H200, causal, D = 64
+    entries_limit = GRID_BLOCKS
     _compiled, _takes_rows = _COMPILED, _TAKES_ROWS
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
@@ -355,6 +357,8 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             return "compiled FlexAttention takes no float64: compiled=False"
         if call.mask is None and call.device_type == "cpu":
             return "compiled FlexAttention has no lse and no backward on the CPU: compiled=False"
+        if call.heads > GRID_BLOCKS:
+            return f"compiled FlexAttention takes {GRID_BLOCKS} heads at most: compiled=False"
         return super().refusal(call)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -397,15 +401,20 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         return min(blocks, (high - low) // BLOCK + 3)
 
     def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
-        """See ``regions``; rows that keep nothing come back as out 0 and lse -inf."""
-        for region, rectangles in regions(task):
-            made = self._launch(task, region, rectangles)
-            if made is not None:
+        """See ``regions``; rows that keep nothing come back as out 0 and lse -inf. A call has no
+        more batch entries than a grid has blocks."""
+        for entries in runs_within(task.query.shape[0], self.entries_limit):
+            part = entries_of(task, entries)
+            for region, rectangles in regions(part):
+                launch = self._launch(part, region, rectangles)
+                if launch is None:
+                    continue
                 rows, keys = (
-                    itemgetter((slice(None), slice(None), slice(*side))) for side in sides(region)
+                    itemgetter((entries, slice(None), slice(*side))) for side in sides(region)
                 )
-                forward, backwards = self._run_forward, self._gradients
-                yield (TaskCall(rows, keys, partial(forward, made), partial(backwards, made)),)
+                forward = partial(self._run_forward, launch)
+                backward_of_part = partial(self._gradients, launch)
+                yield (TaskCall(rows, keys, forward, backward_of_part),)
 
     def _run_forward(self, made: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
@@ -416,18 +425,20 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """All heads and entries are needed, because the modifications are given their numbers."""
-        return every and call.mask is None
+        return every and call.mask is None and call.batch <= self.entries_limit
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""
-        for (only,) in self.task_calls(whole_task(call), backward=False):
-            return only.forward()
+        calls = list(self.task_calls(whole_task(call), backward=False))
+        if len(calls) == 1:
+            return calls[0][0].forward()
         return super().whole_forward(call)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
-        for (only,) in self.task_calls(whole_task(call), backward=True):
-            return only.backward(saved)
+        calls = list(self.task_calls(whole_task(call), backward=True))
+        if len(calls) == 1:
+            return calls[0][0].backward(saved)
         return super().whole_backward(call, saved)
 
     def _gradients(self, made: Launch, saved: Saved) -> Three:
@@ -487,7 +498,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
         given = (task.query, rows), (task.key, columns), (task.value, columns)
         query, key_rows, value = (laid_out(tensor[:, :, slice(*at)]) for tensor, at in given)
-        sent = [each.to(device, non_blocking=True).detach() for each in lists]
+        sent = [to_device(each, device).detach() for each in lists]
         changes = None if score_mod is None else change
         return Launch((query, key_rows, value), sent, masks, changes, task.scale)
 

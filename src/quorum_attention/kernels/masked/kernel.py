@@ -478,7 +478,7 @@ class MaskedKernel(ModsKernel):
         task = replace(task, entries=entries)
         for at, geometry in self._by_geometry(entries):
             kernel = self._kernel(geometry, drops=task.dropout is not None)
-            yield at, kernel, _entries_of(task, at)
+            yield at, kernel, entries_of(task, at)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
@@ -532,7 +532,7 @@ def _if_any(tensor: torch.Tensor | None, entries: slice) -> torch.Tensor | None:
     return tensor if tensor is None else _some(four_dims(tensor), entries)
 
 
-def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
+def entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
     """A task with some of its batch entries."""
     return replace(
         task,

@@ -1,0 +1,173 @@
+"""What one call of an operator may have at most, and the parts into which larger calls are cut.
+
+An operator may count elements in 32 bits, and a dimension of its grid has at most 65,535 blocks.
+Beyond that it fails, or returns wrong numbers without an error. The limits were found by trial
+(docs/kernels.md). Batch entries and heads never meet, so a call is cut between them first. Only
+where a single head is too large, its rows are cut.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+NO_LIMIT = sys.maxsize
+GRID_BLOCKS = 65_535
+"""The most blocks along the second and the third dimension of a CUDA grid."""
+INT32 = 2**31 - 1
+"""The largest signed number of 32 bits."""
+
+_TILE_ROWS = 128
+_TILE_COLUMNS = 64
+
+
+class CallSizes(NamedTuple):
+    """The sizes of an operator call, as far as limits depend on them.
+
+    Attributes:
+        entries: batch entries.
+        key_heads: key/value heads of an entry.
+        group: query heads that share a key/value head.
+        queries, keys: rows of a query head, and of a key/value head.
+        width: the larger of head dimension and value dimension.
+    """
+
+    entries: int
+    key_heads: int
+    group: int
+    queries: int
+    keys: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A part of a call: some batch entries, and some key/value heads with their query heads.
+
+    Attributes:
+        query_rows: what selects its rows of a tensor (b, hq, nq, ...), as a view.
+        key_rows: what selects its rows of a tensor (b, hk, nk, ...), as a view.
+    """
+
+    query_rows: tuple[slice, slice]
+    key_rows: tuple[slice, slice]
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """The most that one call of an operator may have; ``NO_LIMIT`` where no limit was found.
+
+    Attributes:
+        entries: batch entries.
+        heads: query heads of an entry.
+        query_elements: elements of a tensor with a row for every query, within ``scope``.
+        key_elements: elements of a tensor with a row for every key of every query head, within
+            ``scope``.
+        scope: which part of a tensor is counted: all of it ("call"); all of it, unless there is
+            only one batch entry ("several entries"); one batch entry; or one head.
+        padded: whether rows are counted in multiples of 128 and columns in multiples of 64, as
+            operators' workspaces have them.
+    """
+
+    entries: int = NO_LIMIT
+    heads: int = NO_LIMIT
+    query_elements: int = NO_LIMIT
+    key_elements: int = NO_LIMIT
+    scope: Literal["call", "several entries", "entry", "head"] = "call"
+    padded: bool = False
+
+    def rows(self, width: int) -> tuple[int, int]:
+        """The most queries, and the most keys, of a call of a single head, whole tiles."""
+        if self.scope == "several entries":
+            return NO_LIMIT, NO_LIMIT
+        columns = self._columns(width)
+        queries = _whole_tiles(self.query_elements // columns)
+        keys = _whole_tiles(self.key_elements // columns)
+        return queries, keys
+
+    def largest(self, sizes: CallSizes) -> tuple[int, int]:
+        """The most batch entries, and key/value heads, of one call with rows of these sizes. There
+        are no heads where the query heads of a single one are too many or too large."""
+        fitting = self._fitting_heads(sizes)
+        heads = self.heads
+        if self.scope in ("call", "entry"):
+            heads = min(heads, fitting)
+        elif self.scope == "head" and not fitting:
+            heads = 0
+        key_heads = min(sizes.key_heads, heads // sizes.group)
+        entries = min(sizes.entries, self.entries)
+        if self.scope in ("call", "several entries"):
+            lanes = max(1, key_heads * sizes.group)
+            entries = min(entries, max(1, fitting // lanes))
+        return entries, key_heads
+
+    def group_parts(self, sizes: CallSizes) -> int:
+        """The number of equal parts of the query heads that share a key/value head, such that one
+        such part can be a call."""
+        parts = 1
+        while parts < sizes.group:
+            part = sizes._replace(key_heads=1, group=sizes.group // parts)
+            if sizes.group % parts == 0 and self.largest(part)[1]:
+                break
+            parts += 1
+        return parts
+
+    def _fitting_heads(self, sizes: CallSizes) -> int:
+        """How many query heads have no more elements than allowed."""
+        columns = self._columns(sizes.width)
+        return min(
+            self.query_elements // (columns * self._rows(sizes.queries)),
+            self.key_elements // (columns * self._rows(sizes.keys)),
+        )
+
+    def _columns(self, width: int) -> int:
+        return max(1, _round_up(width, _TILE_COLUMNS) if self.padded else width)
+
+    def _rows(self, rows: int) -> int:
+        return max(1, _round_up(rows, _TILE_ROWS) if self.padded else rows)
+
+
+UNLIMITED = CallLimits()
+
+
+@lru_cache(maxsize=1024)
+def call_parts(limits: CallLimits, sizes: CallSizes) -> tuple[CallPart, ...]:
+    """The parts of a call that has at least one batch entry and one head. The query heads of a
+    single key/value head stay together."""
+    entries, key_heads = part_sizes(limits, sizes)
+    group = sizes.group
+    return tuple(
+        CallPart((at, slice(heads.start * group, heads.stop * group)), (at, heads))
+        for at in runs_within(sizes.entries, entries)
+        for heads in runs_within(sizes.key_heads, key_heads)
+    )
+
+
+def part_sizes(limits: CallLimits, sizes: CallSizes) -> tuple[int, int]:
+    """The batch entries and key/value heads of the largest part: parts are about equal, so that
+    operators have few sizes to prepare."""
+    entries, key_heads = limits.largest(sizes)
+    return _even_size(sizes.entries, entries), _even_size(sizes.key_heads, max(1, key_heads))
+
+
+def _even_size(total: int, limit: int) -> int:
+    count = -(-total // limit)
+    return -(-total // count)
+
+
+def runs_within(total: int, length: int) -> Iterator[slice]:
+    """The indices below ``total``, in runs of ``length``; the last one may be shorter."""
+    for start in range(0, total, length):
+        yield slice(start, min(start + length, total))
+
+
+def _whole_tiles(rows: int) -> int:
+    """``rows`` rounded down to whole tiles, if there is one."""
+    return rows // _TILE_ROWS * _TILE_ROWS or max(1, rows)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
