@@ -22,6 +22,7 @@ from quorum_attention.execution.device.lookup import BACKENDS, best_device
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.kernels.torch_private import (
     PLAIN,
+    capturing,
     has_modes,
     has_transforms,
     is_traced,
@@ -76,6 +77,8 @@ def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | N
         return None
     records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
     best = query.device if BACKENDS[kind].own_memory else best_device()
+    if best.type != kind and capturing(best):
+        return None  # it is refused
     grows = not (best.type != "cpu" or records or is_causal or mask)
     grows = grows and 0 < key.shape[2] == value.shape[2]
     return (

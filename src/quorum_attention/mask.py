@@ -33,7 +33,8 @@ class Mask:
     0 and log-sum-exp -inf; with sinks, its log-sum-exp is the sink.
 
     A mask may be given to many calls. If one of its tensors was changed in place, the next call
-    reads it again.
+    reads it again. A replay of a CUDA graph would not: while one is captured, a mask with
+    documents, lengths or padding is refused.
 
     Attributes:
         causal: keep keys at or before the place of the query. True or "upper_left" places query i

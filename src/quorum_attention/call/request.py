@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from quorum_attention.call.capture import check_capture, keep_for_replays
 from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
 from quorum_attention.counts import chance, real_number, switch, whole_number
@@ -118,6 +119,7 @@ def request_of(
     )
     query, key, value, mask, sinks, _ = tensors
     options = options_of(written, query.device)
+    check_capture(options.device, query, mask, described)
     factor = sizes.head_dim**-0.5 if scale is None else real_number(scale, "scale")
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
@@ -136,6 +138,7 @@ def request_of(
     if kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
         kernel = get_kernel(kernel)
+        keep_for_replays(kernel, options.device)
         if torch.is_grad_enabled() or records():
             refuse_learned(kernel, query, key, value, options.device)
     options = replace(options, kernel=kernel)

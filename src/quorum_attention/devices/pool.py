@@ -35,7 +35,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.passes import progress_of
 from quorum_attention.sizes import parse_bytes
@@ -262,6 +262,11 @@ def request_on_devices(
             return request_of(function, query, key, value, call._replace(written=one))
     budgets = _budgets(written.budget, count)
     check_options(written)
+    if isinstance(query, torch.Tensor) and capturing(query.device):
+        raise NotImplementedError(
+            "devices cannot be several while a CUDA graph is captured: every replay would give the "
+            "results of now, because other processes compute them; name one device"
+        )
     query, key = as_tensor(query, "query"), as_tensor(key, "key")
     attn_mask, home = as_mask(call.attn_mask, query, key), query.device
     mask = attn_mask if isinstance(attn_mask, Mask) else None

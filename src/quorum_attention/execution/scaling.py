@@ -38,6 +38,7 @@ from quorum_attention.kernels.scaling import (
     largest_norms,
     usual_shift,
 )
+from quorum_attention.kernels.torch_private import capturing
 
 # At least the bytes of each small tensor that a scaled backward makes for a head group.
 SMALL_BYTES = 512
@@ -135,11 +136,15 @@ class BackwardScaling:
         """Yields a number for each time that the unit, or group, has to run: once, and again as
         long as it overflows and scaling the heads at fault down further may help.
 
+        In a CUDA graph that is being captured the host cannot ask: it runs once.
+
         Args:
             read: gives its inputs, not divided.
         """
         times = 0
         yield times
+        if capturing(self._overflow[0].device):
+            return
         while self.overflowed(slot) and self._lower(read(), slot):
             times += 1
             yield times

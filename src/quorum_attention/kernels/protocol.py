@@ -241,11 +241,19 @@ class TaskTensors:
         device, first = self.query.device, self.first_head
         some = heads or slice(0, self.query.shape[1])
         return Indices(
-            torch.tensor(self.entries[entries], device=device),
+            _on_device(self.entries[entries], device),
             torch.arange(first + some.start, first + some.stop, device=device),
             positions(self.task, r.query_start, r.query_stop, device),
             positions(self.task, r.key_start, r.key_stop, device),
         )
+
+
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``numbers``, int64, on a device. Consecutive ones are made there: a copy from the host would
+    wait for the device, and cannot be captured in a CUDA graph."""
+    if numbers and numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
+        return torch.arange(numbers[0], numbers[0] + len(numbers), device=device)
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @dataclass(slots=True)

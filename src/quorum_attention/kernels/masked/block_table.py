@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import FULL, PARTIAL, Ranges, Rectangle, Task
 from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.protocol import Indices, TaskTensors
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import capturing, outside
 
 BLOCK = 128
 UNKNOWN = 3
@@ -166,7 +166,15 @@ class BlockEvaluator:
         Args:
             blocks: (2, blocks), their rows and columns.
             nbytes: for evaluating them.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
         """
+        if capturing(self._queries.device):
+            raise RuntimeError(
+                "a mask's function has to be evaluated before a CUDA graph is captured: make one "
+                "such call first, as warm-up"
+            )
         found = [np.zeros((0, *self.lanes), dtype=np.int8)]
         at_once = max(1, nbytes // (PAIR_BYTES * BLOCK * BLOCK * math.prod(self.lanes)))
         for start in range(0, blocks.shape[1], SENT * at_once):

@@ -28,6 +28,7 @@ from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.config import Config
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
+from quorum_attention.kernels.tensors import to_device
 from quorum_attention.kernels.torch_private import outside
 
 Axis = Literal["query", "key"]
@@ -248,7 +249,7 @@ class Runs(NamedTuple):
         """The table on a device."""
         if device.type == "cpu":
             return self
-        return self._replace(both=self.both.to(device, non_blocking=True))
+        return self._replace(both=to_device(self.both, device))
 
 
 # --- Rules that have to be evaluated: the blocks of a task that they keep -------------------------
@@ -358,7 +359,7 @@ class RuledTask:
         if blocks is None or not blocks.numel():
             return torch.empty((1, 1, 1, 1, 1), dtype=torch.int32, device=device)  # not read
         evaluator = BlockEvaluator(self._geometry, self._task, whole_region(self._task))
-        return bits_of(evaluator, blocks.to(device, non_blocking=True), self.room.at_once)
+        return bits_of(evaluator, to_device(blocks, device), self.room.at_once)
 
 
 def bits_of(evaluator: BlockEvaluator, blocks: torch.Tensor, at_once: int) -> torch.Tensor:
