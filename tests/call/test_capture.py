@@ -71,6 +71,7 @@ def test_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, name in (
         ((here, None, None), "query, key and value"),
         ((there, here, None), "attn_mask"),
+        ((there, here, qa.Mask(bias=here)), "Mask.bias"),
         ((there, None, qa.Mask(sinks=torch.zeros(1))), "Mask.sinks"),
     ):
         with pytest.raises(NotImplementedError, match=f"^{name} cannot be on cpu while"):

@@ -209,6 +209,8 @@ def test_more_entries_than_a_grid_has_blocks(monkeypatch, case) -> None:  # type
     """Some go into each call; functions get their numbers in the whole call."""
     monkeypatch.setattr(FlexKernel, "entries_limit", 3)
     check_case("tasks", case, random(N, batch=7))
+    heads = CallShape("cuda", torch.float16, 70_000, 70_000, 64, 64)
+    assert "takes 65535 heads at most" in str(FlexKernel(None, None, "flex").refusal(heads))
 
 
 @pytest.mark.parametrize("over_inputs", [True, False])

@@ -41,8 +41,9 @@ def check_capture(
             f"move them to {device} before the call"
         )
     if bias is not None and bias.device != device:
+        name = "attn_mask" if mask is None else "Mask.bias"
         raise NotImplementedError(
-            f"attn_mask cannot be on {bias.device} {_AT_REPLAY} not copy it again; move it to "
+            f"{name} cannot be on {bias.device} {_AT_REPLAY} not copy it again; move it to "
             f"{device} before the call"
         )
     if mask is None:

@@ -16,7 +16,7 @@ from helpers_models import VOCABULARY, attended, distance, register_all, tiny
 from torch._dynamo.utils import counters
 from transformers import masking_utils as masking
 
-from quorum_attention.integrations.transformers import register
+from quorum_attention.integrations.transformers import masks, register
 from quorum_attention.integrations.transformers.masks import (
     DescribedMask,
     DescriptionError,
@@ -254,6 +254,16 @@ def test_a_mask_of_three_dimensions_is_refused_by_name() -> None:
     for queries in (1, 2):
         with pytest.raises(ValueError, match=r"attention_mask must be .* got shape \(2, 2, 2\)"):
             quorum_mask(2, queries, 2, attention_mask=mask)
+
+
+def test_padding_in_a_captured_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads it: a replay would mask by the values of the capture."""
+    monkeypatch.setattr(masks, "capturing", lambda device: True)
+    asked = {"batch_size": 1, "q_length": 8, "kv_length": 8, "device": torch.device("cpu")}
+    padded = torch.ones(1, 8, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match=r"^attention_mask cannot be given"):
+        quorum_mask(**asked, mask_function=masking.causal_mask_function, attention_mask=padded)
+    described(**asked, mask_function=masking.causal_mask_function, attention_mask=None)
 
 
 def test_one_query_has_a_mask_as_large_as_its_keys() -> None:

@@ -19,7 +19,7 @@ from quorum_attention.integrations.transformers.reader import (
     mask_of,
 )
 from quorum_attention.kernels.protocol import CallShape
-from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
 
 
@@ -207,6 +207,12 @@ def _read(sizes: Sizes, function: Any, attention_mask: Any, **others: Any) -> An
         )  # fmt: skip
     sizes = sizes._replace(query_offset=int(sizes.query_offset))
     padding = _padding(attention_mask, sizes)
+    if padding is not None and capturing(padding.device):
+        raise NotImplementedError(
+            "attention_mask cannot be given while a CUDA graph is captured: every replay would "
+            "mask by the values of now, because the host reads them; leave it out where nothing "
+            'is padded, or capture the model with attn_implementation="sdpa"'
+        )
     padding = None if padding is None or bool(padding.all()) else padding.to(sizes.device)
     return _with_sizes(mask_of(function, sizes, padding), sizes)
 
