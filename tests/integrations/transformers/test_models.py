@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from helpers_models import (
 )
 
 import quorum_attention as qa
-from quorum_attention.integrations.transformers import register
+from quorum_attention.integrations.transformers import packing, register
 
 TOKENS = 41
 
@@ -125,6 +126,60 @@ def test_cu_seq_lens_part_documents() -> None:
     assert distance(apart, exact[:, :17].double()) < 2e-6
     with pytest.raises(ValueError, match="batch of 2"):
         attended(model, "quorum")(ids.repeat(2, 1), **lens)
+
+
+PACKED = torch.cat([torch.arange(n) for n in (17, 1, TOKENS - 18)])[None]
+ONES = torch.ones(1, TOKENS, dtype=torch.int64)
+LENGTHS = torch.tensor([0, 17, 18, TOKENS], dtype=torch.int32)
+APART = {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "warned"),
+    [
+        ("llama", {}, False),
+        ("llama", {"use_cache": True}, True),
+        ("llama", {"attention_mask": ONES}, True),
+        ("llama", {"use_cache": True, **APART}, False),
+        ("llama", {"use_cache": True, "position_ids": torch.arange(TOKENS)[None]}, False),
+        ("gemma3_text", {"attention_mask": ONES}, True),
+        ("gpt_oss", {}, True),
+        ("gpt_oss", APART, False),
+    ],
+)
+def test_packed_documents_that_see_each_other_are_warned_of_once(
+    kind: str, asked: dict[str, Any], warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with each attention of Transformers; the results are those of eager."""
+    monkeypatch.setattr(packing, "_warned", set())
+    model, ids = tiny(kind), some_ids(batch=1)
+    asked = {"position_ids": PACKED, **asked}
+    ours = attended(model, "quorum")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = [ours(ids, **asked).logits for _ in range(2)]
+    assert len([one for one in caught if "see each other" in str(one.message)]) == warned
+    if "cu_seq_lens_q" not in asked:
+        exact = attended(model, "exact", torch.float64)(ids, **asked).logits
+        assert distance(logits[0], exact) < 2e-6
+
+
+@pytest.mark.parametrize("filled", [0, 1])
+def test_positions_of_padding_are_no_documents(
+    filled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As trainers and ``generate`` count them; documents between padding are."""
+    monkeypatch.setattr(packing, "_warned", set())
+    model, ids = attended(tiny("llama"), "quorum"), some_ids()
+    mask = padding(ids)
+    mask[0, 20:23] = 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, filled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, attention_mask=mask, position_ids=positions)
+    positions[0, 23:] -= int(positions[0, 23])
+    with pytest.warns(UserWarning, match="see each other"):
+        model(ids, attention_mask=mask, position_ids=positions)
 
 
 def call(*tensors: torch.Tensor, **asked: Any) -> torch.Tensor:

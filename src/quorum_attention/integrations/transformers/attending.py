@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from quorum_attention.api import attention
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import Options
+from quorum_attention.integrations.transformers.packing import warn_of_packing
 from quorum_attention.mask import Mask
 
 # Of these the attention's result is the same, whatever they are: hints for other kernels, what is
@@ -132,6 +133,8 @@ def _attend(
         mask = _biased(Mask(bias=given, softcap=softcap, sinks=s_aux), position_bias)
         return _one_query(query, key, value, mask, scaling, dropout)
     mask, seen = _mask(module, query, key, attention_mask, is_causal, sliding_window)
+    if not packed and "position_ids" in others:
+        warn_of_packing(module, attention_mask, others["position_ids"])
     if packed:
         mask = mask & Mask(documents=_packed(query, cu_seq_lens_q, cu_seq_lens_k))
     if seen < key.shape[2] and says_only(mask, "causal", "offset", "window", "chunk"):

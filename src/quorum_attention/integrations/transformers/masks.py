@@ -33,6 +33,7 @@ class DescribedMask:
         mask: what is kept.
         shape: (batch, 1, queries, keys), of the mask that a tensor would be.
         seen: keys from this one on no query sees.
+        is_checked: whether packed documents were looked for.
     """
 
     ndim = 4
@@ -40,6 +41,7 @@ class DescribedMask:
     def __init__(self, mask: Mask, shape: tuple[int, int, int, int], seen: int) -> None:
         self.mask, self.shape, self.seen = mask, shape, seen
         self._elsewhere: dict[torch.device, Mask] = {}
+        self.is_checked = False
 
     def on(self, device: torch.device) -> Mask:
         """The mask with its tensors on ``device``: layers of a model may lie on several."""
