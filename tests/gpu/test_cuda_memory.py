@@ -15,6 +15,8 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention import direct
+from quorum_attention.kernels import get_kernel
+from quorum_attention.kernels.limits import CallLimits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 N = 4000
@@ -59,6 +61,22 @@ def test_measured_peak_within_the_plan(kernel, where, depth, accumulator) -> Non
     """A second call, so that what an operator sets up once does not count as the call's."""
     given = made(where)
     call = {"depth": depth, "kernel": kernel, "accumulator": accumulator, "is_causal": True}
+    both(given, **call)
+    report = qa.Report()
+    both(given, report=report, **call)
+    for part in (report.forward, report.backward):
+        assert part.peak_bytes is not None
+        assert 0 < part.peak_bytes <= part.planned_peak_bytes
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+def test_measured_peak_of_a_cut_call_within_the_plan(kernel) -> None:
+    """What an operator cannot have in one call: one part at a time, and the results of all."""
+    limited_kernel = type(get_kernel(kernel))()
+    limited_kernel.forward_limits = CallLimits(heads=2)
+    limited_kernel.backward_limits = CallLimits(heads=2)
+    given = made("cuda")
+    call = {"depth": 0, "kernel": limited_kernel, "is_causal": True}
     both(given, **call)
     report = qa.Report()
     both(given, report=report, **call)
