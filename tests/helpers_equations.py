@@ -71,6 +71,7 @@ class Gradients:
     """Gradients in float64, (b, h, ...) with the heads of keys and values expanded.
 
     Attributes:
+        through_lse: d lse, (b, h, n), 0 in rows without keys.
         apart: Z (dO V^T) - delta + d lse, (b, h, n, m).
         scores: dS, (b, h, n, m), which is the gradient of the additive mask before it is summed
             over what the mask broadcasts over.
@@ -78,6 +79,7 @@ class Gradients:
         sinks: (h,), or None.
     """
 
+    through_lse: Tensor
     apart: Tensor
     scores: Tensor
     query: Tensor
@@ -201,6 +203,7 @@ def backward(
     if done.p_sink is not None:
         sinks = (done.p_sink * (through_lse - delta)).sum((0, 2))
     return Gradients(
+        through_lse,
         apart,
         scores,
         done.scale * (products @ done.key),

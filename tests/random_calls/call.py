@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
     kernel = kernel_of(case, made.query.device)
     done.report = qa.Report() if case.reported else None
     call: dict[str, Any] = {
-        "attn_mask": made.mask, "is_causal": case.is_causal, "scale": case.scale,
+        "attn_mask": made.attn_mask(made.mask), "is_causal": case.is_causal, "scale": case.scale,
         "enable_gqa": case.heads != case.kv_heads, "kernel": kernel, "report": done.report,
     }  # fmt: skip
     if case.dropout:
@@ -73,8 +73,10 @@ def perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
     three: list[Any] = [_handed(t, how) for t, how in zip(inputs, case.layouts, strict=False)]
     if case.route == "autograd":
         three = [t.detach().requires_grad_(w) for t, w in zip(inputs, case.wanted, strict=True)]
-        if case.mask_grad:
-            forward["attn_mask"] = made.mask.detach().requires_grad_()
+        learned = _learned(case, made)
+        forward["attn_mask"] = made.attn_mask(learned.get("grad_mask", made.mask))
+        if "grad_sinks" in learned:
+            forward["attn_mask"] = replace(forward["attn_mask"], sinks=learned["grad_sinks"])
     alone = case.without_lse and case.route != "pair"
 
     def attend(**orders: Any) -> tuple[torch.Tensor, ...]:
@@ -91,8 +93,7 @@ def perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
         return
     if case.route == "autograd":
         asked = {n: t for n, t in zip(GRADIENTS, three, strict=True) if t.requires_grad}
-        if case.mask_grad:
-            asked["grad_mask"] = forward["attn_mask"]
+        asked |= learned
         upstream = [made.grad_out.to(results[0].device)]
         if made.grad_lse is not None:
             upstream.append(made.grad_lse.to(results[1].device))
@@ -110,6 +111,8 @@ def perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
             # As large as ``grads``, in another order of dimensions.
             of_mask = torch.empty_like(made.mask.mT, memory_format=torch.contiguous_format).mT
             backward["grad_mask"] = of_mask
+    if case.rules is not None and case.rules.sinks:
+        names, backward["grad_sinks"] = (*names, "grad_sinks"), True
     if made.grad_lse is not None:
         backward["grad_lse"] = made.grad_lse
 
@@ -122,8 +125,18 @@ def perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
     done.results |= dict(zip(names, grads, strict=True))
     if case.results.given:
         of_mask = [backward["grad_mask"]] if case.mask_grad else []
-        for name, grad, given in zip(names, grads, (*backward["grads"], *of_mask), strict=True):
+        for name, grad, given in zip(names, grads, (*backward["grads"], *of_mask), strict=False):
             done.take(name, grad, given)
+
+
+def _learned(case: Case, made: Made) -> dict[str, torch.Tensor]:
+    """The leaves of the mask that get gradients, by the names of these."""
+    leaves: dict[str, torch.Tensor] = {}
+    if case.mask_grad and made.mask is not None:
+        leaves["grad_mask"] = made.mask.detach().requires_grad_()
+    if made.rules is not None and made.rules.sinks is not None:
+        leaves["grad_sinks"] = made.rules.sinks.detach().requires_grad_()
+    return leaves
 
 
 def _handed(tensor: torch.Tensor, layout: str) -> Any:
@@ -155,7 +168,7 @@ def _orders(
         is_causal=case.is_causal, levels=orders.levels, layout=orders.layout, tile=orders.tile,
         n_cap=orders.n_cap, accumulator=orders.accumulator, heads_per_group=group,
         over_inputs=orders.over_inputs, streams=orders.streams, kernel=kernel,
-        backward=backward, dropout_p=case.dropout, **more,
+        backward=backward, dropout_p=case.dropout, attn_mask=made.rules, **more,
     )  # fmt: skip
     if orders.passing is not None:
         heads, own = (group or case.heads) // shared, None if isinstance(kernel, str) else kernel

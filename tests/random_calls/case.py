@@ -11,11 +11,13 @@ class Mask:
     """An attention mask.
 
     Attributes:
-        kind: "bool", "float", or "float32" (beside inputs of any dtype).
+        kind: "bool", "float" (the inputs' dtype), "float32", "float64", or "half" (fp16 beside
+            bfloat16, else bfloat16).
         spans: which of (batch, heads, rows, columns) it spans; it broadcasts over the others.
         content: "random", "dead rows", "padding" (no key after some), "bias" (no -inf at all),
-            "lowest" (the dtype's lowest number instead of -inf), "nothing" (keeps no pair).
-        layout: "dense", "expanded", "sliced", "transposed".
+            "lowest" (the dtype's lowest number instead of -inf), "nothing" (keeps no pair), "alibi"
+            (slopes times distances of far positions), "shifted" (rows up to 1e5 up or down).
+        layout: "dense", "expanded", "sliced", "transposed", "permuted".
         dims: leading dimensions of size 1 are left out beyond so many.
     """
 
@@ -24,6 +26,32 @@ class Mask:
     content: str = "random"
     layout: str = "dense"
     dims: int = 4
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Fields of the ``Mask`` that a call is given; its bias is the case's ``mask``.
+
+    Attributes:
+        causal, offset, window, chunk, softcap: its fields.
+        documents: ids of queries and keys: "" (none), "scattered" (in any order), "runs", "two"
+            (scattered ones of queries, others of keys).
+        ids: how many ids there are.
+        by_entry: whether each batch entry has its own documents and padding.
+        lengths, padding, sinks: whether it has key_lengths, key_padding and sinks.
+    """
+
+    causal: str | bool = False
+    offset: int | None = None
+    window: int | tuple[int, int] | None = None
+    chunk: int | None = None
+    documents: str = ""
+    ids: int = 2
+    by_entry: bool = False
+    lengths: bool = False
+    padding: bool = False
+    softcap: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +130,7 @@ class Case:
     is_causal: bool = False
     scale: float | None = None
     mask: Mask | None = None
+    rules: Rules | None = None
     layouts: tuple[str, str, str, str] = ("plain", "plain", "plain", "plain")
     content: str = "normal"
     grad: str = "normal"

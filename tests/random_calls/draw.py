@@ -13,7 +13,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from random_calls.case import Case, Mask, Orders, Results, Scores
+from random_calls.case import Case, Mask, Orders, Results, Rules, Scores
 
 BLOCK = 16
 # What is drawn, with its weight. A function is asked for the value.
@@ -42,7 +42,7 @@ _SCALES: Weights = {
 # The more tasks, the rarer.
 _LEVELS: Weights = {
     (): 4, (1,): 6, (3,): 8, (7,): 8, (13,): 3, (21,): 1.5, (31,): 1.5, (3, 3): 4, (7, 3): 1.5,
-    (7, 7): 0.7, (1, 7): 1.5, (3, 1): 1.5, (1, 1): 1, (1, 3): 1.5, (3, 3, 3): 0.7, (13, 3): 0.5,
+    (7, 7): 1.5, (1, 7): 1.5, (3, 1): 1.5, (1, 1): 1, (1, 3): 1.5, (3, 3, 3): 0.7, (13, 3): 0.5,
     (3, 7): 1,
 }  # fmt: skip
 _BATCHES: Weights = {
@@ -66,16 +66,18 @@ _GRADIENTS: Weights = {
 }  # fmt: skip
 _MASKS: Weights = {
     "random": 4, "dead rows": 4, "padding": 2, "bias": 2, "lowest": 1.5, "nothing": 0.4,
+    "alibi": 3, "shifted": 1.5,
 }  # fmt: skip
 _LAYOUTS: Weights = {
     "plain": 8, "token major": 3, "sliced": 2, "offset": 1, "expanded heads": 1,
     "expanded batch": 0.7, "expanded rows": 0.5, "every other element": 0.7, "transposed": 0.7,
-    "packed": 1, "array": 0.3, "overlapping": 0.5,
+    "packed": 1, "array": 0.3, "overlapping": 0.5, "permuted": 1,
 }  # fmt: skip
 _RESULT_DTYPES: Weights = {None: 6, "float32": 3, "float16": 0.7, "bfloat16": 0.7, "float64": 0.7}
 _RESULT_LAYOUTS: Weights = {
     "dense": 4, "strided": 2, "sliced": 3, "token major": 3, "pinned": 1,
 }  # fmt: skip
+_CAPPED = ("auto", "dense", "native")
 _PLAIN = ("auto", "cpu", "dense", "native", "fa4", "cudnn", "flash", "efficient")
 # Vendors' operators, which take rectangles wherever they are: rows may pass by.
 _PASSING = ("auto", "cpu", "fa4", "cudnn", "flash", "efficient")
@@ -115,14 +117,19 @@ class _Drawing:
 
     def case(self) -> Case:
         r, one_of, sometimes = self.r, self.one_of, self.sometimes
-        n_queries, n_keys = self.lengths()
+        crowded = sometimes(0.015)
+        n_queries, n_keys = (r.randint(1, 5), r.randint(1, 6)) if crowded else self.lengths()
         long = max(n_queries, n_keys)
-        batch, heads, kv_heads = self.heads(n_queries, n_keys)
+        if crowded:
+            batch, heads, kv_heads = self.crowd()
+        else:
+            batch, heads, kv_heads = self.heads(n_queries, n_keys)
         self.r = self.shared
         head_dim = self.width(long)
         kernel = self.kernel or one_of(_CUDA_KERNELS if self.on_cuda else _CPU_KERNELS)
         interpreted = "native" in kernel and not self.on_cuda
         if interpreted:
+            crowded = False
             n_queries, n_keys, head_dim = min(n_queries, 20), min(n_keys, 20), min(head_dim, 16)
             batch, heads, kv_heads = (1,), min(heads, 2), 1
         value_dim = head_dim if sometimes(0.9 if self.on_cuda else 0.8) else self.width(long)
@@ -136,6 +143,9 @@ class _Drawing:
         masked = sometimes(0.27) and plain
         self.r = r
         mask = self.mask() if masked and kernel != "fa4" else None
+        rules = None
+        if plain and kernel != "fa4" and sometimes(0.2):
+            rules = self.rules(kernel, n_queries, n_keys)
         route = "pair" if self.failing else one_of({"autograd": 45, "pair": 45, "forward": 10})
         by_pair, content, grad = route == "pair", one_of(_CONTENTS), one_of(_GRADIENTS)
         edges = ("wide range", "loss scaled")
@@ -144,12 +154,18 @@ class _Drawing:
             content = "normal" if content == "extremes" else content
         if kernel.startswith("function") and content == "large scores":
             content = "normal"  # it keeps few digits of those by itself
+        scale = self.scale(head_dim)
+        if kernel.startswith("function") and scale is not None and abs(scale) >= 5:
+            scale = None  # likewise
         results = self.results(dtype)
         wide = by_pair and dtype in ("float16", "bfloat16")
         wide = wide and sometimes(0.7 if results.grads == "float32" else 0.06)
         sizes = (heads // kv_heads, kv_heads, kv_heads * math.prod(batch))
         orders = self.orders(*sizes)
         again = self.orders(*sizes) if by_pair and sometimes(0.4) else None
+        if crowded:
+            # Cut, each entry is a unit of its own.
+            orders, again = r.choice([Orders(), Orders(), Orders("depth", depth=0)]), None
         failure = None
         if by_pair and not interpreted and (self.failing or sometimes(0.06)):
             first = r.choice([*range(1, 12), r.randint(12, 90)])
@@ -166,7 +182,7 @@ class _Drawing:
         drops = drops and content != "extremes" and grad not in edges
         found = Case(
             self.seed, batch, heads, kv_heads, n_queries, n_keys, head_dim, value_dim, dtype,
-            is_causal=sometimes(0.55), scale=self.scale(head_dim), mask=mask,
+            is_causal=sometimes(0.55), scale=scale, mask=mask, rules=rules,
             layouts=tuple("plain" if sometimes(0.35) else one_of(_LAYOUTS) for _ in range(4)),
             content=content, grad=grad, grad_dtype="float32" if wide else None,
             route=route, wanted=self.wanted(), kernel=kernel, scores=scores, orders=orders,
@@ -204,6 +220,31 @@ class _Drawing:
             shared = self.one_of({1: 2, 2: 1}) if kv_heads > 1 else 1
         return batch, kv_heads * shared, kv_heads
 
+    def crowd(self) -> tuple[tuple[int, ...], int, int]:
+        """Thousands of batch entries, query heads and key heads."""
+        batch = self.r.choice([(self.r.randint(1000, 4000),), (self.r.randint(20, 70), 50)])
+        kv_heads, shared = self.r.choice([(1, 1), (1, 2), (2, 1)])
+        return batch, kv_heads * shared, kv_heads
+
+    def rules(self, kernel: str, n_queries: int, n_keys: int) -> Rules:
+        """Of a ``Mask``; those that say nothing are as good as others."""
+        r, sometimes = self.r, self.sometimes
+        causal: str | bool = r.choice([False, True, "upper_left", "lower_right"])
+        last = causal == "lower_right"  # aligned by all keys: not beside others that align
+        windows = [0, 3, 20, (5, -1), (-1, 7), (40, 0), (0, 30)]
+        documents = r.choice(["scattered", "scattered", "runs", "two"]) if sometimes(0.5) else ""
+        return Rules(
+            causal=causal if sometimes(0.5) else False,
+            offset=r.randint(-10, 60) if sometimes(0.15) and not last else None,
+            window=r.choice(windows) if sometimes(0.3) else None,
+            chunk=r.choice([1, 7, 32, 100]) if sometimes(0.15) else None,
+            documents="" if last else documents if n_queries == n_keys or not documents else "two",
+            ids=r.choice([1, 2, 3, 10, 40]), by_entry=sometimes(0.5),
+            lengths=sometimes(0.2) and not last, padding=sometimes(0.25),
+            softcap=r.choice([2.0, 50.0]) if kernel in _CAPPED and sometimes(0.2) else None,
+            sinks=sometimes(0.2),
+        )  # fmt: skip
+
     def width(self, long: int) -> int:
         found = self.one_of(_CUDA_WIDTHS if self.on_cuda else _WIDTHS)
         found = self.r.choice(self.odd_widths) if found == "any" else found
@@ -228,10 +269,10 @@ class _Drawing:
 
     def mask(self) -> Mask:
         return Mask(
-            self.one_of({"bool": 5, "float": 5, "float32": 1}),
+            self.one_of({"bool": 4, "float": 4, "float32": 4, "float64": 1, "half": 1}),
             tuple(map(self.sometimes, (0.3, 0.4, 0.75, 0.85))),
             self.one_of(_MASKS),
-            self.one_of({"dense": 6, "expanded": 2, "sliced": 2, "transposed": 1}),
+            self.one_of({"dense": 6, "expanded": 2, "sliced": 2, "transposed": 1, "permuted": 1}),
             self.one_of({4: 6, 2: 2, 3: 1}),
         )
 
@@ -273,7 +314,7 @@ class _Drawing:
 
     def passing(self, case: Case) -> Case:
         """The case, some of its cut passes on the route ``passing``."""
-        if case.kernel not in _PASSING or case.mask is not None:
+        if case.kernel not in _PASSING or case.mask is not None or case.rules is not None:
             return case
         # Not too many launches: a head's pairs are in some 36 rectangles at most.
         least = -(-case.n_queries // 6), -(-case.n_keys // 6)

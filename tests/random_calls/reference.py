@@ -13,6 +13,8 @@ and a last rounding to the result's dtype. Inputs of float64 are no more exact t
 its own sums of n terms, off by n w at most, are added. An output that was rounded before
 D = rowsum(dO * O) is formed costs more, ``w P |dO|.|O|``, which is not allowed by itself: only as
 far as torch pays it too (``yardstick.py``).
+
+The results themselves are those of ``helpers_equations``, which shares nothing with the package.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import helpers_equations as equations
 import torch
 
-from quorum_attention.decomposition import Rows
-from quorum_attention.kernels.dropout import Dropout, dropped
 from random_calls.case import Case
 from random_calls.tensors import DTYPES, Made, slopes_of
 
@@ -40,6 +41,9 @@ class Wanted:
     exact: torch.Tensor
     bound: torch.Tensor
     loose: torch.Tensor
+
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -83,72 +87,39 @@ class Reference:
         self.a = unit(torch.float64 if self.dtype == torch.float64 else torch.float32) * _C
         shared = case.heads // case.kv_heads if case.kv_heads else 1
         self.shared = shared
-        b = math.prod(case.batch)
-
-        def flat(t: torch.Tensor) -> torch.Tensor:
-            return t.detach().double().reshape(b, *t.shape[-3:])
-
-        self.q, self.do = flat(made.query), flat(made.grad_out)
-        self.k, self.v = (flat(t).repeat_interleave(shared, 1) for t in (made.key, made.value))
-        self.scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        # The raw arguments of the call: no mask is rounded, and nothing left out.
+        self.exact = equations.forward(
+            made.query, made.key, made.value, made.attn_mask(made.mask),
+            is_causal=case.is_causal, scale=case.scale, dropout_p=case.dropout,
+            dropout_seed=case.seed, window=case.scores.window, softcap=case.scores.softcap,
+            alibi_slopes=slopes_of(case.heads) if case.scores.alibi else None,
+        )  # fmt: skip
+        exact = self.exact
+        self.q, self.k, self.v, self.scale = exact.query, exact.key, exact.value, exact.scale
+        self.p, self.lse, self.z = exact.p, exact.lse, exact.factors
+        self.slope = exact.slope
+        self.empty = exact.lse == -math.inf
+        self.do = made.grad_out.detach().double().reshape(exact.out.shape)
+        # Z is 1 without dropout, and at most ``rescale``.
+        self.rescale = 1 / (1 - case.dropout)
         # What sums of so many keys, or of the rows of a key, may be off by here.
         own = self.dtype == torch.float64
         self.by_keys = self.sums(case.n_keys) if own else 0.0
         self.by_rows = self.sums(case.n_queries * shared) if own else 0.0
-        self._scores()
+        self.off = self.a * self._sizes_of_scores().masked_fill(~exact.kept, 0.0)
 
-    def _scores(self) -> None:
-        case, made = self.case, self.made
-        s = self.scale * (self.q @ self.k.mT)
-        off = abs(self.scale) * (self.q.abs() @ self.k.abs().mT) + s.abs()
-        slope = None
-        nq, nk = s.shape[-2:]
-        i = torch.arange(nq, device=s.device)[:, None]
-        j = torch.arange(nk, device=s.device)[None]
-        if case.scores.softcap is not None:
-            cap = case.scores.softcap
-            t = torch.tanh(s / cap)
-            s, slope = cap * t, 1 - t * t
-            off = off + cap
+    def _sizes_of_scores(self) -> torch.Tensor:
+        """The sizes of what a score is summed of, each of which is rounded; (b, h, n, m)."""
+        case, exact = self.case, self.exact
+        sizes = abs(self.scale) * (self.q.abs() @ self.k.abs().mT) + exact.products.abs()
+        softcap = case.scores.softcap if case.rules is None else case.rules.softcap
+        if softcap is not None:
+            sizes = sizes + softcap
         if case.scores.alibi:
-            bias = slopes_of(case.heads).to(s)[:, None, None] * (i - j).abs()
-            s, off = s - bias, off + bias.abs()
-        kept = torch.ones((nq, nk), dtype=torch.bool, device=s.device)
-        if case.is_causal:
-            kept = kept.tril()
-        if case.scores.window is not None:
-            left, right = case.scores.window
-            kept = kept & ((left < 0) | (i - j <= left)) & ((right < 0) | (j - i <= right))
-        kept = kept.expand(s.shape)
-        if made.mask is not None:
-            mask = made.mask
-            whole = (*case.batch, case.heads, nq, nk)
-            mask = mask.expand(whole).reshape(s.shape)
-            if mask.dtype == torch.bool:
-                kept = kept & mask
-            else:
-                bias = mask.to(self.dtype).double()
-                kept = kept & (bias != -math.inf)
-                bias = bias.masked_fill(bias == -math.inf, 0.0)
-                s, off = s + bias, off + bias.abs()
-        self.kept, self.slope = kept, slope
-        s = s.masked_fill(~kept, -math.inf)
-        self.s = s
-        self.lse = s.logsumexp(-1) if nk else s.new_full(s.shape[:-1], -math.inf)
-        self.empty = ~kept.any(-1)
-        finite = self.lse.masked_fill(self.empty, 0.0).unsqueeze(-1)
-        self.p = torch.exp(s - finite)
-        # No key, no share, whatever the scores would have been.
-        self.p = self.p.masked_fill(self.empty.unsqueeze(-1), 0.0)
-        self.off = self.a * off.masked_fill(~kept, 0.0)
-        # What probabilities are multiplied by, 1 without dropout; at most ``rescale``.
-        self.z, self.rescale = torch.ones((), dtype=s.dtype, device=s.device), 1.0
-        if case.dropout:
-            rows = torch.arange(nq, device=s.device)
-            lot = Dropout(case.dropout, case.seed)
-            drops = dropped(lot, *s.shape[:2], rows, [Rows(0, nk, 0)])
-            self.rescale = 1 / (1 - case.dropout)
-            self.z = (~drops).to(s) * self.rescale
+            i, j = (torch.arange(n, device=sizes.device) for n in sizes.shape[-2:])
+            slopes = slopes_of(case.heads).to(sizes)[:, None, None]
+            sizes = sizes + slopes * (i[:, None] - j).abs()
+        return sizes if exact.bias is None else sizes + exact.bias.abs()
 
     def _grouped(self, t: torch.Tensor) -> torch.Tensor:
         return t.unflatten(1, (-1, self.shared)).sum(2) if self.shared > 1 else t
@@ -160,7 +131,7 @@ class Reference:
         """out and lse, both in float64."""
         p, off = self.p, self.off
         self.out_unit = unit(out_dtype)
-        self.out = (p * self.z) @ self.v
+        self.out = self.exact.out
         self.lse_off = (p * off).sum(-1)
         share = p * (off + (self.lse_off + 2 * self.a).unsqueeze(-1))
         tiny = _least(self.dtype) * (p > 0)
@@ -266,32 +237,24 @@ class Reference:
         is believed to need it (terms that are all alike are rounded alike)."""
         return self.a / _C * terms
 
-    def _gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """With D = rowsum(dO * ``out``): dP - D and what flows through the lse, that gradient of
-        the lse, dS, and the gradients of query, key and value."""
-        p, do = self.p, self.do
-        delta = (do * out).sum(-1, keepdim=True)
-        of_lse = torch.zeros_like(delta)
-        if self.made.grad_lse is not None:
-            of_lse = self.made.grad_lse.double().reshape(delta.shape)
-            # Nothing flows into a row without keys.
-            of_lse = of_lse.masked_fill(self.empty.unsqueeze(-1), 0)
-        apart = (do @ self.v.mT) * self.z - delta + of_lse
-        ds = p * apart * (1.0 if self.slope is None else self.slope)
-        of_query = self.scale * (ds @ self.k)
-        of_key = self._grouped(self.scale * (ds.mT @ self.q))
-        of_value = self._grouped((p * self.z).mT @ do)
-        return apart, of_lse, ds, of_query, of_key, of_value
+    def _gradients(self, out: torch.Tensor | None = None) -> tuple[equations.Gradients, Three]:
+        """All gradients where D = rowsum(dO * ``out``); those of query, key and value once more,
+        as they are returned."""
+        exact = equations.backward(self.exact, self.made.grad_out, self.made.grad_lse, out)
+        return exact, (exact.query, self._grouped(exact.key), self._grouped(exact.value))
 
     def of_output(self, out: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients where D is formed of ``out``, which may be rounded; in float64."""
         names = ("grad_query", "grad_key", "grad_value")
-        return dict(zip(names, map(self._shaped, self._gradients(out)[3:]), strict=True))
+        return dict(zip(names, map(self._shaped, self._gradients(out)[1]), strict=True))
 
     def backward(self, dtype: torch.dtype) -> dict[str, Wanted]:
         """The three gradients; ``forward`` comes first."""
         p, v, do = self.p, self.v, self.do
-        apart, of_lse, ds, *gradients = self._gradients(self.out)
+        exactly, gradients = self._gradients()
+        apart, of_lse = exactly.apart, exactly.through_lse.unsqueeze(-1)
+        of_scores = exactly.scores
+        ds = of_scores * self.slope
         self.further = self._further(*gradients)
         lse = self.lse.masked_fill(self.empty, 0.0).abs()
         change = self.off + (self.lse_off + self.a * (1 + lse)).unsqueeze(-1)
@@ -307,7 +270,7 @@ class Reference:
         ds_off = ds_off + self.a * p * (sizes + (do * self.out).abs().sum(-1, keepdim=True))
         # A probability that is lost as too small takes what it is multiplied by along.
         ds_off = ds_off + tiny * (1.0 + _sane(apart.abs()))
-        if self.slope is not None:
+        if isinstance(self.slope, torch.Tensor):
             ds_off = ds_off + self.a * p * apart.abs()
         if self.made.grad_out.dtype.itemsize > self.dtype.itemsize:
             # grad_out may be scaled and rounded to the inputs' dtype: one relative rounding, and
@@ -368,8 +331,31 @@ class Reference:
         loose = bound + self.rescale * self._grouped(p.mT @ (terms * do.abs() + sunk))
         found["grad_value"] = Wanted(*map(self._shaped, (exact, bound, loose)))
         if self.case.mask_grad:
-            found["grad_mask"] = self._of_mask(ds, ds_off, rounded)
+            found["grad_mask"] = self._of_mask(of_scores, ds_off, rounded)
+        if exactly.sinks is not None:
+            found["grad_sinks"] = self._of_sinks(exactly, lse)
         return found
+
+    def _of_sinks(self, exactly: equations.Gradients, lse: torch.Tensor) -> Wanted:
+        """The gradient of the sinks, summed over rows: P_sink (d lse - delta). Delta is of the
+        output as it is returned."""
+        share, exact = self.exact.p_sink, exactly.sinks
+        assert share is not None
+        assert exact is not None
+        delta = (self.do * self.out).sum(-1)
+        apart = (exactly.through_lse - delta).abs()
+        sizes = (self.do * self.out).abs().sum(-1) + exactly.through_lse.abs()
+        change = self.lse_off + self.a * (2 + lse)
+        if self.dtype.itemsize == 2:
+            change = change + _SHORT_EXP
+        # Parts of an output are of the inputs' dtype, whatever the output's.
+        out_off = self.out_off + (self.out_unit + self.w) * self.out.abs() + self.out_least
+        of_delta = (self.do.abs() * (out_off + _least(self.dtype))).sum(-1)
+        each = share * (2 * change * apart + self.a * sizes + of_delta)
+        bound = each.sum((0, 2)) + self.w * exact.abs() + _least(self.dtype)
+        if self.by_keys:
+            bound = bound + self.sums(share.numel()) * (share * sizes).sum((0, 2))
+        return Wanted(exact, bound, bound)
 
 
 def _largest_rows(t: torch.Tensor) -> torch.Tensor:

@@ -144,6 +144,7 @@ def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) ->
     asked = {
         "out": DTYPES[case.results.out or case.dtype],
         "grad_mask": None if made.mask is None else made.mask.dtype,
+        "grad_sinks": DTYPES[case.dtype],
         **dict.fromkeys(GRADIENTS, DTYPES[(case.results.grads if given else None) or case.dtype]),
     }
     for name, off in _judged(case, made, done, compute):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from random_calls.case import Case, Mask
+import quorum_attention as qa
+from random_calls.case import Case, Mask, Rules
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
@@ -39,6 +40,7 @@ class Made:
     Attributes:
         query, key, value, grad_out, mask: as handed over (strided views).
         grad_lse: the upstream gradient of the log-sum-exp, or None.
+        rules: the ``Mask`` without its bias, or None.
         kept: what may only be read.
     """
 
@@ -49,6 +51,11 @@ class Made:
     mask: torch.Tensor | None
     kept: list[Memory]
     grad_lse: torch.Tensor | None = None
+    rules: qa.Mask | None = None
+
+    def attn_mask(self, bias: torch.Tensor | None) -> torch.Tensor | qa.Mask | None:
+        """What a call is handed as ``attn_mask`` if ``bias`` is the tensor."""
+        return bias if self.rules is None else replace(self.rules, bias=bias)
 
     def on(self, device: torch.device) -> Made:
         """The same numbers on a device."""
@@ -58,6 +65,7 @@ class Made:
             name: None if (tensor := getattr(self, name)) is None else tensor.to(device)
             for name in ("query", "key", "value", "grad_out", "mask", "grad_lse")
         }
+        # The equations read the tensors of ``rules`` wherever they are.
         return replace(self, **tensors)
 
 
@@ -104,7 +112,8 @@ def make(case: Case, device: torch.device) -> Made:
         own = torch.Generator().manual_seed(case.seed + 1)
         grad_lse = case.lse_grad * torch.randn(q.shape[:-1], generator=own, dtype=state).to(device)
         kept.append(Memory("grad_lse", grad_lse))
-    return Made(*views, mask, kept, grad_lse)
+    rules = None if case.rules is None else _rules(case, case.rules, device)
+    return Made(*views, mask, kept, grad_lse, rules)
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,6 +136,11 @@ def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
     if layout == "token major":
         base = tensor.movedim(-3, -2).contiguous()
         return base, base.movedim(-2, -3)
+    if layout == "permuted":
+        # Batch dimensions and heads in the opposite order.
+        order = (*reversed(range(len(lead))), len(lead), len(lead) + 1)
+        base = tensor.permute(order).contiguous()
+        return base, base.permute(order)
     if layout == "transposed":
         base = tensor.mT.contiguous()
         return base, base.mT
@@ -241,15 +255,59 @@ def _mask(case: Case, mask: Mask, g: torch.Generator) -> torch.Tensor:
     if mask.kind == "bool":
         made = keep
     else:
-        dtype = torch.float32 if mask.kind == "float32" else DTYPES[case.dtype]
+        dtype = _dtype_of(case, mask)
         off = torch.finfo(dtype).min if mask.content == "lowest" else -math.inf
         bias = _normal(g, *shape) * 2
         if mask.content in ("padding", "lowest"):
             bias = torch.zeros(shape, dtype=torch.float64)
-        made = bias.to(dtype).masked_fill(~keep, off)
+        elif mask.content == "alibi":
+            apart = torch.arange(shape[-1]) - torch.arange(shape[-2])[:, None] * 0.3 - 3000
+            bias = torch.rand((*shape[:-2], 1, 1), generator=g, dtype=torch.float64) * apart
+        elif mask.content == "shifted":
+            bias = bias + 1e5 * (2 * torch.rand((*shape[:-1], 1), generator=g) - 1)
+        most = torch.finfo(dtype).max / 4
+        made = bias.clamp(-most, most).to(dtype).masked_fill(~keep, off)
     while made.dim() > max(mask.dims, 1) and made.shape[0] == 1:
         made = made[0]
     return made
+
+
+def _dtype_of(case: Case, mask: Mask) -> torch.dtype:
+    """Of an additive mask."""
+    if mask.kind == "half":
+        return torch.float16 if case.dtype == "bfloat16" else torch.bfloat16
+    return DTYPES[case.dtype if mask.kind == "float" else mask.kind]
+
+
+def _rules(case: Case, rules: Rules, device: torch.device) -> qa.Mask:
+    """The ``Mask`` that a case describes, without its bias."""
+    g = torch.Generator().manual_seed(case.seed + 2)
+    batch, n, m = math.prod(case.batch), case.n_queries, case.n_keys
+    rows = (batch,) if rules.by_entry else ()
+
+    def scattered(length: int) -> torch.Tensor:
+        return torch.randint(rules.ids, (*rows, length), generator=g).to(device)
+
+    documents: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
+    if rules.documents == "runs":
+        edges = torch.rand((*rows, n), generator=g) < rules.ids / max(1, n)
+        documents = edges.cumsum(-1).to(device)
+    elif rules.documents == "scattered":
+        documents = scattered(n)
+    elif rules.documents == "two":
+        documents = scattered(n), scattered(m)
+    lengths = padding = sinks = None
+    if rules.lengths:
+        lengths = torch.randint(m + 1, (batch,), generator=g).to(device)
+    if rules.padding:
+        padding = (torch.rand((*rows, m), generator=g) < 0.6).to(device)
+    if rules.sinks:
+        sinks = (2 * torch.randn(case.heads, generator=g)).to(DTYPES[case.dtype]).to(device)
+    return qa.Mask(
+        causal=rules.causal, offset=rules.offset, window=rules.window, chunk=rules.chunk,
+        documents=documents, key_lengths=lengths, key_padding=padding, softcap=rules.softcap,
+        sinks=sinks,
+    )  # fmt: skip
 
 
 def target(

@@ -11,11 +11,13 @@ from helpers_attention import attention, masked
 from helpers_planted_errors import FUNCTIONS, of_gradients, of_results, of_scores
 
 import quorum_attention as qa
+from quorum_attention import direct
+from quorum_attention.execution import call as execution_call
 from quorum_attention.kernels import rectangles
 from quorum_attention.kernels.kit import from_lse_function
 from random_calls import call, kernels
 from random_calls.call import GRADIENTS as GRADIENT_NAMES
-from random_calls.case import Case, Orders, Results
+from random_calls.case import Case, Mask, Orders, Results
 from random_calls.run import check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,6 +75,21 @@ def test_an_error_in_a_kernel_is_found(change, monkeypatch) -> None:
     else:
         assert len(wrong) > len(found) // 2, [str(one) for one in found]
         assert all("off" in " ".join(one.kinds) for one in wrong)
+
+
+@pytest.mark.parametrize("content", ["alibi", "shifted"])
+def test_a_mask_that_is_rounded_is_found(content, monkeypatch) -> None:
+    """The reference reads the mask as it is handed over, so it cannot be rounded in both."""
+    mask = Mask("float32", (False, True, True, True), content)
+    sizes = {"heads": 2, "kv_heads": 2, "n_queries": 31, "n_keys": 47}
+    cases = [Case(seed, **sizes, dtype="bfloat16", mask=mask) for seed in range(4)]
+    assert {check(case).outcome for case in cases} == {"right"}
+    monkeypatch.setattr(execution_call, "is_rounded", lambda mask, inputs: False)
+    direct._CACHE.clear()
+    try:
+        assert [check(case).outcome for case in cases].count("wrong") >= 3
+    finally:
+        direct._CACHE.clear()
 
 
 PLAIN = Case(

@@ -6,6 +6,7 @@ One of them alone: ``python -m random_calls --seed N`` with src and tests on the
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -54,12 +55,21 @@ def test_they_are_of_every_kind() -> None:
         (5, lambda c: c.results.given and c.results.layout),
     ):  # fmt: skip
         assert len({what(c) for c in cases}) >= least
-    assert len({layout for c in cases for layout in c.layouts}) == 12
+    assert len({layout for c in cases for layout in c.layouts}) == 13
+    masks = [c.mask for c in cases if c.mask]
+    assert {m.kind for m in masks} == {"bool", "float", "float32", "float64", "half"}
+    rules = [c.rules for c in cases if c.rules]
+    assert {"scattered", "runs", "two"} <= {one.documents for one in rules}
     shares = {
         "few keys": (0.06, lambda c: c.n_keys <= 5), "mask": (0.15, lambda c: c.mask),
         "few queries": (0.04, lambda c: c.n_queries <= 5), "lse_grad": (0.08, lambda c: c.lse_grad),
         "overlapping": (0.03, lambda c: "overlapping" in c.layouts),
         "long": (0.005, lambda c: c.n_queries > 600), "mask_grad": (0.04, lambda c: c.mask_grad),
+        "wider mask": (0.06, lambda c: c.mask and c.mask.kind in ("float32", "float64", "half")),
+        "rules": (0.1, lambda c: c.rules), "sinks": (0.02, lambda c: c.rules and c.rules.sinks),
+        "scattered": (0.03, lambda c: c.rules and c.rules.documents in ("scattered", "two")),
+        "crowded": (0.004, lambda c: math.prod(c.batch) >= 1000),
+        "permuted": (0.03, lambda c: "permuted" in c.layouts),
         "failure": (0.015, lambda c: c.failure), "dropout": (0.03, lambda c: c.dropout),
     }  # fmt: skip
     for name, (share, kind) in shares.items():

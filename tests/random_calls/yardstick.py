@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import helpers_equations as equations
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -52,7 +53,7 @@ def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
     # Where the planner has chosen, the edges of chunks may be others: as many, and as large.
     layout, tile = (orders.layout, orders.tile) if orders.how == "plan" else ("aligned", 128)
     n = max(case.n_queries, case.n_keys)
-    found = torch.zeros_like(reference.out)
+    found, unrounded = torch.zeros_like(reference.out), torch.zeros_like(reference.out)
     for task in Decomposition(n, cut[1], layout, tile).tasks():
         tokens = torch.cat([torch.arange(r.start, r.stop) for r in task.runs] or [torch.empty(0)])
         tokens = tokens.long().to(p.device)
@@ -63,6 +64,10 @@ def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
             share = part.sum(-1, keepdim=True)
             out = (part @ v[..., keys, :]) / share.masked_fill(share == 0, 1.0)
             found[..., rows, :] += share * out.to(reference.dtype).double()
+            unrounded[..., rows, :] += share * out
+    # Where these are not all pairs, what they lack is no rounding, and allows for nothing.
+    lacks = (unrounded - reference.out).abs().max() if unrounded.numel() else torch.zeros(())
+    assert float(lacks) <= 1e-9 * (1 + float(v.abs().max())), "the parts are not the whole call"
     return found.to(reference.dtype).double()
 
 
@@ -91,12 +96,15 @@ class Yardstick:
         """Torch's largest error by head, broadcastable to the result: of the call, and then never
         smaller, what it comes to with another path and with neighbours."""
         largest = wanted.exact.new_zeros(())
-        if self.case.scores != Scores() or name == "grad_mask" or self.case.dropout:
+        rules = self.case.rules
+        unlike = rules is not None and (rules.softcap is not None or rules.sinks)
+        unlike = unlike or self.case.scores != Scores() or bool(self.case.dropout)
+        if unlike or rules is not None or name == "grad_mask":
             # torch has no such call, or another kernel for it, or drops others: what a rounded
             # output may cost by itself.
             largest = wanted.loose
             yield largest
-        if self.case.scores != Scores() or self.case.dropout:
+        if unlike:
             return
         for number in range(_OTHERS + self.made.query.is_cuda):
             while len(self._errors) <= number:
@@ -107,6 +115,7 @@ class Yardstick:
                 yield largest
         cut = None if self._cut is None or name not in GRADIENTS else self._cut()
         narrow = self.case.dtype in ("float16", "bfloat16")
+        narrow = narrow and rules is None
         # Parts are rounded to 16 bits.
         if cut is not None and cut[1] and narrow and cut[0] in _ROUNDING:
             yield torch.maximum(largest, self._of_parts(name, wanted, cut))
@@ -267,20 +276,36 @@ def _divided(made: Made) -> int:
 def _mask(case: Case, made: Made) -> tuple[torch.Tensor | None, bool]:
     """Mask and causality as torch takes them: one or the other."""
     mask, is_causal = made.mask, case.is_causal
-    if mask is None:
+    if mask is None and case.rules is None:
         return None, is_causal
-    if mask.dtype != torch.bool:
-        mask = mask.to(DTYPES[case.dtype])
-    if mask.is_cuda:
+    if mask is not None and mask.dtype != torch.bool:
+        # The narrowest dtype that torch takes beside the inputs and that holds the mask.
+        dtype = torch.promote_types(mask.dtype, DTYPES[case.dtype])
+        mask = mask.to(torch.float32 if case.dtype != "float64" else dtype)
+        mask = mask.to(DTYPES[case.dtype]) if dtype == DTYPES[case.dtype] else mask
+    if is_causal or case.rules is not None:
+        mask = _with_rules(case, made, mask)
+    if mask is not None and mask.is_cuda:
         mask = _in_whole_words(mask, case.n_keys)
-    if not is_causal:
-        return mask, False
+    return mask, False
+
+
+def _with_rules(case: Case, made: Made, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask with what the rules and ``is_causal`` keep, (..., n, m)."""
     rows, columns = case.n_queries, case.n_keys
-    below = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    kept = torch.ones(rows, columns, dtype=torch.bool)
+    if case.is_causal:
+        kept = kept.tril()
+    if made.rules is not None:
+        sizes = math.prod(case.batch), case.heads, rows, columns
+        rules = equations.kept_by(made.rules, *sizes) & kept
+        kept = rules.reshape(*case.batch, *sizes[1:])
+    kept = kept.to(made.query.device)
+    if mask is None:
+        return kept
     if mask.dtype == torch.bool:
-        return mask & below, False
-    mask = mask.expand(*mask.shape[:-2], rows, columns)
-    return mask.masked_fill(~below, -torch.inf), False
+        return mask & kept
+    return torch.where(kept, mask, torch.full((), -torch.inf, dtype=mask.dtype, device=mask.device))
 
 
 def _in_whole_words(mask: torch.Tensor, n_keys: int) -> torch.Tensor:

@@ -227,8 +227,8 @@ def _is_hopper(device: torch.device) -> bool:
 # Odd, as lengths may be: rows of a mask begin at addresses that vector loads do not take.
 _QUERIES = 249
 _KEYS = 367
-# Numbers of a wide mask are so large that the inputs' dtype would round them by several per cent.
-_WIDE_MASK = 64.0
+# What is added to a wide mask in the test: the inputs' dtype would round it by half a unit or more.
+_WIDE_MASK = 1000.0
 # The largest error that is accepted, as a share of the largest element. It is wide: the probe is to
 # find wrong results, not imprecise ones (fp32 operators may use TF32).
 _TOLERANCES = {
@@ -368,7 +368,7 @@ def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, 
         shape = (heads if call.mask.heads else 1, _QUERIES if call.mask.rows else 1)
         mask = random(1, *shape, n_keys if call.mask.columns else 1, dtype=call.bias_dtype)
         if call.mask.wide:
-            mask.mul_(_WIDE_MASK)
+            mask.add_(_WIDE_MASK)
         if call.mask.columns:
             mask[torch.rand(mask.shape, generator=generator, device="cpu") < 0.2] = -torch.inf
         if call.mask.rows:
