@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import helpers_equations as equations
 import torch
 from torch import Tensor
 
@@ -153,12 +154,10 @@ def exact(
         s = torch.cat([s, leaves[3][:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
     factors: Tensor | float = 1.0
     if dropout is not None:
-        from quorum_attention.decomposition import Rows
-        from quorum_attention.kernels.dropout import dropped
-
-        keys = [Rows(0, k.shape[2], 0)]
-        gone = dropped(dropout, *s.shape[:2], torch.arange(s.shape[2]), keys)
-        factors = (~gone).to(s) * dropout.rescale
+        sizes = (*s.shape[:3], k.shape[2])
+        firsts = dropout.first_head, dropout.first_entry
+        gone = equations.dropped(dropout.p, dropout.seed, sizes, *firsts)
+        factors = (~gone).to(s) * (0.0 if dropout.p == 1 else 1 / (1 - dropout.p))
     out, lse = softmax(s, v, factors)
     learned = [*leaves, *biases]
     grads = torch.autograd.grad(out, learned, given.grad_out.double()) if gradients else None

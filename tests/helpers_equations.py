@@ -147,7 +147,7 @@ def forward(
     p, p_sink, lse = softmax(scores, kept, None if rules is None else rules.sinks)
     factors: Tensor | float = 1.0
     if dropout_p:
-        lost = dropped(dropout_p, dropout_seed, entries, heads, n, m).to(q.device)
+        lost = dropped(dropout_p, dropout_seed, (entries, heads, n, m)).to(q.device)
         factors = (~lost).double() / (1 - dropout_p)
     out = (factors * p) @ v
     return Forward(
@@ -304,15 +304,24 @@ def places(rules: Any, batch: int, n_queries: int, n_keys: int) -> Tensor:
 # --- Dropout --------------------------------------------------------------------------------------
 
 
-def dropped(p: float, seed: int, entries: int, heads: int, n: int, m: int) -> Tensor:
-    """Which pairs are dropped: bool (entries, heads, n, m).
+def dropped(
+    p: float, seed: int, sizes: tuple[int, int, int, int], first_head: int = 0, first_entry: int = 0
+) -> Tensor:
+    """Which pairs of (entries, heads, n, m) are dropped, bool.
 
     The word of query i and key j in head h of entry b is word j mod 4 of Philox4x32-7 at counter
     (j // 4, i, h, b) under the key (lower half of the seed, upper half); it is dropped below
     p 2**32.
+
+    Args:
+        first_head, first_entry: numbers of the first head and entry in the whole call.
     """
-    sizes = (-(-m // 4), n, heads, entries)
-    counter = np.meshgrid(*(np.arange(size, dtype=np.uint64) for size in sizes), indexing="ij")
+    entries, heads, n, m = sizes
+    numbers = (
+        range(-(-m // 4)), range(n), range(first_head, first_head + heads),
+        range(first_entry, first_entry + entries),
+    )  # fmt: skip
+    counter = np.meshgrid(*(np.array(part, dtype=np.uint64) for part in numbers), indexing="ij")
     words = np.stack(philox_4x32_7(counter, seed), axis=1)  # (keys / 4, 4, n, heads, entries)
     words = words.reshape(-1, n, heads, entries)[:m]
     below = words < np.uint64(min(2**32 - 1, round(p * 2**32)))

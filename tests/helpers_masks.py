@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import helpers_equations as equations
 import torch
 from helpers_attention import Exact, Inputs
 from helpers_attention import error as off
 from helpers_attention import exact as textbook
-from helpers_equations import places
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -24,35 +24,7 @@ if TYPE_CHECKING:
 
 def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:
     """Which pairs ``mask`` keeps, (batch, heads, n_queries, n_keys) bool; its bias aside."""
-    q, k = torch.arange(n_queries)[:, None], torch.arange(n_keys)[None]
-    at = places(mask, batch, n_queries, n_keys)[:, None, :, None]
-    keep = torch.ones(batch, heads, n_queries, n_keys, dtype=torch.bool)
-    if mask.causal:
-        keep &= k <= at
-    if mask.window is not None:
-        left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
-        keep &= (k >= at - left) if left >= 0 else True
-        keep &= (k <= at + right) if right >= 0 else True
-    if mask.chunk is not None:
-        keep &= at.div(mask.chunk, rounding_mode="floor") == k // mask.chunk
-    if mask.documents is not None:
-        both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,) * 2
-        mine, theirs = both[0].expand(batch, n_queries), both[1].expand(batch, n_keys)
-        keep &= (mine[:, :, None] == theirs[:, None])[:, None]
-    if mask.key_lengths is not None:
-        keep &= k[None, None] < mask.key_lengths[:, None, None, None]
-    if mask.key_padding is not None:
-        keep &= mask.key_padding.expand(batch, n_keys)[:, None, None]
-    if mask.keeps is not None:
-        entries, numbers = torch.arange(batch)[:, None, None, None], torch.arange(heads)
-        keep &= mask.keeps(entries, numbers[:, None, None], q, k)
-    for one in mask.every:
-        keep &= dense(one, batch, heads, n_queries, n_keys)
-    if mask.either:
-        keep &= torch.stack(
-            [dense(one, batch, heads, n_queries, n_keys) for one in mask.either]
-        ).any(0)
-    return keep
+    return equations.kept_by(mask, batch, heads, n_queries, n_keys)
 
 
 def exact(

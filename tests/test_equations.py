@@ -106,6 +106,6 @@ def test_philox_is_as_published() -> None:
             [np.array([word], dtype=np.uint64) for word in counter], seed
         )
         assert tuple(int(word[0]) for word in found) == words
-    dropped = equations.dropped(0.3, 7, 2, 3, 50, 61)
+    dropped = equations.dropped(0.3, 7, (2, 3, 50, 61))
     assert dropped.shape == (2, 3, 50, 61)
     assert abs(float(dropped.double().mean()) - 0.3) < 0.02

@@ -99,7 +99,8 @@ def random_case(
     )  # fmt: skip
     if r.random() < 0.4:
         sizes = [r.choice([1, size]) for size in (case.batch, case.heads, n, m)]
-        case.mask = torch.randn(sizes).masked_fill(torch.rand(sizes) < 0.3, -torch.inf)
+        mask = torch.randn(sizes).masked_fill(torch.rand(sizes) < 0.3, -torch.inf)
+        case.mask = mask.to(dtype)  # as kernels are given it, if it is not wider
     return case
 
 
