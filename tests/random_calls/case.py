@@ -42,7 +42,7 @@ class Rules:
     """
 
     causal: str | bool = False
-    offset: int | None = None
+    offset: int | str | None = None
     window: int | tuple[int, int] | None = None
     chunk: int | None = None
     documents: str = ""

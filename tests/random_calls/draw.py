@@ -229,18 +229,20 @@ class _Drawing:
     def rules(self, kernel: str, n_queries: int, n_keys: int) -> Rules:
         """Of a ``Mask``; those that say nothing are as good as others."""
         r, sometimes = self.r, self.sometimes
-        causal: str | bool = r.choice([False, True, "upper_left", "lower_right"])
-        last = causal == "lower_right"  # aligned by all keys: not beside others that align
         windows = [0, 3, 20, (5, -1), (-1, 7), (40, 0), (0, 30)]
-        documents = r.choice(["scattered", "scattered", "runs", "two"]) if sometimes(0.5) else ""
+        # One tensor of ids is for as many queries as keys.
+        kinds = ["scattered", "scattered", "runs", "two"] if n_queries == n_keys else ["two"]
+        offset = r.choice([r.randint(-10, 60), "lower_right"]) if sometimes(0.2) else None
         return Rules(
-            causal=causal if sometimes(0.5) else False,
-            offset=r.randint(-10, 60) if sometimes(0.15) and not last else None,
+            causal=r.choice([True, "upper_left", "lower_right", "lower_right"])
+            if sometimes(0.5)
+            else False,
+            offset=offset,
             window=r.choice(windows) if sometimes(0.3) else None,
             chunk=r.choice([1, 7, 32, 100]) if sometimes(0.15) else None,
-            documents="" if last else documents if n_queries == n_keys or not documents else "two",
+            documents=r.choice(kinds) if sometimes(0.5) else "",
             ids=r.choice([1, 2, 3, 10, 40]), by_entry=sometimes(0.5),
-            lengths=sometimes(0.2) and not last, padding=sometimes(0.25),
+            lengths=sometimes(0.2), padding=sometimes(0.25),
             softcap=r.choice([2.0, 50.0]) if kernel in _CAPPED and sometimes(0.2) else None,
             sinks=sometimes(0.2),
         )  # fmt: skip
