@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +11,18 @@ import pytest
 import torch
 from helpers_attention import assert_close, inputs
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import quorum_attention as qa
+from quorum_attention.autograd import refuse_forward_mode
+from quorum_attention.kernels.torch_private import register_derivative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Attention = Callable[..., torch.Tensor]
@@ -125,16 +135,153 @@ def test_a_dual_upstream_gradient_is_refused_and_an_open_level_alone_changes_not
             torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), out.detach()))
 
 
+def selective(function: Attention) -> Attention:
+    """``function`` in a checkpoint that chooses among operators."""
+    policy = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE
+    )
+    return lambda t: checkpoint(function, t, use_reentrant=False, context_fn=policy)
+
+
+def compiled(function: Attention) -> Attention:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager")
+
+
+def exported(function: Attention) -> Attention:
+    class Model(torch.nn.Module):
+        def forward(self, t: torch.Tensor) -> torch.Tensor:
+            return function(t)
+
+    return torch.export.export(Model(), (three()[0],)).module()
+
+
+def of_its_operator(t: torch.Tensor) -> torch.Tensor:
+    key = t.detach() + 1
+    rest = [], 0.0, None, False, False, None, "", [], True, False
+    return torch.ops.quorum_attention.attention(t, key, t, None, None, None, *rest)[0]
+
+
+# Ways in which a call becomes an operator, or is in a graph as one.
+AS_OPERATOR: dict[str, Callable[[], Attention]] = {
+    "the operator itself": lambda: of_its_operator,
+    "in a selective checkpoint": lambda: selective(one),
+    "traced before": lambda: make_fx(one)(three()[0]),
+    "compiled": lambda: compiled(one),
+    "exported": lambda: exported(one),
+}
+
+
+def tangent_of(function: Attention, t: torch.Tensor) -> torch.Tensor | None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(t, torch.ones_like(t))
+        return forward_ad.unpack_dual(function(dual)).tangent
+
+
+def hessian_product(function: Attention, t: torch.Tensor) -> torch.Tensor | None:
+    """The derivative of a gradient, forward over reverse, with a dual upstream gradient."""
+    t = t.clone().requires_grad_()
+    with forward_ad.dual_level():
+        out = function(t)
+        upstream = forward_ad.make_dual(torch.ones_like(out), out.detach())
+        return forward_ad.unpack_dual(torch.autograd.grad(out, t, upstream)[0]).tangent
+
+
+DERIVATIVES: dict[str, Callable[[Attention, torch.Tensor], object]] = {
+    "dual": tangent_of,
+    "dual that requires a gradient": lambda f, t: tangent_of(f, t.clone().requires_grad_()),
+    "jvp": lambda f, t: jvp(f, (t,), (t,)),
+    "upstream": hessian_product,
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("way", AS_OPERATOR)
+def test_no_operator_drops_a_tangent(way: str, derivative: str) -> None:
+    """Torch's own registration of a derivative drops tangents: derivatives were exactly 0."""
+    with pytest.raises(NotImplementedError, match=r"forward-mode .* not supported"):
+        DERIVATIVES[derivative](AS_OPERATOR[way](), three()[0])
+
+
+TRACED: dict[str, Callable[[torch.Tensor], object]] = {
+    "linearize": lambda t: linearize(one, t),
+    "linearize the log-sum-exp": lambda t: linearize(
+        lambda x: qa.attention_with_lse(x, t, t)[1], t
+    ),
+    "make_fx": lambda t: make_fx(lambda x: tangent_of(one, x))(t),
+    "make_fx of fakes": lambda t: make_fx(lambda x: tangent_of(one, x), tracing_mode="fake")(t),
+    "compiled": lambda t: compiled(lambda x: tangent_of(one, x))(t),
+    "compiled jvp": lambda t: compiled(lambda x: jvp(one, (x,), (x,))[1])(t),
+}
+
+
+@pytest.mark.parametrize("what", TRACED)
+def test_no_trace_of_a_derivative_drops_a_tangent(what: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"forward-mode .* not supported"):
+        TRACED[what](three()[0])
+
+
+@pytest.mark.parametrize("way", AS_OPERATOR)
+def test_an_open_level_without_tangents_changes_no_operator(way: str) -> None:
+    function, t = AS_OPERATOR[way](), three()[0].requires_grad_()
+    with forward_ad.dual_level():
+        out = function(t)
+        grad_query = torch.autograd.grad(out.square().sum(), t)[0]
+    wanted = sdpa(t, t.detach() + 1, t)
+    assert_close(out, wanted, 1e-12)
+    assert_close(grad_query, torch.autograd.grad(wanted.square().sum(), t)[0], 1e-11)
+
+
+def test_a_torch_that_moved_what_is_used_is_said_and_keeps_derivatives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch._library.autograd", None)
+    library = torch.library.Library("quorum_attention_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+
+    def derivative(ctx: object, upstream: torch.Tensor) -> torch.Tensor:
+        return 2 * upstream
+
+    with pytest.warns(UserWarning, match="drop forward-mode tangents"):
+        register_derivative(library, "twice", derivative, None, refuse_forward_mode)
+    x = torch.ones(3, requires_grad=True)
+    torch.ops.quorum_attention_test.twice(x).sum().backward()
+    assert_close(x.grad, torch.full((3,), 2.0), 0)
+
+
+def test_a_compiled_call_of_the_patched_function_is_torchs_own_in_forward_mode() -> None:
+    """Of five dimensions, so torch takes its math backend, which has these derivatives."""
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(t, t, t)
+
+    t = three()[0]
+    with qa.patched_sdpa(min_tokens=1):
+        tangent = tangent_of(compiled(function), t)
+    assert tangent is not None
+    assert_close(tangent, jvp(function, (t,), (torch.ones_like(t),))[1], 1e-12)
+
+
 def test_neither_the_backward_as_a_function_nor_given_results_can_be_transformed() -> None:
     q, k, v = three()
     out, lse = qa.attention_with_lse(q, k, v)
     instead = pytest.raises(NotImplementedError, match="take the gradients of attention instead")
     with instead:
         vmap(qa.attention_backward)(q, q, k, v, out, lse)
-    with forward_ad.dual_level(), instead:
-        qa.attention_backward(q, forward_ad.make_dual(q, q), k, v, out, lse)
+    mask = torch.zeros(20, 20, dtype=q.dtype)
+    given = [q, q, k, v, out, lse, mask]
+    for number, tensor in enumerate(given):
+        with forward_ad.dual_level(), instead:
+            dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+            qa.attention_backward(*given[:number], dual, *given[number + 1 :], kernel="dense")
     with pytest.raises(NotImplementedError, match=r"out cannot be given under torch.func"):
         vmap(lambda *t: qa.attention(*t, out=torch.empty_like(q[0])))(q, k, v)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(ValueError, match="out must not have a forward-mode tangent"),
+    ):
+        qa.attention(q, k, v, out=forward_ad.make_dual(torch.empty_like(q), q))
 
 
 def test_sinks_and_plans_may_be_mapped_over() -> None:

@@ -118,7 +118,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Forward-mode: an error."""
-        raise NotImplementedError(_REFUSED.format("forward-mode"))
+        refuse_forward_mode()
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -156,6 +156,11 @@ def gradients_of(
 def refuse_second(*args: Any) -> Any:
     """The derivative of the gradients: an error."""
     raise NotImplementedError(_REFUSED.format("second"))
+
+
+def refuse_forward_mode() -> None:
+    """Raise the error of forward-mode derivatives."""
+    raise NotImplementedError(_REFUSED.format("forward-mode"))
 
 
 @uncompiled

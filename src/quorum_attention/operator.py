@@ -25,13 +25,22 @@ from typing import Any, TypeVar
 import torch
 from torch import library
 
-from quorum_attention.autograd import gradients_of, refuse_second, upstream_of
+from quorum_attention.autograd import (
+    gradients_of,
+    refuse_forward_mode,
+    refuse_second,
+    upstream_of,
+)
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, CallOptions, Layer, current, fill, several
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import has_transforms, is_tracing
+from quorum_attention.kernels.torch_private import (
+    has_transforms,
+    is_tracing,
+    register_derivative,
+)
 from quorum_attention.mask import NAMES, Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
@@ -107,6 +116,9 @@ def _arguments(
     """Mask, sinks, options, numbers and parts of a call as an operator takes them; None if it takes
     only others."""
     attn_mask, written = as_mask(call.attn_mask, query, key), call.written
+    # A graph of torch's compiler may drop tangents. Where it breaks, the call refuses them.
+    if torch.compiler.is_dynamo_compiling() and torch.autograd.forward_ad._current_level >= 0:
+        return None
     # torch.jit.trace would keep what one call did.
     if call.out is not None or several(written.devices) or has_transforms() or is_tracing():
         return None
@@ -327,7 +339,7 @@ def _register() -> library.Library:
         made.define(name + _SCHEMAS[name], tags=_TAGS)
         made.impl(name, compute, "CompositeExplicitAutograd")
         library.register_fake(f"{NAME}::{name}", fake, lib=made)
-        library.register_autograd(f"{NAME}::{name}", derivative, setup_context=save, lib=made)
+        register_derivative(made, name, derivative, save, refuse_forward_mode)
     return made
 
 

@@ -63,7 +63,7 @@ def check_backward_inputs(  # noqa: C901
     read: dict[str, Any] = {
         name: as_tensor(t, name) for name in shapes if (t := getattr(given, name)) is not None
     }
-    refuse_transforms(read["grad_out"], query, key, value)
+    refuse_transforms(*tensors, *read.values())
     for name, tensor in read.items():
         read[name] = request.with_heads(tensor, len(shapes[name]) - 1)
         dtype = request.work.state_dtype if name == "lse" else None

@@ -19,7 +19,12 @@ from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.protocol import CallShape, Indices, InnerKernel, scale_is_exact
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import capturing, has_transforms, outside
+from quorum_attention.kernels.torch_private import (
+    capturing,
+    has_tangent,
+    has_transforms,
+    outside,
+)
 from quorum_attention.mask import map_tensors
 from quorum_attention.planner.plan import Options
 
@@ -263,13 +268,10 @@ def refuse_learned(
         ends = [sorted({0, t.shape[-2] - 1}) for t in (query, key)]
         numbers = [0], list(range(query.shape[-3])), *ends
         at = Indices(*(torch.tensor(each, device=device) for each in numbers))
-    functorch, duals = torch._C._functorch, torch.autograd.forward_ad
-    dual = duals._current_level >= 0
+    functorch = torch._C._functorch
     made = kernel.results_of_functions(rows[0], rows[1], rows[2], at)
     if any(map(functorch.is_functorch_wrapped_tensor, kernel.captured())) or any(
-        result.requires_grad
-        or functorch.is_batchedtensor(result)
-        or (dual and duals.unpack_dual(result).tangent is not None)
+        result.requires_grad or functorch.is_batchedtensor(result) or has_tangent(result)
         for result in made
         if isinstance(result, torch.Tensor)
     ):
@@ -281,17 +283,14 @@ def refuse_learned(
         )
 
 
-def refuse_transforms(*inputs: torch.Tensor) -> None:
+def refuse_transforms(*inputs: torch.Tensor | None) -> None:
     """Refuse transformations of ``attention_backward``: it is no function of autograd's, so their
     derivatives and dimensions would be lost without an error.
 
     Raises:
         NotImplementedError: under torch.func, or for dual tensors.
     """
-    duals = torch.autograd.forward_ad
-    if torch._C._are_functorch_transforms_active() or (
-        duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in inputs)
-    ):
+    if has_transforms() or has_tangent(inputs):
         raise NotImplementedError(
             "attention_backward takes no part in torch.func transformations, nor in forward-mode "
             "derivatives: take the gradients of attention instead"

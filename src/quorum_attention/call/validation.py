@@ -22,7 +22,7 @@ from quorum_attention.counts import shown, switch
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
 from quorum_attention.execution.problem import DTYPE_NAMES, check_dtype
 from quorum_attention.kernels.protocol import DTYPES, CallShape
-from quorum_attention.kernels.torch_private import PLAIN
+from quorum_attention.kernels.torch_private import PLAIN, has_tangent
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
 
@@ -269,6 +269,8 @@ def check_tensor(
     check_dtype(tensor.dtype, name)
     if written and tensor.requires_grad:
         raise ValueError(f"{name} must not require a gradient")
+    if written and has_tangent(tensor):
+        raise ValueError(f"{name} must not have a forward-mode tangent")
     if written and tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name} must not be a tensor of inference mode outside of it")
     if written and tensor.is_neg():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import wraps
@@ -22,8 +23,10 @@ import torch.nn.attention
 from torch._C import _len_torch_function_stack
 from torch._C._functorch import unwrap_if_dead as unwrap_if_dead
 from torch._ops import mode_stack_state_for_pre_dispatch
+from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing as is_tracing
 from torch.overrides import _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
 
 _autograd: Any = torch._C._autograd
 _modes_before_dispatch = mode_stack_state_for_pre_dispatch()
@@ -137,6 +140,14 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
+def has_tangent(*values: Any) -> bool:
+    """Return whether a tensor of ``values``, or of a list in it, has a forward-mode tangent."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured: the host cannot wait for the device then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -203,6 +214,46 @@ def flash_implementation() -> Any:
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
+def register_derivative(
+    library: torch.library.Library,
+    name: str,
+    derivative: Callable[..., Any],
+    save: Callable[..., None] | None,
+    refuse_forward_mode: Callable[[], None],
+) -> None:
+    """Register the reverse-mode derivative of an operator, and an error for forward mode.
+
+    ``torch.library.register_autograd`` drops tangents: results have none, which means that they do
+    not depend on the inputs. So the same implementation is registered behind a check.
+
+    Args:
+        library: in which the operator is defined.
+        name: of the operator, without its namespace.
+        derivative, save: as ``torch.library.register_autograd`` takes them.
+        refuse_forward_mode: raises the error.
+    """
+    try:
+        from torch._library.autograd import Info, make_autograd_impl
+    except ImportError:
+        warnings.warn(
+            f"torch {torch.__version__} keeps its implementation of derivatives elsewhere: "
+            "compiled and traced calls of attention drop forward-mode tangents without an error",
+            stacklevel=2,
+        )
+        qualified_name = f"{library.ns}::{name}"
+        torch.library.register_autograd(qualified_name, derivative, setup_context=save, lib=library)
+        return
+    operator = getattr(getattr(torch.ops, library.ns), name).default
+    reverse_mode = make_autograd_impl(operator, Info(derivative, save))
+
+    def dispatch(keyset: Any, *args: Any, **named: Any) -> Any:
+        if has_tangent(args):
+            refuse_forward_mode()
+        return reverse_mode(keyset, *args, **named)
+
+    library.impl(name, dispatch, "Autograd", with_keyset=True)
+
+
 # Backwards that have no derivative of their own, and say so.
 #
 # torch's ``once_differentiable`` says so only where the upstream gradient requires one. Of a sum it
@@ -221,6 +272,8 @@ def first_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., 
         @functools.wraps(backward)
         def once(ctx: Any, *grad_outputs: Any) -> Any:
             recorded = torch.is_grad_enabled()
+            if has_tangent(grad_outputs):
+                raise NotImplementedError(f"forward-mode derivatives of {name} are not supported")
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
             if not recorded:
