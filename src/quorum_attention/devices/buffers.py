@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.multiprocessing
@@ -156,8 +156,25 @@ def share(
     return handle_of(own), own if written else own.copy_(tensor)
 
 
-# The memory that this process made without a name, by its first address: the open file.
-_rooms: dict[int, int] = {}
+@dataclass(slots=True, eq=False)
+class _SharedFile:
+    """A file without a name, which this process made and has mapped.
+
+    Attributes:
+        number: of the open file.
+        n_bytes: its size.
+        is_result: whether the program has a result in it.
+        is_private: whether a fork was since, and this process writes to pages of its own.
+    """
+
+    number: int
+    n_bytes: int
+    is_result: bool = False
+    is_private: bool = False
+
+
+# By the first address of the memory.
+_shared_files: dict[int, _SharedFile] = {}
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -179,23 +196,22 @@ def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         raise
     flat: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
     start = flat.data_ptr()
-    _rooms[start] = file
-    weakref.finalize(memory, _forget, start, file)
+    _shared_files[start] = _SharedFile(file, n_bytes)
+    weakref.finalize(memory, _forget, start)
     ask_for_huge_pages(flat)
     made = torch.empty(0, dtype=dtype, device="cpu")
     made.set_(flat.untyped_storage(), 0, shape)  # type: ignore[call-overload]
     return made
 
 
-def _forget(start: int, file: int) -> None:
-    del _rooms[start]
-    os.close(file)
+def _forget(start: int) -> None:
+    os.close(_shared_files.pop(start).number)
 
 
 def handle_of(tensor: torch.Tensor) -> InFile:
     """The handle of a tensor from ``shared_memory``, or of a view of one."""
     start = tensor.untyped_storage().data_ptr()
-    return _opened_here(tensor, _rooms[start], tensor.data_ptr() - start)
+    return _opened_here(tensor, _shared_files[start].number, tensor.data_ptr() - start)
 
 
 def _opened_here(tensor: torch.Tensor, file: int, offset: int) -> InFile:
@@ -208,7 +224,8 @@ def _as_it_is(
     tensor: torch.Tensor, mappings: Callable[[], Mappings], written: bool
 ) -> InFile | None:
     """The tensor as others can have it without a copy; None if they cannot."""
-    if tensor.untyped_storage().data_ptr() in _rooms:
+    shared_file = _shared_files.get(tensor.untyped_storage().data_ptr())
+    if shared_file is not None and not shared_file.is_private:
         return handle_of(tensor)
     # What torch itself sends, a copy of the file's number, outlives a receiver that was killed.
     if tensor.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
@@ -245,7 +262,8 @@ _UNLOCKED = Locker(lambda address, n: True, lambda address: None, lambda: None)
 def _kept_for(kind: str) -> PinnedPool:
     """What is kept of memory that this process copies to and from a kind of devices."""
     locked = BACKENDS[kind].pinned
-    return PinnedPool(_UNLOCKED if locked is None else locked.locker, _MOST_KEPT)
+    locker = _UNLOCKED if locked is None else locked.locker
+    return PinnedPool(locker, _MOST_KEPT, may_keep=_result_is_gone)
 
 
 def shared_memory(
@@ -269,11 +287,92 @@ def shared_memory(
     return found.view(dtype).view(tuple(shape))
 
 
+def shared_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of ``shared_memory`` for a result. After a fork each process has its own.
+
+    Raises:
+        OSError: shared memory has no room for it.
+    """
+    result = shared_memory(shape, dtype)
+    shared_file = _shared_files.get(result.untyped_storage().data_ptr())
+    if shared_file is not None:  # an empty tensor has no memory
+        shared_file.is_result = True
+    return result
+
+
+def _result_is_gone(memory: torch.Tensor) -> bool:
+    """Note that the program has let go of a result. Return whether its memory may have another."""
+    shared_file = _shared_files[memory.data_ptr()]
+    shared_file.is_result = False
+    return not shared_file.is_private
+
+
 def give_back() -> None:
     """Free what is kept and not in use."""
     for kind in BACKENDS:
         _kept_for(kind).give_back()
 
+
+# Linux's numbers: PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, and MREMAP_MAYMOVE |
+# MREMAP_FIXED.
+_READ_AND_WRITE = 0x1 | 0x2
+_PRIVATE = 0x2 | 0x4000
+_TO_ADDRESS = 0x1 | 0x2
+
+
+def _make_private(*, only_results: bool) -> None:
+    """Put the program's results into private memory; and in a forked process all there is.
+
+    Both processes then see each result as it was at the fork, and copy a page when they write to
+    it, as of all other memory. The files stay as they are: workers may still read them. What is no
+    result stays shared in the process that has the workers.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    for start, shared_file in list(_shared_files.items()):
+        if shared_file.is_private or (only_results and not shared_file.is_result):
+            continue
+        shared_file.is_private = True
+        _map_privately(start, shared_file)
+
+
+def _map_privately(start: int, shared_file: _SharedFile) -> None:
+    """Map a file privately at ``start``, where it is mapped.
+
+    It is mapped elsewhere first: if that fails, nothing has changed.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mremap.restype = ctypes.c_void_p
+    n_bytes = ctypes.c_size_t(shared_file.n_bytes)
+    beginning = ctypes.c_long(0)
+    failed = ctypes.c_void_p(-1).value
+    moved = failed
+    mapped = libc.mmap(None, n_bytes, _READ_AND_WRITE, _PRIVATE, shared_file.number, beginning)
+    if mapped != failed:
+        source = ctypes.c_void_p(mapped)
+        target = ctypes.c_void_p(start)
+        moved = libc.mremap(source, n_bytes, n_bytes, _TO_ADDRESS, target)
+    if moved != start:
+        raise OSError(
+            ctypes.get_errno(),
+            f"a result of several devices, {shared_file.n_bytes} bytes, is shared with a forked "
+            "process, because it cannot be mapped privately",
+        )
+
+
+if hasattr(os, "register_at_fork"):
+    _make_results_private = partial(_make_private, only_results=True)
+    os.register_at_fork(
+        before=_make_results_private,
+        # Other threads may have got results in between.
+        after_in_parent=_make_results_private,
+        after_in_child=partial(_make_private, only_results=False),
+    )
 
 # Make the pages of a range as writing would; Linux 5.14 and later.
 _MADV_POPULATE_WRITE = 23

@@ -25,7 +25,7 @@ from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, as_tensor
 from quorum_attention.counts import shown, whole_number
-from quorum_attention.devices.buffers import InFile, give_back, share, shared_memory
+from quorum_attention.devices.buffers import InFile, give_back, share, shared_result
 from quorum_attention.devices.partition import Sums, pieces_of
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
 from quorum_attention.devices.scheduler import Coordinator, Schedule, expected_speed
@@ -349,6 +349,7 @@ class PoolCall:
     mask: bytes | None
     steady: bool
     _kept: dict[str, tuple[InFile, torch.Tensor]] = field(default_factory=dict)
+    _process: int = field(default_factory=os.getpid)
 
     def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and lse; in shared memory, or on the inputs' device."""
@@ -396,6 +397,9 @@ class PoolCall:
         sums: Sums | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """A pass; its results."""
+        if self._process != os.getpid():  # the other process may use that memory again
+            self._process = os.getpid()
+            self._kept.clear()
         pool, home, mappings = self.pool_of(), tensors.query.device, cache(Mappings.now)
         with self._reported(request, backward=sums is not None) as report, torch.no_grad():
             named = dict(zip(("query", "key", "value", "bias", "sinks"), tensors, strict=False))
@@ -411,7 +415,7 @@ class PoolCall:
                 if given is not None:
                     torch.autograd.graph.increment_version(given)
                 elif on_host(home):
-                    given = shared_memory(shape, dtype)
+                    given = shared_result(shape, dtype)
                 else:
                     given = torch.empty(shape, dtype=dtype, device=home)
                 handles[name], own = share(given.detach(), mappings, written=True)

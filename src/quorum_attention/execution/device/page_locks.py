@@ -543,11 +543,13 @@ class PinnedPool:
         locker: how it is page-locked.
         most_bytes: how much is kept at most.
         clock: seconds.
+        may_keep: called when memory is freed; returns whether it may be used again.
     """
 
     locker: Locker
     most_bytes: int = min(_MOST_BYTES, of_host(_MOST_OF_HOST))
     clock: Callable[[], float] = time.monotonic
+    may_keep: Callable[[torch.Tensor], bool] = lambda memory: True
     # Appended to by whatever thread frees a result, in the middle of anything: no lock is taken, so
     # it is changed by single operations of the list only.
     _free: list[_Block] = field(default_factory=list)
@@ -617,6 +619,8 @@ class PinnedPool:
         return torch.frombuffer(held, dtype=torch.uint8)
 
     def _came_back(self, block: _Block) -> None:
+        if not self.may_keep(block.memory):
+            return
         free = sum(other.memory.nbytes for other in tuple(self._free))
         if block.locked or free + block.memory.nbytes <= self.most_bytes:
             block.freed = self.clock()
