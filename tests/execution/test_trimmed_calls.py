@@ -158,7 +158,7 @@ def test_the_tally_is_that_of_the_tasks(window, levels, tile, is_causal, backwar
     assert counted == sizes_of_tasks
     sizes = [task.n_tokens for task in tasks]
     assert counted.n_tasks == len(sizes) <= shape.n_tasks
-    assert counted.tokens == sum(sizes) <= counted.before
-    assert counted.before == sum(task.n_tokens for task in shape.tasks())
+    assert counted.tokens == sum(sizes) <= counted.untrimmed_tokens
+    assert counted.untrimmed_tokens == sum(task.n_tokens for task in shape.tasks())
     assert counted.largest == max(sizes) <= shape.max_task_tokens
     assert 0.0 <= counted.trimmed_share < 1.0
