@@ -93,8 +93,9 @@ def readme() -> str:
         (f"a step of {two['tokens']:,} tokens over two GPUs",
          f"{two['seconds']:.0f} s in {gib(two['steps'][-1]['peak'])} each",
          two["command"].removeprefix("python benchmarks/"), "h200-train-long.json"),
-        ("longest text of Qwen3-4B's shape in 24 GiB: SDPA with its usual remedies; with everything",
-         f"{card['remedies']:,}; {card['everything']:,} tokens",
+        (f"longest text of Qwen3-4B's shape in 24 GiB, {card['layers']} of {card['of_layers']} "
+         "layers run: SDPA with its usual remedies; with everything",
+         f"{card['remedies']:,}; {card['everything']:,} tokens, {whole_step(card)}",
          small["command"].removeprefix("python benchmarks/"), "h200-train-long.json"),
     ]  # fmt: skip
     lines = [
@@ -102,6 +103,17 @@ def readme() -> str:
         for case, figures, command, raw in rows
     ]
     return table(["case", "forward; forward+backward", "raw"], lines)
+
+
+def whole_step(card: Any) -> str:
+    """The seconds of the longest step that ran on a card of little memory with some of the layers;
+    and what all layers take by that, with the host memory that ``estimate`` says."""
+    seconds = card["everything_points"][-1]["seconds"]
+    return (
+        f"a step of these {seconds:.1f} s (all {card['of_layers']} layers, not run: by that "
+        f"{seconds / card['layers'] * card['of_layers']:,.0f} s, and "
+        f"{card['host_by_estimate'] / 2**30:.2f} GiB of host memory by `estimate`)"
+    )
 
 
 def loaded(name: str) -> Any:
@@ -311,8 +323,8 @@ def steps() -> str:
          f"{gib(two['steps'][-1]['peak'])}"],
         [f"longest text in {longest['memory'] / 2**30:.1f} GiB", "; ".join(texts)],
         [f"longest text in {gib(card['memory'])}, run ({card['commit']}; `{card['command']}`)",
-         "; ".join(f"{name}: SDPA {of['sdpa']:,}, remedies {of['remedies']:,}, everything **{of['everything']:,}**, "
-                   f"{of['everything'] / of['remedies']:.1f} times, {of['everything_points'][-1]['seconds'] / of['layers']:.1f} s a layer"
+         "; ".join(f"{name}, {of['layers']} of {of['of_layers']} layers: SDPA {of['sdpa']:,}, remedies {of['remedies']:,}, "
+                   f"everything **{of['everything']:,}**, {of['everything'] / of['remedies']:.1f} times, {whole_step(of)}"
                    for name, of in card["shapes"].items())],
         ["peaks by `estimate --model` over measured ones (`--only told --budget 5GiB`), five "
          "lengths from 4,096 tokens, Qwen3-0.6B, 4B and 8B; two constants were fitted to them",

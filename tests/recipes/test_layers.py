@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from quorum_attention import autograd
 from quorum_attention.recipes import checkpoints, layers, long_context
 from quorum_attention.recipes import step as memory
+from quorum_attention.recipes.model_shape import read_shape
+from quorum_attention.recipes.remedies import switch_until_it_fits
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {}, "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "opt": {"dropout": 0.0},
@@ -280,7 +282,7 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
              "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
              "model_type": "qwen3"}  # fmt: skip
-    shape, every = memory.read_shape(sizes), (*memory.SWITCHES, memory.TILES)
+    shape, every = read_shape(sizes), (*memory.SWITCHES, memory.TILES)
     training = memory.Training(340_000, lora=16, budget=8 << 30, device="cuda", on=memory.SWITCHES)
     backend = SimpleNamespace(free_bytes=lambda device: 16 << 30)
     monkeypatch.setattr(checkpoints, "backend_of", lambda device: backend)
@@ -298,7 +300,7 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     # What tiles page-locked in one step is there in the next.
     others = memory.tiled_bytes(shape, replace(training, tokens=1_310_720))[1]
     assert kept[2] < kept[3] == (300 << 30) - others
-    found, fits = memory.switch_until_it_fits(shape, replace(training, on=()), "24GiB")
+    found, fits = switch_until_it_fits(shape, replace(training, on=()), "24GiB")
     assert fits
     assert {memory.TILES, memory.ATTENTION, memory.HOST} <= set(found.on)
     tiles, whole = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from helpers_docs import QWEN3_8B
 
 import quorum_attention as qa
 from quorum_attention.cli import main
+from quorum_attention.recipes.model_shape import read_shape
+from quorum_attention.recipes.remedies import longest_that_fits, switch_until_it_fits
 from quorum_attention.recipes.step import (
     SWITCHES,
     Training,
-    read_shape,
     step_memory,
-    switch_until_it_fits,
 )
 
 GIB = 1 << 30
@@ -34,21 +35,75 @@ def test_qwen3_8b_has_its_published_number_of_parameters(tmp_path: Path) -> None
     assert read_shape({"text_config": QWEN3_8B}) == read_shape(tmp_path) == shape
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gemma3_text", "gpt_oss"])
-def test_parameters_are_those_of_the_model(kind: str) -> None:
-    """But for biases."""
+PLAIN: dict[str, Any] = {
+    "hidden_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 16, "head_dim": 96,
+    "num_key_value_heads": 2, "intermediate_size": 2560, "vocab_size": 13000,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 8, "moe_intermediate_size": 384, "num_experts_per_tok": 2,
+          "n_shared_experts": 2, "first_k_dense_replace": 2, "n_group": 1,
+          "topk_group": 1}  # fmt: skip
+LATENT = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
+          "v_head_dim": 80, "head_dim": 32}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {}, "gemma3_text": {}, "mixtral": EXPERTS, "gpt_oss": EXPERTS,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2,
+                  "moe_intermediate_size": 384, "shared_expert_intermediate_size": 640,
+                  "head_dim": None},
+    "llama4_text": {**EXPERTS, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 2560},
+    "deepseek_v3": {**ROUTED, **LATENT}, "deepseek_v2": {**ROUTED, **LATENT, "q_lora_rank": None},
+    "glm4_moe": ROUTED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("kind", SIZES)
+def test_parameters_are_those_of_the_model(
+    kind: str, built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them where Transformers builds the model; but for biases where a formula counts."""
     transformers = pytest.importorskip("transformers")
-    sizes: dict[str, Any] = {
-        "hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16, "head_dim": 96,
-        "num_key_value_heads": 2, "intermediate_size": 2560, "vocab_size": 13000,
-    }  # fmt: skip
-    if kind in ("gpt_oss", "qwen3_moe", "mixtral"):
-        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = {name: size for name, size in (PLAIN | SIZES[kind]).items() if size is not None}
     config = transformers.CONFIG_MAPPING[kind](**sizes)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    count = read_shape(config.to_dict()).parameters
-    assert count == pytest.approx(model.num_parameters(), rel=1e-3)
+    if not built:
+        monkeypatch.setattr("quorum_attention.recipes.model_shape._count_built", lambda _: None)
+    contents = json.loads(config.to_json_string(use_diff=False))
+    count = read_shape(contents).parameters
+    assert count == pytest.approx(model.num_parameters(), rel=0 if built else 2e-3)
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "vocab_size": 129280, "tie_word_embeddings": False,
+}  # fmt: skip
+GLM_4_5_AIR = {
+    "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "head_dim": 128,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "n_shared_experts": 1, "n_routed_experts": 128, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "vocab_size": 151552,
+    "tie_word_embeddings": False, "attention_bias": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_published_numbers_of_parameters(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """671 billion and 106 billion with their layers that predict more tokens, which are not built:
+    11.5 and 3.5 billion less."""
+    if not built:
+        monkeypatch.setattr("quorum_attention.recipes.model_shape._count_built", lambda _: None)
+    deepseek, glm = read_shape(DEEPSEEK_V3), read_shape(GLM_4_5_AIR)
+    assert deepseek.parameters == pytest.approx(671.0e9, rel=1e-3)
+    assert glm.parameters == pytest.approx(106.9e9, rel=5e-3)
+    assert (deepseek.head_dim, deepseek.kv_heads) == (192, 128)
+    assert deepseek.mlp_width == 9 * 2048
+    assert glm.mlp_width == 9 * 1408
 
 
 def test_what_is_missing_or_senseless_is_named(tmp_path: Path) -> None:
@@ -107,6 +162,18 @@ def test_what_is_switched_on_makes_it_fit() -> None:
     assert not fits
 
 
+def test_the_longest_text_that_fits() -> None:
+    """A step of it fits, and one that is a little longer does not."""
+    shape = read_shape({**QWEN3_8B, "num_hidden_layers": 2, "vocab_size": 1000})
+    training = Training(16_384, lora=16, device="cpu")
+    longest = longest_that_fits(shape, training, "1500MiB")
+    assert 1024 < longest < 16_384
+    for tokens, fits in ((longest, True), (longest + 256, False)):
+        step = switch_until_it_fits(shape, replace(training, tokens=tokens), "1500MiB")
+        assert step[1] == fits
+    assert longest_that_fits(shape, training, "100MiB") == 0
+
+
 def test_a_budget_is_of_one_call_as_the_model_will_give_it() -> None:
     """With the gradients that the call returns, 3 GiB here: what it works in is the rest."""
     on = Training(262_144, lora=16, budget=5 * GIB, on=("quorum attention",))
@@ -122,8 +189,11 @@ def test_the_command_prints_a_table_and_json(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN3_8B))
     asked = ["estimate", "--model", str(path), "--tokens", "256K", "--lora", "16", "--device"]
-    assert main([*asked, "cuda", "--memory", "80GiB", "--budget", "5GiB"]) == 0
+    roomy = [*asked, "cuda", "--memory", "80GiB", "--budget", "5GiB", "--host-memory"]
+    assert main([*roomy, "2TiB"]) == 0
     said = capsys.readouterr().out
+    assert "may be page-locked: that suffices" in " ".join(said.split())
+    assert "longest" not in said
     assert "148.38 GiB" in said
     assert "fits in 80.00 GiB with: " in said
     assert main([*asked, "cuda", "--json"]) == 0
@@ -131,6 +201,26 @@ def test_the_command_prints_a_table_and_json(
     assert found["switched_on"] == list(SWITCHES)
     assert found["model"]["parameters"] == 8_190_735_360
     assert found["peak_bytes"] < found["plain_bytes"]
+    assert found["host_memory_bytes"] > 0
+    assert found["longest_tokens"] is None
+    small = [
+        "estimate",
+        "--model",
+        str(path),
+        "--tokens",
+        "16K",
+        "--lora",
+        "16",
+        "--device",
+        "cuda",
+    ]
+    assert main([*small, "--memory", "18GiB", "--host-memory", "1GiB"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "853.33 MiB may be page-locked: that does not suffice" in said
+    (longest,) = re.findall(
+        r"the longest text that fits in 18.00 GiB, with .*?: ([\d,]+) tokens", said
+    )
+    assert 1000 < int(longest.replace(",", "")) < 16_384
     assert main([*asked, "cuda", "--heads", "8"]) == 2
     assert "--heads" in capsys.readouterr().err
     assert main(["estimate", "--tokens", "1K", "--memory", "1GiB"]) == 2

@@ -15,7 +15,9 @@ from quorum_attention.cli.plan import add_call, sizes_of, summary
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.planner import estimate
 from quorum_attention.recipes import step
-from quorum_attention.recipes.step import ModelShape, read_shape
+from quorum_attention.recipes.checkpoints import host_room, page_locked_share
+from quorum_attention.recipes.model_shape import ModelShape, read_shape
+from quorum_attention.recipes.remedies import advice, longest_that_fits, switch_until_it_fits
 from quorum_attention.sizes import format_bytes
 
 
@@ -30,6 +32,8 @@ def add_to(commands: Any) -> None:
          "training step of it (default: one attention call)"),
         ("--memory", shared.bytes_of, "with --model: memory of the device; only the switches that "
          "are needed to fit are on (default: all)"),
+        ("--host-memory", shared.bytes_of, "with --model: memory of the host, of which five sixths "
+         "may be page-locked (default: what is free on this machine)"),
         ("--optimizer", step.OPTIMIZERS, "with --model: adamw keeps two states in the weights' "
          "dtype; adamw-fp32 two, and the weights, in float32 (default: adamw)", "adamw"),
         ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
@@ -40,7 +44,8 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.model is not None:
         return _of_model(options)
-    shared.refuse(options, "goes with --model only", memory=None, lora=None, optimizer="adamw")
+    shared.refuse(options, "goes with --model only", memory=None, host_memory=None, lora=None,
+                  optimizer="adamw")  # fmt: skip
     found = estimate(options.tokens, **sizes_of(options))
     if options.json:
         of_all = ("budget_bytes", "fits_monolithic", "monolithic_bytes")
@@ -69,22 +74,53 @@ def _of_model(options: argparse.Namespace) -> int:
         options.tokens, options.batch, options.dtype or torch.bfloat16, options.optimizer,
         options.lora, options.budget, options.device or best_device().type,
     )  # fmt: skip
+    host = host_room() if options.host_memory is None else page_locked_share(options.host_memory)
     if options.memory is None:
-        if options.budget is None:
-            budget = step.WORKING + step.returned_bytes(shape, training, backward=True)
-            training = replace(training, budget=budget)
-        found = step.step_memory(shape, replace(training, on=step.SWITCHES))
-        fits: bool | None = None
+        found, fits = _all_switched_on(shape, training), None
     else:
-        found, fits = step.switch_until_it_fits(shape, training, options.memory)
+        found, fits = switch_until_it_fits(shape, training, options.memory)
+    longest = None
+    if fits is False or (options.memory is not None and found.host_bytes > host):
+        longest = longest_that_fits(shape, training, options.memory, host)
     if options.json:
-        asked = {"model": asdict(shape), "memory_bytes": options.memory, "fits": fits}
-        print_json({**asked, **found.to_dict()})
+        print_json({
+            "model": asdict(shape), "memory_bytes": options.memory, "fits": fits,
+            "host_memory_bytes": host, "host_suffices": found.host_bytes <= host,
+            "longest_tokens": longest, **found.to_dict(),
+        })  # fmt: skip
         return 0
     _show(options, shape, found)
+    if found.host_bytes:
+        say(_host_words(found.host_bytes, host))
     if fits is not None:
-        say(step.advice(found, fits, options.memory))
+        say(advice(found, fits, options.memory))
+    if longest is not None:
+        say(_longest_words(longest, options.memory, host))
     return 0
+
+
+def _all_switched_on(shape: ModelShape, training: step.Training) -> step.StepMemory:
+    """A step on a device of any size."""
+    budget = training.budget
+    if budget is None:
+        budget = step.WORKING + step.returned_bytes(shape, training, backward=True)
+    return step.step_memory(shape, replace(training, budget=budget, on=step.SWITCHES))
+
+
+def _host_words(needed: int, host: int) -> str:
+    words = f"in host memory: {format_bytes(needed)}; {format_bytes(host)} may be page-locked"
+    if needed <= host:
+        return f"{words}: that suffices"
+    return (
+        f"{words}: that does not suffice, so attention is computed again, or the step does not fit"
+    )
+
+
+def _longest_words(longest: int, memory: int, host: int) -> str:
+    where = f"in {format_bytes(memory)}, with {format_bytes(host)} of the host's"
+    if longest == 0:
+        return f"no shorter text fits {where}"
+    return f"the longest text that fits {where}: {longest:,} tokens"
 
 
 def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory) -> None:
@@ -102,8 +138,6 @@ def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory
     rows.append(["peak of the step", *totals, ""])
     columns = ["part", "as it comes", switched, "switched on"]
     show_table(columns, rows, title=title, left=("switched on",))
-    if found.host_bytes:
-        say(f"in host memory: {format_bytes(found.host_bytes)}")
     say(
         "The peak is what is always there plus the larger of one layer and the loss. CUDA's "
         "context and what a trainer keeps come on top. The budget of attention includes its "

@@ -29,6 +29,7 @@ from quorum_attention.execution.device.lookup import backend_of, is_known
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes import step as memory
 from quorum_attention.recipes.layers import LayerInTiles
+from quorum_attention.recipes.model_shape import ModelShape
 
 # Of host memory in one piece: torch's page-locked memory is given in powers of two.
 _PIECE = 256 << 20
@@ -49,7 +50,7 @@ class LayerCheckpoints:
     """
 
     def __init__(
-        self, model: Any, where: str, shape: memory.ModelShape | None, training: memory.Training
+        self, model: Any, where: str, shape: ModelShape | None, training: memory.Training
     ) -> None:
         self.model, self.where, self.shape, self.training = model, where, shape, training
         # The last one of each device. Layers of a model may lie on several, and replicas of it
@@ -329,4 +330,9 @@ def host_room() -> int:
         taken = int((group / "memory.current").read_text()) - int(sizes["inactive_file"])
         free = min(free, int((group / "memory.max").read_text()) - taken)
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # of this host, under torchrun
-    return max(0, free) * 5 // 6 // ranks + _Kept.most - _Kept.alive
+    return page_locked_share(max(0, free)) // ranks + _Kept.most - _Kept.alive
+
+
+def page_locked_share(host_bytes: int) -> int:
+    """Bytes of host memory that checkpoints page-lock at most: all but a sixth."""
+    return host_bytes * 5 // 6

@@ -11,6 +11,7 @@ from quorum_attention.recipes.attention import set_attention
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
 from quorum_attention.recipes.chunked_loss import chunk_loss
 from quorum_attention.recipes.fused_norms import fuse_norms
+from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.patching import Change
 from quorum_attention.recipes.tiled_mlp import tile_mlps
 from quorum_attention.sizes import parse_bytes
@@ -111,12 +112,16 @@ def _checkpoint_layers(model: Any, where: str | None, training: step.Training) -
     if not getattr(model, "supports_gradient_checkpointing", False):
         return Change(CHECKPOINTS, False, f"{type(model).__name__} does not support them")
     try:
-        shape = step.read_shape(model.config.to_dict())
+        parameters = sum(weight.numel() for weight in model.parameters())
+        shape = read_shape(model.config.to_dict(), parameters)
     except ValueError:  # sizes by other names: then all goes to host memory
         shape = None
     if not LayerCheckpoints(model, where, shape, training).install():
         return Change(CHECKPOINTS, True, "Transformers' own, on the device")
     words = f"torch's, with attention's results, {_PLACES[where]}"
     if not model.training:
-        words += "; only in training mode: this model is in eval mode, call model.train()"
+        words += (
+            "; this model is in eval mode, in which nothing is kept: that is right for generating; "
+            "to train it, call model.train()"
+        )
     return Change(CHECKPOINTS, True, words)

@@ -8,20 +8,17 @@ intermediates of one MLP.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from quorum_attention.counts import one_of, shown, whole_number
+from quorum_attention.counts import one_of, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.planner import plan
-from quorum_attention.sizes import format_bytes, parse_bytes
+from quorum_attention.recipes.model_shape import ModelShape
 
 Optimizer = Literal["none", "adamw", "adamw-fp32"]
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
@@ -41,99 +38,6 @@ ATTENTION, NORMS, LOSS, MLP, HOST = SWITCHES
 # Switched on by the checkpoints themselves, where a layer does not fit otherwise.
 TILES = "layers in tiles"
 WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory
-
-# Kinds of models whose queries and keys have norms; whose output projection is the embedding.
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
-_TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder-only model.
-
-    Attributes:
-        kind: ``model_type`` of its configuration.
-        layers, hidden, heads, kv_heads, head_dim, vocabulary: counts and widths.
-        intermediate: width of an MLP, or of one expert.
-        experts, experts_per_token: 0 and 1 if the MLP has no experts.
-        parameters: how many, all together, counted as Llama's: without biases, which are less than
-            a thousandth.
-    """
-
-    kind: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    intermediate: int
-    experts: int
-    experts_per_token: int
-    parameters: int
-
-    @property
-    def head_norms(self) -> bool:
-        """Whether queries and keys have norms of their own."""
-        return self.kind in _HEAD_NORMS
-
-    @property
-    def torch_norms(self) -> bool:
-        """Whether torch has a kernel for its norms: Gemma's multiply by 1 + weight."""
-        return not self.kind.startswith("gemma")
-
-
-def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
-    """The shape of a model from its configuration.
-
-    Args:
-        config: the path of a ``config.json`` or of its folder, or its contents as a mapping. Of a
-            model with images and text the ``text_config`` is read.
-
-    Raises:
-        ValueError: it is not such a file, or lacks a size; the message names it.
-        OSError: the file cannot be read.
-    """
-    found: Any = config
-    if isinstance(config, (str, Path)):
-        file = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
-        if not file.exists():
-            raise FileNotFoundError(f"{file}: give the path of a config.json, or of its folder")
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} is not a config.json: {error}") from None
-    if not isinstance(found, Mapping):
-        raise ValueError(f"a model's configuration must be an object of JSON, got {shown(found)}")
-    inner = found.get("text_config")
-    config = inner if isinstance(inner, Mapping) else found
-    kind = str(config.get("model_type", "unknown"))
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    kv_heads = _size(config, "num_key_value_heads", heads)
-    head_dim = _size(config, "head_dim", hidden // heads)
-    layers, vocabulary = _size(config, "num_hidden_layers"), _size(config, "vocab_size")
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
-    of_expert = experts and config.get("moe_intermediate_size") is not None
-    width = _size(config, "moe_intermediate_size" if of_expert else "intermediate_size")
-    tied = bool(config.get("tie_word_embeddings", kind in _TIED))
-    attention = 2 * hidden * (heads + kv_heads) * head_dim + 2 * head_dim * (kind in _HEAD_NORMS)
-    mlp = 3 * hidden * width
-    if experts:
-        mlp = experts * (mlp + hidden)  # and a row of the router
-    embeddings = vocabulary * hidden * (1 if tied else 2)
-    return ModelShape(
-        kind, layers, hidden, heads, kv_heads, head_dim, vocabulary, width, experts,
-        _size(config, "num_experts_per_tok") if experts else 1,
-        parameters=embeddings + layers * (attention + mlp + 2 * hidden) + hidden,
-    )  # fmt: skip
-
-
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"the model's configuration needs a number above 0 as {name!r}: {value!r}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -340,7 +244,7 @@ def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> li
     hidden, wide = rows * shape.hidden * size, rows * shape.hidden * 4
     # Kept for the backward: the projections' inputs, gate, up and their product, of each token's
     # experts; the gradients that flow back replace what has been used.
-    mlp = 3 * rows * shape.experts_per_token * shape.intermediate * size
+    mlp = 3 * rows * shape.mlp_width * size
     if MLP in training.on:
         mlp = min(mlp, mlp * MLP_TILE // rows)
         if rows > MLP_TILE and training.lora is None and not shape.experts and size < 4:
@@ -373,24 +277,37 @@ def loss_tokens(vocabulary: int, size: int) -> int:
 def _attention(shape: ModelShape, training: Training) -> int:
     """What attention works in, beyond q, k, v, o and their gradients: the larger of both passes.
     Of a layer in tiles it has those in host memory."""
-    tiled = TILES in training.on
-
-    def peak(budget: int) -> int:
-        # A budget is of one call, with what it returns: o, or the gradients of q, k and v.
-        return max(
-            plan(
-                training.tokens, heads=shape.heads, kv_heads=shape.kv_heads, batch=training.batch,
-                head_dim=shape.head_dim, dtype=training.dtype, is_causal=True,
-                inputs="host" if tiled else "device", device=training.device, budget=budget,
-                backward=back,
-            ).peak_bytes - (0 if tiled else returned_bytes(shape, training, backward=back))
-            for back in (False, True)
-        )  # fmt: skip
-
-    working = peak(1 << 50)  # a device with room for anything: the fastest way there is
+    inputs = replace(training, on=(TILES,) if TILES in training.on else (), lora=None)
+    # A device with room for anything: the fastest way there is.
+    working = _attention_peak(shape, replace(inputs, budget=1 << 50))
     if ATTENTION in training.on and training.budget is not None:
-        working = min(working, peak(training.budget))
+        working = min(working, _attention_peak(shape, inputs))
     return int(working * (_USED if training.device == GPU else 1.0))
+
+
+@lru_cache(maxsize=256)
+def _attention_peak(shape: ModelShape, training: Training) -> int:
+    """The larger of both passes' plans in a budget, which covers what a call returns: o, or the
+    gradients of q, k and v."""
+    tiled = TILES in training.on
+    peaks = []
+    for backward in (False, True):
+        planned = plan(
+            training.tokens,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            batch=training.batch,
+            head_dim=shape.head_dim,
+            dtype=training.dtype,
+            is_causal=True,
+            inputs="host" if tiled else "device",
+            device=training.device,
+            budget=training.budget,
+            backward=backward,
+        )
+        returned = 0 if tiled else returned_bytes(shape, training, backward=backward)
+        peaks.append(planned.peak_bytes - returned)
+    return max(peaks)
 
 
 def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> int:
@@ -398,61 +315,3 @@ def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> 
     heads = shape.heads + (2 * shape.kv_heads if backward else 0)
     tokens = training.tokens * training.batch
     return tokens * heads * shape.head_dim * training.dtype.itemsize
-
-
-def switch_until_it_fits(
-    shape: ModelShape, training: Training, memory: int | str
-) -> tuple[StepMemory, bool]:
-    """Switch on as few changes as are needed for a step to fit, the cheapest first.
-
-    Args:
-        memory: of the device, bytes or "80GiB".
-
-    Returns:
-        The step with these changes, or with all if none suffice; and whether it fits.
-    """
-    limit = parse_bytes(memory, "memory")
-    on: tuple[str, ...] = (*SWITCHES, TILES)
-    found = _with(shape, training, on, limit)
-    for name in reversed(on):
-        if TILES in on and name in (ATTENTION, HOST):
-            continue  # they are of it
-        fewer = tuple(one for one in on if one != name or one in training.on)
-        tried = _with(shape, training, fewer, limit)
-        if tried.peak_bytes <= max(limit, found.peak_bytes):
-            on, found = fewer, tried
-    spare = max(0, limit - found.peak_bytes)
-    found = replace(found, host_bytes=max(0, found.host_bytes - spare))
-    return found, found.peak_bytes <= limit
-
-
-def _with(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int) -> StepMemory:
-    """A step with these switches on; attention, where no budget is asked for, in the memory that a
-    layer's other parts leave. It is off where it is not needed, or cannot work in its budget."""
-    found = step_memory(shape, replace(training, on=tuple(n for n in on if n != ATTENTION)))
-    needed = ATTENTION in training.on or TILES in on or found.peak_bytes > limit
-    if ATTENTION not in on or not needed:
-        return found
-    budget = training.budget
-    if budget is None:
-        there = ("always", "layer", "attention")
-        others = sum(p.bytes for p in found.parts if p.when in there and p.switch != ATTENTION)
-        # The forward returns less than the backward, so neither takes more than is left.
-        returned = 0 if TILES in on else returned_bytes(shape, training, backward=False)
-        budget = max(0, limit - others) + returned
-    try:
-        return step_memory(shape, replace(training, budget=budget, on=on))
-    except BudgetError:
-        return found
-
-
-def advice(found: StepMemory, fits: bool, memory: int) -> str:
-    """In a sentence or two: what to switch on, and what is left to do."""
-    words = {ATTENTION: f"quorum attention (budget {format_bytes(found.budget or 0)})"}
-    switched = ", ".join(words.get(name, name) for name in found.on)
-    if fits:
-        return f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
-    largest = max(found.parts, key=lambda part: part.bytes)
-    left = f"the largest part left: {largest.name} ({format_bytes(largest.bytes)})"
-    helped = f"even with {switched}" if switched else "and no switch helps a step of this size"
-    return f"does not fit in {format_bytes(memory)}, {helped}: {left}"

@@ -1,0 +1,139 @@
+"""What to switch on so that a training step fits, and how long a text may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quorum_attention.errors import BudgetError
+from quorum_attention.execution.device.lookup import GPU
+from quorum_attention.recipes.model_shape import ModelShape
+from quorum_attention.recipes.step import (
+    ATTENTION,
+    HOST,
+    SWITCHES,
+    TILES,
+    StepMemory,
+    Training,
+    returned_bytes,
+    step_memory,
+)
+from quorum_attention.sizes import format_bytes, parse_bytes
+
+# A longest text is told to one part in this many.
+_RESOLUTION = 64
+
+
+def switch_until_it_fits(
+    shape: ModelShape, training: Training, memory: int | str
+) -> tuple[StepMemory, bool]:
+    """Switch on as few changes as are needed for a step to fit, the cheapest first.
+
+    Args:
+        memory: of the device, bytes or "80GiB".
+
+    Returns:
+        The step with these changes, or with all if none suffice; and whether it fits.
+    """
+    limit = parse_bytes(memory, "memory")
+    on = _switches(training)
+    smallest = _switch(shape, training, on, limit)
+    for name in reversed(on):
+        if TILES in on and name in (ATTENTION, HOST):
+            continue  # layers in tiles need them
+        fewer = tuple(switch for switch in on if switch != name or switch in training.on)
+        candidate = _switch(shape, training, fewer, limit)
+        if candidate.peak_bytes <= max(limit, smallest.peak_bytes):
+            on = fewer
+            smallest = candidate
+    spare = max(0, limit - smallest.peak_bytes)
+    smallest = replace(smallest, host_bytes=max(0, smallest.host_bytes - spare))
+    return smallest, smallest.peak_bytes <= limit
+
+
+def longest_that_fits(
+    shape: ModelShape, training: Training, memory: int | str, host_memory: int | None = None
+) -> int:
+    """The longest text whose step fits, with whatever has to be switched on.
+
+    Args:
+        training: no text longer than its ``tokens`` is looked at.
+        memory: of the device, bytes or "80GiB".
+        host_memory: bytes that may be page-locked; None: any number.
+
+    Returns:
+        Tokens, to a 64th of ``training.tokens``; 0 if none of these lengths fits.
+    """
+    grain = max(1, training.tokens // _RESOLUTION)
+    fitting = 0
+    failing = training.tokens // grain + 1
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
+        if _fits(shape, replace(training, tokens=middle * grain), memory, host_memory):
+            fitting = middle
+        else:
+            failing = middle
+    return fitting * grain
+
+
+def _switches(training: Training) -> tuple[str, ...]:
+    """All switches that a device has. A CPU has no other memory to keep anything in."""
+    if training.device == GPU:
+        return (*SWITCHES, TILES)
+    return tuple(name for name in SWITCHES if name != HOST)
+
+
+def _fits(
+    shape: ModelShape, training: Training, memory: int | str, host_memory: int | None
+) -> bool:
+    """Whether a step fits with whatever has to be switched on."""
+    limit = parse_bytes(memory, "memory")
+    if _switch(shape, training, _switches(training), limit).peak_bytes > limit:
+        return False
+    if host_memory is None:
+        return True
+    step, _ = switch_until_it_fits(shape, training, memory)
+    return step.host_bytes <= host_memory
+
+
+def _switch(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int) -> StepMemory:
+    """A step with these switches on; attention, where no budget is asked for, in the memory that a
+    layer's other parts leave. It is off where it is not needed, or cannot work in its budget."""
+    others = tuple(name for name in on if name != ATTENTION)
+    without = step_memory(shape, replace(training, on=others))
+    needed = ATTENTION in training.on or TILES in on or without.peak_bytes > limit
+    if ATTENTION not in on or not needed:
+        return without
+    budget = training.budget
+    if budget is None:
+        budget = _budget_that_is_left(shape, training, without, limit)
+    try:
+        return step_memory(shape, replace(training, budget=budget, on=on))
+    except BudgetError:
+        return without
+
+
+def _budget_that_is_left(
+    shape: ModelShape, training: Training, without: StepMemory, limit: int
+) -> int:
+    """The budget of attention in the memory that a layer's other parts leave."""
+    beside = 0
+    for part in without.parts:
+        if part.when in ("always", "layer", "attention") and part.switch != ATTENTION:
+            beside += part.bytes
+    returned = 0
+    if TILES not in without.on:
+        # The forward returns less than the backward, so neither takes more than is left.
+        returned = returned_bytes(shape, training, backward=False)
+    return max(0, limit - beside) + returned
+
+
+def advice(step: StepMemory, fits: bool, memory: int) -> str:
+    """In a sentence or two: what to switch on, and what is left to do."""
+    words = {ATTENTION: f"quorum attention (budget {format_bytes(step.budget or 0)})"}
+    switched = ", ".join(words.get(name, name) for name in step.on)
+    if fits:
+        return f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
+    largest = max(step.parts, key=lambda part: part.bytes)
+    rest = f"the largest part left: {largest.name} ({format_bytes(largest.bytes)})"
+    helped = f"even with {switched}" if switched else "and no switch helps a step of this size"
+    return f"does not fit in {format_bytes(memory)}, {helped}: {rest}"
