@@ -238,6 +238,26 @@ def test_a_copy_of_a_model_has_checkpoints_of_its_own(calls: list[int]) -> None:
     assert len(calls) == LAYERS
 
 
+def test_each_device_has_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of ``DataParallel`` run at the same time: a layer of one of them had the step of the
+    other, with copies on the other's stream."""
+    _, model = pair()
+    keep = model.model.layers[0]._gradient_checkpointing_func.func
+    begun: list[str] = []
+    begin = type(keep)._begin
+
+    def counted(self: Any, hidden: torch.Tensor) -> Any:
+        begun.append(hidden.device.type)
+        return begin(self, hidden)
+
+    monkeypatch.setattr(type(keep), "_begin", counted)
+    for number in range(LAYERS):
+        for device in ("cpu", "meta"):
+            x = torch.ones(1, 4, 8, device=device, requires_grad=True)
+            keep(number, torch.square, x)
+    assert begun == ["cpu", "meta"]
+
+
 @settings(deadline=None)
 @given(*(st.integers(1, 50) for _ in range(3)), *(st.integers(0, 3000) for _ in range(2)))
 def test_everything_has_a_place(

@@ -116,6 +116,7 @@ HEADS: dict[str, Callable[[Any], None]] = {
     "an adapter": adapt,
     "trained tokens": train_tokens,
     "another forward": replace_forward,
+    "a normed weight": lambda model: torch.nn.utils.parametrizations.weight_norm(model.lm_head),
 }
 
 
@@ -141,6 +142,16 @@ def test_a_chunk_has_few_tokens() -> None:
     changed(IDS, labels=IDS).loss.backward()
     assert max(changed.lm_head.tokens) == CHUNK
     assert sum(changed.lm_head.tokens) > 2 * IDS.numel()  # forward, and again in the backward
+
+
+def test_an_output_layer_of_another_class_after_a_call() -> None:
+    """A parametrization makes a subclass of the layer's class, which was changed before."""
+    plain = tiny("llama").train()
+    changed = changed_copy(plain)
+    changed(IDS, labels=IDS)
+    for model in (plain, changed):
+        torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    assert not assert_same_step(plain, changed).logits.is_computed
 
 
 @pytest.mark.parametrize("kind", ["lora", "trained tokens", "saved modules"])
@@ -322,6 +333,44 @@ def test_what_is_written_into_logits_stays() -> None:
     logits.zero_()
     assert not (logits * 2).any()
     torch.testing.assert_close(scaled + 0, 2 * before)
+
+
+def test_logits_that_are_moved_are_not_read() -> None:
+    """Trainers cast what a model returns, and Accelerate's hooks move it."""
+    changed = changed_copy(tiny("llama"))
+    logits = changed(IDS, labels=IDS).logits
+    wide = logits.to(torch.float64)
+    assert logits.to("cpu") is logits
+    assert logits.to(device="cpu", dtype=torch.float32, non_blocking=True) is logits
+    away = wide.to("meta", non_blocking=True)
+    assert (away.device.type, away.dtype, away.shape) == ("meta", torch.float64, logits.shape)
+    assert not any(one.is_computed for one in (logits, wide, away))
+    assert type(away + 0) is torch.Tensor
+    assert (away + 0).is_meta
+    copied = logits.to(torch.float32, copy=True)
+    torch.testing.assert_close(wide.detach(), copied.detach().double())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_model_with_hooks_of_accelerate(before: bool) -> None:
+    """``device_map``: each module has another forward, and what the model returns is moved."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def dispatch(model: Any) -> None:
+        parts = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+        places = dict.fromkeys(parts, "cpu")
+        accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+
+    plain = tiny("llama").train()
+    changed = copy.deepcopy(plain)
+    if before:
+        dispatch(changed)
+    changed = changed_copy(changed)
+    if not before:
+        dispatch(changed)
+    logits = assert_same_step(plain, changed).logits
+    assert isinstance(logits, DeferredLogits)
+    assert not logits.is_computed
 
 
 def test_logits_of_weights_that_have_changed_are_refused() -> None:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from quorum_attention.recipes.patching import (
     drawn,
     evaluating,
     has_own_forward,
+    is_patched,
     patch,
     plain_class,
     swapping,
@@ -154,7 +156,8 @@ def _deferring_head(model: Any) -> torch.nn.Module:
     head: torch.nn.Module = model.get_output_embeddings()
     _state.reason = ""
     _state.has_chunks = False
-    patch(head, "__call__", _call_head)
+    if not is_patched(head, _call_head):
+        patch(head, "__call__", _call_head)
     return head
 
 
@@ -201,14 +204,16 @@ def _sample(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.Te
     if plain_class(head) is torch.nn.Linear and "forward" not in vars(head):
         with torch.no_grad():
             return _run(plain, head, states.flatten(0, -2)[:0])
-    width = states.shape[-1]
-    tokens = drawn(1, 2, width).to(states)
-    with torch.no_grad(), evaluating(head):
-        together = _run(plain, head, tokens)
-        apart = [_run(plain, head, token) for token in tokens.split(1, 1)]
-    if {logits.shape[:-1] for logits in apart} != {(1, 1)}:
+    tokens = drawn(1, 2, states.shape[-1]).to(states)
+    try:
+        with torch.no_grad(), evaluating(head):
+            together = _run(plain, head, tokens)
+            apart = torch.cat([_run(plain, head, token) for token in tokens.split(1, 1)], 1)
+    except Exception:  # whatever it is, the layer is to run as a whole
         return None
-    distance = (together - torch.cat(apart, 1)).abs().max()
+    if together.shape[:-1] != (1, 2):
+        return None
+    distance = (together - apart).abs().max()
     rounding = torch.finfo(together.dtype).eps * together.abs().max()
     return together if bool(distance <= 100 * rounding) else None
 
@@ -311,6 +316,7 @@ class DeferredLogits(torch.Tensor):
         call: the call of the output layer.
         sample: (..., vocabulary), a tensor with the dtype and the width of the logits.
         steps: what the model does to each logit of the output layer, in order.
+        device: of the logits; None is that of the states.
     """
 
     _call: _HeadCall
@@ -323,12 +329,14 @@ class DeferredLogits(torch.Tensor):
         call: _HeadCall,
         sample: torch.Tensor,
         steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (),
+        device: torch.device | None = None,
     ) -> DeferredLogits:
         """A tensor without numbers."""
         make: Any = torch.Tensor._make_wrapper_subclass
         states = call.states
         shape = (*states.shape[:-1], sample.shape[-1])
-        tensor: DeferredLogits = make(cls, shape, dtype=sample.dtype, device=states.device)
+        device = states.device if device is None else device
+        tensor: DeferredLogits = make(cls, shape, dtype=sample.dtype, device=device)
         tensor._call, tensor._steps, tensor._computed = call, steps, None
         return tensor
 
@@ -364,20 +372,47 @@ class DeferredLogits(torch.Tensor):
         after = step(before)
         if after is before:
             return self
-        return DeferredLogits(self._call, after, (*self._steps, step))
+        return DeferredLogits(self._call, after, (*self._steps, step), self.device)
+
+    def moved(self, *targets: torch.dtype | torch.device | str | int) -> DeferredLogits:
+        """These logits in another dtype, on another device; themselves if they are there."""
+        logits = self
+        for target in targets:
+            if isinstance(target, bool):  # whether the host waits
+                continue
+            if isinstance(target, torch.dtype):
+                logits = logits.then(partial(torch.Tensor.to, dtype=target))
+            elif torch.device(target) != logits.device:
+                logits = logits._on(torch.device(target))
+        return logits
+
+    def _on(self, device: torch.device) -> DeferredLogits:
+        sample = torch.empty((1, self.shape[-1]), dtype=self.dtype, device="meta")
+        move: Any = partial(torch.Tensor.to, device=device)
+        return DeferredLogits(self._call, sample, (*self._steps, move), device)
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
         named = named or {}
-        deferred = args[0] if args and isinstance(args[0], DeferredLogits) else None
-        if deferred is not None and not deferred.is_computed:
-            if function in _DESCRIPTIONS:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return function(*args, **named)
-            if _is_by_logit(function, *args[1:], *named.values()):
-                return deferred.then(lambda logits: function(logits, *args[1:], **named))
+        logits = args[0] if args else None
+        if isinstance(logits, DeferredLogits) and not logits.is_computed:
+            result = logits._without_numbers(function, args[1:], named)
+            if result is not NotImplemented:
+                return result
         args, named = tree_map_only(DeferredLogits, DeferredLogits.computed, (args, named))
         return function(*args, **named)
+
+    def _without_numbers(self, function: Any, operands: Any, named: Any) -> Any:
+        """The result of a function of these logits, or NotImplemented if it needs their numbers."""
+        if function in _DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(self, *operands, **named)
+        if function is torch.Tensor.to and _is_plain_move(*operands, **named):
+            # Accelerate moves what a model returns to the device of its input.
+            return self.moved(*operands, *named.values())
+        if _is_by_logit(function, *operands, *named.values()):
+            return self.then(lambda logits: function(logits, *operands, **named))
+        return NotImplemented
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -392,10 +427,13 @@ class DeferredLogits(torch.Tensor):
 
 # Questions about a tensor that need no numbers.
 _PROPERTIES = (
-    "device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_sparse itemsize layout nbytes ndim "
-    "requires_grad shape"
+    "device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse "
+    "is_xpu itemsize layout nbytes ndim requires_grad shape"
 )
 _DESCRIPTIONS = {
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
     torch.Tensor.dim,
     torch.Tensor.element_size,
     torch.Tensor.is_complex,
@@ -418,16 +456,22 @@ _BY_LOGIT = {
     "half",
     "mul",
     "tanh",
-    "to",
     "true_divide",
 }
+
+
+def _is_plain_move(*targets: Any, **named: Any) -> bool:
+    """Whether arguments of ``Tensor.to`` are a dtype, a device, and whether the host waits."""
+    kinds = (torch.dtype, torch.device, str, int)
+    is_known = set(named) <= {"device", "dtype", "non_blocking"}
+    return is_known and all(isinstance(value, kinds) for value in (*targets, *named.values()))
 
 
 def _is_by_logit(function: Any, *operands: Any) -> bool:
     """Whether a function of logits and ``operands`` computes each logit by itself."""
     if getattr(function, "__name__", "") not in _BY_LOGIT:
         return False
-    return all(isinstance(operand, (int, float, torch.dtype)) for operand in operands)
+    return all(isinstance(operand, (int, float)) for operand in operands)
 
 
 def chunked_cross_entropy(
@@ -476,9 +520,10 @@ def _weights_stay(model: Any) -> bool:
     ``DataParallel`` have them in the forward alone."""
     if any(parent.__name__ == "FSDPModule" for parent in type(model).__mro__):
         return False
-    head: torch.nn.Module = model.get_output_embeddings()
-    kinds = {type(weight) for weight in head.parameters()}
-    return bool(kinds) and all(issubclass(kind, torch.nn.Parameter) for kind in kinds)
+    weights = list(model.get_output_embeddings().parameters())
+    if not weights:
+        return False
+    return all(isinstance(weight, torch.nn.Parameter) for weight in weights)
 
 
 def _without_deferred(model: Any, output: Any) -> Any:

@@ -69,6 +69,13 @@ def patch(
     module.__class__ = kind
 
 
+def is_patched(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether a method of the module runs ``function``. Libraries (FSDP, parametrizations) may have
+    made a subclass of the changed class since."""
+    changes = [vars(kind).get(_CHANGED) for kind in type(module).__mro__]
+    return any(change is not None and change[2] is function for change in changes)
+
+
 def unpatch(module: torch.nn.Module) -> None:
     """Give a module its class back."""
     kind = plain_class(module)

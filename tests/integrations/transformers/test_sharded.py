@@ -157,6 +157,10 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
             sharded_positions(one, group=group)
     plain = attended(tiny("llama"), "sharded")
     sharded_positions(plain, group=group)
+    other = copy.deepcopy(plain)
+    other.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="is not over this group"):
+        other(input_ids=ids)
     with pytest.raises(ValueError, match=r"got \[8, 0, 8\]"):
         plain(input_ids=ids[:, : 8 * (rank != 1)])
 
