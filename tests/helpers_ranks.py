@@ -151,7 +151,8 @@ def by_ranks(case: Case, group: dist.ProcessGroup | None) -> Found:
         )
     }
     for name in more:
-        whole[name] = torch.stack([sums[name] for _, sums in found]).double().sum(0).to(case.dtype)
+        parts = torch.stack([sums[name] for _, sums in found])
+        whole[name] = parts.double().sum(0).to(parts.dtype)
     return whole
 
 
