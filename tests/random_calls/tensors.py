@@ -256,7 +256,9 @@ def _mask(case: Case, mask: Mask, g: torch.Generator) -> torch.Tensor:
         made = keep
     else:
         dtype = _dtype_of(case, mask)
-        off = torch.finfo(dtype).min if mask.content == "lowest" else -math.inf
+        # A mask is added in fp32, beside float64 in float64: lower numbers are -inf there.
+        added = dtype if case.dtype == "float64" or dtype != torch.float64 else torch.float32
+        off = torch.finfo(added).min if mask.content == "lowest" else -math.inf
         bias = _normal(g, *shape) * 2
         if mask.content in ("padding", "lowest"):
             bias = torch.zeros(shape, dtype=torch.float64)
