@@ -234,15 +234,24 @@ class TaskTensors:
         )  # fmt: skip
 
     def indices(
-        self, r: Rectangle, entries: slice = slice(None), heads: slice | None = None
+        self,
+        r: Rectangle,
+        entries: slice = slice(None),
+        heads: slice | None = None,
+        device: torch.device | None = None,
     ) -> Indices:
-        """The pairs of a rectangle, of all or some batch entries and query heads, by their numbers
-        in the whole call."""
-        device, first = self.query.device, self.first_head
-        some = heads or slice(0, self.query.shape[1])
+        """The pairs of a rectangle, by their numbers in the whole call.
+
+        Args:
+            entries, heads: of the task's batch entries and query heads; default all.
+            device: of the numbers; None is the query's.
+        """
+        device = self.query.device if device is None else device
+        heads = slice(0, self.query.shape[1]) if heads is None else heads
+        first = self.first_head
         return Indices(
             _on_device(self.entries[entries], device),
-            torch.arange(first + some.start, first + some.stop, device=device),
+            torch.arange(first + heads.start, first + heads.stop, device=device),
             positions(self.task, r.query_start, r.query_stop, device),
             positions(self.task, r.key_start, r.key_stop, device),
         )

@@ -29,6 +29,7 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    Indices,
     Kernel,
     Saved,
     Statistics,
@@ -138,6 +139,12 @@ class Block:
 
     def _here(self, part: torch.Tensor) -> torch.Tensor:
         return part.to(self.query.device).to(self.query.dtype)
+
+    def indices(self, keys: slice) -> Indices:
+        """The pairs of its queries and some keys, by their numbers in the whole call; on the device
+        that computes, though the task's tensors may be elsewhere."""
+        r = Rectangle(self.rows.start, self.rows.stop, keys.start, keys.stop)
+        return self.task.indices(r, self.entries, self.heads, self.query.device)
 
     def tiles(self) -> Iterator[slice]:
         """Its keys, by tiles: those that none of its queries sees are left out."""

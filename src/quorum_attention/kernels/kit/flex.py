@@ -124,8 +124,7 @@ def _changed(
         # Autograd refuses tensors of inference mode.
         scores = scores.clone() if scores.is_inference() else scores
         leaf = scores.requires_grad_(derivative)
-        r = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
-        at = block.task.indices(r, block.entries, block.heads)
+        at = block.indices(keys)
         mapped = over_pairs(score_mod, scored=True)
         changed = mapped(leaf, at.entries, at.heads, at.queries, at.keys).to(scores.dtype)
         slope = None

@@ -426,8 +426,7 @@ class MaskedKernel(ModsKernel):
         return replace(self._scores, kept=self._kept)
 
     def _kept(self, block: reference.Block, keys: slice) -> torch.Tensor:
-        rows = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
-        pairs = block.task.indices(rows, block.entries, block.heads)
+        pairs = block.indices(keys)
         numbers = pairs.entries % self.batch
         parts = [
             (at.stop - at.start, geometry.keeps(replace(pairs, entries=numbers[at])))
