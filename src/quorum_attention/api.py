@@ -93,7 +93,10 @@ def attention(
 
     Returns:
         (..., heads, n_queries, value_dim), on the query's device; 0 in rows without a key
-        (with NaN or infinity in the query, kernel "dense" gives NaN there, as torch does).
+        (with NaN or infinity in the query, kernel "dense" gives NaN there, as torch does). It is
+        dense in memory, with the query's order of dimensions however it was computed: where the
+        query is ``x.view(batch, tokens, heads, head_dim).transpose(1, 2)``, the result's
+        ``transpose(1, 2).view(batch, tokens, -1)`` is no copy. (docs/limits.md has two exceptions.)
 
     Raises:
         ValueError, TypeError: an argument does not fit; before anything is allocated.

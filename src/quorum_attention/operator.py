@@ -36,6 +36,7 @@ from quorum_attention.call.options import Arguments, CallOptions, Layer, current
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.result_layout import empty_like_input, laid_out_like
 from quorum_attention.kernels.torch_private import (
     has_transforms,
     is_tracing,
@@ -216,8 +217,8 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tensors, request = _request(settings, *args)
     out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
     known = torch.tensor(_keep(settings), dtype=torch.int64, device="cpu")
-    # As ``_fake_forward`` promises: in one piece, lse beside the output.
-    return out.contiguous(), lse.to(query.device).contiguous(), known
+    # As ``_fake_forward`` promises: as the query lies, lse beside the output.
+    return laid_out_like(out, query), lse.to(query.device).contiguous(), known
 
 
 def _backward(*args: Any) -> list[torch.Tensor]:
@@ -229,8 +230,11 @@ def _backward(*args: Any) -> list[torch.Tensor]:
     settings = _kept.get(int(known), current()) if known else None
     tensors, request = _request(settings, *inputs, mask, sinks, *args[10:-2], True, of_mask)
     grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
-    for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
-        grads[at] = grad.contiguous()
+    # One after the other, so that one copy is held beside them.
+    for at, like in enumerate(inputs):
+        grads[at] = laid_out_like(grads[at], like)
+    for at in range(len(inputs), len(grads)):
+        grads[at] = grads[at].contiguous()
     return grads
 
 
@@ -296,7 +300,7 @@ def _fake_forward(
     out_dtype = rest[-5]
     state = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (
-        query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype or query.dtype),
+        empty_like_input(query, (*query.shape[:-1], value.shape[-1]), out_dtype or query.dtype),
         query.new_empty(query.shape[:-1], dtype=state),
         torch.empty((), dtype=torch.int64, device="cpu"),
     )
@@ -305,7 +309,8 @@ def _fake_forward(
 def _fake_backward(*args: Any) -> list[torch.Tensor]:
     _, query, key, value, _, _, mask, sinks = args[:8]
     learned = [t for t, wanted in zip((mask, sinks), args[-2:], strict=True) if wanted]
-    return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
+    grads = [empty_like_input(like, like.shape, like.dtype) for like in (query, key, value)]
+    return [*grads, *(like.new_empty(like.shape) for like in learned)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -36,6 +36,7 @@ from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, registrations
+from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.torch_private import numbers_only
 from quorum_attention.planner.decide import Decision, both_passes, decide, with_plan
 from quorum_attention.planner.plan import Plan, log_cut
@@ -65,7 +66,7 @@ def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torc
     if is_trivial(tensors):
         rows, device = tuple(query.shape[:-1]), query.device
         if out is None:
-            out = torch.empty((*rows, work.value_dim), dtype=request.out_dtype, device=device)
+            out = empty_like_input(query, (*rows, work.value_dim), request.out_dtype)
         if lse is None:
             lse = torch.empty(rows, dtype=work.state_dtype, device=device)
         lse.fill_(float("-inf"))

@@ -120,6 +120,12 @@ def test_given_results_of_any_layout_and_progress(pool: Pool) -> None:
     near(grads, qa.attention_backward(wanted, q, k, k, wanted, lse, enable_gqa=True))
 
 
+def test_results_lie_as_the_query_does(pool: Pool) -> None:
+    query, key = (torch.randn(2, 30, 4, 8).transpose(1, 2) for _ in range(2))
+    out = qa.attention(query, key, key, devices=pool)
+    assert out.stride() == query.stride()
+
+
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_gradient_of_a_mask_without_autograd(pool: Pool, heads: int, given: bool) -> None:

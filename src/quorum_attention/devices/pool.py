@@ -3,6 +3,7 @@ calls with several ``devices`` share; such a call, checked, and its two passes."
 
 from __future__ import annotations
 
+import math
 import multiprocessing.process
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.result_layout import empty_like_input, result_strides
 from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.passes import progress_of
@@ -329,6 +331,27 @@ def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
     return tuple(None if one is None else parse_bytes(one) for one in each)
 
 
+def _input_of_result(name: str, tensors: Tensors) -> torch.Tensor | None:
+    """The input whose layout a result has; None: dimensions are in order."""
+    query, key, value = tensors[:3]
+    results = {"out": query, "grad_query": query, "grad_key": key, "grad_value": value}
+    return results.get(name)
+
+
+def _empty_result(
+    shape: tuple[int, ...], dtype: torch.dtype, home: torch.device, like: torch.Tensor | None
+) -> torch.Tensor:
+    """An uninitialised tensor for a result, in shared memory where the inputs are on the host."""
+    if not on_host(home):
+        if like is None:
+            return torch.empty(shape, dtype=dtype, device=home)
+        return empty_like_input(like, shape, dtype)
+    if like is None or like.is_contiguous() or 0 in shape:
+        return shared_result(shape, dtype)
+    flat = shared_result((math.prod(shape),), dtype)
+    return flat.as_strided(shape, result_strides(like, shape))
+
+
 @dataclass(eq=False)
 class PoolCall:
     """A call on a pool: runs the passes of a ``Request`` there.
@@ -411,13 +434,15 @@ class PoolCall:
             self._kept |= {name: new[name] for name in named if name in new}
             handles = {name: (new.get(name) or self._kept[name])[0] for name in inputs}
             results: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+            devices = [torch.device(name) for name in pool.devices]
             for name, (given, shape, dtype) in wanted.items():
                 if given is not None:
                     torch.autograd.graph.increment_version(given)
-                elif on_host(home):
-                    given = shared_result(shape, dtype)
                 else:
-                    given = torch.empty(shape, dtype=dtype, device=home)
+                    like = _input_of_result(name, tensors)
+                    if on_host(home) and any(backend_of(d).own_memory for d in devices):
+                        like = None  # page-locked head by head
+                    given = _empty_result(shape, dtype, home, like)
                 handles[name], own = share(given.detach(), mappings, written=True)
                 results[name] = given, own
             spec = PassSpec(

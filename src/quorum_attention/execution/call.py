@@ -377,9 +377,15 @@ class Job:
                 where = here if state.over is not None or home is None else home
                 shape, dtype = state.shape(self.work), self.dtype_of(state)
                 self.results[state.name] = empty_result(
-                    shape, dtype, where, state.words, self.device
+                    shape, dtype, where, state.words, self.device, self._input_of(state)
                 )
         return tuple(self.results[state.name] for state in self.spec.states)
+
+    def _input_of(self, state: StateSpec) -> torch.Tensor | None:
+        """The input whose layout the result of ``state`` has."""
+        if state.name == _LSE:
+            return None
+        return self.tensors[state.name if self.spec.backward else "query"]
 
     def store_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those

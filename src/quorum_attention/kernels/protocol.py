@@ -21,6 +21,7 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.functions import tensors
 from quorum_attention.kernels.merge import empty_
+from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick, positions
 
@@ -511,7 +512,7 @@ class Kernel(ABC):
         By default that is ``forward`` of a whole call as one task.
         """
         query, work = call.query, state_dtype(call.query.dtype)
-        out = torch.empty((*query.shape[:3], call.value.shape[-1]), dtype=work, device=query.device)
+        out = empty_like_input(query, (*query.shape[:3], call.value.shape[-1]), work)
         state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
         empty_(state.out, state.lse)
         self.forward(whole_task(call), state)
@@ -523,7 +524,7 @@ class Kernel(ABC):
         By default that is ``backward`` of a whole call as one task.
         """
         work, dtype = state_dtype(call.query.dtype), call.stored or call.query.dtype
-        query, key, value = (torch.zeros(t.shape, dtype=work, device=t.device) for t in call.inputs)
+        query, key, value = (empty_like_input(t, t.shape, work).zero_() for t in call.inputs)
         given = (saved.grad_out, saved.out, saved.lse)
         self.backward(whole_task(call), Gradients(*given, query, key, value))
         return query.to(dtype), key.to(dtype), value.to(dtype)

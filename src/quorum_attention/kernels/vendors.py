@@ -35,6 +35,7 @@ from quorum_attention.kernels.rectangles import (
     round_up,
     signed,
 )
+from quorum_attention.kernels.result_layout import laid_out_like
 from quorum_attention.kernels.tensors import (
     BASE_TWO_LOWEST,
     Pick,
@@ -539,13 +540,14 @@ class CpuKernel(RectangleKernel):
         if call.dropout is not None:
             return _TILES.whole_forward(call)
         if call.query.shape[1] != call.key.shape[1]:
-            return grouped_forward(self.whole_forward, call)
+            out, lse = grouped_forward(self.whole_forward, call)
+            return laid_out_like(out, call.query), lse
         out, lse = self.rectangle_forward(signed(call, self.rounds_scale)[0])
         ones = lse / lse  # NaN where lse is 0, NaN or infinite, as of rows without keys
         if not torch.equal(ones, ones):
             self.clear_dead_rows_(out, lse, call)
             mend_odd_rows_(out, lse, call)
-        return out, lse
+        return laid_out_like(out, call.query), lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.whole_backward``; takes grouped heads."""
@@ -604,6 +606,9 @@ class CpuKernel(RectangleKernel):
                 packed *= (round_up(width, 2) + round_up(width, _PACKED_SIDE)) * 2
         inside = torch.get_num_threads() * tiles + packed
         inside += _pad_bytes(call, sizes, (width, width), backward=False)
+        if extent.direct and call.head_dim != call.value_dim:
+            # A copy of the output that lies as the query does.
+            inside += sizes.rows * call.value_dim * sizes.item
         if shared > 1:
             # Copies of the queries by group, and of the results in the order of the heads.
             inside += sizes.rows * (2 * width * sizes.item + sizes.work)

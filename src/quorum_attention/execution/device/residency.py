@@ -15,6 +15,7 @@ from quorum_attention.execution.device.page_locks import (
     WORTH_LOCKING_BYTES,
     ask_for_huge_pages,
 )
+from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.sizes import format_bytes
 
 # Less than this fits few huge pages.
@@ -30,9 +31,16 @@ def home_device(home: Home, compute: torch.device) -> torch.device:
 
 
 def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    what: str,
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """An uninitialised tensor on ``device``; messages call it ``what``.
+
+    Args:
+        like: the input whose order of dimensions the tensor has; None: dimensions in order.
 
     Raises:
         OutOfMemoryError: host memory cannot hold it; says how much is missing.
@@ -48,7 +56,9 @@ def empty(
                 f"tensor instead (out=, or grads= of attention_backward), which may be "
                 f"memory-mapped"
             )
-    return torch.empty(shape, dtype=dtype, device=device)
+    if like is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return empty_like_input(like, shape, dtype, device)
 
 
 def empty_result(
@@ -57,20 +67,25 @@ def empty_result(
     device: torch.device,
     what: str,
     compute: torch.device,
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """An uninitialised tensor on ``device`` for a result that is computed on ``compute``.
 
     If it can be page-locked it lies in memory that was kept (``PinnedPool``), or begins at a page,
     so that it can be locked head by head (device/page_locks.py); a large one begins at a huge page,
-    which the system is asked for.
+    which the system is asked for. Its dimensions are in order.
+
+    Args:
+        like: as of ``empty``, for a result that is not page-locked.
 
     Raises:
         OutOfMemoryError: as ``empty``.
     """
     n_bytes = dtype.itemsize * math.prod(shape)
-    kept = backend_of(compute).pinned if _is_lockable(device, compute) else None
+    is_lockable = _is_lockable(device, compute)
+    kept = backend_of(compute).pinned if is_lockable else None
     if n_bytes < WORTH_LOCKING_BYTES or kept is None:
-        return empty(shape, dtype, device, what)
+        return empty(shape, dtype, device, what, None if is_lockable else like)
     found = kept.take(n_bytes)
     if found is None:
         try:

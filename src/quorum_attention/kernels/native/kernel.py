@@ -53,6 +53,7 @@ from quorum_attention.kernels.rectangles import (
     mask_bytes,
     operator_refusal,
 )
+from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
@@ -134,7 +135,7 @@ class NativeKernel(Kernel):
 
     def _known(self) -> None:
         self._parts: Cache[tuple[_Part, ...]] = Cache(_TABLE_BYTES, _parts_bytes)
-        self._blocks: Cache[Ints] = Cache(_CODE_BYTES, lambda found: 4096 + found.nbytes)
+        self._blocks: Cache[Ints] = Cache(_CODE_BYTES, _blocks_bytes)
 
     def under(self, geometry: Geometry) -> NativeKernel:
         """The kernel for pairs of a geometry; one with rules is for tasks without dropout."""
@@ -267,7 +268,7 @@ class NativeKernel(Kernel):
             return super().whole_forward(call)
         query = call.query
         shape = (*query.shape[:3], call.value.shape[-1])
-        out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
+        out = empty_like_input(query, shape, call.stored or query.dtype)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         (launch,) = self.launches(whole_task(call), "forward", whole=True)
         launch.forward(out, lse, resume=False)
@@ -278,7 +279,7 @@ class NativeKernel(Kernel):
         if self.geometry.rules:
             return super().whole_backward(call, saved)
         query, key, value = (
-            torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
+            empty_like_input(t, t.shape, call.stored or t.dtype) for t in call.inputs
         )
         (launch,) = self.launches(whole_task(call), "query", "key", whole=True)
         launch.backward(saved, (query, key, value), add=False)
@@ -393,6 +394,10 @@ def tilings(halves: Sequence[Half], task: TaskTensors) -> Tilings:
 def _on_host(blocks: Ints, device_type: str) -> torch.Tensor:
     found = torch.from_numpy(np.ascontiguousarray(blocks))
     return found.pin_memory() if device_type == "cuda" else found
+
+
+def _blocks_bytes(blocks: Ints) -> int:
+    return 4096 + blocks.nbytes
 
 
 def _parts_bytes(parts: tuple[_Part, ...]) -> int:

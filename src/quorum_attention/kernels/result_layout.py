@@ -1,0 +1,61 @@
+"""How results lie in memory: densely, in the order of dimensions of the input that they belong to.
+
+An output follows the query, and a gradient follows its input. So where a query is
+``view(batch, tokens, heads, head_dim).transpose(1, 2)``, the output can be transposed and viewed
+back without a copy, however the call was computed. The last dimension is always the innermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def result_strides(like: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a result of ``shape`` that follows ``like``.
+
+    An expanded tensor says no order: its results are in the order of the dimensions.
+    """
+    order = list(range(like.dim() - 1))
+    several = [dim for dim in order if like.shape[dim] > 1]
+    if not any(like.stride(dim) == 0 for dim in several):
+        # Dimensions of size 1 have any stride; they stay outside, where they change nothing.
+        single = [dim for dim in order if dim not in several]
+        order = single + sorted(several, key=like.stride, reverse=True)
+    strides = [1] * len(shape)
+    step = shape[-1]
+    for dim in reversed(order):
+        strides[dim] = step
+        step = step * shape[dim]
+    return tuple(strides)
+
+
+def empty_like_input(
+    like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return an uninitialised tensor of ``shape`` that lies as ``like`` does.
+
+    Args:
+        device: None: that of ``like``.
+    """
+    device = like.device if device is None else device
+    if like.is_contiguous():
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    strides = result_strides(like, shape)
+    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
+
+
+def laid_out_like(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``result``, or a copy that lies as ``like`` does if ``result`` does not."""
+    if result.shape == like.shape and result.stride() == like.stride():
+        return result
+    if like.is_contiguous() and result.is_contiguous():
+        return result
+    wanted = result_strides(like, result.shape)
+    steps = zip(result.shape, result.stride(), wanted, strict=True)
+    if all(n <= 1 or step == wanted_step for n, step, wanted_step in steps):
+        return result
+    return torch.empty_strided(
+        tuple(result.shape), wanted, dtype=result.dtype, device=result.device
+    ).copy_(result)
