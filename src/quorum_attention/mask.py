@@ -239,7 +239,13 @@ def _check(value: Any, name: str, kind: str | None, dims: tuple[int, ...] | None
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if dims is not None and value.dim() not in dims:
         words = " or ".join(map(str, dims))
-        raise ValueError(f"{name} must have {words} dimensions, got shape {tuple(value.shape)}")
+        instead = ""
+        if kind != "floating-point" and value.dim() > max(dims):
+            last = -1 if max(dims) == 1 else -2
+            instead = f": several batch dimensions count as one, tensor.flatten(0, {last})"
+        raise ValueError(
+            f"{name} must have {words} dimensions, got shape {tuple(value.shape)}{instead}"
+        )
     found = "bool" if value.dtype == torch.bool else "integers"
     if value.is_floating_point() or value.is_complex():
         found = "floating-point"

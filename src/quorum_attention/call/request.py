@@ -125,7 +125,7 @@ def request_of(
     query, key, value, mask, sinks, _ = tensors
     options = options_of(written, query.device)
     check_capture(options.device, query, mask, described)
-    factor = sizes.head_dim**-0.5 if scale is None else real_number(scale, "scale")
+    factor = sizes.head_dim**-0.5 if scale is None else _factor_of(scale)
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape), query.dtype)
@@ -166,6 +166,20 @@ def request_of(
         dropout=dropout,
     )  # fmt: skip
     return tensors, request
+
+
+def _factor_of(scale: Any) -> float:
+    """The argument ``scale``.
+
+    Raises:
+        TypeError, ValueError: it is no finite number, or would get a gradient.
+    """
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise TypeError(
+            "scale must be a real number, which gets no gradient, got a tensor that requires one: "
+            "give query * scale with scale=1.0, or scale.item() where it is not learned"
+        )
+    return real_number(scale, "scale")
 
 
 # --- Dropout --------------------------------------------------------------------------------------

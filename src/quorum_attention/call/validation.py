@@ -26,6 +26,14 @@ from quorum_attention.kernels.torch_private import PLAIN, has_tangent
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
 
+# The replacement that an error names, by the class of a refused tensor.
+_INSTEAD_OF = {
+    "DTensor": "give what this rank holds, tensor.to_local(), to quorum_attention.attention, or to "
+    "quorum_attention.distributed.attention where tokens are sharded",
+    "NestedTensor": "concatenate its texts and give a document id for each token, "
+    "Mask(documents=ids), or pad them and give Mask(key_lengths=lengths)",
+}
+
 
 class Tensors(NamedTuple):
     """What a call reads: query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys,
@@ -126,12 +134,17 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
         NotImplementedError: it is nested, sparse or a wrapper of other tensors.
     """
     if type(tensor) not in PLAIN and _stands_for_others(tensor):
+        kind = type(tensor).__name__
         raise NotImplementedError(
-            f"{name} must be a plain tensor, got a {type(tensor).__name__}, which stands for others"
+            f"{name} must be a plain tensor, got a {kind}, which stands for others: "
+            f"{_INSTEAD_OF.get(kind, 'give those')}"
         )
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise NotImplementedError(f"{name} must be a dense (strided) tensor, got a {kind} one")
+        instead = _INSTEAD_OF["NestedTensor"] if tensor.is_nested else "give tensor.to_dense()"
+        raise NotImplementedError(
+            f"{name} must be a dense (strided) tensor, got a {kind} one: {instead}"
+        )
 
 
 def _stands_for_others(tensor: torch.Tensor) -> bool:
@@ -162,7 +175,13 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
 
     Raises:
         ValueError: it was made for other lengths.
+        TypeError: it is a ``BlockMask`` of FlexAttention.
     """
+    if type(attn_mask).__name__ == "BlockMask":
+        raise TypeError(
+            "attn_mask must be a tensor or a quorum_attention.Mask, got a BlockMask: give "
+            "Mask(keeps=block_mask.mask_mod)"
+        )
     if not is_causal_bias(attn_mask):
         return attn_mask
     made = (attn_mask.seq_len_q, attn_mask.seq_len_kv)

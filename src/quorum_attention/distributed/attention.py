@@ -256,7 +256,9 @@ def _checked_shard(
     if work.n_queries != work.n_keys or not work.heads:
         raise ValueError(
             "key must have the query's rows, and there must be heads, got shapes "
-            f"{tuple(query.shape)}, {tuple(key.shape)}"
+            f"{tuple(query.shape)}, {tuple(key.shape)}; for cross attention over ranks give "
+            "decode queries that are the same on all ranks (no gradients), or gather the keys and "
+            "give them to quorum_attention.attention with this rank's queries"
         )
     agreement.check_kernel_of_parts(request.options.kernel)
     return tensors, request

@@ -27,6 +27,10 @@ _Value = TypeVar("_Value")
 _MISSING = object()
 
 
+def _one(value: object) -> int:
+    return 1
+
+
 class Cache(Generic[_Value]):
     """Values by key, the most recently used ones.
 
@@ -35,15 +39,15 @@ class Cache(Generic[_Value]):
         size: the size of one value: its bytes, or 1 (the default) to limit the number of values.
     """
 
-    def __init__(self, limit: int, size: Callable[[_Value], int] = lambda value: 1) -> None:
+    def __init__(self, limit: int, size: Callable[[_Value], int] = _one) -> None:
         self._limit, self._size = limit, size
         self._total = 0
         self._values: OrderedDict[Hashable, _Value] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cache[_Value]:
-        """An empty one: what a copy finds out is its own."""
-        return Cache(self._limit, self._size)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it as an empty one: what a copy finds out is its own."""
+        return Cache, (self._limit, self._size)
 
     def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """The value held under ``key``; if there is none, ``make()``, which is then held."""

@@ -335,6 +335,10 @@ _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS)
 _TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS)
 
 
+def _lists_bytes(lists: list[torch.Tensor]) -> int:
+    return 4096 + sum(each.nbytes for each in lists)
+
+
 class FlexKernel(CallsKernel, ScoreModKernel):
     """See ``from_score_mod``: compiled ``flex_attention``."""
 
@@ -346,9 +350,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
-        self._lists: Cache[list[torch.Tensor]] = Cache(
-            _CACHE_BYTES, lambda lists: 4096 + sum(each.nbytes for each in lists)
-        )
+        self._lists: Cache[list[torch.Tensor]] = Cache(_CACHE_BYTES, _lists_bytes)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -367,8 +367,8 @@ def _kept_keys(mask: Mask, sizes: CallShape) -> NDArray[np.bool_]:
 def _rows_of(tensor: torch.Tensor, name: str, batch: int, n: int, what: str) -> Ids:
     if tensor.shape not in ((n,), (1, n), (batch, n)):
         raise ValueError(
-            f"{name} must have shape ({n},) or ({batch}, {n}) for {batch} batch entries of {n} "
-            f"{what}, got {tuple(tensor.shape)}"
+            f"{name} must have shape ({n},) or ({batch}, {n}) for {batch} batch entries (all batch "
+            f"dimensions as one) of {n} {what}, got {tuple(tensor.shape)}"
         )
     found: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
     return found
