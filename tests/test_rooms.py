@@ -13,7 +13,7 @@ import quorum_attention
 ROOT = Path(quorum_attention.__file__).parent
 # Every room, a folder or a file, from the ground up. Rooms of one floor do not import each other.
 FLOORS = (
-    ("arithmetic", "counts", "errors", "extras", "lifetime", "progress", "threads"),
+    ("arithmetic", "counts", "errors", "extras", "keywords", "lifetime", "progress", "threads"),
     ("quorums", "sizes"),
     ("decomposition", "mask", "writing"),
     ("kernels", "pictures"),

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
-from quorum_attention.call.options import Arguments, CallOptions, RunOptions
+from quorum_attention.call.options import Arguments, RunOptions, call_options
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.direct import attention_results, checked_request
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
+from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward
 
@@ -115,7 +116,7 @@ def attention(
     """
     call = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
-        CallOptions(**options),
+        call_options(attention, options),
     )  # fmt: skip
     return attention_results(query, key, value, call)[0]
 
@@ -150,7 +151,7 @@ def attention_with_lse(
     """
     call = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
-        CallOptions(**options),
+        call_options(attention_with_lse, options),
     )  # fmt: skip
     return attention_results(query, key, value, call)
 
@@ -206,7 +207,7 @@ def attention_backward(
     """
     call = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
-        written=CallOptions(**options),
+        written=call_options(attention_backward, options),
     )  # fmt: skip
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = checked_request("attention_backward", *originals, call)
@@ -220,6 +221,7 @@ def attention_backward(
 
 
 @uncompiled
+@helps_with_names
 def native_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from quorum_attention.counts import one_of, real_number, shown, whole_number
+from quorum_attention.keywords import helps_with_fields
 
 Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Keeps = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -23,6 +24,7 @@ _POSITIONAL = frozenset({"causal", "offset", "window", "chunk"})
 _COUNTED = frozenset({"documents", "key_lengths"})
 
 
+@helps_with_fields
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Which pairs of queries and keys a call keeps, and what changes their scores.

@@ -83,7 +83,7 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
     def __init__(
         self, *, min_tokens: int = MIN_TOKENS, enabled: bool = True, **options: Unpack[Defaults]
     ) -> None:
-        self._layer = layer_of(sdpa=enabled, min_tokens=min_tokens, **options)
+        self._layer = layer_of("patched_sdpa", sdpa=enabled, min_tokens=min_tokens, **options)
 
     def __enter__(self) -> patched_sdpa:
         _count(opened=self._layer)
@@ -106,7 +106,7 @@ def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[Defaults]) -> 
         >>> qa.patch_sdpa(budget="2GiB")
         >>> qa.unpatch_sdpa()
     """
-    _replace_permanent(layer_of(sdpa=True, min_tokens=min_tokens, **options))
+    _replace_permanent(layer_of("patch_sdpa", sdpa=True, min_tokens=min_tokens, **options))
 
 
 def unpatch_sdpa() -> None:

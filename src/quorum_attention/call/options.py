@@ -12,7 +12,7 @@ checkpoint's) may then have another budget, and still has the same numbers (docs
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -25,6 +25,7 @@ from quorum_attention.execution.device.lookup import best_device, on_host, prese
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.keywords import check_names, names_of, unknown_option
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Options, Plan
 from quorum_attention.sizes import parse_bytes
@@ -94,6 +95,19 @@ class CallOptions(NamedTuple):
 
 
 _DEFAULTS = CallOptions()
+_NAMES = RunOptions.__optional_keys__
+
+
+def call_options(function: Callable[..., Any], options: RunOptions) -> CallOptions:
+    """The options that a call of ``function`` was given by keyword.
+
+    Raises:
+        TypeError: one that does not exist; names what was probably meant.
+    """
+    for name in options:
+        if name not in _NAMES:
+            raise unknown_option(function.__name__, name, [*names_of(function), *sorted(_NAMES)])
+    return CallOptions(**options)
 
 
 class Arguments(NamedTuple):
@@ -253,16 +267,20 @@ def set_base(layer: Layer | None) -> Layer | None:
     return before
 
 
-def layer_of(**fields: Any) -> Layer:
+def layer_of(function: str, /, **fields: Any) -> Layer:
     """A layer, checked: options as ``Defaults`` has them, ``sdpa`` and ``min_tokens``.
+
+    Args:
+        function: the name of the function that was given these options.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
     """
     options = {name: value for name, value in fields.items() if name not in ("sdpa", "min_tokens")}
     for name in options:
-        if name not in Defaults.__optional_keys__:
+        if name in Arguments._fields or name == "plan":
             raise TypeError(f"{name} is no option of settings; give it to the call itself")
+    check_names(function, options, sorted(Defaults.__optional_keys__))
     options_of(CallOptions(**options), torch.device("cpu"))
     if not _is_default(fields.get("kernel")):
         kernel = get_kernel(fields["kernel"])
@@ -305,7 +323,7 @@ class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     """
 
     def __init__(self, **options: Unpack[Defaults]) -> None:
-        self._layer = layer_of(**options)
+        self._layer = layer_of("using", **options)
 
     def __enter__(self) -> using:
         _LAYERS.set((*_LAYERS.get(), self._layer))

@@ -25,6 +25,7 @@ from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import best_device, present
 from quorum_attention.kernels import InnerKernel, get_kernel
+from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner import plan
 from quorum_attention.quorums import quorum_size
 
@@ -39,6 +40,7 @@ Cut = dict[str, Any]
 _UNCUT: Cut = {"levels": (), "layout": "aligned", "heads_per_group": None}
 
 
+@helps_with_names
 def check_kernel(
     kernel: str | InnerKernel,
     *,

@@ -6,9 +6,11 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 import quorum_attention
+from quorum_attention.cli.parser import Parser
 from quorum_attention.cli.process import Stopped, complete_streams, nobody_reads, stoppable
 from quorum_attention.progress.lines import line
 
@@ -22,9 +24,10 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     A command brings torch with it, which takes seconds to load: what needs none (``--version``)
     loads none.
     """
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="quorum-attention",
         description="Exact attention inside a memory budget, for calls that ran out of memory.",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=28),
     )
     top.add_argument("--version", action="version", version=quorum_attention.__version__)
     if "--version" in arguments[:1]:

@@ -38,10 +38,13 @@ from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.result_layout import empty_like_input, result_strides
 from quorum_attention.kernels.torch_private import capturing, uncompiled
+from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.passes import progress_of
 from quorum_attention.sizes import parse_bytes
 
+# What a call of a pool takes by keyword beside what `Pool.attention` names.
+_OPTIONS = ("budget", "depth", "kernel", "accumulator", "progress", "plan")
 # Of a result: where the caller wants it, else its shape and dtype.
 _Wanted = tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]
 
@@ -91,6 +94,7 @@ class Pool(Several, AbstractContextManager["Pool"]):
         RuntimeError: a worker did not start.
     """
 
+    @helps_with_names
     def __init__(
         self, devices: str | Sequence[str | torch.device] = "all", *, threads: int | None = None
     ) -> None:
@@ -183,6 +187,7 @@ class Pool(Several, AbstractContextManager["Pool"]):
             Errors as of ``quorum_attention.attention``; RuntimeError: no worker is left, with what
             was done until then.
         """
+        check_names("Pool.attention", options, _OPTIONS)
         filled = None if report is None else Report(pool=report)
         said = Arguments(
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,

@@ -34,6 +34,7 @@ from quorum_attention.kernels.masked.resolve import ResolvedMask, described, res
 from quorum_attention.kernels.merge import join_sinks_, merge_
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, state_dtype
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
+from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask, map_tensors
 
 # Fields with a number for each token.
@@ -45,6 +46,7 @@ _WIDENED_PAIRS = 1 << 16
 
 
 @uncompiled
+@helps_with_names
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -159,6 +161,7 @@ def attention(
 
 @uncompiled
 @torch.no_grad()
+@helps_with_names
 def decode(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -16,9 +16,13 @@ from quorum_attention.call.torch_modules import (
 )
 from quorum_attention.counts import shown
 from quorum_attention.distributed.attention import attention
+from quorum_attention.keywords import check_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# Of ``distributed.attention``, for every call in the block.
+_OPTIONS = ("budget", "depth", "kernel", "report")
 
 
 @contextmanager
@@ -54,6 +58,7 @@ def context_parallel(
             that requires a gradient.
         TypeError: ``mesh`` is neither.
     """
+    check_names("context_parallel", options, _OPTIONS)
     if not isinstance(mesh, dist.ProcessGroup) and not hasattr(mesh, "get_group"):
         raise TypeError(f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}")
     group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()

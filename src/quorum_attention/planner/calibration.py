@@ -29,6 +29,7 @@ from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
 from quorum_attention.kernels.registry import select_kernel
 from quorum_attention.kernels.torch_private import outside
+from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.writing import check_target
 
@@ -131,6 +132,7 @@ class Calibration:
     spread: dict[str, float]
 
 
+@helps_with_names
 def calibrate(
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float16,

@@ -30,6 +30,7 @@ from quorum_attention.execution.report import InWords
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, scale_is_exact
 from quorum_attention.kernels.registry import rivals, select_kernel
+from quorum_attention.keywords import check_names, helps_with_names, names_of
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
@@ -44,6 +45,7 @@ from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
 _MOST = 2**63 - 1
 
 
+@helps_with_names
 def plan(
     n_tokens: int,
     *,
@@ -321,6 +323,7 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -
     for name in ("levels", "depth", "backward"):
         if name in call:
             raise TypeError(f"estimate does not take {name}: it chooses, and plans both passes")
+    check_names("estimate", call, names_of(plan))
     forward, backward = both_passes(
         lambda back: plan(n_tokens, budget=budget, backward=back, **call)
     )

@@ -28,6 +28,7 @@ from quorum_attention.devices.report import PoolPass, PoolReport, Ran
 from quorum_attention.extras import install_hint
 from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import map_tensors
 from quorum_attention.ray.compute import Head, Job, Unit, chunks_of, compute, quorum, tasks
 from quorum_attention.sizes import parse_bytes
@@ -37,6 +38,11 @@ _RETRIES = 3
 _REPORTS = "RAY_USAGE_STATS_ENABLED"
 _CONNECT_SECONDS, _CANCEL_SECONDS = 10.0, 30.0
 _SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+# What a call of a farm takes by keyword beside its tensors and results.
+_OPTIONS = (
+    "attn_mask", "is_causal", "scale", "enable_gqa", "dropout_p", "dropout_seed", "depth", "kernel",
+    "chunks", "report",
+)  # fmt: skip
 
 
 def ray_here() -> Any:
@@ -84,6 +90,7 @@ class Farm(AbstractContextManager["Farm"]):
         RuntimeError: no machine of the cluster has so many CPUs and GPUs.
     """
 
+    @helps_with_names
     def __init__(
         self,
         address: str | None = None,
@@ -202,6 +209,7 @@ class Farm(AbstractContextManager["Farm"]):
         Args:
             call, dropout: as ``file_call`` takes them.
         """
+        check_names("Farm.attention", dropout, _OPTIONS)
         tensors = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
         found = {n: as_tensor(result, n, written=True) for n, result in results.items()}
         # This process computes nothing of it.

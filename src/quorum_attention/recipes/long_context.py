@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quorum_attention.counts import one_of, whole_number
+from quorum_attention.keywords import helps_with_names
 from quorum_attention.recipes import step
 from quorum_attention.recipes.attention import set_attention
 from quorum_attention.recipes.checkpoints import LayerCheckpoints
@@ -43,6 +44,7 @@ class Summary:
         return "\n".join(map(str, self.changes))
 
 
+@helps_with_names
 def long_context(
     model: Any,
     *,

@@ -17,6 +17,7 @@ import torch
 from quorum_attention.counts import one_of, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
+from quorum_attention.keywords import helps_with_fields
 from quorum_attention.planner import plan
 from quorum_attention.recipes.model_shape import ModelShape
 
@@ -106,6 +107,7 @@ class StepMemory:
         }
 
 
+@helps_with_fields
 @dataclass(frozen=True)
 class Training:
     """How a model is trained.

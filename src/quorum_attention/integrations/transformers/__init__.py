@@ -20,11 +20,13 @@ from quorum_attention.integrations.transformers.sharded import (
     sharded_positions,
 )
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.keywords import helps_with_names
 from quorum_attention.sizes import parse_bytes
 
 NAME = "quorum"
 
 
+@helps_with_names
 def register(
     name: str = NAME,
     *,

@@ -58,6 +58,7 @@ from quorum_attention.kernels.rectangles import UNSPLIT_BYTES, CallsKernel, Task
 from quorum_attention.kernels.reference import Tiles
 from quorum_attention.kernels.tensors import positions, to_device
 from quorum_attention.kernels.torch_private import as_it_is, outside
+from quorum_attention.keywords import helps_with_names
 
 # Score matrices that a function may hold at a time, its result among them.
 _MATRICES = 8
@@ -592,6 +593,7 @@ def takes_rows(
     return right
 
 
+@helps_with_names
 def from_score_mod(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,

@@ -25,6 +25,7 @@ from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import CallShape, Extent, Indices, Saved, TaskTensors, Three
 from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
 from quorum_attention.kernels.tensors import row_blocks
+from quorum_attention.keywords import helps_with_names
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 BackwardFunction = Callable[..., "Three"]
@@ -73,6 +74,7 @@ class FunctionKernel(CallsKernel):
 
     own_attention = True
 
+    @helps_with_names
     def __init__(
         self,
         function: LseFunction,

@@ -23,6 +23,7 @@ from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, 
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Kernel, TaskTensors
 from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
 from quorum_attention.kernels.reference import Tiles
+from quorum_attention.keywords import helps_with_names
 
 
 class DilatedSetting(NamedTuple):
@@ -54,6 +55,7 @@ class LongNetKernel(CallsKernel):
     own_attention = True
     sparse = True
 
+    @helps_with_names
     def __init__(
         self, settings: Sequence[tuple[int, int]], *, full_precision: bool = False
     ) -> None:

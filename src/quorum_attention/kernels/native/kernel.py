@@ -55,6 +55,7 @@ from quorum_attention.kernels.rectangles import (
 )
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.torch_private import outside
+from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -114,6 +115,7 @@ class NativeKernel(Kernel):
     operator = True
     empty_rows = True
 
+    @helps_with_names
     def __init__(
         self,
         *,
