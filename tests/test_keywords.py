@@ -28,7 +28,7 @@ NOT_ASKED = {
     "PoolPass", "PoolReport", "close", "ShardedReport", "ModelShape", "StepMemory", "Summary",
     "DilatedSetting", "causal", "document", "prefix_lm", "sliding_window", "quorum_mask",
     "interest_set", "is_interest_set", "paired_interest_set", "quorum_sizes", "register_kernel",
-    "read_shape", "step_memory", "switch_until_it_fits", "sharded_positions", "unpatch",
+    "longest_that_fits", "read_shape", "step_memory", "switch_until_it_fits", "sharded_positions", "unpatch",
 }  # fmt: skip
 
 
@@ -52,9 +52,12 @@ def asked_for(function: Callable[..., Any], **named: Any) -> str:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.default is parameter.empty and parameter.kind == 1:
             given.append({"n_tokens": 64, "tokens": 64, "mesh": Q}.get(parameter.name, Q))
+
+    def call() -> None:
+        function(*given, **named).__enter__()  # `context_parallel` is a generator until then
+
     with pytest.raises(TypeError) as caught:
-        made = function(*given, **named)
-        made.__enter__()  # of `context_parallel`, a generator
+        call()
     return str(caught.value)
 
 

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import re
+from pathlib import Path
 
 import pytest
 
-from quorum_attention.sizes import format_least, format_seconds, parse_bytes, parse_count
+import quorum_attention
+from quorum_attention.sizes import (
+    counted,
+    format_error,
+    format_least,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+)
+
+SOURCES = sorted(Path(quorum_attention.__file__).parent.rglob("*.py"))
+# What messages count, as it stands behind a number that may be one.
+PLURALS = re.compile(
+    "backwards|calls|chunks|cuts|devices|draws|entries|forwards|groups|heads|keys|kernels|layers|"
+    "parts|passes|pairs|processes|queries|ranks|rectangles|rounds|rows|schedules|slots|spans|tasks|"
+    "threads|times|tokens|units|ways|workers"
+)
+# Numbers that are never one, or stand in words of another sense.
+_ELSEWHERE = {
+    "heads at most",  # of a grid
+    "tokens, got a CausalBias",  # of two lengths
+    "heads, got",  # "a multiple of the key's 2 heads"
+    "rows each",
+    "times and its worker",  # of _RETRIES
+    "chunks",  # "7 x 7 chunks": of several, or of a quorum set
+}
 
 
 def test_any_duration_reads_back_as_itself() -> None:
@@ -68,3 +95,39 @@ def test_what_is_no_size_is_refused_in_a_line(text: str) -> None:
         with pytest.raises(ValueError, match="must be") as raised:
             parse(text)
         assert len(str(raised.value)) < 200
+
+
+def test_counts_and_nouns_agree() -> None:
+    assert counted(1, "pass", "passes") == "1 pass"
+    assert counted(2, "pass", "passes") == "2 passes"
+    assert counted(2048, "unit") == "2,048 units"
+    assert counted(0, "unit") == "0 units"
+
+
+def test_errors_have_no_digits_that_say_nothing() -> None:
+    assert format_error(1.234e-5) == "1.2e-05"
+    assert format_error(3.0e307) == format_error(float("inf")) == "more than 1e+06"
+
+
+def numbers_before_plurals(path: Path) -> list[str]:
+    """The words that follow a number in a text, where `counted` did not write it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        for value, text in zip(node.values, node.values[1:], strict=False):
+            if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant):
+                words = re.match(r" (?:[a-z]+/|head )?([a-z]+)\b.{0,20}", str(text.value))
+                if words and PLURALS.fullmatch(words[1]):
+                    found.append(words[0].strip())
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
+def test_no_message_says_one_passes(path: Path) -> None:
+    wrong = [
+        words
+        for words in numbers_before_plurals(path)
+        if not any(words.startswith(start) for start in _ELSEWHERE)
+    ]
+    assert not wrong, "sizes.counted writes a number and its noun"

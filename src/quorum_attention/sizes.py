@@ -24,6 +24,7 @@ _PATTERN = re.compile(
 )
 # More than any machine has: torch counts elements in 64 bits.
 _LIMIT = 2**63
+_LARGEST_ERROR = 1e6
 
 
 def parse_bytes(value: Any, name: str = "budget") -> int:
@@ -111,6 +112,12 @@ def format_seconds(seconds: float) -> str:
     return first + (f" {rest} {smaller}" if rest else "")
 
 
-def counted(number: int, noun: str) -> str:
-    """A number of things, in words: "1 unit", "2,048 units"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number of things, in words: "1 unit", "2,048 units"; "3 passes" with ``plural``."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def format_error(error: float) -> str:
+    """A relative error: "1.2e-05"; "more than 1e+06" where the digits of a larger one, or of an
+    infinite one, say nothing."""
+    return f"{error:.1e}" if error <= _LARGEST_ERROR else f"more than {_LARGEST_ERROR:.0e}"

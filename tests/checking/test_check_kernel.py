@@ -113,3 +113,30 @@ def test_what_a_kernel_refuses_is_no_error_of_its_own() -> None:
     found = qa.check_kernel(from_lse_function(narrow), **SMALL)
     assert found.exact
     assert any("one width" in reason for reason in found.skipped)
+
+
+def test_a_check_says_how_far_it_is() -> None:
+    """From the first call to the last; a check of one kind of call, without other sizes, too."""
+    told: list[tuple[int, int, str]] = []
+    for more in ({}, {"is_causal": True, "other_sizes": False}):
+        told.clear()
+        found = qa.check_kernel(
+            "dense", n_tokens=30, heads=2, batch=1, backward=False, device="cpu",
+            levels=[(3,), (3, 3)], progress=lambda *step: told.append(step), **more,
+        )  # fmt: skip
+        assert found.exact
+        assert [done for done, _, _ in told] == list(range(1, len(found.cases) + 1))
+        assert {total for _, total, _ in told} == {len(found.cases)}
+        assert {label for _, _, label in told} == {"checking dense"}
+    with pytest.raises(TypeError, match="progress must be True or False"):
+        qa.check_kernel("dense", progress="yes")  # type: ignore[arg-type]
+
+
+def test_heads_run_one_by_one_with_one_cut_of_the_tokens() -> None:
+    """It takes most of a check's calls, as many times more as there are heads and entries."""
+    found = qa.check_kernel(
+        "dense", n_tokens=60, backward=False, device="cpu", other_sizes=False,
+        levels=[(3, 3), (7,), (3,)],
+    )  # fmt: skip
+    alone = {(case.levels, case.layout) for case in found.cases if case.heads_per_group}
+    assert alone == {((), "aligned"), ((7,), "balanced")}

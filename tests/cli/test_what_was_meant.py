@@ -52,5 +52,13 @@ def test_other_unknown_options(arguments: list[str], capsys: pytest.CaptureFixtu
     assert "there is no option --" in error
 
 
+@pytest.mark.parametrize("words", ["plan --tokens 5 a b", "doctor a b"])
+def test_words_that_are_too_many(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    usage, error = said_about(words.split(), capsys)
+    command = words.split()[0]
+    assert usage.startswith(f"usage: quorum-attention {command} ")
+    assert error == f"quorum-attention {command}: error: too many words: a b"
+
+
 def test_options_may_be_shortened() -> None:
     assert parser().parse_args(["plan", "--tok", "64"]).tokens == 64

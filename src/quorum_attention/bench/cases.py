@@ -13,6 +13,7 @@ import torch
 
 import quorum_attention
 from quorum_attention.bench.child import FAILED, METHODS, OUT_OF_MEMORY, Answer, Spec
+from quorum_attention.sizes import counted
 
 Measure = Callable[[str, Spec], Answer]
 
@@ -43,8 +44,8 @@ def accuracy(options: Namespace, measure: Measure) -> Section:
             cells = [f"{mean(found):.2e}" for found in answer.errors.values()]
             rows.append([method, dtype, *(cells if answer.ok else [label(answer)] * 4)])
     text = (
-        f"{options.tokens:,} tokens, relative error (norm of the difference over the norm) "
-        f"against float64, mean of {draws} draws."
+        f"{counted(options.tokens, 'token')}, relative error (norm of the difference over the "
+        f"norm) against float64, mean of {counted(draws, 'draw')}."
     )
     return ("Accuracy against float64", text, ["method", "dtype", "out", "dQ", "dK", "dV"], rows)
 
@@ -95,7 +96,7 @@ def label(answer: Answer) -> str:
 
 def about(device: str) -> dict[str, str]:
     """What is measured on: device, versions and date, nothing that names a particular machine."""
-    found = {"device": f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"}
+    found = {"device": f"CPU, {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"}
     if device != "cpu":
         found = {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda),
                  "cudnn": str(torch.backends.cudnn.version())}  # fmt: skip

@@ -104,6 +104,8 @@ def call_options(function: Callable[..., Any], options: RunOptions) -> CallOptio
     Raises:
         TypeError: one that does not exist; names what was probably meant.
     """
+    if not options:
+        return _DEFAULTS
     for name in options:
         if name not in _NAMES:
             raise unknown_option(function.__name__, name, [*names_of(function), *sorted(_NAMES)])

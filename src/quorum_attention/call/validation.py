@@ -25,6 +25,7 @@ from quorum_attention.kernels.protocol import DTYPES, CallShape
 from quorum_attention.kernels.torch_private import PLAIN, has_tangent
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
+from quorum_attention.sizes import counted
 
 # The replacement that an error names, by the class of a refused tensor.
 _INSTEAD_OF = {
@@ -237,7 +238,9 @@ def sizes_of(
         if width == 0:
             raise ValueError(f"{name} must have a {what} of at least 1, got 0")
     if heads != kv_heads and not enable_gqa:
-        raise ValueError(f"key has {kv_heads} heads and query {heads}: give enable_gqa=True")
+        raise ValueError(
+            f"key has {counted(kv_heads, 'head')} and query {heads}: give enable_gqa=True"
+        )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"query must have a multiple of the key's {kv_heads} heads, got {heads}")
     return CallShape(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,7 +28,9 @@ from quorum_attention.execution.device.lookup import best_device, present
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner import plan
+from quorum_attention.progress import progress_bar
 from quorum_attention.quorums import quorum_size
+from quorum_attention.sizes import counted
 
 _GRADIENTS = ("grad_query", "grad_key", "grad_value")
 # Sizes that are named so differ in their dtype alone.
@@ -59,6 +62,7 @@ def check_kernel(
     other_sizes: bool = True,
     scale_of_inputs: float = 1.0,
     seed: int = 0,
+    progress: bool | Callable[[int, int, str], object] = False,
 ) -> CheckResult:
     """Test whether a kernel's results are the same however the call is cut.
 
@@ -79,6 +83,8 @@ def check_kernel(
             if the kernel takes them.
         scale_of_inputs: factor of the normally distributed inputs.
         seed: random seed of the inputs.
+        progress: True for a progress bar (plain lines in files), or a callable
+            (done, total, label), which is told of each call that has been compared.
 
     Returns:
         a ``CheckResult``: verdict, errors, first wrong rows and causes.
@@ -107,14 +113,44 @@ def check_kernel(
     levels = [_checked(cut) for cut in levels]
     seed = whole_number(seed, "seed", -(2**63), 2**64 - 1)
     factor = real_number(scale_of_inputs, "scale_of_inputs")
-    check = _Check(CheckResult(kernel.name), kernel, sizes, seed, factor)
-    kinds = check.kinds(is_causal)
-    for causal in kinds:
-        check.compare("", sizes, causal, levels)
-    if other_sizes and not check.result.broken:
-        check.other_sizes(kinds)
-    check.name_causes(kinds, other_sizes)
+    with _shown(progress) as show:
+        check = _Check(CheckResult(kernel.name), kernel, sizes, seed, factor, show)
+        kinds = check.kinds(is_causal)
+        comparisons = [_Comparison("", sizes, causal, levels) for causal in kinds]
+        others = check.other_sizes(kinds) if other_sizes else []
+        check.n_cuts = sum(len(each.cuts()) for each in (*comparisons, *others))
+        for comparison in comparisons:
+            check.compare(comparison)
+        for comparison in others if not check.result.broken else ():
+            check.attempt(comparison.name, check.compare, comparison)
+        check.name_causes(kinds, other_sizes)
     return check.result
+
+
+def _shown(progress: Any) -> AbstractContextManager[Any]:
+    """A context that gives what is told of progress, or None."""
+    if callable(progress):
+        return nullcontext(progress)
+    return progress_bar() if switch(progress, "progress") else nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """A call that is compared, uncut, with every cut of it.
+
+    Attributes:
+        name: how its sizes differ from those asked for; empty if they do not.
+        levels: how its tokens are cut.
+    """
+
+    name: str
+    sizes: Sizes
+    is_causal: bool
+    levels: Sequence[tuple[int, ...]]
+
+    def cuts(self) -> list[Cut]:
+        """How the call is cut, one cut after the other."""
+        return list(_cuts(self.sizes, self.levels))
 
 
 @dataclass(slots=True)
@@ -124,6 +160,8 @@ class _Check:
     sizes: Sizes
     seed: int
     factor: float
+    show: Callable[[int, int, str], object] | None = None
+    n_cuts: int = 0
 
     def kinds(self, is_causal: bool | None) -> list[bool]:
         """The kinds of calls to make, plain (False) and causal (True): the kind that was asked for,
@@ -146,14 +184,10 @@ class _Check:
             )
         return found
 
-    def compare(
-        self, name: str, sizes: Sizes, causal: bool, levels: Sequence[tuple[int, ...]]
-    ) -> None:
-        """Compare one call, uncut, with every cut of it.
-
-        ``name`` says how sizes differ from those asked for. If they do not, the uncut call is also
-        compared with itself.
-        """
+    def compare(self, comparison: _Comparison) -> None:
+        """Compare one call, uncut, with every cut of it; if its sizes are those asked for, also
+        with itself."""
+        name, sizes, causal = comparison.name, comparison.sizes, comparison.is_causal
         inputs = list(sizes.inputs(self.seed, self.factor))
         whole = self._run(sizes, inputs, causal, _UNCUT)
         if not name:
@@ -170,18 +204,20 @@ class _Check:
             if where:
                 self.result.broken.append(Broken(causes.STATE, f"{where}, {_kind(causal)}"))
         most = limit(inputs[0], inputs[1], whole["lse"], sizes.head_dim**-0.5)
-        for cut in _cuts(sizes, levels):
+        for cut in comparison.cuts():
             found = self._run(sizes, inputs, causal, cut)
             self.result.cases.append(_judge(found, whole, most, cut, causal, name))
+            if self.show is not None:
+                self.show(len(self.result.cases), self.n_cuts, f"checking {self.kernel.name}")
 
-    def other_sizes(self, kinds: Sequence[bool]) -> None:
-        """Compare calls of other sizes that the kernel takes, uncut, with a few cuts."""
+    def other_sizes(self, kinds: Sequence[bool]) -> list[_Comparison]:
+        """Calls of other sizes that the kernel takes, with a few cuts."""
         sizes = self.sizes
         n = min(sizes.n_queries, sizes.n_keys)
         fewer, wide = max(1, 2 * n // 3), sizes.value_dim + 8
         tried = {
-            f"{fewer} queries, {n} keys": replace(sizes, n_queries=fewer, n_keys=n),
-            f"{n} queries, {fewer} keys": replace(sizes, n_queries=n, n_keys=fewer),
+            _lengths(fewer, n): replace(sizes, n_queries=fewer, n_keys=n),
+            _lengths(n, fewer): replace(sizes, n_queries=n, n_keys=fewer),
             f"values of {wide}": replace(sizes, value_dim=wide),
         }
         wider = sizes.finest(self.kernel, kinds[0])
@@ -190,11 +226,13 @@ class _Check:
             tried[_WIDER] = wider
         grouped = _grouped(sizes)
         if grouped != sizes:
-            tried[f"{grouped.heads} heads over {grouped.kv_heads}"] = grouped
-        for name, other in tried.items():
-            for causal in kinds:
-                if self.kernel.refusal(replace(other, is_causal=causal)) is None:
-                    self._try(name, self.compare, name, other, causal, ((3,),))
+            tried[f"{counted(grouped.heads, 'head')} over {grouped.kv_heads}"] = grouped
+        return [
+            _Comparison(name, other, causal, ((3,),))
+            for name, other in tried.items()
+            for causal in kinds
+            if self.kernel.refusal(replace(other, is_causal=causal)) is None
+        ]
 
     def name_causes(self, kinds: list[bool], other_sizes: bool) -> None:
         """Name what is wrong: by what differs between the cuts, by the weights of tasks, and by
@@ -210,7 +248,7 @@ class _Check:
             if asked:
                 found += self._of_cuts(asked, kinds)
             elif wrong:
-                heads = " heads over " in wrong[0].sizes
+                heads = " over " in wrong[0].sizes
                 found.append(Broken(causes.HEADS if heads else causes.SIZES, wrong[0].sizes))
             for sizes in dict.fromkeys((least, _grouped(least)) if other_sizes else (least,)):
                 for causal in kinds:
@@ -258,13 +296,13 @@ class _Check:
             (causes.BACKWARD, wrong_gradients),
         ]  # fmt: skip
         for cause, law in laws[: 2 + sizes.needs_grad]:
-            where = self._try(
+            where = self.attempt(
                 law.__name__.replace("_", " "), law, self.kernel, sizes, causal, self.seed
             )
             if where:
                 self.result.broken.append(Broken(cause, where))
 
-    def _try(self, what: str, attempt: Callable[..., Any], *given: Any) -> Any:
+    def attempt(self, what: str, attempt: Callable[..., Any], *given: Any) -> Any:
         """Try what a kernel may refuse in words of its own: that is no error."""
         try:
             return attempt(*given)
@@ -297,6 +335,10 @@ class _Check:
         return found
 
 
+def _lengths(queries: int, keys: int) -> str:
+    return f"{counted(queries, 'query', 'queries')}, {counted(keys, 'key')}"
+
+
 def _grouped(sizes: Sizes) -> Sizes:
     """The same sizes with half as many key heads as query heads, or with one, where each query head
     has its own."""
@@ -320,15 +362,17 @@ def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
 def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[Cut]:
     """A cut of the heads alone, then two cuts of the tokens for each of ``levels``.
 
-    Aligned chunks are run with all heads and entries together, balanced chunks of one level with
-    heads and entries one by one.
+    The chunks of these are aligned and balanced. All heads and entries are together, but for the
+    balanced chunks of the first cut of one level: there they run one by one, which takes as many
+    times the kernel's calls as there are heads and entries.
     """
     alone = sizes.heads // sizes.kv_heads
     if sizes.batch > 1 or sizes.kv_heads > 1:
         yield {**_UNCUT, "heads_per_group": alone}
+    one_by_one = next((cut for cut in levels if len(cut) == 1), None)
     for cut in levels:
         yield {**_UNCUT, "levels": tuple(cut)}
-        group = alone if len(cut) == 1 else None
+        group = alone if cut == one_by_one else None
         yield {"levels": tuple(cut), "layout": "balanced", "heads_per_group": group}
 
 

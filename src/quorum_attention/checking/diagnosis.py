@@ -27,6 +27,7 @@ from quorum_attention.checking.trial import (
 )
 from quorum_attention.decomposition import Decomposition, Span, Task
 from quorum_attention.kernels import InnerKernel, Statistics, merge_
+from quorum_attention.sizes import format_error
 
 _TOKENS = 101
 # Weights that differ by less are rounded, in as few bits as bfloat16 has.
@@ -245,7 +246,7 @@ def wrong_gradients(kernel: InnerKernel, sizes: Sizes, causal: bool, seed: int) 
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
             error, most = _slope(trial, index, grads[index], drawn.to(sizes.device))
             if error > most:
-                return f"{name} off by {error:.1e} of its size"
+                return f"{name} off by {format_error(error)} of its size"
             if most == torch.inf:
                 raise RuntimeError(f"{name}: the forward is too rough for steps along it")
     return ""

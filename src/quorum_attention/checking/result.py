@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from quorum_attention.sizes import counted, format_error
+
 Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
 
 
@@ -101,14 +103,16 @@ class CheckResult:
         return {"verdict": self.verdict, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel}: {self.verdict}, {len(self.cases)} ways to cut"]
+        lines = [f"{self.kernel}: {self.verdict}, {counted(len(self.cases), 'way')} to cut"]
         if self.cause:
             lines.append(f"cause: {self.cause}")
         lines += [f"also: {other}" for other in self.others]
         lines += dict.fromkeys(f"{b.cause.partition(':')[0]}: {b.where}" for b in self.broken)
         wrong = [case for case in self.cases if case.verdict == "not exact"]
         if wrong:
-            lines.append(f"{len(wrong)} of {len(self.cases)} cuts differ; the worst of each kind:")
+            lines.append(
+                f"{len(wrong)} of {counted(len(self.cases), 'cut')} differ; the worst of each kind:"
+            )
         # Only the worst of each kind of cut is shown.
         shown: dict[tuple[bool, bool, str], CaseResult] = {}
         for case in wrong:
@@ -119,8 +123,8 @@ class CheckResult:
             name, error = case.worst()
             rows = ", ".join(f"{what}[{b}, {h}, {row}]" for what, b, h, row in case.rows)
             lines.append(
-                f"  {case}: {name} has a relative error of {error:.1e} (rounding: at most "
-                f"{case.limit:.1e}); first wrong rows {rows}"
+                f"  {case}: {name} has a relative error of {format_error(error)} (rounding: "
+                f"at most {case.limit:.1e}); first wrong rows {rows}"
             )
         lines += [f"not tried: {reason}" for reason in self.skipped]
         return "\n".join(lines)

@@ -15,6 +15,7 @@ from quorum_attention.bench.cases import EXPERIMENTS, USUAL, about
 from quorum_attention.bench.child import METHODS, Answer, Spec, run_child
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
+from quorum_attention.sizes import counted
 from quorum_attention.writing import write_text
 
 # Of one measurement.
@@ -54,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     }  # fmt: skip
 
     def measure(experiment: str, spec: Spec) -> Answer:
-        warn(f"{experiment}: {spec.method}, {spec.tokens:,} tokens, {spec.dtype}")
+        warn(f"{experiment}: {spec.method}, {counted(spec.tokens, 'token')}, {spec.dtype}")
         answer = run_child(spec, _LONGEST_SECONDS)
         measured = {"experiment": experiment, "spec": asdict(spec), "answer": asdict(answer)}
         found["measurements"].append(measured)

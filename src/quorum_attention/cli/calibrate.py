@@ -11,6 +11,7 @@ from typing import Any
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.planner.calibration import Calibration, calibrate
+from quorum_attention.sizes import counted
 
 
 def add_to(commands: Any) -> None:
@@ -29,8 +30,8 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     show_table(["figure", "median", "spread"], _rows(found), title=found.key)
     say(
-        f"measured {found.rounds} times in {found.seconds:.1f} s; stored in {found.path}; plans "
-        f"use it from now on"
+        f"measured {counted(found.rounds, 'time')} in {found.seconds:.1f} s; stored in "
+        f"{found.path}; plans use it from now on"
     )
     return 0
 

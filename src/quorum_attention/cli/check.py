@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
             load(options.kernel), n_tokens=options.tokens, heads=options.heads,
             kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype,
             is_causal=options.causal, backward=not options.forward_only,
-            device=shared.default_device(options.device),
+            device=shared.default_device(options.device), progress=True,
         )  # fmt: skip
     except Exception as error:
         frames, ours = traceback.extract_tb(error.__traceback__), quorum_attention.__path__[0]

@@ -18,7 +18,7 @@ from quorum_attention.recipes import step
 from quorum_attention.recipes.checkpoints import host_room, page_locked_share
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.remedies import advice, longest_that_fits, switch_until_it_fits
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import counted, format_bytes
 
 
 def add_to(commands: Any) -> None:
@@ -126,7 +126,7 @@ def _longest_words(longest: int, memory: int, host: int) -> str:
 def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory) -> None:
     title = (
         f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training step of "
-        f"{options.batch} x {options.tokens:,} tokens"
+        f"{options.batch} x {counted(options.tokens, 'token')}"
     )
     switched = "all on" if options.memory is None else "these on"
     rows = [

@@ -20,28 +20,28 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """See ``argparse``. Nothing stays unknown."""
+        """See ``argparse``."""
         words = list(sys.argv[1:] if args is None else args)
         commands = self._commands()
         for word in words:
             if word == "--":
                 break
-            if commands is not None and not word.startswith("-"):
-                self._check_command(word, commands)
+            if commands and not word.startswith("-"):
+                self._check_command(word, list(commands))
                 break  # what follows is the command's
             if word.startswith("--"):
                 self._check_option(word.partition("=")[0])
         namespace, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            self.error(f"unknown: {' '.join(unknown)}")
+        if unknown and commands:
+            commands[namespace.command].error(f"too many words: {' '.join(unknown)}")
         return namespace, unknown
 
-    def _commands(self) -> list[str] | None:
-        """The names of the commands; None of a parser without any."""
+    def _commands(self) -> dict[str, argparse.ArgumentParser]:
+        """The parsers of the commands by name; none of a command's own parser."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                return list(action.choices)
-        return None
+                return dict(action.choices)
+        return {}
 
     def _check_command(self, word: str, commands: list[str]) -> None:
         if word in commands:

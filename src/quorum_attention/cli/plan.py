@@ -13,7 +13,7 @@ from quorum_attention.devices.scheduler import SPEEDS, simulate
 from quorum_attention.execution.device.lookup import best_device, named_device
 from quorum_attention.pictures import check_drawable, draw_gantt
 from quorum_attention.planner import Plan, plan
-from quorum_attention.sizes import format_seconds
+from quorum_attention.sizes import counted, format_seconds
 
 _ENTRY = re.compile(r"(?:([1-9]\d{0,3})x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9]+[.]?[0-9]*))?")
 
@@ -152,13 +152,15 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         busy = sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
         passes[name] = {"seconds": found.seconds, "parts": found.parts, "busy": busy}
         spent = format_seconds(found.seconds)
-        said.append(f"{name}: {spent}, {found.parts} parts, devices busy {busy:.1%} of the time")
+        said.append(
+            f"{name}: {spent}, {counted(found.parts, 'part')}, devices busy {busy:.1%} of the time"
+        )
     if options.draw is not None:
         draw_gantt(options.draw, drawn)
     said.append(
-        f"Predicted, not measured: {len(devices)} devices, together as fast as {total:g} H200s. "
-        "The H200's rates were measured; other speeds are published ones, or yours. Each device "
-        "has the whole budget, and reaches inputs and results at full speed."
+        f"Predicted, not measured: {counted(len(devices), 'device')}, together as fast as "
+        f"{total:g} H200s. The H200's rates were measured; other speeds are published ones, or "
+        "yours. Each device has the whole budget, and reaches inputs and results at full speed."
     )
     named = [{"name": name, "speed": speed} for name, speed in devices]
     return {"devices": named, "of_one_h200": total, "passes": passes}, said

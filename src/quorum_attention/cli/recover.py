@@ -28,7 +28,13 @@ from quorum_attention.files.inputs import read_inputs
 from quorum_attention.pictures import check_drawable, draw_recovery
 from quorum_attention.planner import Plan, plan
 from quorum_attention.planner.decide import both_passes
-from quorum_attention.sizes import counted, format_bytes, format_least, format_seconds
+from quorum_attention.sizes import (
+    counted,
+    format_bytes,
+    format_error,
+    format_least,
+    format_seconds,
+)
 
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
@@ -180,10 +186,14 @@ def _setting(options: argparse.Namespace) -> _Setting:
 def _headline(setting: _Setting) -> str:
     *batch, heads, tokens, width = setting.query.shape
     many = f"{' x '.join(map(str, batch))} x " if batch and batch != [1] else ""
-    kv = "" if setting.key.shape[-3] == heads else f" over {setting.key.shape[-3]} key/value heads"
+    kv = (
+        ""
+        if setting.key.shape[-3] == heads
+        else f" over {counted(setting.key.shape[-3], 'key/value head')}"
+    )
     dtype = str(setting.query.dtype).removeprefix("torch.")
     return (
-        f"{tokens:,} tokens, {many}{heads} heads{kv} of {width}, {dtype}, "
+        f"{counted(tokens, 'token')}, {many}{counted(heads, 'head')}{kv} of {width}, {dtype}, "
         f"{'causal' if setting.is_causal else 'not causal'}, "
         f"{'forward and backward' if setting.backward else 'forward'}, on "
         f"{setting.device}; memory limit {format_bytes(setting.budget_bytes)}"
@@ -257,7 +267,9 @@ def _print(
     if ours.ok:
         right = f"Matches float64 on sampled rows: {'yes' if recovered else 'NO'}."
         say(f"Quorum Attention {within}: worked, with {ours.memory}. {right}")
-        errors = ", ".join(f"{_SHORT[n]} {error:.1e}" for n, (error,) in ours.errors.items())
+        errors = ", ".join(
+            f"{_SHORT[n]} {format_error(error)}" for n, (error,) in ours.errors.items()
+        )
         say(f"relative errors: {errors}")
     else:
         stage = f" in its {ours.stage}" if ours.stage else ""

@@ -25,6 +25,7 @@ from quorum_attention.files.run import Mode, Ran, described, output_of, run_call
 from quorum_attention.kernels import get_kernel
 from quorum_attention.planner.estimate import words_of
 from quorum_attention.progress import progress_bar
+from quorum_attention.sizes import counted
 
 _amount = shared.number_of("a number of at least 0", lambda number: 0 <= number < 1e6)
 # What changes no number of the result, and may be another when a call is resumed.
@@ -177,7 +178,7 @@ def _tell(
     else:
         if options.ray is None:
             if report.total.forwards + report.total.backwards > 1:
-                say(f"this run:\n{report.total}\nthe last of {settings.parts} parts:")
+                say(f"this run:\n{report.total}\nthe last of {counted(settings.parts, 'part')}:")
             say(str(report))
         say(f"wrote {options.output}")
 

@@ -41,7 +41,7 @@ from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.passes import progress_of
-from quorum_attention.sizes import parse_bytes
+from quorum_attention.sizes import counted, parse_bytes
 
 # What a call of a pool takes by keyword beside what `Pool.attention` names.
 _OPTIONS = ("budget", "depth", "kernel", "accumulator", "progress", "plan")
@@ -330,8 +330,8 @@ def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
     each = budget if isinstance(budget, (list, tuple)) else [budget] * count
     if len(each) != count:
         raise ValueError(
-            f"budget must be one number of bytes or one for each of the {count} devices, got "
-            f"{len(each)}"
+            f"budget must be one number of bytes or one for each of the "
+            f"{counted(count, 'device')}, got {len(each)}"
         )
     return tuple(None if one is None else parse_bytes(one) for one in each)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quorum_attention.execution.report import PassReport, Report
-from quorum_attention.sizes import format_bytes, format_seconds
+from quorum_attention.sizes import counted, format_bytes, format_seconds
 
 
 @dataclass(slots=True)
@@ -62,14 +62,15 @@ class PoolPass:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.parts} parts on {len(self.devices)} devices, {format_seconds(self.seconds)}"
+            f"{counted(self.parts, 'part')} on {counted(len(self.devices), 'device')}, "
+            f"{format_seconds(self.seconds)}"
         ]
         if self.copied_bytes:
             lines[0] += f", {format_bytes(self.copied_bytes)} copied into shared memory"
         for number, name in enumerate(self.devices):
             count = sum(one.device == number for one in self.ran)
             share = self.busy(number) / self.seconds if self.seconds else 0.0
-            lines.append(f"  {name}: {count} parts, busy {share:.0%}")
+            lines.append(f"  {name}: {counted(count, 'part')}, busy {share:.0%}")
         return "\n".join(lines + [f"  {line}" for line in self.history])
 
 

@@ -28,6 +28,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner.calibration import calibrated_flops
+from quorum_attention.sizes import counted
 
 # Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
 # forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an
@@ -229,7 +230,9 @@ class Coordinator:
     def _given_up(self) -> Exception:
         report = self.report
         said = "; ".join(report.history) or "all had ended before, or were closed"
-        message = f"no device is left after {len(report.ran)} of {report.parts} parts: {said}"
+        message = (
+            f"no device is left after {len(report.ran)} of {counted(report.parts, 'part')}: {said}"
+        )
         kind = OutOfMemoryError if self._out_of_memory else RuntimeError
         return kind(message + self._out_of_memory)
 

@@ -20,6 +20,7 @@ from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.sizes import counted
 
 # What a call is, by the names of its arguments; the values are plain.
 Signature = Mapping[str, object]
@@ -184,7 +185,7 @@ def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) ->
     sizes = tuple([whole_number(n, "lengths", 0) for n in lengths])
     if len(sizes) != group.size() or sizes[group.rank()] != rows:
         raise ValueError(
-            f"lengths must have an entry for each of {group.size()} ranks, and {rows} for rank "
-            f"{group.rank()}, got {shown(list(sizes))}"
+            f"lengths must have an entry for each of {counted(group.size(), 'rank')}, and "
+            f"{rows} for rank {group.rank()}, got {shown(list(sizes))}"
         )
     return sizes

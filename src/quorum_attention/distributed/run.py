@@ -31,6 +31,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.passes import compute_block
+from quorum_attention.sizes import counted as in_words
 from quorum_attention.sizes import format_bytes
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
@@ -233,7 +234,7 @@ class ShardedReport:
         if self.backward_bytes:
             both += f" forward, {format_bytes(self.backward_bytes)} backward"
         return (
-            f"rank {self.rank} of {self.ranks}: {self.way}, {self.pairs:,} pairs "
+            f"rank {self.rank} of {self.ranks}: {self.way}, {in_words(self.pairs, 'pair')} "
             f"(busiest rank: {self.imbalance:.3f} of an equal share), {both}"
         )
 

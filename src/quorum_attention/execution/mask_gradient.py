@@ -141,8 +141,9 @@ def add_up_mask_gradient(
                     tile, failure = smaller, first_line(error)
                 backend_of(job.device).give_back_cached()
                 recoveries.append(
-                    f"mask gradient out of memory ({failure}): tiles of {tile.queries} queries "
-                    f"by {tile.keys} keys of {counted(tile.heads, 'key/value head')}, "
+                    f"mask gradient out of memory ({failure}): tiles of "
+                    f"{counted(tile.queries, 'query', 'queries')} by "
+                    f"{counted(tile.keys, 'key')} of {counted(tile.heads, 'key/value head')}, "
                     f"batch entries at a time: {tile.entries}"
                 )
     return recoveries

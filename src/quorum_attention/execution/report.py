@@ -80,7 +80,10 @@ class Total(InWords):
             cost = format_seconds(self.recovery_seconds)
             lines.append(f"recoveries: {self.recoveries}, which cost {cost}")
         # A copy: another thread may meet another kernel meanwhile.
-        lines += [f"kernel {name}: {n} passes" for name, n in dict(self.kernels).items()]
+        lines += [
+            f"kernel {name}: {counted(n, 'pass', 'passes')}"
+            for name, n in dict(self.kernels).items()
+        ]
         return "\n".join(lines)
 
 

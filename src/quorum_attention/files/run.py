@@ -33,6 +33,7 @@ from quorum_attention.files import formats
 from quorum_attention.files.compute import Compute, FileCall, Settings, Work, compute_here
 from quorum_attention.files.formats import SUFFIX, Wanted
 from quorum_attention.files.inputs import Seen
+from quorum_attention.sizes import counted
 
 LOCK, PROGRESS = "lock", "progress.json"
 # Results, and folders of partial states beside them. Each beginning has a number of its own, so
@@ -265,7 +266,7 @@ def run_call(
         done = list(folder.progress["done"])
         left = [number for number in range(settings.parts) if number not in done]
         if folder.resumed:
-            say(f"resumed: {len(done)} of {settings.parts} parts were done")
+            say(f"resumed: {len(done)} of {counted(settings.parts, 'part')} were done")
         results = call.with_heads(folder.open())
         work = Work(call, settings, results, output.run, report)
         try:
@@ -276,7 +277,8 @@ def run_call(
             folder.finish()
         except BaseException:
             if kept := len(folder.progress["done"]):
-                say(f"{kept} of {settings.parts} parts are done and kept: --resume continues")
+                of_all = f"{kept} of {counted(settings.parts, 'part')}"
+                say(f"{of_all} are done and kept: --resume continues")
             raise
     return settings, len(done) if folder.resumed else None
 
@@ -321,8 +323,8 @@ def _begun(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
     if mode == "new":
         raise ValueError(
             f"{output.name} was started {left['begun']} and is not finished: {len(left['done'])} "
-            f"of {left['settings']['parts']} parts are done ({output.run}); --resume continues it, "
-            f"--restart discards it and starts again"
+            f"of {counted(left['settings']['parts'], 'part')} are done ({output.run}); --resume "
+            f"continues it, --restart discards it and starts again"
         )
     before = left["call"]
     differences = [

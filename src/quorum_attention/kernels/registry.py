@@ -31,6 +31,7 @@ from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.tensors import Pick
 from quorum_attention.kernels.torch_private import capturing, flash_implementation, outside
 from quorum_attention.kernels.vendors import CpuKernel, CudnnKernel, EfficientKernel, FlashKernel
+from quorum_attention.sizes import format_error
 
 _KERNELS: dict[str, Kernel] = {}
 _registered = 0
@@ -350,7 +351,7 @@ def _compare(
         size = reference[reference.isfinite()].abs().max()
         error = (difference.max() / size.clamp_min(1e-6)).item()
         if not error <= tolerance:
-            return f"{name} off by {error:.1e} of its size"
+            return f"{name} off by {format_error(error)} of its size"
     return None
 
 

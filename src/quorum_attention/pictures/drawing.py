@@ -156,10 +156,10 @@ def _figure(shape: Decomposition, pairs: Pairs, tasks: Sequence[Task] | None, ke
 
 def summary(shape: Decomposition, kept: str, n_tasks: int | None = None) -> str:
     """The title of a picture of ``shape``."""
-    parts = [f"{shape.n_tokens:,} tokens"]
+    parts = [counted(shape.n_tokens, "token")]
     if shape.levels:
         chunks = " x ".join(map(str, shape.levels))
-        parts += [f"{chunks} chunks", f"{n_tasks or shape.n_tasks:,} independent tasks"]
+        parts += [f"{chunks} chunks", counted(n_tasks or shape.n_tasks, "independent task")]
     else:
         parts.append("one uncut task")
     return ", ".join([*parts, kept] if kept else parts)
@@ -223,7 +223,7 @@ def _number_chunks(axes: Any, edges: list[int], rows: int, columns: int) -> None
     unit = f"position (0 to {max(columns, rows):,})"
     if len(edges) > 2:
         longest = max(stop - start for start, stop in pairwise(edges))
-        unit = f"number of their chunk (of at most {longest:,} tokens)"
+        unit = f"number of their chunk (of at most {counted(longest, 'token')})"
     axes.set_xlabel(f"keys, by {unit}", color=SOFT, size=10.5)
     axes.set_ylabel("queries", color=SOFT, size=10.5)
 
@@ -397,7 +397,9 @@ def _title(name: str, part: Mapping[str, Any]) -> str:
     cut = f"cut into {levels} chunks" if levels else "not cut"
     title = f"{name}: {cut}, {counted(part['units'], 'unit')} of work, kernel {part['kernel']}"
     if part["recoveries"]:
-        title += f", {len(part['recoveries'])} times recovered from running out of memory"
+        title += (
+            f", {counted(len(part['recoveries']), 'time')} recovered from running out of memory"
+        )
     return title
 
 

@@ -175,8 +175,9 @@ class Plan(InWords):
         cut, kept = self.decomposition, self._kept()
         dtype = str(work.dtype).removeprefix("torch.")
         call = (
-            f"{'backward' if self.backward else 'forward'} of {work.n_queries:,} queries x "
-            f"{work.n_keys:,} keys, {work.batch} x {work.heads} heads ({work.kv_heads} key/value), "
+            f"{'backward' if self.backward else 'forward'} of "
+            f"{counted(work.n_queries, 'query', 'queries')} x {counted(work.n_keys, 'key')}, "
+            f"{work.batch} x {counted(work.heads, 'head')} ({work.kv_heads} key/value), "
             f"head_dim {work.head_dim}, {dtype}{f', {kept}' if kept else ''}"
         )
         levels = "none, one uncut task for each head group"
@@ -184,12 +185,14 @@ class Plan(InWords):
             share = 100 * schedule.largest_task / max(1, cut.n_tokens)
             levels = (
                 f"{' x '.join(map(str, cut.levels))} chunks ({cut.layout}), "
-                f"{self.n_tasks:,} tasks of at most {schedule.largest_task:,} tokens "
+                f"{counted(self.n_tasks, 'task')} of at most "
+                f"{counted(schedule.largest_task, 'token')} "
                 f"({share:.{1 if share >= 0.1 else 4}f}% of the sequence)"
             )
         units = (
             f"{counted(self.n_groups, 'head group')} of {schedule.group.batch} x "
-            f"{schedule.group.kv_heads} key/value heads x {schedule.route.parts(schedule, work)}, "
+            f"{counted(schedule.group.kv_heads, 'key/value head')} x "
+            f"{schedule.route.parts(schedule, work)}, "
             f"{schedule.route.n_cap} at a time, "
             f"{counted(schedule.route.streams, 'kernel call')} in flight"
         )
@@ -268,7 +271,7 @@ def log_cut(plan: Plan) -> None:
     call = plan._lines()[0][1]
     within = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     _log_once(
-        f"{call}, is cut: budget {within}, depth {plan.depth} ({plan.n_tasks:,} tasks), "
+        f"{call}, is cut: budget {within}, depth {plan.depth} ({counted(plan.n_tasks, 'task')}), "
         f"{counted(plan.n_groups, 'head group')}, kernel {plan.kernel}, peak "
         f"{format_bytes(plan.peak_bytes)}, predicted {format_seconds(plan.predicted_seconds)}; "
         f"said once for calls like this"

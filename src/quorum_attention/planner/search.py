@@ -33,7 +33,7 @@ from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import kernel_hardware, least_cost, least_seconds, price
 from quorum_attention.quorums import chunk_count, quorum_sizes
-from quorum_attention.sizes import format_bytes, format_least, format_seconds
+from quorum_attention.sizes import counted, format_bytes, format_least, format_seconds
 
 _SHORT = "the uncut call fits and is short, so nothing else was tried"
 _ON_A_CPU = "the uncut call fits; on a CPU no cut is faster"
@@ -224,7 +224,7 @@ class _Search:
             if taken is self.monolithic:
                 return "the uncut call fits, and no cut is clearly faster"
             return f"predicted clearly faster than the uncut call ({spent})"
-        reason = f"predicted to be the fastest of {self.tried} schedules"
+        reason = f"predicted to be the fastest of {counted(self.tried, 'schedule')}"
         if whole_bytes > self.constraints.budget_bytes:
             reason += f"; the uncut call needs {format_bytes(whole_bytes)}"
         if not taken.levels:
@@ -405,7 +405,7 @@ def _check_depth(n_tokens: int, constraints: PlanConstraints) -> None:
     if constraints.depth > most:
         tiles = f" in tiles of {constraints.tile}" if constraints.layout == "aligned" else ""
         raise ValueError(
-            f"depth must be at most {most} for {n_tokens} tokens{tiles}, got "
+            f"depth must be at most {most} for {counted(n_tokens, 'token')}{tiles}, got "
             f"{constraints.depth}: more levels make no task smaller"
         )
 

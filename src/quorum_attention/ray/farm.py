@@ -31,7 +31,7 @@ from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import map_tensors
 from quorum_attention.ray.compute import Head, Job, Unit, chunks_of, compute, quorum, tasks
-from quorum_attention.sizes import parse_bytes
+from quorum_attention.sizes import counted, parse_bytes
 
 # Times that a unit is begun again because its worker or its machine was lost.
 _RETRIES = 3
@@ -355,7 +355,7 @@ class Farm(AbstractContextManager["Farm"]):
         except self._ray.exceptions.RayError as error:
             raise RuntimeError(
                 f"{unit} was begun {_RETRIES + 1} times and its worker was lost each time, after "
-                f"{len(report.ran)} of {report.parts} units: {error}"
+                f"{len(report.ran)} of {counted(report.parts, 'unit')}: {error}"
             ) from error
 
     def _begin(self, address: str | None, begun: ExitStack) -> None:

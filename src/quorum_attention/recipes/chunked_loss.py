@@ -41,7 +41,7 @@ from quorum_attention.recipes.patching import (
     unpatch,
 )
 from quorum_attention.recipes.step import LOSS, loss_tokens
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import counted, format_bytes
 
 _TRIAL_TOKENS = 12
 # Logits of more bytes are warned of where the loss was to be computed in chunks.
@@ -84,7 +84,9 @@ def chunk_loss(model: Any) -> Change:
             model.loss_function = previous_loss
         return Change(LOSS, False, reason)
     tokens = loss_tokens(len(model.get_input_embeddings().weight), model.dtype.itemsize)
-    return Change(LOSS, True, f"{tokens:,} tokens at a time; logits only if somebody reads them")
+    return Change(
+        LOSS, True, f"{counted(tokens, 'token')} at a time; logits only if somebody reads them"
+    )
 
 
 def _reason_against(model: Any) -> str | None:

@@ -51,7 +51,7 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
             return Change(MLP, False, f"{kind.__name__} {why_not}")
     for module in mlps:
         patch(module, "forward", _run_in_tiles, tokens)
-    return Change(MLP, True, f"{counted(len(mlps), 'MLP')}, {tokens:,} tokens at a time")
+    return Change(MLP, True, f"{counted(len(mlps), 'MLP')}, {counted(tokens, 'token')} at a time")
 
 
 def _is_gated(module: torch.nn.Module) -> bool:

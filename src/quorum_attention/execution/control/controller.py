@@ -272,7 +272,7 @@ class RecoveryController:
         self.n_cap = self._levels.n_cap
         done = ""
         if self.n_finished:
-            done = f", {self.n_finished} of {self.n_groups} head groups done"
+            done = f", {self.n_finished} of {counted(self.n_groups, 'head group')} done"
         self.history.append(f"{failed} ({message}{done}): {instead}")
         self.waiting.extendleft(reversed(self.begun))
         self.begun.clear()

@@ -19,6 +19,7 @@ import torch
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks, PinnedPool
 from quorum_attention.kernels.fa4 import by_head_dim
+from quorum_attention.sizes import counted
 
 if TYPE_CHECKING:
     from quorum_attention.execution.device.cuda import Lanes
@@ -190,7 +191,7 @@ class Backend:
     def model(self, device: torch.device) -> str:
         """The device's model, for which a calibration is valid: its name, and how many threads
         torch uses."""
-        return f"cpu {cpu_name()}, {torch.get_num_threads()} threads"
+        return f"cpu {cpu_name()}, {counted(torch.get_num_threads(), 'thread')}"
 
     def rates_of(self, dtype: torch.dtype) -> str:
         """The dtypes that share their rates with ``dtype``, in words: all that are as wide, but for

@@ -79,7 +79,7 @@ class Streaming(Route):
     @property
     def words(self) -> str:
         """A description of the route for people."""
-        chunk, block = f"{self.queries:,} queries", f"{self.keys:,} keys"
+        chunk, block = counted(self.queries, "query", "queries"), counted(self.keys, "key")
         if self.resident_axis == "key":
             chunk, block = block, chunk
         return f"{chunk} stay, {block} at a time stream by (tasks only if that fails)"

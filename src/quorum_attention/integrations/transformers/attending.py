@@ -20,6 +20,7 @@ from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import Options
 from quorum_attention.integrations.transformers.packing import warn_of_packing
 from quorum_attention.mask import Mask
+from quorum_attention.sizes import counted
 
 # Of these the attention's result is the same, whatever they are: hints for other kernels, what is
 # in the mask already (positions, lengths of documents), and what a model's other parts read.
@@ -167,9 +168,9 @@ def _mask(
     if isinstance(given, DescribedMask):
         if given.shape[2:] != (queries, keys):
             raise ValueError(
-                f"{type(module).__name__} was given a mask of {given.shape[2]} queries and "
-                f"{given.shape[3]} keys for {queries} queries and {keys} keys, so it computes with "
-                'its mask: use attn_implementation="sdpa" or "eager"'
+                f"{type(module).__name__} was given a mask of {_lengths(*given.shape[2:])} for "
+                f"{_lengths(queries, keys)}, so it computes with its mask: use "
+                'attn_implementation="sdpa" or "eager"'
             )
         return given.on(query.device), min(given.seen, keys)
     if isinstance(given, BlockMask):
@@ -178,19 +179,23 @@ def _mask(
         if given.dim() != 4 or given.shape[2] not in (1, queries) or given.shape[3] < keys:
             raise ValueError(
                 f"{type(module).__name__} was given a mask of shape {tuple(given.shape)} for "
-                f"{queries} queries and {keys} keys: it must be (batch, heads, queries, keys)"
+                f"{_lengths(queries, keys)}: it must be (batch, heads, queries, keys)"
             )
         return Mask(bias=given[..., :keys]), keys
     causal = causal_of(module, is_causal)
     if causal and queries != keys:
         raise ValueError(
-            f"{type(module).__name__} asks for causal attention of {queries} queries over {keys} "
-            "keys without a mask: the position of the first query among the keys is unknown"
+            f"{type(module).__name__} asks for causal attention of {_lengths(queries, keys)} "
+            "without a mask: the position of the first query among the keys is unknown"
         )
     window = None
     if sliding_window is not None and sliding_window < max(queries, keys):
         window = (sliding_window - 1, -1 if causal else sliding_window - 1)
     return Mask(causal=causal, window=window), keys
+
+
+def _lengths(queries: int, keys: int) -> str:
+    return f"{counted(queries, 'query', 'queries')} and {counted(keys, 'key')}"
 
 
 def causal_of(module: torch.nn.Module, is_causal: bool | None) -> bool:

@@ -21,6 +21,7 @@ from quorum_attention.integrations.transformers.reader import (
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
+from quorum_attention.sizes import counted
 
 
 class DescribedMask:
@@ -231,8 +232,8 @@ def _padding(attention_mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor 
     )
     if kept.shape[0] < sizes.batch or kept.shape[1] < stop:
         raise ValueError(
-            f"attention_mask must be for {sizes.batch} rows of {stop} tokens, got shape "
-            f"{tuple(kept.shape)}"
+            f"attention_mask must be for {counted(sizes.batch, 'row')} of "
+            f"{counted(stop, 'token')}, got shape {tuple(kept.shape)}"
         )
     return kept[: sizes.batch, sizes.key_offset : stop].bool()
 

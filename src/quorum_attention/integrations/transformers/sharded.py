@@ -273,7 +273,7 @@ def _check_layers(module: torch.nn.Module, tokens: int) -> None:
     if scales and tokens >= getattr(module, "floor_scale", 0):
         raise NotImplementedError(
             f"{type(module).__name__} scales queries by a count of tokens, which would begin at 0 "
-            f"on each rank: it can be sharded below {module.floor_scale} tokens"
+            f"on each rank: it can be sharded below {module.floor_scale} of them"
         )
 
 

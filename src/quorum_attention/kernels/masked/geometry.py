@@ -24,6 +24,7 @@ from quorum_attention.kernels.masked.functions import (
 )
 from quorum_attention.kernels.protocol import Indices
 from quorum_attention.kernels.torch_private import outside
+from quorum_attention.sizes import counted
 
 Blocks = NDArray[np.int64]
 """(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""
@@ -302,7 +303,9 @@ class EqualIds(Rule):
         found = []
         for (start, stop), ids in zip(block, self._ids, strict=True):
             if stop > len(ids):
-                raise ValueError(f"there are ids of {len(ids)} tokens, not of token {stop - 1}")
+                raise ValueError(
+                    f"there are ids of {counted(len(ids), 'token')}, not of token {stop - 1}"
+                )
             found.append([int(fold.reduce(ids[start:stop])) for fold in folds])
         return found
 

@@ -27,6 +27,7 @@ from quorum_attention.kernels.masked.geometry import (
 from quorum_attention.kernels.protocol import CallShape, Kernel
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import FAR, Mask
+from quorum_attention.sizes import counted
 
 # Ids whose runs make more blocks than this many times the runs are compared pair by pair instead.
 _MOST_BLOCKS = 8
@@ -307,8 +308,9 @@ def _offset_rows(tensor: torch.Tensor, sizes: CallShape) -> Ids:
     batch, n = sizes.batch, sizes.n_queries
     if len(found) not in (1, batch) or found.shape[1] not in (1, n):
         raise ValueError(
-            f"Mask.offset must have shape ({n},), ({batch}, {n}) or ({batch}, 1) for {batch} batch "
-            f"entries of {n} queries, got {tuple(tensor.shape)}"
+            f"Mask.offset must have shape ({n},), ({batch}, {n}) or ({batch}, 1) for "
+            f"{counted(batch, 'batch entry', 'batch entries')} of "
+            f"{counted(n, 'query', 'queries')}, got {tuple(tensor.shape)}"
         )
     if found.size and max(-int(found.min()), int(found.max())) > FAR:
         raise ValueError(
@@ -325,8 +327,9 @@ def _ids(mask: Mask, sizes: CallShape) -> tuple[Ids, Ids]:
     both = mask.documents
     if not isinstance(both, tuple) and sizes.n_queries != sizes.n_keys:
         raise ValueError(
-            f"Mask.documents must be two tensors, of {sizes.n_queries} queries and of "
-            f"{sizes.n_keys} keys, where these differ, got one"
+            f"Mask.documents must be two tensors, of "
+            f"{counted(sizes.n_queries, 'query', 'queries')} and of "
+            f"{counted(sizes.n_keys, 'key')}, where these differ, got one"
         )
     of_query, of_key = both if isinstance(both, tuple) else (both, both)
     queries = _rows_of(of_query, "Mask.documents", sizes.batch, sizes.n_queries, "queries")
@@ -348,7 +351,7 @@ def _key_lengths(mask: Mask, sizes: CallShape) -> Ids:
         raise ValueError(f"Mask.key_lengths must have shape {(sizes.batch,)}, got {lengths.shape}")
     if sizes.batch and (lengths.min() < 0 or lengths.max() > sizes.n_keys):
         raise ValueError(
-            f"Mask.key_lengths must be from 0 to the {sizes.n_keys} keys, got "
+            f"Mask.key_lengths must be from 0 to the {counted(sizes.n_keys, 'key')}, got "
             f"{int(lengths.min())} to {int(lengths.max())}"
         )
     return lengths
