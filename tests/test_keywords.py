@@ -28,7 +28,8 @@ NOT_ASKED = {
     "PoolPass", "PoolReport", "close", "ShardedReport", "ModelShape", "StepMemory", "Summary",
     "DilatedSetting", "causal", "document", "prefix_lm", "sliding_window", "quorum_mask",
     "interest_set", "is_interest_set", "paired_interest_set", "quorum_sizes", "register_kernel",
-    "longest_that_fits", "read_shape", "step_memory", "switch_until_it_fits", "sharded_positions", "unpatch",
+    "longest_that_fits", "read_shape", "step_memory", "switch_until_it_fits",
+    "sharded_positions", "unpatch",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-# What Python raises where the system grants no thread: a limit on processes, or on memory that has
+# Python raises these where the system grants no thread: a limit on processes, or on memory that has
 # no room for one more stack (8 MiB, usually).
 NO_THREAD = (RuntimeError, MemoryError)
 

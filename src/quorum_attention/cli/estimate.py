@@ -120,7 +120,7 @@ def _longest_words(longest: int, memory: int, host: int) -> str:
     where = f"in {format_bytes(memory)}, with {format_bytes(host)} of the host's"
     if longest == 0:
         return f"no shorter text fits {where}"
-    return f"the longest text that fits {where}: {longest:,} tokens"
+    return f"the longest text that fits {where}: {counted(longest, 'token')}"
 
 
 def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory) -> None:

@@ -43,7 +43,7 @@ from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.passes import progress_of
 from quorum_attention.sizes import counted, parse_bytes
 
-# What a call of a pool takes by keyword beside what `Pool.attention` names.
+# Options of a pool's call that `Pool.attention` does not name.
 _OPTIONS = ("budget", "depth", "kernel", "accumulator", "progress", "plan")
 # Of a result: where the caller wants it, else its shape and dtype.
 _Wanted = tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]

@@ -21,7 +21,7 @@ from quorum_attention.keywords import check_names
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Of ``distributed.attention``, for every call in the block.
+# Options that ``distributed.attention`` gets in every call of the block.
 _OPTIONS = ("budget", "depth", "kernel", "report")
 
 

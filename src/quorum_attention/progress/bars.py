@@ -133,7 +133,7 @@ class _Shown:
             with _Shown._lock:
                 return self._draw(done, total, label)
         except Exception:
-            # Whatever a terminal or a full memory makes of it: the work is not to end by it.
+            # The work goes on, whatever a broken terminal or a full memory raises.
             self._give_up()
             return False
 

@@ -38,7 +38,7 @@ _RETRIES = 3
 _REPORTS = "RAY_USAGE_STATS_ENABLED"
 _CONNECT_SECONDS, _CANCEL_SECONDS = 10.0, 30.0
 _SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-# What a call of a farm takes by keyword beside its tensors and results.
+# Options of a farm's call beside its tensors and results.
 _OPTIONS = (
     "attn_mask", "is_causal", "scale", "enable_gqa", "dropout_p", "dropout_seed", "depth", "kernel",
     "chunks", "report",
