@@ -414,6 +414,21 @@ def test_a_trainer_predicts(tmp_path: Any) -> None:
     assert predictions[1].metrics["test_mean"] == pytest.approx(predictions[0].metrics["test_mean"])
 
 
+def test_a_compiled_model_and_a_compiled_reader() -> None:
+    """The compiler followed the tensor's own functions until it ran out of stack."""
+    plain = tiny("llama").train()
+    changed = changed_copy(plain)
+    for model in (plain, changed):
+        torch.manual_seed(0)
+        adapt(model)
+    compiled = torch.compile(changed, backend="aot_eager")
+    outputs = [model(IDS, labels=IDS) for model in (plain, compiled)]
+    torch.testing.assert_close(outputs[1].loss, outputs[0].loss)
+    assert not outputs[1].logits.is_computed
+    read = torch.compile(lambda logits: logits.logsumexp(-1).mean(), backend="aot_eager")
+    torch.testing.assert_close(read(outputs[1].logits), read(outputs[0].logits))
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_weights_of_ranks(first: bool) -> None:
     """FSDP: in training without logits, in evaluation with them; changed before or after it."""

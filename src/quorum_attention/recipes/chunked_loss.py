@@ -359,6 +359,7 @@ class DeferredLogits(torch.Tensor):
             logits = step(logits)
         return logits
 
+    @uncompiled
     def computed(self) -> torch.Tensor:
         """All logits, an ordinary tensor."""
         if self._computed is None:
@@ -394,6 +395,7 @@ class DeferredLogits(torch.Tensor):
         return DeferredLogits(self._call, sample, (*self._steps, move), device)
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
         named = named or {}
         logits = args[0] if args else None
@@ -417,6 +419,7 @@ class DeferredLogits(torch.Tensor):
         return NotImplemented
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, _: Any, args: Any = (), named: Any = None
     ) -> Any:
@@ -476,6 +479,7 @@ def _is_by_logit(function: Any, *operands: Any) -> bool:
     return all(isinstance(operand, (int, float)) for operand in operands)
 
 
+@uncompiled
 def chunked_cross_entropy(
     logits: torch.Tensor,
     labels: Any,
