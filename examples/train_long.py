@@ -5,12 +5,15 @@ python examples/train_long.py                    # a small model with random wei
 python examples/train_long.py --tokens 256K      # on a GPU: Qwen3-8B's shape, random weights
 python examples/train_long.py --model FOLDER --text FILE         # your weights and your text
 
-Adapters (LoRA) are trained. Without ``--text`` the text is Python's standard library, by bytes.
+Adapters (LoRA) are trained, PEFT's where it is installed. With ``--model``, or with ``--out``, they
+are saved: PEFT's as an adapter, others added to the weights as a model. Without ``--text`` the text
+is Python's standard library, by bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sysconfig
 import time
 from pathlib import Path
@@ -51,8 +54,18 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T  # type: ignore[no-any-return]
 
 
-def new_model(shape: str, rank: int, device: str, folder: str | None = None) -> Any:
-    """A decoder of that shape with random weights, or the one in ``folder``; adapters learn."""
+def new_model(
+    shape: str, rank: int, device: str, folder: str | None = None, *, peft: bool = False
+) -> Any:
+    """A decoder of that shape with random weights, or the one in ``folder``; adapters learn.
+
+    Args:
+        shape: a name in ``SHAPES``.
+        rank: of the adapters.
+        device: "cuda" or "cpu".
+        folder: with weights and a configuration.
+        peft: whether the adapters are PEFT's where it is installed.
+    """
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
@@ -64,12 +77,44 @@ def new_model(shape: str, rank: int, device: str, folder: str | None = None) -> 
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         model.config.use_cache = False
-        model.requires_grad_(False)
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if name in ADAPTED and isinstance(child, nn.Linear):
-                    setattr(module, name, Adapted(child, rank))
+        model = with_adapters(model, rank, peft)
     return model.train()
+
+
+def with_adapters(model: Any, rank: int, peft: bool) -> Any:
+    """The model with low-rank adapters of its linear layers; all else is frozen."""
+    if peft and importlib.util.find_spec("peft") is not None:
+        from peft import LoraConfig, get_peft_model
+
+        names = sorted(
+            {name.rpartition(".")[2] for name, _ in model.named_modules()} & set(ADAPTED)
+        )
+        config = LoraConfig(
+            r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM",
+            init_lora_weights="gaussian",
+        )  # fmt: skip
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in ADAPTED and isinstance(child, nn.Linear):
+                setattr(module, name, Adapted(child, rank))
+    return model
+
+
+def save(model: Any, folder: str, tokenizer: Any = None) -> None:
+    """Write PEFT's adapter, for ``PeftModel.from_pretrained(model, folder)``; or a whole model with
+    its adapters added to the weights, for ``AutoModelForCausalLM.from_pretrained(folder)``."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Adapted):
+                with torch.no_grad():
+                    child.base.weight += child.b @ child.a
+                setattr(module, name, child.base)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    print(f"saved in {folder}", flush=True)
 
 
 def library(tokens: int, device: str) -> torch.Tensor:
@@ -88,20 +133,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder with weights and tokenizer")
     parser.add_argument("--text", help="a file; needs --model")
+    parser.add_argument("--out", help="a new folder for what was trained (default: FOLDER-trained)")
     parser.add_argument("--tokens", type=parse_count, default=32_768 if device == "cuda" else 2048)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--budget", default="5GiB" if device == "cuda" else "16MiB")
     options = parser.parse_args()
     if options.text and not options.model:
         parser.error("--text needs --model, for the tokenizer")
-    model = new_model("Qwen3-8B" if device == "cuda" else "small", 16, device, options.model)
-    ids = library(options.tokens, device)
+    out = options.out
+    if out is None and options.model:
+        out = f"{Path(options.model).resolve()}-trained"
+    if out is not None and Path(out).exists():
+        parser.error(f"--out {out} is there already")
+    tokenizer = None
     if options.text:
         from transformers import AutoTokenizer
 
-        tokenizer, text = AutoTokenizer.from_pretrained(options.model), Path(options.text)
-        ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
-        ids = ids[:, : options.tokens].to(device)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        text = Path(options.text).read_text(encoding="utf-8")
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens].to(device)
+    else:
+        ids = library(options.tokens, device)
+    model = new_model(
+        "Qwen3-8B" if device == "cuda" else "small", 16, device, options.model, peft=True
+    )
     print(long_context(model, budget=options.budget), flush=True)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     for step in range(options.steps):
@@ -114,6 +169,8 @@ def main() -> None:
         if device == "cuda":
             took += f", {format_bytes(torch.cuda.max_memory_allocated())} at most"
         print(f"step {step + 1}: {ids.shape[1]:,} tokens, {took}", flush=True)
+    if out is not None:
+        save(model, out, tokenizer)
 
 
 if __name__ == "__main__":
