@@ -141,11 +141,13 @@ class _Drawing:
             head_dim, value_dim = self.r.choice([(64, 64), (128, 128), (96, 96), (192, 128)])
         scores, plain = self.scores(kernel), kernel in _PLAIN
         masked = sometimes(0.27) and plain
+        # Dtypes of masks, bits of rules and soft caps are compiled for.
+        mask_kind = one_of({"bool": 4, "float": 4, "float32": 4, "float64": 1, "half": 1})
+        ruled = plain and kernel != "fa4" and sometimes(0.2)
+        softcap = self.r.choice([2.0, 50.0]) if kernel in _CAPPED and sometimes(0.2) else None
         self.r = r
-        mask = self.mask() if masked and kernel != "fa4" else None
-        rules = None
-        if plain and kernel != "fa4" and sometimes(0.2):
-            rules = self.rules(kernel, n_queries, n_keys)
+        mask = self.mask(mask_kind) if masked and kernel != "fa4" else None
+        rules = self.rules(softcap, n_queries, n_keys) if ruled else None
         route = "pair" if self.failing else one_of({"autograd": 45, "pair": 45, "forward": 10})
         by_pair, content, grad = route == "pair", one_of(_CONTENTS), one_of(_GRADIENTS)
         edges = ("wide range", "loss scaled")
@@ -189,7 +191,7 @@ class _Drawing:
             backward_orders=again, results=results, failure=failure,
             residency=r.choice(["device", "host"]), reported=sometimes(0.7), mask_grad=mask_grad,
             lse_grad=lse_grad,
-            dropout=r.choice([0.05, 0.3, 0.9]) if drops and sometimes(0.08) else 0.0,
+            dropout=r.choice([0.05, 0.3, 0.9]) if drops and sometimes(0.11) else 0.0,
             without_lse=not by_pair and lse_grad is None and sometimes(0.5),
         )  # fmt: skip
         found = self.passing(found)
@@ -226,7 +228,7 @@ class _Drawing:
         kv_heads, shared = self.r.choice([(1, 1), (1, 2), (2, 1)])
         return batch, kv_heads * shared, kv_heads
 
-    def rules(self, kernel: str, n_queries: int, n_keys: int) -> Rules:
+    def rules(self, softcap: float | None, n_queries: int, n_keys: int) -> Rules:
         """Of a ``Mask``; those that say nothing are as good as others."""
         r, sometimes = self.r, self.sometimes
         windows = [0, 3, 20, (5, -1), (-1, 7), (40, 0), (0, 30)]
@@ -243,7 +245,7 @@ class _Drawing:
             documents=r.choice(kinds) if sometimes(0.5) else "",
             ids=r.choice([1, 2, 3, 10, 40]), by_entry=sometimes(0.5),
             lengths=sometimes(0.2), padding=sometimes(0.25),
-            softcap=r.choice([2.0, 50.0]) if kernel in _CAPPED and sometimes(0.2) else None,
+            softcap=softcap,
             sinks=sometimes(0.2),
         )  # fmt: skip
 
@@ -269,9 +271,9 @@ class _Drawing:
         )
         return found if found != Scores() else Scores(softcap=2.0)
 
-    def mask(self) -> Mask:
+    def mask(self, kind: str) -> Mask:
         return Mask(
-            self.one_of({"bool": 4, "float": 4, "float32": 4, "float64": 1, "half": 1}),
+            kind,
             tuple(map(self.sometimes, (0.3, 0.4, 0.75, 0.85))),
             self.one_of(_MASKS),
             self.one_of({"dense": 6, "expanded": 2, "sliced": 2, "transposed": 1, "permuted": 1}),
