@@ -323,7 +323,7 @@ def dropped(
     )  # fmt: skip
     counter = np.meshgrid(*(np.array(part, dtype=np.uint64) for part in numbers), indexing="ij")
     words = np.stack(philox_4x32_7(counter, seed), axis=1)  # (keys / 4, 4, n, heads, entries)
-    words = words.reshape(-1, n, heads, entries)[:m]
+    words = words.reshape(4 * len(numbers[0]), n, heads, entries)[:m]
     below = words < np.uint64(min(2**32 - 1, round(p * 2**32)))
     return torch.from_numpy(np.ascontiguousarray(below.transpose(3, 2, 1, 0)))
 

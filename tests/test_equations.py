@@ -108,4 +108,5 @@ def test_philox_is_as_published() -> None:
         assert tuple(int(word[0]) for word in found) == words
     dropped = equations.dropped(0.3, 7, (2, 3, 50, 61))
     assert dropped.shape == (2, 3, 50, 61)
+    assert equations.dropped(0.3, 7, (0, 3, 50, 0)).shape == (0, 3, 50, 0)
     assert abs(float(dropped.double().mean()) - 0.3) < 0.02
