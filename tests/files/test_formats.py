@@ -4,8 +4,10 @@ ones and strange dtypes are refused by name."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +215,68 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     path.write_bytes(unknown)
     with pytest.raises(ValueError, match="x has dtype 'F4'"):
         open_tensors(path)
+
+
+_SIZES = (0, 1, 2, 3, -1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 1.5, "3", None, True, [])
+_TYPES = ("F32", "F64", "BF16", "U8", "BOOL", "F4", "F8_E8M0", "f32", "", None, 3)
+
+
+def _drawn_header(draw: random.Random) -> tuple[dict[str, Any], int]:
+    """A right header of one to three tensors, and the bytes of its data."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name in draw.sample(["query", "key", "value"], draw.randint(1, 3)):
+        dtype, width = draw.choice([("F32", 4), ("F64", 8), ("BF16", 2), ("U8", 1)])
+        shape = [draw.randint(0, 3) for _ in range(draw.randint(0, 4))]
+        start, end = end, end + width * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    return header, end
+
+
+def _damage(header: dict[str, Any], draw: random.Random) -> None:
+    """Change one thing in a header."""
+    tensor = header[draw.choice(list(header))]
+    damages: dict[str, Callable[[], Any]] = {
+        "dtype": lambda: draw.choice(_TYPES),
+        "shape": lambda: draw.choices(_SIZES, k=draw.randint(0, 4)),
+        "data_offsets": lambda: draw.choices(_SIZES, k=draw.choice([1, 2, 2, 2, 3])),
+    }
+    field = draw.choice(list(damages))
+    tensor[field] = damages[field]()
+    if draw.random() < 0.3:  # sizes that leave no elements
+        tensor["shape"] = draw.sample([0, draw.choice([2**33, 2**62, 2**63, -1]), 3, 2**33], 4)
+        tensor["data_offsets"] = [0, 0]
+
+
+def test_whatever_a_header_says_it_opens_or_is_refused_in_words(tmp_path: Path) -> None:
+    """A size of 2**63 beside a zero ended in a traceback of torch's."""
+    draw, path = random.Random(45), tmp_path / "x.safetensors"
+    opened = refused = 0
+    for _ in range(400):
+        header, n_bytes = _drawn_header(draw)
+        for _ in range(draw.randint(0, 2)):
+            _damage(header, draw)
+        text = bytearray(json.dumps(header).encode())
+        if draw.random() < 0.1:
+            text[draw.randrange(len(text))] = draw.randrange(256)
+        length = draw.choice([len(text)] * 20 + [0, 1, 2**20, 2**63, 2**64 - 1])
+        path.write_bytes(length.to_bytes(8, "little") + text + bytes(n_bytes))
+        try:
+            tensors = open_tensors(path)
+        except ValueError:
+            refused += 1
+            continue
+        for name, tensor in tensors.items():
+            assert list(tensor.shape) == json.loads(text)[name]["shape"]
+            tensor.clone()  # all of it can be read
+        opened += 1
+    assert opened > 50
+    assert refused > 50
+
+
+def test_a_shape_that_no_tensor_has_is_refused_though_it_has_no_elements(tmp_path: Path) -> None:
+    header = {"query": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ValueError, match=r"query has shape \[0, 9223372036854775808\]"):
+        open_tensors(tmp_path / "x")

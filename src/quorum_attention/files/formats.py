@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from typing import Any, BinaryIO
@@ -45,6 +45,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _OF_NUMPY = [name for name in map(_numpy, _NAMES) if name in np.sctypeDict]
 _METADATA = "__metadata__"
 _ALIGNMENT = 64
+_LARGEST_SIZE = 2**63 - 1
 
 
 def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tensor]:
@@ -72,6 +73,7 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
                 f"{path}: {name} has dtype {described['dtype']!r}, which is not supported; it must "
                 f"be one of {', '.join(_DTYPES)}"
             )
+        _check_sizes(f"{path}: {name}", shape)
         start = 8 + length + described["data_offsets"][0]
         n_bytes = math.prod(shape) * dtype.itemsize
         if not n_bytes:
@@ -84,6 +86,18 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
             flat = flat.clone()  # other programs write such files
         found[name] = flat.view(dtype).view(shape)
     return found
+
+
+def _check_sizes(name: str, shape: Sequence[int]) -> None:
+    """Refuse sizes that no tensor of torch has, though a zero beside them leaves no elements.
+
+    Raises:
+        ValueError: a size, or the product of those that are not zero, has more than 63 bits.
+    """
+    if math.prod(size for size in shape if size) > _LARGEST_SIZE:
+        raise ValueError(
+            f"{name} has shape {list(shape)}; the product of sizes must be at most {_LARGEST_SIZE}"
+        )
 
 
 def metadata_of(path: Path_) -> dict[str, str]:
