@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,20 @@ def test_a_kernel_and_its_softcaps_share_one_test(name: str) -> None:
         capped = kernel.with_softcap(softcap)
         assert capped is not None
         assert capped.probed_as is kernel
+
+
+def test_the_test_of_a_kernel_stays_small_whatever_a_call_has() -> None:
+    """It took 305 MiB in a call of 12 MiB, with 1,024 query heads over one key head."""
+    for group, dim in product((1, 8, 16, 71, 1024, 9000), (1, 64, 128, 256, 5000)):
+        shape = CallShape("cpu", torch.float32, 2 * group, 2, dim, dim)
+        lengths = set()
+        for is_causal in (False, True):
+            call, grad_out = registry._random_call(shape, is_causal, 1.0)
+            lengths.add(call.query.shape[-2])
+            n_keys = call.key.shape[-2]
+            assert n_keys == call.query.shape[-2] or not is_causal
+            for tensor in (call.query, call.key, call.value, grad_out):
+                assert tensor.nbytes <= max(8 << 20, 4 * 2 * group * dim)
+            assert 2 * group * n_keys * dim <= max(1 << 21, 2 * group * dim), "keys of each head"
+        if group <= 8 and dim <= 256:
+            assert lengths == {registry._QUERIES}

@@ -230,6 +230,10 @@ _QUERIES = 249
 _KEYS = 367
 # What is added to a wide mask in the test: the inputs' dtype would round it by half a unit or more.
 _WIDE_MASK = 1000.0
+# The most query rows of all heads, and elements of a tensor, so that a test takes tens of MiB at
+# most. Groups of up to 16 query heads and 128 dimensions, or 8 and 256, have all the rows above.
+_MOST_ROWS = 1 << 13
+_MOST_ELEMENTS = 1 << 21
 # The largest error that is accepted, as a share of the largest element. It is wide: the probe is to
 # find wrong results, not imprecise ones (fp32 operators may use TF32).
 _TOLERANCES = {
@@ -358,7 +362,10 @@ def _compare(
 def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, torch.Tensor]:
     """A small call of a kind, and its upstream gradient."""
     generator = torch.Generator().manual_seed(0)
-    heads, n_keys = call.heads, _QUERIES if is_causal else _KEYS
+    heads = call.heads
+    n_queries, n_keys = _probe_lengths(call)
+    if is_causal:
+        n_keys = n_queries
 
     def random(*shape: int, dtype: torch.dtype = call.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(dtype)
@@ -366,20 +373,33 @@ def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, 
     mask = None
     if call.mask is not None:
         # Some of it is -inf, and one row entirely.
-        shape = (heads if call.mask.heads else 1, _QUERIES if call.mask.rows else 1)
+        shape = (heads if call.mask.heads else 1, n_queries if call.mask.rows else 1)
         mask = random(1, *shape, n_keys if call.mask.columns else 1, dtype=call.bias_dtype)
         if call.mask.wide:
             mask.add_(_WIDE_MASK)
         if call.mask.columns:
             mask[torch.rand(mask.shape, generator=generator, device="cpu") < 0.2] = -torch.inf
-        if call.mask.rows:
-            mask[:, :, _QUERIES // 3] = -torch.inf
-    one = Call(
-        random(1, heads, _QUERIES, call.head_dim), random(1, 2, n_keys, call.head_dim),
-        random(1, 2, n_keys, call.value_dim), is_causal, scale, mask,
+        if call.mask.rows and n_queries > 1:
+            mask[:, :, n_queries // 3] = -torch.inf
+    inputs = Call(
+        random(1, heads, n_queries, call.head_dim),
+        random(1, 2, n_keys, call.head_dim),
+        random(1, 2, n_keys, call.value_dim),
+        is_causal,
+        scale,
+        mask,
         dropout=Dropout(0.5, 0) if call.dropout else None,
-    )  # fmt: skip
-    return one, random(1, heads, _QUERIES, call.value_dim)
+    )
+    return inputs, random(1, heads, n_queries, call.value_dim)
+
+
+def _probe_lengths(call: CallShape) -> tuple[int, int]:
+    """Return how many queries and keys the test of a kind of call has."""
+    # Kernels without grouped heads get keys for each query head.
+    most_rows = _MOST_ELEMENTS // (call.heads * max(call.head_dim, call.value_dim, 1))
+    n_queries = min(most_rows, _MOST_ROWS // call.heads, _QUERIES)
+    n_keys = min(most_rows, _KEYS)
+    return max(1, n_queries), max(1, n_keys)
 
 
 def _run(
