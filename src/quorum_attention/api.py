@@ -11,7 +11,11 @@ from quorum_attention.call.options import Arguments, RunOptions, call_options
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.direct import attention_results, checked_request
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
+from quorum_attention.kernels.torch_private import (
+    refuse_traces,
+    restores_grad_and_autocast,
+    uncompiled,
+)
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward
@@ -157,6 +161,7 @@ def attention_with_lse(
 
 
 @uncompiled
+@restores_grad_and_autocast
 def attention_backward(
     grad_out: torch.Tensor,
     query: torch.Tensor,

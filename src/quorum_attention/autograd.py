@@ -19,7 +19,12 @@ from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request, records
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import has_transforms, uncompiled, unwrap_if_dead
+from quorum_attention.kernels.torch_private import (
+    has_transforms,
+    restores_grad_and_autocast,
+    uncompiled,
+    unwrap_if_dead,
+)
 from quorum_attention.passes import run_backward, run_forward
 
 _REFUSED = (
@@ -101,6 +106,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @uncompiled
+    @restores_grad_and_autocast
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
         """The gradients that are needed."""
         needed = ctx.needs_input_grad
@@ -164,6 +170,7 @@ def refuse_forward_mode() -> None:
 
 
 @uncompiled
+@restores_grad_and_autocast
 def attend(
     tensors: Tensors, request: Request, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ from quorum_attention.kernels.torch_private import (
     has_transforms,
     is_traced,
     refuse_traces,
+    restores_grad_and_autocast,
     uncompiled,
 )  # fmt: skip
 from quorum_attention.mask import Mask
@@ -166,6 +167,7 @@ def _anew(
     return attend(tensors, request, call.out)
 
 
+@restores_grad_and_autocast
 def checked_request(
     function: str, query: Any, key: Any, value: Any, call: Arguments
 ) -> tuple[Tensors, Request]:

@@ -40,7 +40,9 @@ from quorum_attention.kernels.result_layout import empty_like_input, laid_out_li
 from quorum_attention.kernels.torch_private import (
     has_transforms,
     is_tracing,
+    refuse_real_among_fake,
     register_derivative,
+    restores_grad_and_autocast,
 )
 from quorum_attention.mask import NAMES, Mask
 from quorum_attention.passes import beside, run_backward, run_forward
@@ -100,6 +102,10 @@ def as_operator(
         # torch would call the fake kernel, and take its results for real.
         if tensor is not None and tensor.is_meta and not query.is_meta:
             raise ValueError(f"attn_mask must be in host memory or on {query.device}, got meta")
+    if not torch.compiler.is_dynamo_compiling():
+        names = ["query", "key", "value", "attn_mask", "Mask.sinks"]
+        names += ["a tensor of the Mask (documents, key_padding, ...)"] * len(parts)
+        refuse_real_among_fake(names, [query, key, value, mask, sinks, *parts])
     recorded, of_mask = torch.is_grad_enabled(), mask is not None and mask.requires_grad
     recorded = recorded and any(
         t is not None and t.requires_grad for t in (query, key, value, mask, sinks)
@@ -212,6 +218,7 @@ def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
 # --- What they compute ------------------------------------------------------------------------
 
 
+@restores_grad_and_autocast
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings, query = current(), args[0]
     tensors, request = _request(settings, *args)
@@ -221,6 +228,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return laid_out_like(out, query), lse.to(query.device).contiguous(), known
 
 
+@restores_grad_and_autocast
 def _backward(*args: Any) -> list[torch.Tensor]:
     grad_out, *inputs, out, lse, mask, sinks, grad_lse, known = args[:10]
     of_mask, of_sinks = args[-2:]

@@ -12,11 +12,11 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import wraps
 from types import CodeType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.attention
@@ -28,6 +28,8 @@ from torch.jit._trace import is_tracing as is_tracing
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 _autograd: Any = torch._C._autograd
 _modes_before_dispatch = mode_stack_state_for_pre_dispatch()
 # torch's own classes of tensors: one of another class may stand for others.
@@ -78,16 +80,74 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class GradAndAutocast(NamedTuple):
+    """Whether a thread records gradients and casts automatically.
+
+    Python raises an interrupt between any two steps: also between the step that turns gradients off
+    and the one that makes sure that they are turned on again. So whoever calls what turns them off
+    takes a snapshot before, and restores it when an error comes through.
+
+    Attributes:
+        grad_enabled: whether gradients are recorded.
+        autocast_devices: the types of devices for which autocast is enabled.
+    """
+
+    grad_enabled: bool
+    autocast_devices: tuple[str, ...]
+
+    @classmethod
+    def now(cls) -> GradAndAutocast:
+        """Take a snapshot of this thread's."""
+        if not torch._C._is_any_autocast_enabled():
+            return cls(torch.is_grad_enabled(), ())
+        devices = tuple(filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+        return cls(torch.is_grad_enabled(), devices)
+
+    def restore(self) -> None:
+        """Set this thread's to the snapshot."""
+        torch._C._set_grad_enabled(self.grad_enabled)
+        for device_type in _AUTOCAST_DEVICES:
+            enabled = device_type in self.autocast_devices
+            if torch.is_autocast_enabled(device_type) != enabled:
+                torch.set_autocast_enabled(device_type, enabled)
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def restores_grad_and_autocast(
+    function: Callable[_Params, _Result],
+) -> Callable[_Params, _Result]:
+    """``function``, after whose errors gradients and autocast are as they were before."""
+
+    @wraps(function)
+    def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
+        before = GradAndAutocast.now()
+        try:
+            return function(*args, **named)
+        except BaseException:
+            before.restore()
+            raise
+
+    return call
+
+
+class _NumbersOnly:
+    """The context of ``numbers_only``."""
+
+    def __enter__(self) -> None:
+        self._before = GradAndAutocast.now()
+        GradAndAutocast(False, ()).restore()
+
+    def __exit__(self, *error: object) -> None:
+        self._before.restore()
+
+
 def numbers_only() -> AbstractContextManager[object]:
     """Turns gradients off, and autocast, so that kernels compute in the dtypes of their inputs."""
-    if not torch._C._is_any_autocast_enabled():
-        return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-    off = ExitStack()
-    off.enter_context(torch.no_grad())
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            off.enter_context(torch.autocast(kind, enabled=False))
-    return off
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        return _NumbersOnly()
+    return nullcontext()
 
 
 def has_no_numbers(*tensors: object) -> bool:
@@ -140,6 +200,30 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
+def refuse_real_among_fake(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Refuse a tensor with numbers in a trace whose tensors have none.
+
+    Args:
+        names: what an error calls the tensors.
+        tensors: of a traced call.
+
+    Raises:
+        TypeError: the trace takes no such tensor; by name.
+    """
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([tensor for tensor in tensors if tensor is not None])
+    if mode is None or mode.allow_non_fake_inputs:
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and not is_fake(tensor):
+            raise TypeError(
+                f"{name} must be a fake tensor, as others of this traced call are, got one with "
+                "numbers: make it an argument of the traced function, or trace with "
+                "make_fx(..., _allow_non_fake_inputs=True)"
+            )
+
+
 def has_tangent(*values: Any) -> bool:
     """Return whether a tensor of ``values``, or of a list in it, has a forward-mode tangent."""
     if forward_ad._current_level < 0:
@@ -153,8 +237,6 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
 _REASON = "quorum_attention plans and runs a call outside the graph"
 
 
