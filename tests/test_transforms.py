@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -235,7 +236,8 @@ def test_an_open_level_without_tangents_changes_no_operator(way: str) -> None:
 def test_a_torch_that_moved_what_is_used_is_said_and_keeps_derivatives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch._library.autograd", None)
+    name = "torch._library.autograd"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
     library = torch.library.Library("quorum_attention_test", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
