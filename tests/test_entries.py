@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from helpers_attention import Inputs, error, exact
+from helpers_entries import masked_call
+from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient
 from quorum_attention.kernels import vendors
+from quorum_attention.kernels.masked import packing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 _ENTRIES = (1, 1, 2, 3, 5, 8)
@@ -142,3 +145,68 @@ def test_the_gradient_of_a_shared_bias_takes_many_entries_at_a_time(
         tiles.clear()
         qa.attention(*three, bias).sum().backward()
         assert 1 <= len(tiles) <= 12
+
+
+def test_tokens_in_any_order_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that would be run by blocks are packed as well, one or many cells at a time."""
+    monkeypatch.setattr(packing, "_CLEARLY", 0)
+    for number in range(60):
+        monkeypatch.setattr(packing, "_HOST_BYTES", 1 << random.Random(number).choice([10, 15, 23]))
+        masked_call(number)
+
+
+def entries_of(n_entries: int, n: int = 12) -> list[torch.Tensor]:
+    return [torch.randn(n_entries, 2, n, 8, requires_grad=True) for _ in range(3)]
+
+
+MASKS = {
+    "lengths": lambda: (qa.Mask(key_lengths=torch.randint(1, 13, (3000,))), 3000, 12),
+    "padding": lambda: (qa.Mask(key_padding=torch.rand(3000, 12) < 0.7), 3000, 12),
+    "windows": lambda: (qa.Mask(documents=torch.randint(0, 2, (500, 49))), 500, 49),
+    "scattered": lambda: (qa.Mask(documents=torch.randint(0, 400, (2048,))), 1, 2048),
+    "missing": lambda: (qa.Mask(key_padding=torch.rand(1, 1024) < 0.5), 1, 1024),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_of_entries_take_few_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many masks differ, and wherever their tokens lie."""
+    mask, n_entries, n = MASKS[kind]()
+    three = entries_of(n_entries, n)
+    shapes = []
+    for name in ("rectangle_forward", "rectangle_backward"):
+        run = getattr(vendors.CpuKernel, name)
+
+        def counted(self: Any, call: Any, *saved: Any, run: Any = run) -> Any:
+            shapes.append(call.query.shape)
+            return run(self, call, *saved)
+
+        monkeypatch.setattr(vendors.CpuKernel, name, counted)
+    qa.attention(*three, attn_mask=mask).sum().backward()
+    assert 2 <= len(shapes) <= 40
+
+
+def test_padding_is_not_read() -> None:
+    """What lies in tokens that are not there may be anything."""
+    there = torch.rand(500, 12) < 0.6
+    query, key, value = (t.detach() for t in entries_of(500))
+    clean = qa.attention(query, key, value, attn_mask=qa.Mask(key_padding=there))
+    for tensor in (key, value):
+        tensor.masked_fill_(~there[:, None, :, None], torch.nan)
+    found = qa.attention(query, key, value, attn_mask=qa.Mask(key_padding=there))
+    assert torch.equal(found, clean)
+    assert not clean[~there.any(1)].any()
+
+
+def test_a_packed_call_stays_within_its_bytes() -> None:
+    """What is gathered is counted."""
+    given, report = entries_of(4000), qa.Report()
+    mask = qa.Mask(key_lengths=torch.randint(1, 13, (4000,)))
+    with torch.no_grad():
+        used = usage(lambda: qa.attention(*given, attn_mask=mask, report=report))
+    assert report.forward is not None
+    assert used.peak <= report.forward.planned_peak_bytes
+    out = qa.attention(*given, attn_mask=mask, report=report)
+    used = usage(lambda: torch.autograd.grad(out, given, torch.ones_like(out)))
+    assert report.backward is not None
+    assert used.peak <= report.backward.planned_peak_bytes

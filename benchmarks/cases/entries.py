@@ -22,6 +22,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import quorum_attention as qa
 
+WORDS = {
+    "permuted": "16,000 entries of a table's columns by rows, which do not flatten",
+    "narrow": "16,384 entries of 16 heads of 16 tokens, bf16",
+    "bias-8": "20,000 windows of 8, with the gradient of a shared bias",
+    "bias-49": "1,024 windows of 49, 8 heads, with the gradient of a shared bias",
+    "lengths": "`key_lengths` of 20,000 sets of 12",
+    "padding": "`key_padding` of 20,000 sets of 12",
+    "shifted": "512 shifted windows of 49, documents by entry",
+    "scattered": "400 documents in any order, 4,096 tokens",
+    "missing": "half of 4,096 keys padded, anywhere",
+    "windows": "20,000 windows of 49",
+}
+
 
 @dataclass
 class Row:

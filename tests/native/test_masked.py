@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_entries import masked_call
 from helpers_masks import RULES, check, few_at_a_time, random_mask
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Rectangle, Span, Task
 from quorum_attention.kernels import Statistics, TaskTensors
 from quorum_attention.kernels.dropout import Dropout, dropped
+from quorum_attention.kernels.masked import packing
 from quorum_attention.kernels.native import NativeKernel
 
 
@@ -50,6 +52,14 @@ def test_random_masks_against_float64(
     limits = tolerance, 5 * tolerance
     check(inputs, mask, 0.25, limits, dropout=dropout, device=device, **options)
     assert options["report"].forward.kernel == "native"
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_packed_calls(number: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that lie in any order are gathered for it, too."""
+    monkeypatch.setattr(packing, "_CLEARLY", 0)
+    limits = 2e-5, 1e-4
+    masked_call(number, limits=limits, device=device, head_dim=16, kernel="native")
 
 
 def test_a_mask_is_one_launch(device: str, launched: list[Any]) -> None:

@@ -319,6 +319,7 @@ class Call:
         stored: the dtype that results will be stored in, if it is another than the inputs'; a
             kernel may return them in it.
         dropout: which probabilities are dropped, or None; only for kernels with ``dropout``.
+        first_entry: the number of the first batch entry in the whole call.
     """
 
     query: torch.Tensor
@@ -329,6 +330,7 @@ class Call:
     bias: torch.Tensor | None = None
     stored: torch.dtype | None = None
     dropout: Dropout | None = None
+    first_entry: int = 0
 
     @property
     def inputs(self) -> Three:
@@ -359,7 +361,7 @@ def whole_task(call: Call) -> TaskTensors:
         bias=partial(part_of, call.bias),
         max_queries=n_queries,
         max_keys=n_keys,
-        entries=tuple(range(call.query.shape[0])),
+        entries=tuple(range(call.first_entry, call.first_entry + call.query.shape[0])),
         dropout=call.dropout,
     )
 

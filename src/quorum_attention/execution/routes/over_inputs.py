@@ -259,6 +259,7 @@ def _of_call(
         given["query"], given["key"], given["value"], causal, job.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
         work.state_dtype if joins else problem.place.result_dtype, dropout,
+        first_entry=0 if group is None else job.entries(group)[0],
     )  # fmt: skip
     parts: tuple[torch.Tensor, ...]
     if not backward:

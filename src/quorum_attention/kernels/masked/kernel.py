@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from quorum_attention.kernels.masked.block_table import (
 )
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.packed_calls import PackedKernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.native.kernel import NativeKernel
@@ -572,8 +573,24 @@ def kernel_for_mask(
         return replace(call, is_causal=found.is_causal), wanted
     base = _base(found, wanted, replace(call, needs_grad=needs_grad), device, tried=tried)
     if id(base) not in found.kernels:
-        found.kernels[id(base)] = MaskedKernel(found, base)
+        found.kernels[id(base)] = _kernel_of(found, base)
     return replace(call, is_causal=found.is_causal), found.kernels[id(base)]
+
+
+def _kernel_of(mask: ResolvedMask, base: Kernel) -> Kernel:
+    """The kernel of a mask whose parts ``base`` computes."""
+    if mask.packing is None:
+        return MaskedKernel(mask, base)
+    # Not the mask itself, which holds its kernels.
+    by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, base))
+    packed = PackedKernel(mask.packing, mask.sizes, base, by_blocks, capped(mask.softcap))
+    shapes = {bucket.mask_shape for bucket in mask.packing.buckets}
+    takes_all = all(base.refusal(replace(mask.sizes, mask=shape)) is None for shape in shapes)
+    return packed if takes_all else by_blocks()
+
+
+def _kernel_by_blocks(resolve_blocks: Callable[[], ResolvedMask], base: Kernel) -> Kernel:
+    return MaskedKernel(resolve_blocks(), base)
 
 
 def _base(

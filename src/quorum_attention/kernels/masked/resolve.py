@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.alignment import Ids, offsets_from_last
-from quorum_attention.kernels.masked.functions import TensorVersion
+from quorum_attention.kernels.masked.functions import MaskMod, TensorVersion
 from quorum_attention.kernels.masked.geometry import (
     AnyOf,
     EqualIds,
@@ -24,9 +24,10 @@ from quorum_attention.kernels.masked.geometry import (
     bounds_of,
     geometry_of,
 )
+from quorum_attention.kernels.masked.packing import NO_KEY, Packing, PlaceRule, packing_of
 from quorum_attention.kernels.protocol import CallShape, Kernel
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.mask import FAR, Mask
+from quorum_attention.mask import FAR, Mask, map_tensors
 from quorum_attention.sizes import counted
 
 # Ids whose runs make more blocks than this many times the runs are compared pair by pair instead.
@@ -34,15 +35,16 @@ _MOST_BLOCKS = 8
 _FEW_BLOCKS = 4096
 # So many calls take the host less than the device.
 _FEW_BANDS = 16
-# A key that no query has, and a query that no key has.
-_NO_KEY, _NO_QUERY = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
+# A query that no key has.
+_NO_QUERY = NO_KEY + 1
 
 
 class ResolvedMask:
     """A mask with the sizes of a call, its bias and its sinks left aside.
 
     Attributes:
-        geometries: one for each batch entry, or one for all of them.
+        packing: of a mask whose kept pairs are gathered for few calls; None: of others.
+        by_blocks: of a mask with a packing, the mask without it, for calls that are cut into tasks.
         sizes: of a call that it is for; the others have its batch entries and lengths.
         softcap: of scores, or None.
         functions: the user's, in the geometries.
@@ -52,9 +54,19 @@ class ResolvedMask:
         kernels: those made for it (``kernel.py``), by the id of the kernel that each computes with.
     """
 
-    def __init__(self, mask: Mask, call: CallShape) -> None:
-        self.geometries = geometries(mask, call, call.is_causal)
+    def __init__(self, mask: Mask, call: CallShape, *, packs: bool = True) -> None:
         self.sizes, self.softcap = call, mask.softcap
+        self.kernels: dict[int, Kernel] = {}
+        with outside():
+            self.packing = _packing(mask, call) if packs else None
+        if self.packing is not None:
+            self.functions: tuple[MaskMod, ...] = ()
+            self.is_causal = self.keeps_all = False
+            # The caller's tensors may have changed when blocks are asked for.
+            copied = map_tensors(replace(mask, bias=None, sinks=None), _copied)
+            self.by_blocks = cache(partial(ResolvedMask, copied, call, packs=False))
+            return
+        self._geometries = geometries(mask, call, call.is_causal)
         # By their ids: a callable may have no hash.
         self.functions = tuple({id(f): f for g in self.geometries for f in g.functions}.values())
         bands = [band for geometry in self.geometries for band in geometry.block_bands]
@@ -63,18 +75,24 @@ class ResolvedMask:
         self.keeps_all = all(
             g.band == below and g.blocks is None and not g.rules for g in self.geometries
         )
-        self.kernels: dict[int, Kernel] = {}
+
+    @property
+    def geometries(self) -> tuple[Geometry, ...]:
+        """One for each batch entry, or one for all of them."""
+        return self._geometries if self.packing is None else self.by_blocks().geometries
 
     @property
     def kept_pairs(self) -> float:
         """Pairs of a head that a batch entry keeps, with those that rules leave out; the mean."""
+        if self.packing is not None:
+            return self.packing.pairs / self.sizes.batch
         counts = [g.count(self.sizes.n_queries, self.sizes.n_keys) for g in self.geometries]
         return sum(counts) / len(counts)
 
     @property
     def few_bands(self) -> bool:
         """Whether it is a band within a few large blocks."""
-        return all(
+        return self.packing is None and all(
             not g.rules and (g.blocks is None or len(g.blocks) <= _FEW_BANDS)
             for g in self.geometries
         )
@@ -88,11 +106,12 @@ def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
     tensors = [tensor for _, tensor in tensors_of(mask)]
-    key = (described(mask), call.batch, call.lengths, tuple(map(id, tensors)))
+    ids = tuple(map(id, tensors))
+    key = (described(mask), call.device_type, call.batch, call.lengths, ids)
 
     # Before they are read: what another thread writes meanwhile is a change.
     held = list(map(_contents, tensors))
-    known = _SHARED
+    known = _SHARED if call.batch < _MANY_ENTRIES else _OF_MANY_ENTRIES
     if any(one.keeps is not None for one in masks_in(mask)):
         # The geometries hold them: in the shared cache they would outlive their mask.
         known = _BY_MASK.setdefault(mask, Cache(1))
@@ -106,6 +125,9 @@ def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
 _Known = tuple[list[Hashable], ResolvedMask]
 _BY_MASK: WeakKeyDictionary[Mask, Cache[_Known]] = WeakKeyDictionary()
 _SHARED: Cache[_Known] = Cache(64)
+# Masks of so many entries, whose tables of tokens may take hundreds of megabytes.
+_MANY_ENTRIES = 1024
+_OF_MANY_ENTRIES: Cache[_Known] = Cache(4)
 
 
 def _contents(tensor: torch.Tensor) -> Hashable:
@@ -150,6 +172,24 @@ def geometries(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry,
     return own
 
 
+def _copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _packing(mask: Mask, sizes: CallShape) -> Packing | None:
+    """The packing of a mask of ids, lengths, padding and positions; None if it has others."""
+    if mask.keeps is not None or mask.every or mask.either:
+        return None
+    by_tokens = (mask.documents, mask.key_lengths, mask.key_padding)
+    if all(field is None for field in by_tokens) or not sizes.batch:
+        return None
+    by_query, by_key = _ids(mask, sizes)
+    by_key = np.where(_kept_keys(mask, sizes), by_key, NO_KEY)
+    places = np.arange(sizes.n_queries) + query_offsets(mask, sizes)
+    rule = PlaceRule(_relative_band(mask), places, mask.chunk, sizes.is_causal)
+    return packing_of(by_query, by_key, rule, sizes)
+
+
 def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geometry, ...]:
     """What two masks keep, entry by entry; the same objects give the same object."""
     meeting, count = cache(Geometry.__and__), max(len(one), len(other))
@@ -166,7 +206,7 @@ def _own(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
     found = []
     for entry in range(max(map(len, every))):
         by_query, by_key, kept, offsets = (each[entry % len(each)] for each in every)
-        by_key = np.where(kept, by_key, _NO_KEY)
+        by_key = np.where(kept, by_key, NO_KEY)
         name = by_query.tobytes() + by_key.tobytes() + offsets.tobytes()
         if name not in known:
             if (offsets == offsets[:1]).all():

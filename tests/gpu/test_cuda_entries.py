@@ -1,0 +1,87 @@
+"""Many small entries, and tokens in any order, on a GPU: right, and by few calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers_attention import error
+from helpers_entries import masked_call
+
+import quorum_attention as qa
+from quorum_attention.kernels.masked import packed_calls, packing
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+_TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bfloat16: (4e-2, 0.1)}
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_random_masks_of_tokens_against_float64(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is packed, though some would be faster by blocks."""
+    monkeypatch.setattr(packing, "_CLEARLY", 0)
+    for number in range(50 * part, 50 * (part + 1)):
+        draw = random.Random(number)
+        monkeypatch.setattr(packing, "_DEVICE_BYTES", 1 << draw.choice([10, 16, 28]))
+        dtype = draw.choice(list(_TOLERANCE))
+        head_dim = draw.choice([8, 16, 64])
+        limits = _TOLERANCE[dtype]
+        masked_call(number, dtype=dtype, limits=limits, device="cuda", head_dim=head_dim)
+
+
+def masks() -> dict[str, tuple[qa.Mask | None, tuple[int, ...]]]:
+    """Masks by name, and the entries, heads and tokens of their calls."""
+    lengths = torch.randint(1, 13, (20_000,), device="cuda")
+    there = torch.rand(1, 4096, device="cuda") < 0.5
+    return {
+        "no mask": (None, (20_000, 4, 49)),
+        "lengths": (qa.Mask(key_lengths=lengths), (20_000, 4, 12)),
+        "padding": (qa.Mask(key_padding=torch.rand(20_000, 12) < 0.7), (20_000, 4, 12)),
+        "scattered": (qa.Mask(documents=torch.randint(0, 400, (4096,))), (1, 4, 4096)),
+        "missing": (qa.Mask(key_padding=there), (1, 4, 4096)),
+    }
+
+
+@pytest.mark.parametrize("name", ["no mask", "lengths", "padding", "scattered", "missing"])
+def test_masks_of_entries_take_few_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many masks differ, and wherever their tokens lie; results are those of torch."""
+    mask, (n_entries, heads, n_tokens) = masks()[name]
+    calls = []
+
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call_of(*arguments: Any) -> Any:
+            calls.append(arguments[0])
+            return run(*arguments)
+
+        return call_of
+
+    monkeypatch.setattr(packed_calls, "_call_of", counted(packed_calls._call_of))
+    shape = n_entries, heads, n_tokens, 32
+    three = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    leaves = [tensor.requires_grad_() for tensor in three]
+    out = qa.attention(*leaves, attn_mask=mask)
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, upstream)
+    assert len(calls) <= 24
+    assert bool(calls) == (mask is not None)
+    exact = [tensor.detach().float().requires_grad_() for tensor in three]
+    kept = None
+    if mask is not None and mask.documents is not None:
+        ids = mask.documents
+        assert isinstance(ids, torch.Tensor)
+        kept = (ids[:, None] == ids).cuda()
+    elif mask is not None and mask.key_lengths is not None:
+        columns = torch.arange(n_tokens, device="cuda")
+        kept = (columns < mask.key_lengths[:, None])[:, None, None]
+    elif mask is not None and mask.key_padding is not None:
+        kept = mask.key_padding.cuda()[:, None, None]
+    scores = exact[0] @ exact[1].mT * shape[-1] ** -0.5
+    if kept is not None:
+        scores = scores.masked_fill(~kept, -torch.inf)
+    wanted = scores.softmax(-1).nan_to_num(0.0) @ exact[2]
+    wanted_grads = torch.autograd.grad(wanted, exact, upstream.float())
+    for result, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        assert error(result, right.nan_to_num(0.0)) < 0.05

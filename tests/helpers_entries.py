@@ -1,0 +1,78 @@
+"""Random calls whose masks are made of tokens: ids, lengths and padding."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+from helpers_masks import check
+
+import quorum_attention as qa
+
+
+def any_mask(draw: random.Random, batch: int, n: int, m: int) -> qa.Mask:
+    """Ids, lengths and padding, in any order, with rules of positions beside them."""
+    fields: dict[str, Any] = {}
+    names = draw.choice([1, 2, 4])
+    kind = draw.randrange(5)
+    if kind in (0, 3):
+        fields["key_lengths"] = torch.randint(0, m + 1, (batch,))
+    if kind in (1, 4):
+        fields["key_padding"] = torch.rand(draw.choice([1, batch]), m) < 0.6
+    if kind in (2, 3, 4):
+        of_query = torch.randint(0, names, (draw.choice([1, batch]), n))
+        of_key = torch.randint(0, names, (draw.choice([1, batch]), m))
+        same = n == m and draw.random() < 0.6
+        fields["documents"] = of_query if same else (of_query, of_key)
+    positions = draw.randrange(6)
+    if positions in (1, 2):
+        fields["causal"] = True
+    if positions in (2, 3):
+        fields["window"] = (draw.randint(0, 9), draw.randint(-1, 9))
+    if positions == 4:
+        fields["chunk"] = draw.randint(1, 7)
+    if positions == 5:
+        fields["causal"] = "lower_right"
+    elif draw.random() < 0.2:
+        fields["offset"] = draw.randint(-3, 6)
+    if draw.random() < 0.2:
+        fields["softcap"] = 3.0
+    return qa.Mask(**fields)
+
+
+def masked_call(
+    number: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    limits: tuple[float, float] = (1e-5, 3e-5),
+    device: str = "cpu",
+    head_dim: int = 8,
+    **options: Any,
+) -> None:
+    """A call under a mask of tokens, and its gradients, are those of the textbook.
+
+    Args:
+        number: of the draw.
+        limits: for results, and for gradients.
+        options: of the call, besides those that are drawn.
+    """
+    draw = random.Random(number)
+    torch.manual_seed(number)
+    batch, (heads, shared) = draw.choice([1, 2, 7, 20]), draw.choice([(1, 1), (2, 2), (4, 2)])
+    n = draw.randint(1, 24)
+    m = n if draw.random() < 0.6 else draw.randint(1, 24)
+    mask = any_mask(draw, batch, n, m)
+    if draw.random() < 0.3:
+        sizes = (batch, heads, n, m)
+        bias = torch.randn([size if draw.random() < 0.6 else 1 for size in sizes])
+        mask = replace(mask, bias=bias.requires_grad_())
+    if draw.random() < 0.2:
+        mask = replace(mask, sinks=torch.randn(heads))
+    rows = [(heads, n), (shared, m), (shared, m), (heads, n)]
+    inputs = [torch.randn(batch, n_heads, length, head_dim).to(dtype) for n_heads, length in rows]
+    options["is_causal"] = draw.random() < 0.15
+    if device == "cpu" and "kernel" not in options and draw.random() < 0.2:
+        options["budget"] = draw.choice(["7MiB", "9MiB"])
+    check(inputs, mask, head_dim**-0.5, limits, device=device, **options)
