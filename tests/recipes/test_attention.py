@@ -104,6 +104,18 @@ def test_labels_that_a_model_hands_down_have_no_effect() -> None:
     torch.testing.assert_close(model.lm_head(found), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_all_names_are_restored() -> None:
+    """Of parts too, some of which have none (MPT's, Moshi's)."""
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512, "vocab_size": 96}
+    model = transformers.MptForCausalLM(transformers.MptConfig(**sizes)).eval()
+    own = [model.config, *(getattr(model.config, key) for key in model.config.sub_configs)]
+    before = [config._attn_implementation for config in own]
+    wanted = model(IDS).logits
+    assert ATTENTION in long_context(model, checkpoints=None).left_out
+    assert [config._attn_implementation for config in own] == before
+    torch.testing.assert_close(model(IDS).logits, wanted)
+
+
 def test_other_results_are_seen() -> None:
     """A model that looks at the name of its attention, and does something else."""
     model = tiny("llama")

@@ -33,18 +33,20 @@ def set_attention(model: Any, name: str, how: str) -> Change:
     Raises:
         BudgetError: the budget is too small for a few tokens. The model has its own attention then.
     """
-    from quorum_attention.integrations.transformers.options import names_of, options_of
+    from quorum_attention.integrations.transformers.options import options_of
 
-    before = _implementations(model.config)
+    before = _implementations(model)
     model.set_attn_implementation(name)
     kind = type(model).__name__
-    if name not in names_of(model.config):  # Transformers only logs it
+    if name not in {config._attn_implementation for config in _part_configs(model)}:
+        # Transformers only logs it. Configurations that are of no model may have the name.
+        _restore(before)
         return Change(ATTENTION, False, f"{kind} does not take its attention by name")
     options = options_of(name)
     if options is not None and options.group is not None:
         return Change(ATTENTION, True, f"{how}; over a group of ranks it was not tried")
     results = _try_model(model)
-    model.set_attn_implementation(before)
+    _restore(before)
     if isinstance(results, BudgetError):
         raise results
     expected = _try_model(model)
@@ -61,16 +63,28 @@ def set_attention(model: Any, name: str, how: str) -> Change:
     return Change(ATTENTION, True, how)
 
 
-def _implementations(config: Any) -> dict[str, Any]:
-    """Names of attention of a configuration ("") and of those within it, as
-    ``set_attn_implementation`` takes them."""
-    names: dict[str, Any] = {"": config._attn_implementation}
-    for key in config.sub_configs:
-        part = getattr(config, key, None)
-        if part is not None:
-            nested = _implementations(part)
-            names[key] = nested if len(nested) > 1 else nested[""]
-    return names
+def _part_configs(model: Any) -> list[Any]:
+    """The configurations of a model and of the models within it, outer ones first."""
+    return [part.config for part in model.modules() if hasattr(part, "set_attn_implementation")]
+
+
+def _implementations(model: Any) -> list[tuple[Any, str | None]]:
+    """The configurations of a model and of its parts, outer ones first, each with the name of its
+    attention."""
+    todo = _part_configs(model)
+    names: dict[int, tuple[Any, str | None]] = {}
+    while todo:
+        config = todo.pop(0)
+        names.setdefault(id(config), (config, config._attn_implementation))
+        parts = [getattr(config, key, None) for key in config.sub_configs]
+        todo += [part for part in parts if part is not None and id(part) not in names]
+    return list(names.values())
+
+
+def _restore(implementations: list[tuple[Any, str | None]]) -> None:
+    """Undo ``set_attn_implementation``, which does not take all names that it replaces (None)."""
+    for config, name in implementations:  # an outer one sets those within it
+        config._attn_implementation = name
 
 
 def _try_model(model: Any) -> list[torch.Tensor] | Exception:
