@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.overrides import handle_torch_function
 
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, RunOptions, call_options
@@ -12,6 +13,7 @@ from quorum_attention.call.validation import as_tensor
 from quorum_attention.direct import attention_results, checked_request
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.torch_private import (
+    has_own_torch_function,
     refuse_traces,
     restores_grad_and_autocast,
     uncompiled,
@@ -102,6 +104,7 @@ def attention(
         dense in memory, with the query's order of dimensions however it was computed: where the
         query is ``x.view(batch, tokens, heads, head_dim).transpose(1, 2)``, the result's
         ``transpose(1, 2).view(batch, tokens, -1)`` is no copy. (docs/limits.md has two exceptions.)
+        Subclasses of tensors take part as in torch's functions, by ``__torch_function__``.
 
     Raises:
         ValueError, TypeError: an argument does not fit; before anything is allocated.
@@ -118,6 +121,23 @@ def attention(
         >>> torch.allclose(out, expected, atol=1e-4)
         True
     """
+    if has_own_torch_function(query, key, value):
+        return handle_torch_function(
+            attention,
+            (query, key, value),
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            dropout_seed=dropout_seed,
+            out=out,
+            out_dtype=out_dtype,
+            **options,
+        )
     call = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         call_options(attention, options),
@@ -153,6 +173,23 @@ def attention_with_lse(
         >>> lse.shape
         torch.Size([1, 2, 300])
     """
+    if has_own_torch_function(query, key, value):
+        return handle_torch_function(
+            attention_with_lse,
+            (query, key, value),
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            dropout_seed=dropout_seed,
+            out=out,
+            out_dtype=out_dtype,
+            **options,
+        )
     call = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         call_options(attention_with_lse, options),

@@ -178,6 +178,16 @@ def is_traced(*inputs: object) -> bool:
 _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
+def has_own_torch_function(*inputs: object) -> bool:
+    """Whether an input's class takes part in functions of torch by ``__torch_function__``, and is
+    not within it already."""
+    classes = [type(tensor) for tensor in inputs if type(tensor) not in PLAIN]
+    if not classes or not torch._C._is_torch_function_enabled():
+        return False
+    disabled = torch._C._disabled_torch_function_impl
+    return any(getattr(cls, "__torch_function__", disabled) is not disabled for cls in classes)
+
+
 def refuse_traces(function: str, *tensors: torch.Tensor | None) -> None:
     """Raise an error if a call is being traced.
 
