@@ -376,6 +376,16 @@ def small() -> str:
     return section(name, "python benchmarks/run.py small --cpu-time", columns, rows)
 
 
+def entries() -> str:
+    from cases.entries import WORDS
+
+    name = "cpu-entries.json"
+    rows = [
+        [WORDS[row], f"{figures['ratio']:.2f}"] for row, figures in loaded(name)["rows"].items()
+    ]
+    return section(name, loaded(name)["command"], ["calls", "ratio"], rows)
+
+
 def census() -> str:
     from quorum_attention.decomposition import Decomposition, Pairs
     from quorum_attention.decomposition import census as census_of
@@ -415,7 +425,7 @@ TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         readme, accuracy, long_accuracy, cost, budgets, beside_fa4, several, versions, steps,
-        windows, native, small, census, wrapped,
+        windows, native, small, entries, census, wrapped,
     )
 }  # fmt: skip
 MARKED = re.compile(r"(<!-- table: (\w+) -->\s+).*?(?=\n## |<!-- end of table -->|\Z)", re.DOTALL)
