@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,6 +316,30 @@ def test_export_with_lengths_that_vary_saved_and_loaded(strict: bool) -> None:
     for length in (50, 77):
         given = three(length, grad=False)
         assert_close(loaded(*given), torchs(*given, is_causal=True), 1e-10)
+
+
+class TwoCalls(torch.nn.Module):
+    """A call without options, and one of tensors, numbers and options."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.arange(32) // 9)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        described = qa.Mask(causal=True, documents=self.ids)
+        return ours(q, k, v, is_causal=True) + ours(q, k, v, described, depth=1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_package_of_compiled_code(tmp_path: Path) -> None:
+    """AOTInductor's, which passes no empty lists on."""
+    with torch.no_grad():
+        given = three(32, grad=False)
+        exported = torch.export.export(TwoCalls(), tuple(given))
+        path = torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(tmp_path / "calls.pt2")
+        )
+        assert_close([torch._inductor.aoti_load_package(path)(*given)], [TwoCalls()(*given)], 0.0)
 
 
 @pytest.mark.parametrize("through", ["eager", "compiled"])

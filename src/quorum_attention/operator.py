@@ -49,9 +49,10 @@ from quorum_attention.passes import beside, run_backward, run_forward
 
 NAME = "quorum_attention"
 _Result = TypeVar("_Result")
+# None in place of an empty list: packages of AOTInductor pass no empty lists on.
 _CALL = (
-    "Tensor? seed, Tensor[] parts, float dropout_p, float? scale, bool is_causal, bool enable_gqa, "
-    "ScalarType? out_dtype, str options, SymInt[] numbers"
+    "Tensor? seed, Tensor[]? parts, float dropout_p, float? scale, bool is_causal, "
+    "bool enable_gqa, ScalarType? out_dtype, str options, SymInt[]? numbers"
 )
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
 _TAGS = [torch.Tag.pt2_compliant_tag]
@@ -111,9 +112,23 @@ def as_operator(
         t is not None and t.requires_grad for t in (query, key, value, mask, sinks)
     )
     out, lse, _ = torch.ops.quorum_attention.attention(
-        query, key, value, mask, sinks, seed, parts, float(call.dropout_p), call.scale,
-        call.is_causal, grouped, call.out_dtype, options, numbers, recorded, recorded and of_mask,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        mask,
+        sinks,
+        seed,
+        parts or None,
+        float(call.dropout_p),
+        call.scale,
+        call.is_causal,
+        grouped,
+        call.out_dtype,
+        options,
+        numbers or None,
+        recorded,
+        recorded and of_mask,
+    )
     return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
 
 
@@ -269,7 +284,7 @@ def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
     dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call
     written, described = CallOptions(), None
     if options:
-        *fields, described = _decode(_parsed(options), numbers, parts)
+        *fields, described = _decode(_parsed(options), numbers or [], parts or [])
         written = CallOptions(*fields)
     named = written.kernel
     if named != "auto" and get_kernel(named).called_back():
@@ -324,7 +339,7 @@ def _fake_backward(*args: Any) -> list[torch.Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *six, parts = inputs[:7]
     ctx.call = inputs[7:14]
-    ctx.save_for_backward(*six, *output, *parts)
+    ctx.save_for_backward(*six, *output, *(parts or ()))
     ctx.set_materialize_grads(False)
 
 
@@ -333,12 +348,23 @@ def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
     grad_out, grad_lse = upstream_of(out, upstream[0]), upstream[1]
     needed = ctx.needs_input_grad
     grads = torch.ops.quorum_attention.attention_backward(
-        grad_out, query, key, value, out, lse, mask, sinks, grad_lse, known, seed, parts,
-        *ctx.call, *needed[3:5],
-    )  # fmt: skip
-    # An empty list counts as one of tensors.
-    numbers: list[Any] | None = None if ctx.call[-1] else []
-    rest = None, [None] * len(parts), *(None,) * 6, numbers, None, None
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        mask,
+        sinks,
+        grad_lse,
+        known,
+        seed,
+        parts or None,
+        *ctx.call,
+        *needed[3:5],
+    )
+    of_parts = [None] * len(parts) if parts else None
+    rest = None, of_parts, *(None,) * 9
     return (*gradients_of(grads, *needed[3:5]), *rest)
 
 
