@@ -1,9 +1,10 @@
 """Attention as one operator of torch's: what a trace sees instead of Python that plans and runs.
 
 ``torch.ops.quorum_attention.attention`` is the forward, ``attention_backward`` the gradients. Both
-know the shapes of their results (for fake tensors), the forward its derivative. They are used where
-a call is traced (torch.compile, torch.export, make_fx, fake tensors) or where selective checkpoints
-choose among operators. All else calls ``autograd`` directly, which is quicker and knows torch.func.
+know the shapes of their results (for fake tensors) and how many operations torch counts for them,
+the forward its derivative. They are used where a call is traced (torch.compile, torch.export,
+make_fx, fake tensors), where selective checkpoints choose among operators, or where operations are
+counted. All else calls ``autograd`` directly, which is quicker and knows torch.func.
 
 Operators take tensors and plain values only. So options and a ``Mask`` are encoded as one string of
 literals; whole numbers and tensors, which may differ from call to call in one graph, are arguments
@@ -38,6 +39,7 @@ from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs,
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.result_layout import empty_like_input, laid_out_like
 from quorum_attention.kernels.torch_private import (
+    add_flop_formulas,
     has_transforms,
     is_tracing,
     refuse_real_among_fake,
@@ -107,6 +109,7 @@ def as_operator(
         names = ["query", "key", "value", "attn_mask", "Mask.sinks"]
         names += ["a tensor of the Mask (documents, key_padding, ...)"] * len(parts)
         refuse_real_among_fake(names, [query, key, value, mask, sinks, *parts])
+        _count_flops()  # also in inference mode, which goes around derivatives
     recorded, of_mask = torch.is_grad_enabled(), mask is not None and mask.requires_grad
     recorded = recorded and any(
         t is not None and t.requires_grad for t in (query, key, value, mask, sinks)
@@ -336,6 +339,32 @@ def _fake_backward(*args: Any) -> list[torch.Tensor]:
     return [*grads, *(like.new_empty(like.shape) for like in learned)]
 
 
+def _forward_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+) -> int:
+    """Operations of the two products of a forward, as torch counts those of its own attention: all
+    pairs, whatever is masked."""
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])
+
+
+def _backward_flops(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **named: Any
+) -> int:
+    """Operations of the five products of a backward: scores and the gradients of query and key by
+    the head dimension, those of values and probabilities by the value's."""
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * pairs * (3 * query.shape[-1] + 2 * grad_out.shape[-1])
+
+
+def _count_flops() -> None:
+    """Let counters that are active know what the operators take."""
+    operators = torch.ops.quorum_attention
+    add_flop_formulas(
+        {operators.attention: _forward_flops, operators.attention_backward: _backward_flops}
+    )
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *six, parts = inputs[:7]
     ctx.call = inputs[7:14]
@@ -378,7 +407,7 @@ def _register() -> library.Library:
         made.define(name + _SCHEMAS[name], tags=_TAGS)
         made.impl(name, compute, "CompositeExplicitAutograd")
         library.register_fake(f"{NAME}::{name}", fake, lib=made)
-        register_derivative(made, name, derivative, save, refuse_forward_mode)
+        register_derivative(made, name, derivative, save, refuse_forward_mode, _count_flops)
     return made
 
 

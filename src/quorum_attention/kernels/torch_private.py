@@ -166,16 +166,29 @@ def has_no_numbers(*tensors: object) -> bool:
 
 def is_traced(*inputs: object) -> bool:
     """Whether a call is traced and should be one operator: by torch's compiler, make_fx or
-    torch.export, of fake tensors, under functionalization, or where a selective checkpoint chooses
-    among operators."""
+    torch.export, of fake tensors, under functionalization, where a selective checkpoint chooses
+    among operators, or where operations are counted."""
     if torch.compiler.is_dynamo_compiling():
         return True
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return has_no_numbers(*inputs) or any(type(mode).__name__ in _SELECTIVE for mode in modes)
+    return has_no_numbers(*inputs) or any(type(mode).__name__ in _BY_OPERATOR for mode in modes)
 
 
-# torch.utils.checkpoint's modes of create_selective_checkpoint_contexts.
-_SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+_COUNTS = "_FlopCounterMode"  # of torch.utils.flop_counter.FlopCounterMode
+# The others are torch.utils.checkpoint's, of create_selective_checkpoint_contexts.
+_BY_OPERATOR = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode", _COUNTS)
+
+
+def add_flop_formulas(formulas: dict[Any, Callable[..., int]]) -> None:
+    """Give formulas of operators to the FlopCounterModes that are active.
+
+    Their module registers formulas, but for counters that are made later, and its import takes
+    longer than that of this package: so it is not imported here.
+    """
+    if has_modes():
+        for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+            if type(mode).__name__ == _COUNTS:
+                mode.counter.flop_registry.update(formulas)  # type: ignore[attr-defined]
 
 
 def has_own_torch_function(*inputs: object) -> bool:
@@ -312,6 +325,7 @@ def register_derivative(
     derivative: Callable[..., Any],
     save: Callable[..., None] | None,
     refuse_forward_mode: Callable[[], None],
+    before: Callable[[], None],
 ) -> None:
     """Register the reverse-mode derivative of an operator, and an error for forward mode.
 
@@ -323,6 +337,7 @@ def register_derivative(
         name: of the operator, without its namespace.
         derivative, save: as ``torch.library.register_autograd`` takes them.
         refuse_forward_mode: raises the error.
+        before: called before each call of the operator.
     """
     try:
         from torch._library.autograd import Info, make_autograd_impl
@@ -341,6 +356,7 @@ def register_derivative(
     def dispatch(keyset: Any, *args: Any, **named: Any) -> Any:
         if has_tangent(args):
             refuse_forward_mode()
+        before()
         return reverse_mode(keyset, *args, **named)
 
     library.impl(name, dispatch, "Autograd", with_keyset=True)
