@@ -7,6 +7,7 @@ import gc
 import random
 import re
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -43,6 +44,32 @@ def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
     tolerance = 1e-2 if sizes.get("dtype") else 5e-5
     assert_close(run(budget=smallest), reference.of(backward), tolerance)
     assert usage(lambda: run(budget=smallest)).peak <= smallest
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_drawn_calls_of_whole_rows_stay_within_the_smallest_budget(backward: bool) -> None:
+    """Of the kernel ``dense``, at odd sizes, with grouped heads, masks and dropout."""
+    draw = random.Random(f"whole rows {backward}")
+    for _ in range(3):
+        n = draw.choice([129, 300])
+        batch, kv_heads, shared = draw.choice([3, 6]), draw.choice([2, 5]), draw.choice([4, 7])
+        dtype = draw.choice([torch.float16, torch.float32, torch.float64])
+        shapes = [(batch, h, n, 33) for h in (kv_heads * shared, kv_heads, kv_heads)]
+        given = [torch.randn(shape, dtype=dtype, requires_grad=backward) for shape in shapes]
+        call = {"kernel": "dense", "enable_gqa": True, "dropout_p": draw.choice([0.0, 0.2])}
+        mask = draw.choice([None, (n, n), (kv_heads * shared, 1, n), (batch, 1, n, n)])
+        if mask is None:
+            call["is_causal"] = True
+        else:
+            call["attn_mask"] = torch.randn(mask, dtype=draw.choice([dtype, torch.float32]))
+        run = partial(qa.attention, *given, **call)
+        smallest = smallest_budget(lambda most, run=run: run(budget=most))
+        peak = usage(lambda run=run, smallest=smallest: run(budget=smallest)).peak
+        if backward:
+            out = run(budget=smallest)
+            upstream = torch.ones((), dtype=dtype).expand(out.shape)
+            peak = max(peak, usage(partial(torch.autograd.grad, out, given, upstream)).peak)
+        assert peak <= smallest, (shapes, dtype, call)
 
 
 @pytest.mark.parametrize("seed", range(5))
