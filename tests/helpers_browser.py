@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -97,8 +99,14 @@ def browser(folder: Path) -> Iterator[Browser]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    # Chromium makes a socket in its temporary folder, and a socket's path has at most 107
+    # characters: the folder of a test that runs beside others is too deep.
+    shallow = tempfile.TemporaryDirectory(dir="/tmp")
     driver = subprocess.Popen(
-        ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ["chromedriver", f"--port={port}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": shallow.name},
     )
     try:
         _until(lambda: _listens(port), "chromedriver listens")
@@ -110,3 +118,4 @@ def browser(folder: Path) -> Iterator[Browser]:
     finally:
         driver.terminate()
         driver.wait(timeout=_SECONDS)
+        shallow.cleanup()

@@ -18,7 +18,7 @@ from quorum_attention import Mask
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.masked.resolve import resolve
+from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 
 Window = tuple[int, int]
 # (queries, keys) of documents: more keys, more queries, none of either, equal.
@@ -184,11 +184,14 @@ def test_aligned_documents_are_blocks_with_diagonals_of_their_own() -> None:
 
 @pytest.mark.parametrize("ids", [torch.arange(50) // 8, torch.arange(50) % 3])
 def test_documents_of_equal_lengths_stay_what_they_were(ids: torch.Tensor) -> None:
-    """Queries and keys with the same ids stand where their numbers say, in any order."""
+    """Queries and keys with the same ids stand where their numbers say, in any order. (By blocks:
+    ids in any order may be gathered instead.)"""
     shape = shape_of((1,), 1, 1, 50, 50)
     for documents in (ids, (ids, ids.clone())):
         lower, upper = (
-            resolve(Mask(causal=causal, window=(9, 0), documents=documents), shape)
+            ResolvedMask(
+                Mask(causal=causal, window=(9, 0), documents=documents), shape, packs=False
+            )
             for causal in ("lower_right", True)
         )
         assert lower.geometries[0].band == upper.geometries[0].band

@@ -16,16 +16,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 329,
-    "tangled functions": 88,
-    "vague names": 1403,
-    "riddles": 221,
-    "tuples assigned to tuples": 566,
-    "formatter switched off": 169,
-    "class names defined twice": 20,
+    "packed functions": 311,
+    "tangled functions": 86,
+    "vague names": 1285,
+    "riddles": 219,
+    "tuples assigned to tuples": 513,
+    "formatter switched off": 163,
+    "class names defined twice": 19,
     "records with several names": 8,
 }
-NODES_PER_LINE = 13.7
+NODES_PER_LINE = 13.3
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16

@@ -423,7 +423,7 @@ def test_a_killed_driver_loses_nothing_but_time(
 
 def test_without_ray_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'quorum-attention\[ray\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "\.\[ray\]"'):
         Farm()
 
 

@@ -57,7 +57,7 @@ def test_models_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", missing)
     for name in [n for n in sys.modules if n.startswith("quorum_attention.integrations.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match=r'pip install "quorum-attention\[transformers\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[transformers\]"'):
         importlib.import_module("quorum_attention.integrations.transformers")
 
 

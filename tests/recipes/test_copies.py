@@ -17,6 +17,7 @@ from helpers_models import VOCABULARY, tiny
 
 from quorum_attention.recipes import long_context
 from quorum_attention.recipes.chunked_loss import DeferredLogits
+from quorum_attention.recipes.patching import patch
 
 # A function of its package has the module's name.
 replicas: Any = importlib.import_module("torch.nn.parallel.replicate")
@@ -150,3 +151,18 @@ def test_replicas_in_evaluation_have_logits() -> None:
         wanted = plain.eval()(IDS, labels=IDS)
     assert type(output.logits) is torch.Tensor
     torch.testing.assert_close(output.logits, wanted.logits)
+
+
+def plus(number: int, plain: Callable[..., Any], module: torch.nn.Module, x: torch.Tensor) -> Any:
+    return plain(module, x) + number
+
+
+def test_changes_of_many_kinds_are_compiled() -> None:
+    """torch's compiler gives up on a piece of code after eight kinds of it."""
+    torch._dynamo.reset()
+    x = torch.randn(2, 4)
+    for number in range(10):
+        module = torch.nn.Linear(4, 4)
+        patch(module, "forward", plus, number)
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), module(x))

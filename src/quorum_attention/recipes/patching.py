@@ -107,9 +107,13 @@ def _changed_class(
 ) -> type[torch.nn.Module]:
     """The subclass of ``plain`` whose method runs ``function``. Equal changes share a class."""
 
-    @wraps(getattr(plain, method))
     def changed(self: torch.nn.Module, *args: Any, **named: Any) -> Any:
         return function(*options, getattr(plain, method), self, *args, **named)
+
+    # torch's compiler counts recompilations by code, and gives up after eight: each class has its
+    # own.
+    changed.__code__ = changed.__code__.replace()
+    wraps(getattr(plain, method))(changed)
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         reduced = super(kind, self).__reduce_ex__(max(2, protocol))
