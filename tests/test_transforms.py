@@ -246,7 +246,9 @@ def test_a_torch_that_moved_what_is_used_is_said_and_keeps_derivatives(
         return 2 * upstream
 
     with pytest.warns(UserWarning, match="drop forward-mode tangents"):
-        register_derivative(library, "twice", derivative, None, refuse_forward_mode)
+        register_derivative(
+            library, "twice", derivative, None, refuse_forward_mode, before=lambda: None
+        )
     x = torch.ones(3, requires_grad=True)
     torch.ops.quorum_attention_test.twice(x).sum().backward()
     assert_close(x.grad, torch.full((3,), 2.0), 0)

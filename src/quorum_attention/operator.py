@@ -368,6 +368,7 @@ def _count_flops() -> None:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *six, parts = inputs[:7]
     ctx.call = inputs[7:14]
+    ctx.has_parts = parts is not None
     ctx.save_for_backward(*six, *output, *(parts or ()))
     ctx.set_materialize_grads(False)
 
@@ -392,9 +393,20 @@ def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
         *ctx.call,
         *needed[3:5],
     )
-    of_parts = [None] * len(parts) if parts else None
-    rest = None, of_parts, *(None,) * 9
-    return (*gradients_of(grads, *needed[3:5]), *rest)
+    # Gradients have the structure of the inputs; an empty list counts as one of tensors.
+    of_parts = [None] * len(parts) if ctx.has_parts else None
+    numbers = ctx.call[-1]
+    of_numbers: list[Any] | None = None if numbers or numbers is None else []
+    of_others = [None] * 6
+    return (
+        *gradients_of(grads, *needed[3:5]),
+        None,
+        of_parts,
+        *of_others,
+        of_numbers,
+        None,
+        None,
+    )
 
 
 def _register() -> library.Library:
