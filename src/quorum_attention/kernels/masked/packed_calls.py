@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Rectangle, Verdict
+from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.kernels.masked.packing import Bucket, CellSide, Packing
 from quorum_attention.kernels.protocol import (
     Call,
@@ -272,8 +272,7 @@ class PackedKernel(Kernel):
         return replace(self._scores, kept=self._kept)
 
     def _kept(self, block: Block, keys: slice) -> torch.Tensor:
-        rows = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
-        pairs = block.task.indices(rows, block.entries, block.heads)
+        pairs = block.indices(keys)
         return self.packing.kept(pairs.entries % self._sizes.batch, pairs.queries, pairs.keys)
 
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
