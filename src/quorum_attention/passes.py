@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.call.block import Block, BlockResults, Masked, WholeCall, request_of_block
 from quorum_attention.call.gradients import (
     BackwardInputs,
@@ -262,7 +263,7 @@ def check_forward(
     # Scores are at most as large as products of norms.
     key_norm = max(abs(float(end)) for end in torch.aminmax(key)) * width**0.5
     n, draw = block.rows.length, random.SystemRandom()  # leaves the program's generators alone
-    parts = min(n, -(-_CHECKED_ROWS // blocks))
+    parts = min(n, ceil_div(_CHECKED_ROWS, blocks))
     for part in range(parts):
         at = draw.randrange(n * part // parts, n * (part + 1) // parts)
         row = block.rows.start + at

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
@@ -65,7 +66,7 @@ class WholeCall:
     def key_heads(self, block: Block) -> Interval:
         """The key/value heads that the block's query heads read."""
         share = self.work.queries_per_key_head
-        return Interval(block.heads.start // share, -(-block.heads.stop // share))
+        return Interval(block.heads.start // share, ceil_div(block.heads.stop, share))
 
     def cut(self, tensor: torch.Tensor, block: Block, *, of_keys: bool) -> torch.Tensor:
         """The block's part of a tensor (*batch_shape, heads, tokens, ...), a view (entries, heads,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition.bands import Band, rectangles_of_band
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.rectangles import Rectangle
@@ -24,7 +25,7 @@ class _SideInParts(NamedTuple):
 
     @property
     def n_parts(self) -> int:
-        return -(-self.n_rows // self.part_rows)
+        return ceil_div(self.n_rows, self.part_rows)
 
     @property
     def n_full_parts(self) -> int:
@@ -94,7 +95,7 @@ class ChunkStream:
             return range(self.n_blocks)
         block_rows = self._streamed.part_rows
         if self.resident_axis == "query":
-            n_reached = -(-stop // block_rows)
+            n_reached = ceil_div(stop, block_rows)
             return range(min(self.n_blocks, n_reached))
         first = start // block_rows if start < self.n_queries else self.n_blocks
         return range(first, self.n_blocks)
@@ -114,7 +115,7 @@ class ChunkStream:
         if self.is_causal and self.resident_axis == "query":
             end = min(end, (start + 1) // block_rows)
         elif self.is_causal:
-            first = max(first, -(-(stop - 1) // block_rows))
+            first = max(first, ceil_div(stop - 1, block_rows))
         return range(first, max(first, end))
 
     def last_chunk(self, block: int) -> int:

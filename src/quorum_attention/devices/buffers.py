@@ -30,6 +30,7 @@ from functools import cache, partial
 import torch
 import torch.multiprocessing
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.execution.device.lookup import BACKENDS, HOST, on_host
 from quorum_attention.execution.device.page_locks import (
@@ -453,7 +454,7 @@ class MappedBuffers:
             return
         with prefaulting([one.flat], wait=True):  # the driver would map its pages one by one
             pass
-        one.locked = self._locker.lock(one.flat.data_ptr(), -(-size // PAGE_BYTES) * PAGE_BYTES)
+        one.locked = self._locker.lock(one.flat.data_ptr(), round_up(size, PAGE_BYTES))
         if not one.locked:
             self._most_bytes = locked  # the system allows no more
 
@@ -484,7 +485,7 @@ def prefaulting(tensors: Iterable[torch.Tensor], *, wait: bool = False) -> Itera
     pieces = list[tuple[int, int]]()
     for tensor in tensors:
         if tensor.nbytes >= _LEAST_BYTES and tensor.is_contiguous():
-            start = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+            start = round_up(tensor.data_ptr(), PAGE_BYTES)
             stop = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
             starts = range(start, stop, _PIECE_BYTES)
             pieces += [(at, min(_PIECE_BYTES, stop - at)) for at in starts]

@@ -20,6 +20,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.call.block import Block, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import room
@@ -106,8 +107,8 @@ def _blocks(work: CallShape, low: float, high: float) -> Iterator[Block]:
     if first < last:
         runs[0] = first, first + 1, start, n if start else 0
         first += start > 0
-        inner = {-(-first // share) * share, last // share * share}
-        inner |= set(range(-(-first // work.heads) * work.heads, last, work.heads))
+        inner = {round_up(first, share), last // share * share}
+        inner |= set(range(round_up(first, work.heads), last, work.heads))
         edges = sorted({first, last} | {edge for edge in inner if first < edge < last})
         runs += [(one, other, 0, n) for one, other in pairwise(edges)]
         runs.append((last, last + 1, 0, stop))

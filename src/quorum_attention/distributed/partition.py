@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, pairwise, product, repeat, starmap
 from typing import Literal, NamedTuple
 
+from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.decomposition.intervals import Interval, counted, covered, cut, union, within
 from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
@@ -114,7 +115,7 @@ class Sequences:
 
     def kv_of(self, heads: tuple[int, int]) -> Interval:
         """The key/value heads that query heads read."""
-        return Interval(heads[0] // self.share, -(-heads[1] // self.share))
+        return Interval(heads[0] // self.share, ceil_div(heads[1], self.share))
 
     def count(self, block: Block) -> int:
         """Kept pairs of all heads of a block."""
@@ -375,7 +376,7 @@ def heads(of: Sequences) -> Assignment:
 def _by_groups(of: Sequences, first: int, last: int, most: int = _STAGES) -> list[Interval]:
     """Whole heads in runs: ``most`` of all query heads of some key/value heads, or of some of
     one's."""
-    cuts = range(-(-first // of.share) * of.share, last + 1, of.share)
+    cuts = range(round_up(first, of.share), last + 1, of.share)
     n = max(1, min(most, len(cuts) - 1))
     edges = {first, last, *(cuts[(len(cuts) - 1) * i // n] for i in range(n + 1) if cuts)}
     return [Interval(a, b) for a, b in pairwise(sorted(edges))]
@@ -421,7 +422,7 @@ def _rows_by_work(of: Sequences) -> list[list[Interval]]:
 
 def quorums(of: Sequences, chunks: int) -> Assignment:
     """Tasks of a cyclic quorum set: each has the pairs of any two of its chunks, and one's own."""
-    size = -(-of.tokens // (chunks * of.tile)) * of.tile
+    size = ceil_div(of.tokens, chunks * of.tile) * of.tile
     edges = [min(of.tokens, size * number) for number in range(chunks + 1)]
     spans = list(starmap(Interval, pairwise(edges)))
     runs, interest = _by_groups(of, 0, of.heads), interest_set(quorum_size(chunks))

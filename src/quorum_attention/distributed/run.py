@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.autograd import computed_once
 from quorum_attention.call.block import Block as PartOfCall
 from quorum_attention.call.block import BlockResults, WholeCall
@@ -179,7 +180,7 @@ def _message(
 ) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
     """A message to or from each rank: all its bytes, how many are of each rank, and its tensors."""
     exact = [[math.prod(shape) * dtype.itemsize for shape, dtype in each] for each in likes]
-    sizes = [[-(-n // _ALIGNMENT) * _ALIGNMENT for n in each] for each in exact]
+    sizes = [[round_up(n, _ALIGNMENT) for n in each] for each in exact]
     message = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
     parts = iter(message.split([n for each in sizes for n in each]))
     tensors = [

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import EMPTY, Decomposition, Pairs, Ranges, Rectangle
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.call import Job, Tools
@@ -54,12 +55,12 @@ class Tile:
     def smaller(self) -> Tile | None:
         """Half of it; None for a single pair of one head group."""
         if self.entries > 1:
-            return replace(self, entries=-(-self.entries // 2))
+            return replace(self, entries=ceil_div(self.entries, 2))
         if self.heads > 1:
-            return replace(self, heads=-(-self.heads // 2))
+            return replace(self, heads=ceil_div(self.heads, 2))
         if self.keys > 1 and self.keys >= self.queries:
-            return replace(self, keys=-(-self.keys // 2))
-        return replace(self, queries=-(-self.queries // 2)) if self.queries > 1 else None
+            return replace(self, keys=ceil_div(self.keys, 2))
+        return replace(self, queries=ceil_div(self.queries, 2)) if self.queries > 1 else None
 
 
 def tile_bytes(work: CallShape, tile: Tile, mask_bytes: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.counts import shown
 from quorum_attention.decomposition import Pairs
 from quorum_attention.decomposition.layouts import Pieces
@@ -82,11 +83,11 @@ def group_sizes(work: CallShape) -> list[GroupSize]:
     entries = work.batch
     while entries > 1:
         sizes.append(GroupSize(entries, work.kv_heads))
-        entries = -(-entries // 2)
+        entries = ceil_div(entries, 2)
     heads = work.kv_heads
     while heads > 1:
         sizes.append(GroupSize(1, heads))
-        heads = -(-heads // 2)
+        heads = ceil_div(heads, 2)
     sizes.append(GroupSize(1, 1))
     return sizes
 
@@ -103,7 +104,7 @@ def groups(work: CallShape, size: GroupSize) -> Iterator[Group]:
 
 def count_groups(work: CallShape, size: GroupSize) -> int:
     """How many groups ``groups`` yields."""
-    return -(-work.batch // size.batch) * -(-work.kv_heads // size.kv_heads)
+    return ceil_div(work.batch, size.batch) * ceil_div(work.kv_heads, size.kv_heads)
 
 
 Axis = Literal["query", "key"]

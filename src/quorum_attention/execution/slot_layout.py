@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.execution.problem import Axis, GroupSize, PassSpec, RowSpec
 from quorum_attention.kernels.protocol import CallShape
 
@@ -21,7 +22,7 @@ class LayoutError(RuntimeError):
 
 def aligned(n_bytes: int) -> int:
     """``n_bytes`` rounded up to the alignment of a slot's fields."""
-    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+    return round_up(n_bytes, ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

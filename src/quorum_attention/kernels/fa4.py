@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.extras import install_hint
 from quorum_attention.kernels.cache import cache_folder, private_folder
@@ -30,7 +31,6 @@ from quorum_attention.kernels.rectangles import (
     RectangleKernel,
     RectangleSizes,
     operator_refusal,
-    round_up,
 )
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from quorum_attention.arithmetic import ceil_div, round_up
+
 NO_LIMIT = sys.maxsize
 GRID_BLOCKS = 65_535
 """The most blocks along the second and the third dimension of a CUDA grid."""
@@ -124,10 +126,10 @@ class CallLimits:
         )
 
     def _columns(self, width: int) -> int:
-        return max(1, _round_up(width, _TILE_COLUMNS) if self.padded else width)
+        return max(1, round_up(width, _TILE_COLUMNS) if self.padded else width)
 
     def _rows(self, rows: int) -> int:
-        return max(1, _round_up(rows, _TILE_ROWS) if self.padded else rows)
+        return max(1, round_up(rows, _TILE_ROWS) if self.padded else rows)
 
 
 UNLIMITED = CallLimits()
@@ -154,8 +156,8 @@ def part_sizes(limits: CallLimits, sizes: CallSizes) -> tuple[int, int]:
 
 
 def _even_size(total: int, limit: int) -> int:
-    count = -(-total // limit)
-    return -(-total // count)
+    count = ceil_div(total, limit)
+    return ceil_div(total, count)
 
 
 def runs_within(total: int, length: int) -> Iterator[slice]:
@@ -167,7 +169,3 @@ def runs_within(total: int, length: int) -> Iterator[slice]:
 def _whole_tiles(rows: int) -> int:
     """``rows`` rounded down to whole tiles, if there is one."""
     return rows // _TILE_ROWS * _TILE_ROWS or max(1, rows)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
 from quorum_attention.threads import started
 
@@ -244,7 +245,7 @@ def _launch(kernel: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> Non
     stream; with these arguments before and after heads, rows, and blocks of rows."""
     batch, heads, rows, width = before[0].shape
     block_rows, block_width = _block(width)
-    blocks = -(-rows // block_rows)
+    blocks = ceil_div(rows, block_rows)
     if programs := batch * heads * blocks:
         with torch.cuda.device_of(before[0]):
             sizes = (width, block_rows, block_width)

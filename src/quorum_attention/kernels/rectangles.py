@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.rectangles import Batch, batches, cut
 from quorum_attention.kernels.limits import (
@@ -497,11 +498,6 @@ SLACK_BYTES = 64 * 1024
 UNSPLIT_BYTES = 1 << 20
 """torch's CUDA caching allocator does not split a large block if less than this would be left: a
 tensor may then take this much more."""
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not less than ``number``."""
-    return -(-number // multiple) * multiple
 
 
 @cache

@@ -22,6 +22,7 @@ from itertools import product
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, merge_
@@ -353,7 +354,7 @@ def _tile_bytes(
         inside += every * min(extent.max_queries * extent.max_keys, most) * call.bias_dtype.itemsize
         inside += 8 * pairs
     if call.dropout:
-        inside += dropped_bytes(1, 1, rows, -(-pairs // rows))
+        inside += dropped_bytes(1, 1, rows, ceil_div(pairs, rows))
     return inside, of_rows, item
 
 

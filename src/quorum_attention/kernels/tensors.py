@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Task
 from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.kernels.torch_private import capturing
@@ -294,6 +295,6 @@ def aligned_bias(bias: torch.Tensor, n_keys: int) -> torch.Tensor:
     ):
         return bias
     rows = bias.shape[:-1]
-    padded = torch.empty((*rows, -(-n_keys // step) * step), dtype=bias.dtype, device=bias.device)
+    padded = torch.empty((*rows, round_up(n_keys, step)), dtype=bias.dtype, device=bias.device)
     padded[..., :n_keys].copy_(bias.expand(*rows, n_keys))
     return padded[..., :n_keys]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
@@ -32,7 +33,6 @@ from quorum_attention.kernels.rectangles import (
     RectangleSizes,
     multiprocessors,
     operator_refusal,
-    round_up,
     signed,
 )
 from quorum_attention.kernels.result_layout import laid_out_like
@@ -127,7 +127,7 @@ class FlashKernel(RectangleKernel):
         padded_rows = sizes.lanes * round_up(sizes.extent.max_queries, 128)
         copies = 1
         if torch.are_deterministic_algorithms_enabled():
-            copies = -(-multiprocessors() // max(1, sizes.lanes))
+            copies = ceil_div(multiprocessors(), max(1, sizes.lanes))
         # A few blocks hold a second copy of the row statistics.
         inside += padded_rows * (copies * _padded_dim(dim) + 4) * 4 + _FLASH_BYTES
         if sizes.shared > 1:
@@ -243,7 +243,7 @@ class EfficientKernel(RectangleKernel):
         workspace = round_up(sizes.extent.max_queries, 128) * round_up(head_dim, 128)
         if sizes.item == 2 and max(head_dim, value_dim) > 128:
             # dK and dV are too wide for registers: an fp32 copy for each split of the keys.
-            splits = max(1, min(-(-sizes.extent.max_keys // 64), 200 // batch_heads))
+            splits = max(1, min(ceil_div(sizes.extent.max_keys, 64), 200 // batch_heads))
             if torch.are_deterministic_algorithms_enabled():
                 splits = 1
             padded = round_up(head_dim, 128) + round_up(value_dim, 128)
@@ -578,8 +578,10 @@ class CpuKernel(RectangleKernel):
     def backward_parts(self, batch_and_heads: int) -> int:
         """As many runs of rows as keep all threads busy: each works on whole ones."""
         threads, lanes = torch.get_num_threads(), max(1, batch_and_heads)
-        parts = -(-threads // lanes)
-        while parts < threads and lanes * parts < _BUSY * threads * -(-lanes * parts // threads):
+        parts = ceil_div(threads, lanes)
+        while parts < threads and lanes * parts < _BUSY * threads * ceil_div(
+            lanes * parts, threads
+        ):
             parts += 1
         return parts
 

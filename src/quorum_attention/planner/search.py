@@ -9,6 +9,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import product
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Decomposition, Layout, Pairs
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.residency import Home
@@ -446,7 +447,7 @@ def _stream_chunks(
     lanes = group.kv_heads * problem.work.queries_per_key_head
     rows = (hardware.wave_rows or policy.ROWS_OF_A_WAVE) // lanes
     wave = max(policy.LEAST_ROWS, rows // policy.TILE * policy.TILE)
-    most = -(-length // policy.TILE) * policy.TILE
+    most = round_up(length, policy.TILE)
     for waves in policy.WAVES_STAYING:
         if waves * wave >= most:
             yield most

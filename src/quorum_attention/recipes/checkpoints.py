@@ -24,6 +24,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.autograd import RESULTS
 from quorum_attention.execution.device.lookup import backend_of, is_known
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
@@ -132,7 +133,7 @@ class LayerCheckpoints:
         if self.shape is not None and is_known(device):
             tokens, width = hidden.shape[-2:]
             batch, grain = hidden.numel() // (tokens * width), 1 << max(0, tokens.bit_length() - 4)
-            tokens = -(-tokens // grain) * grain  # few lengths to be planned for
+            tokens = round_up(tokens, grain)  # few lengths to be planned for
             training = replace(self.training, batch=batch, tokens=tokens, dtype=hidden.dtype)
             if memory.ATTENTION in training.on:
                 checkpoint_bytes, result = memory.kept_bytes(self.shape, training)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.counts import one_of, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
@@ -192,7 +193,7 @@ def shares(layers: int, checkpoint: int, result: int, device: int, host: int) ->
     the first ones in host memory, and for how many of them attention is computed again."""
     every = layers * (checkpoint + result)
     over = max(0, every - device - host)
-    recomputed = min(layers, -(-over // result)) if over and result else 0
+    recomputed = min(layers, ceil_div(over, result)) if over and result else 0
     return min(host, max(0, every - recomputed * result - device)), recomputed
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks, address_range, is_locked
@@ -112,7 +113,7 @@ class Staging:
             else:
                 self._copies.add(buffer.address, near, count)
                 buffer.writes.append((buffer.address, far, count))
-            buffer.used += -(-count // _ALIGNMENT) * _ALIGNMENT
+            buffer.used += round_up(count, _ALIGNMENT)
             near, far, n_bytes = near + count, far + count, n_bytes - count
 
     def settle(self, far: int, n_bytes: int) -> None:
@@ -171,7 +172,7 @@ class Staging:
         torch's own threads would do it as fast, but all of them wake up for each copy, and keep the
         cores busy for a while after it.
         """
-        share = max(_LEAST_SHARE, -(-n_bytes // (1 + len(self._helpers))))
+        share = max(_LEAST_SHARE, ceil_div(n_bytes, 1 + len(self._helpers)))
         others: list[Future[int]] = []
         interrupt: BaseException | None = None
         try:

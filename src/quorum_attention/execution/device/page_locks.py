@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.threads import started
 
 # Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory that is not
@@ -385,7 +386,7 @@ def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_Piece]:
         head = math.prod(one.tensor.shape[-2:]) * one.tensor.element_size()
     cuts = range(0)
     if head > 0 and start % PAGE_BYTES == 0 and head % PAGE_BYTES == 0:
-        size = -(-PIECE_BYTES // head) * head
+        size = round_up(PIECE_BYTES, head)
         cuts = range(start + size, stop, size)
     elif head == 0 and all(tensor.by_address for tensor in tensors):
         # The last piece takes what is left: nothing shorter than a piece.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import RecoveryController
@@ -65,9 +66,9 @@ class Slots(Route):
             return work.n_queries, work.n_keys
         # Half of an odd number of chunks is rounded up.
         chunks = quorum_size(shape.levels[-1])
-        half = -(-shape.max_task_tokens * -(-chunks // 2) // chunks)
+        half = ceil_div(shape.max_task_tokens * ceil_div(chunks, 2), chunks)
         unit = shape.tile if shape.layout == "aligned" else 1
-        half = -(-half // unit) * unit
+        half = round_up(half, unit)
         queries, keys = self.task_rows(shape, work)
         return min(half, queries), min(half, keys)
 

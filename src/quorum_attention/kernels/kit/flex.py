@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
@@ -386,7 +387,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             by_key += (call.head_dim + call.value_dim) * call.dtype.itemsize
         rows = extent.query_heads * by_query + extent.key_heads * by_key
         lanes = extent.batch * extent.query_heads if self.geometry.functions else 1
-        blocks = -(-extent.n_tokens // BLOCK) + 1
+        blocks = ceil_div(extent.n_tokens, BLOCK) + 1
         # Two lists by query and two by key, in int32, each as long as possible; and their counts.
         lists = lanes * (16 * blocks * self._longest_list(blocks) + 32 * blocks)
         tokens = (extent.batch * rows + 16) * extent.n_tokens

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import FULL, PARTIAL, Ranges, Rectangle, Task
 from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.protocol import Indices, TaskTensors
@@ -288,7 +289,7 @@ def block_lists(
         return []
     heights, widths = slice(1, 3), slice(3, 5)
     arrays: list[NDArray[Any]] = []
-    grid = -(-region.n_queries // BLOCK), -(-region.n_keys // BLOCK)
+    grid = ceil_div(region.n_queries, BLOCK), ceil_div(region.n_keys, BLOCK)
     for size, along, across in zip(grid, (heights, widths), (widths, heights), strict=True):
         lines = size * math.prod(lanes)
         kinds = [

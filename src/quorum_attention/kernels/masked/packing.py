@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.protocol import CallShape, Extent, Kernel, MaskShape
 from quorum_attention.kernels.torch_private import outside
@@ -311,7 +312,7 @@ def packing_of(by_query: Ids, by_key: Ids, rule: PlaceRule, call: CallShape) -> 
         return None
     heads = call.heads, call.kv_heads
     n_chunks = sum(
-        -(-len(bucket.entries) // packing.cells_of_a_call(bucket, call, heads))
+        ceil_div(len(bucket.entries), packing.cells_of_a_call(bucket, call, heads))
         for bucket in packing.buckets
     )
     rows = batch * (call.n_queries + call.n_keys) * _PAIRS_OF_A_ROW

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import launch_norms
 from quorum_attention.kernels.native.config import padded
@@ -223,7 +224,7 @@ def _delta_and_norms(
         norms.zero_()
         launch_norms(value, norms[key_lanes:], key_heads)
     if n_delta:
-        delta_kernel[(-(-n_queries // block) * batch * heads,)](
+        delta_kernel[(ceil_div(n_queries, block) * batch * heads,)](
             grad_out, out, delta, norms, heads, heads // key_heads, n_queries,
             *_strides(grad_out, out), value_dim, block_dv, block, with_norms,
         )  # fmt: skip

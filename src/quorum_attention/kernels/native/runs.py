@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import EMPTY, FULL, Ranges, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.block_table import (
@@ -130,7 +131,7 @@ def table(found: Ints, n_rows: int, block: int, axis: Axis) -> tuple[Ints, Ints]
         joined[:, across + 1] = entries[last, across + 1]
         # Of entries joined along keys only the last may be causal; along queries, only the first.
         joined[:, 4] = np.minimum.reduceat(entries[:, 4], groups)
-    starts = np.searchsorted(numbers[groups], np.arange(-(-n_rows // block) + 1))
+    starts = np.searchsorted(numbers[groups], np.arange(ceil_div(n_rows, block) + 1))
     most = int(np.abs(joined).max(initial=0))
     if most > np.iinfo(np.int32).max:
         raise NotImplementedError(
@@ -297,7 +298,7 @@ class Room(NamedTuple):
 
     def _blocks(self, block_bytes: int) -> int:
         """How many blocks there is room for, at most all of the task."""
-        every = max(1, -(-self.n_queries // BLOCK) * -(-self.n_keys // BLOCK))
+        every = max(1, ceil_div(self.n_queries, BLOCK) * ceil_div(self.n_keys, BLOCK))
         return min(every, max(1, self.nbytes // (block_bytes * self.lanes)))
 
     @property
