@@ -18,7 +18,7 @@ from helpers_attention import error
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention.kernels.protocol import CallShape, Extent, Kernel, MaskShape, refusal
+from quorum_attention.kernels.protocol import BiasShape, CallShape, Extent, Kernel, refusal
 from quorum_attention.kernels.registry import get_kernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,7 +158,7 @@ def test_native_by_the_interpreter() -> None:
 
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
 def test_a_kernel_that_cannot_says_so_and_what_to_do(name: str) -> None:
-    narrow, wide = (MaskShape(False, True, True, wide=wide) for wide in (False, True))
+    narrow, wide = (BiasShape(False, True, True, wide=wide) for wide in (False, True))
     shape = CallShape("cuda", torch.bfloat16, 4, 4, 64, 64, mask=narrow)
     assert refusal(get_kernel(name), shape) is None
     words = refusal(get_kernel(name), replace(shape, mask=wide))
@@ -183,7 +183,7 @@ def test_a_kernel_of_a_users_own_never_gets_one_unless_it_says_so() -> None:
 def test_its_bytes_are_planned(kernel: str) -> None:
     """A rectangle's part of a wide mask may be a copy in fp32."""
     shapes = [
-        CallShape("cpu", torch.bfloat16, 4, 4, 64, 64, mask=MaskShape(True, True, True, wide=wide))
+        CallShape("cpu", torch.bfloat16, 4, 4, 64, 64, mask=BiasShape(True, True, True, wide=wide))
         for wide in (False, True)
     ]
     extent = Extent(1, 4, 4, n_tokens=4096, max_queries=4096, max_keys=4096)

@@ -252,7 +252,7 @@ def check_forward(
         ValueError: some rows, computed again, have another.
     """
     kernel = None if written.kernel == "auto" else get_kernel(written.kernel)
-    other = kernel is not None and (kernel.own_attention or kernel.probed_as is not None)
+    other = kernel is not None and (kernel.own_attention or kernel.plain_variant is not None)
     if other or 0 in (inputs["query"].numel(), inputs["value"].numel()):
         return
     # The log-sum-exp is the same without dropout.

@@ -12,10 +12,10 @@ from helpers_attention import Inputs, error
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.kernels import (
+    BiasShape,
     CallShape,
     Gradients,
     InnerKernel,
-    MaskShape,
     Statistics,
     TaskTensors,
     empty_,
@@ -78,7 +78,7 @@ class Case:
     def call(self, device: str) -> CallShape:
         mask = None
         if self.mask is not None:
-            mask = MaskShape(*(n > 1 for n in self.mask.shape))
+            mask = BiasShape(*(n > 1 for n in self.mask.shape))
         sizes = self.heads, self.key_heads, self.head_dim, self.value_dim
         return CallShape(
             device, self.dtype, *sizes, self.causal, True, mask, self.scale > 0,

@@ -12,10 +12,10 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.kernels import (
+    BiasShape,
     CallShape,
     CpuKernel,
     DenseKernel,
-    MaskShape,
     get_kernel,
     probe,
     registry,
@@ -48,7 +48,7 @@ def test_registering() -> None:
         ("cudnn", CallShape("cuda", torch.float16, 4, 2, 20, 16), "multiples of 8"),
         ("cudnn", CallShape("cuda", torch.float16, 4, 4, 512, 512, needs_grad=True), "256"),
         ("cudnn", call("cuda", torch.float16, needs_grad=True, exact_scale=False), "scale"),
-        ("flash", call("cuda", torch.float16, mask=MaskShape(False, False, True)), "mask"),
+        ("flash", call("cuda", torch.float16, mask=BiasShape(False, False, True)), "mask"),
         ("flash", CallShape("cuda", torch.float16, 4, 2, 16, 32), "equal"),
         ("efficient", call("cuda", torch.float64), "float64"),
         ("cpu", call("cuda"), "cuda"),
@@ -236,7 +236,7 @@ def test_a_kernel_and_its_softcaps_share_one_test(name: str) -> None:
     for softcap in (5.0, 30.0):
         capped = kernel.with_softcap(softcap)
         assert capped is not None
-        assert capped.probed_as is kernel
+        assert capped.plain_variant is kernel
 
 
 def test_the_test_of_a_kernel_stays_small_whatever_a_call_has() -> None:

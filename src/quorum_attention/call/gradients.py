@@ -13,10 +13,10 @@ from quorum_attention.call.validation import Tensors, as_tensor, check_apart, ch
 from quorum_attention.counts import shown, switch
 from quorum_attention.execution.call import (
     Three,
+    are_kernel_readable,
     divided_bytes,
     have_flat_batch,
-    is_operand,
-    lie_well,
+    is_kernel_readable,
 )
 from quorum_attention.execution.problem import Placement
 
@@ -112,7 +112,7 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
         query.device == device,
         request.out is not None,
         request.out_dtype,
-        lie_well(query, key, value),
+        are_kernel_readable(query, key, value),
         lse_given=request.lse is not None,
         flat=have_flat_batch(query, key, value),
     )
@@ -128,9 +128,9 @@ def backward_place(tensors: Tensors, request: Request, given: BackwardInputs) ->
         query.device == grad_out.device == out.device == device,
         grads is not None,
         work.dtype if grads is None else grads[0].dtype,
-        lie_well(query, key, value),
+        are_kernel_readable(query, key, value),
         # The gradient is counted as copied even where it is not: ``estimate`` counts it so.
-        (divided is None) + (not is_operand(out, work.dtype)),
+        (divided is None) + (not is_kernel_readable(out, work.dtype)),
         divided,
         same_dtype=grad_out.dtype == out.dtype == work.dtype,
         lse_here=lse.device == device,
@@ -142,7 +142,7 @@ def place_after(place: Placement, request: Request) -> Placement:
     """The placement of the backward after a forward in ``place``. The gradient is counted as
     copied: autograd may hand over an expanded one."""
     work, out, result = request.work, request.out, request.out_dtype
-    copied = result != work.dtype or (out is not None and not is_operand(out, work.dtype))
+    copied = result != work.dtype or (out is not None and not is_kernel_readable(out, work.dtype))
     divided = divided_bytes(result, work, here=place.resident)
     return replace(
         place, results_given=False, result_dtype=work.dtype, lse_given=False, divided=divided,

@@ -286,7 +286,7 @@ def layer_of(function: str, /, **fields: Any) -> Layer:
     options_of(CallOptions(**options), torch.device("cpu"))
     if not _is_default(fields.get("kernel")):
         kernel = get_kernel(fields["kernel"])
-        if kernel.own_attention or kernel.probed_as is not None:
+        if kernel.own_attention or kernel.plain_variant is not None:
             raise ValueError(
                 f"kernel must be one of exact attention here, got {kernel.name!r}: settings say "
                 f"how calls are run, not what they compute. Give it to the call itself"

@@ -314,7 +314,7 @@ def check_options(written: CallOptions) -> None:
         )
     if kernel != "auto":
         named = get_kernel(kernel)
-        if named.own_attention or named.probed_as is not None:
+        if named.own_attention or named.plain_variant is not None:
             raise NotImplementedError(
                 f"kernel {kernel!r} computes another attention, of positions in the whole call; "
                 "several devices have parts of it: name one device"

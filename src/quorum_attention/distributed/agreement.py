@@ -96,7 +96,9 @@ def check_kernel_of_parts(kernel: str | InnerKernel) -> None:
         NotImplementedError: it computes another attention, by positions in the whole call.
     """
     found = None if kernel == "auto" else get_kernel(kernel)
-    if found and (found.probed_as is not None or (found.own_attention and not found.position_free)):
+    if found and (
+        found.plain_variant is not None or (found.own_attention and not found.position_free)
+    ):
         raise NotImplementedError(
             f"kernel {found.name!r} computes another attention, of positions in the whole call; "
             "ranks have parts of it: give attn_mask, or a function that takes no positions"

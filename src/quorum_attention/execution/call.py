@@ -33,20 +33,20 @@ from quorum_attention.execution.report import PassReport
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import (
     Bias,
+    BiasShape,
     CallShape,
     InnerKernel,
-    MaskShape,
     TaskTensors,
     is_rounded,
 )
 from quorum_attention.kernels.scaling import power_of_two
 
 
-def mask_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> MaskShape:
+def mask_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasShape:
     """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over, and
     whether inputs of ``dtype`` would round it."""
     sizes = (1,) * (batch_dims + 3 - mask.dim()) + tuple(mask.shape)
-    return MaskShape(
+    return BiasShape(
         batch=any(n > 1 for n in sizes[:batch_dims]),
         heads=sizes[batch_dims] > 1,
         rows=sizes[batch_dims + 1] > 1,
@@ -149,7 +149,7 @@ def no_bias(rectangle: Rectangle) -> None:
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def rows_are_dense(tensor: torch.Tensor) -> bool:
+def has_readable_rows(tensor: torch.Tensor) -> bool:
     """Whether operators can read ``tensor`` without a copy.
 
     The last dimension has to be contiguous, and no row may begin within another: torch's operators
@@ -170,7 +170,7 @@ def rows_are_dense(tensor: torch.Tensor) -> bool:
     return word == 1 or _at_whole_words(tensor, word)
 
 
-def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def are_kernel_readable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether operators can read the inputs without a copy: their rows are dense, and results can
     have the query's strides."""
     steps = query.stride()
@@ -180,7 +180,7 @@ def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
         laid_out = steps.count(1) < 2 or 0 not in steps
     else:
         laid_out = all(n <= 1 or s > 0 for n, s in zip(query.shape, steps, strict=True))
-    return laid_out and all(map(rows_are_dense, (query, key, value)))
+    return laid_out and all(map(has_readable_rows, (query, key, value)))
 
 
 def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:
@@ -191,15 +191,15 @@ def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:
     return tensor.data_ptr() % word == 0 and not any(s * size % word for s in steps)
 
 
-def is_operand(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether operators can read an upstream gradient or an output without a copy."""
-    return tensor.dtype == dtype and 0 not in tensor.stride() and rows_are_dense(tensor)
+    return tensor.dtype == dtype and 0 not in tensor.stride() and has_readable_rows(tensor)
 
 
-def operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A part of an upstream gradient or of an output as operators can read it: of ``dtype``, in
     dense rows, not expanded (the gradient of a sum is). Copies it only if it is not so already."""
-    if is_operand(tensor, dtype):
+    if is_kernel_readable(tensor, dtype):
         return tensor
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
@@ -274,7 +274,7 @@ def divided_upstream(
     exponent = torch.frexp(largest.to(torch.float64)).exponent
     # Some kernels take one as large as fp16 holds: it is divided again for each unit, or meets
     # nothing narrower than fp32, as with dropout.
-    wide = problem.kernel.wide_products or work.dtype in problem.kernel.scaled_backward
+    wide = problem.kernel.fp32_products or work.dtype in problem.kernel.scaled_backward
     exponent -= _WIDE_LARGEST if wide else _PLAIN_LARGEST
     exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     by_query = power_of_two(-exponent.int()).repeat_interleave(work.queries_per_key_head, dim=-1)
@@ -356,7 +356,7 @@ class Job:
         """An input's part for a head group of one batch entry, (1, heads, ...). It is copied if
         operators cannot read it otherwise and it is ``copied``."""
         part = group_part(self.tensors[item.name], group, item.axis)
-        return operand(part, self.work.dtype) if copied and item.copied else part
+        return as_kernel_readable(part, self.work.dtype) if copied and item.copied else part
 
     def dtype_of(self, state: StateSpec) -> torch.dtype:
         """The dtype of the result of ``state``."""

@@ -9,12 +9,12 @@ from types import ModuleType
 
 from quorum_attention.kernels.merge import add_, empty_, merge_
 from quorum_attention.kernels.protocol import (
+    BiasShape,
     Call,
     CallShape,
     Extent,
     Gradients,
     InnerKernel,
-    MaskShape,
     Saved,
     Statistics,
     TaskTensors,
@@ -25,9 +25,26 @@ from quorum_attention.kernels.registry import get_kernel, kernels, probe, regist
 from quorum_attention.kernels.vendors import CpuKernel
 
 __all__ = [
-    "Call", "CallShape", "CpuKernel", "DenseKernel", "Extent", "Gradients", "InnerKernel",
-    "MaskShape", "RectangleKernel", "Saved", "Statistics", "TaskTensors", "add_", "empty_",
-    "get_kernel", "kernels", "merge_", "probe", "register_kernel", "why_not",
+    "BiasShape",
+    "Call",
+    "CallShape",
+    "CpuKernel",
+    "DenseKernel",
+    "Extent",
+    "Gradients",
+    "InnerKernel",
+    "RectangleKernel",
+    "Saved",
+    "Statistics",
+    "TaskTensors",
+    "add_",
+    "empty_",
+    "get_kernel",
+    "kernels",
+    "merge_",
+    "probe",
+    "register_kernel",
+    "why_not",
 ]  # fmt: skip
 
 

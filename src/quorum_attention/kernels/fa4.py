@@ -34,7 +34,9 @@ from quorum_attention.kernels.rectangles import (
 )
 
 
-def by_head_dim(table: Mapping[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
+def rates_at_head_dim(
+    table: Mapping[int, tuple[float, float]], head_dim: int
+) -> tuple[float, float]:
     """The (forward, backward) rates of ``table`` for ``head_dim``, interpolated linearly between
     its entries; beyond them, those of the nearest entry."""
     known = sorted(table)
@@ -58,13 +60,13 @@ _RATES = {
 }  # fmt: skip
 
 
-def pace(machine: Any, head_dim: int, backward: bool) -> Any:
+def rates_on(machine: Any, head_dim: int, backward: bool) -> Any:
     """The rates of an H200 (``planner.hardware.HardwareModel``) as this kernel reaches them.
 
     It begins a causal call with the longest rows, walks keys in an order that suits the cache, and
     has nothing to prepare for a new shape.
     """
-    forward, back = by_head_dim(_RATES, head_dim)
+    forward, back = rates_at_head_dim(_RATES, head_dim)
     wide = head_dim <= 96 and not backward
     return replace(
         machine,
@@ -90,7 +92,7 @@ class Fa4Kernel(RectangleKernel):
     grouped = True
     bands = True
     row_unit = _TILE
-    empty_rows = True
+    accepts_inf_lse = True
     forward_limits = CallLimits(entries=GRID_BLOCKS, heads=GRID_BLOCKS)
     # Its fp32 sums of a head have no more elements: it refuses larger ones.
     backward_limits = CallLimits(
@@ -101,13 +103,13 @@ class Fa4Kernel(RectangleKernel):
         scope="head",
         padded=True,
     )
-    pace = staticmethod(pace)
+    rates_on = staticmethod(rates_on)
 
     def with_softcap(self, softcap: float) -> Fa4Kernel:
         """See ``Kernel``."""
         capped = copy.copy(self)
         capped.softcap = float(softcap)
-        capped.probed_as = self
+        capped.plain_variant = self
         return capped
 
     def refusal(self, call: CallShape) -> str | None:

@@ -33,7 +33,7 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class MaskShape:
+class BiasShape:
     """Which dimensions an attention mask spans, and in which dtype it is added.
 
     Attributes:
@@ -83,7 +83,7 @@ class CallShape:
     value_dim: int
     is_causal: bool = False
     needs_grad: bool = False
-    mask: MaskShape | None = None
+    mask: BiasShape | None = None
     positive_scale: bool = True
     dropout: bool = False
     exact_scale: bool = True
@@ -226,7 +226,7 @@ class TaskTensors:
         q, k = r.query_start, r.key_start
         return self.bias(Rectangle(q, q + 1, k, k + 1))
 
-    def shape(self, mask: MaskShape | None = None, *, is_causal: bool = False) -> CallShape:
+    def shape(self, mask: BiasShape | None = None, *, is_causal: bool = False) -> CallShape:
         """What kernels are asked about calls of its rectangles."""
         query, key, value = self.query, self.key, self.value
         return CallShape(
@@ -426,24 +426,24 @@ class Kernel(ABC):
         launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
             tasks.
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
-        pace: ``pace(machine, head_dim, backward)`` returns this kernel's rates as a
+        rates_on: ``rates_on(machine, head_dim, backward)`` returns this kernel's rates as a
             ``planner.hardware.HardwareModel``; None: the device's rates times ``rates``.
         scaled_backward: dtypes for which a scaled backward is more exact; the kernel undoes the
             scaling (kernels/scaling.py). With other dtypes, or dropout, nothing is scaled.
-        wide_products: its backward takes fp16 upstream gradients of up to 2**15 without overflow,
+        fp32_products: its backward takes fp16 upstream gradients of up to 2**15 without overflow,
             because its products are in fp32 or scaled by the kernel. A gradient of a wider dtype
             then keeps more of its small numbers (execution/call.py).
         dropout: it applies ``TaskTensors.dropout`` (kernels/dropout.py). Other kernels get no calls
             with dropout.
         wide_masks: it takes additive masks in fp32 beside 16-bit inputs. Other kernels get no calls
             with such masks.
-        probed_as: the kernel to compare with the reference instead of this one, if this one has
+        plain_variant: the kernel to compare with the reference instead of this one, if this one has
             options that change the scores; None: this one.
         any_upstream: upstream gradient and output of its ``backward`` may have any dtype and
             strides; if needed they are copied, for one operator call at a time.
-        heads_by_thread: on a CPU each thread computes whole heads of batch entries in the backward
+        thread_per_head: on a CPU each thread computes whole heads of batch entries in the backward
             of an uncut call, and an equal part of all rows in its forward.
-        empty_rows: its backward takes an lse of -inf, which rows without keys have.
+        accepts_inf_lse: its backward takes an lse of -inf, which rows without keys have.
         operator: ``whole_forward`` and ``whole_backward`` run a single rectangle.
         grouped: its operator takes fewer key/value heads than query heads.
         sparse: it has its own mask, and ``kept_pairs`` says which pairs that keeps.
@@ -456,15 +456,15 @@ class Kernel(ABC):
     several_streams: bool = False
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
     rates: tuple[float, float] = (1.0, 1.0)
-    pace: Callable[..., Any] | None = None
+    rates_on: Callable[..., Any] | None = None
     scaled_backward: frozenset[torch.dtype] = frozenset()
-    wide_products: bool = False
+    fp32_products: bool = False
     dropout: bool = False
     wide_masks: bool = False
-    probed_as: Kernel | None = None
+    plain_variant: Kernel | None = None
     any_upstream: bool = False
-    heads_by_thread: bool = False
-    empty_rows: bool = False
+    thread_per_head: bool = False
+    accepts_inf_lse: bool = False
     operator: bool = False
     grouped: bool = False
     sparse: bool = False
@@ -594,7 +594,7 @@ def check_mask_gradient(kernel: Kernel) -> None:
     Raises:
         NotImplementedError: it computes another function of the scores.
     """
-    if (kernel.own_attention or kernel.probed_as is not None) and not kernel.scores_of_pairs():
+    if (kernel.own_attention or kernel.plain_variant is not None) and not kernel.scores_of_pairs():
         raise NotImplementedError(
             f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more than the "
             f"softmax of scores and mask; pass attn_mask.detach(), or take another kernel"

@@ -314,7 +314,10 @@ class RectangleKernel(CallsKernel):
 
     def _backward(self, call: Call, saved: Saved) -> Three:
         dtype = call.query.dtype
-        out, grad_out = readable(saved.out, dtype), readable(saved.grad_out, dtype)
+        out, grad_out = (
+            as_operator_readable(saved.out, dtype),
+            as_operator_readable(saved.grad_out, dtype),
+        )
         saved = Saved(grad_out, out, saved.lse).mapped(self._turned)
         if not self.turned:  # results are copied
             call = replace(call, stored=state_dtype(call.query.dtype))
@@ -407,7 +410,7 @@ def _part_of_call(call: Call, part: CallPart) -> Call:
     return call.mapped(itemgetter(part.query_rows), itemgetter(part.key_rows), bias=bias)
 
 
-def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_operator_readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``rows`` (b, h, n, d) of an upstream gradient or an output as operators can read them: of
     ``dtype``, in dense rows, not expanded. Copied, token after token, only if they are not so."""
     dense = rows.stride(-1) == 1 or rows.shape[-1] <= 1

@@ -368,7 +368,7 @@ class Tiles(Kernel):
     name = "tiles"
     grouped = True
     rates = (0.3, 0.3)
-    wide_products = True
+    fp32_products = True
     dropout = True
     wide_masks = True
 

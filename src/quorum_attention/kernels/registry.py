@@ -122,7 +122,7 @@ def why_not(kernel: Kernel, call: CallShape, device: torch.device | None = None)
     if reason is not None or kernel.name == _LAST or kernel.own_attention:
         return reason
     # A kernel whose options change the scores is tested without them.
-    return probe(kernel.probed_as or kernel, call, device)
+    return probe(kernel.plain_variant or kernel, call, device)
 
 
 # Fastest first (measured on an H200). Kernels that users register come after these, in order.
@@ -208,7 +208,9 @@ def rivals(
     measured = plain and call.dtype.itemsize == 2 and widths in ({64}, {128})
     if not measured or device.type != "cuda" or not _is_hopper(device):
         return ()
-    able = native is not preferred and native.probed_as is None and refusal(native, call) is None
+    able = (
+        native is not preferred and native.plain_variant is None and refusal(native, call) is None
+    )
     return (native,) if able else ()
 
 

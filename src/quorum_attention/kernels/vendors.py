@@ -516,7 +516,7 @@ class CpuKernel(RectangleKernel):
     rounds_scale = True
     dropout = True
     wide_masks = True
-    heads_by_thread = True
+    thread_per_head = True
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

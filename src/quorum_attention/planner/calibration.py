@@ -24,7 +24,7 @@ from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of, best_device, present
 from quorum_attention.execution.problem import check_dtype
 from quorum_attention.kernels.cache import cache_folder, load, private_folder, store
-from quorum_attention.kernels.fa4 import by_head_dim
+from quorum_attention.kernels.fa4 import rates_at_head_dim
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
 from quorum_attention.kernels.registry import select_kernel
@@ -74,7 +74,7 @@ def _measured_rates(key: str, head_dim: int) -> dict[str, float] | None:
     try:
         entry = _known()[key]
         table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
-        forward, backward = by_head_dim(table, head_dim)
+        forward, backward = rates_at_head_dim(table, head_dim)
         rates = {name: float(entry[name]) for name in (*_COMMON, "filling_causal")}
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         return None

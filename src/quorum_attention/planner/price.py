@@ -139,7 +139,7 @@ def _device_seconds(
             inner = r.n_queries if spec.backward else r.n_keys
             bytes_of_row = (work.head_dim + work.value_dim) * work.dtype.itemsize
             share *= hardware.cached_share(inner * bytes_of_row)
-        if uncut and problem.kernel.heads_by_thread:
+        if uncut and problem.kernel.thread_per_head:
             share *= hardware.busy_share(lanes, causal=r.causal, backward=spec.backward)
         flops = _flops_of_pair(work, spec) * r.pairs * call.count * lanes
         seconds += times * (flops / (_rate(hardware, spec) * share) + hardware.call_device_seconds)
@@ -175,8 +175,8 @@ def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     kernel = problem.kernel
     share = kept_share(problem.pairs)
     forward, backward = kernel.rates
-    if kernel.pace is not None:
-        hardware = kernel.pace(hardware, problem.work.head_dim, problem.spec.backward)
+    if kernel.rates_on is not None:
+        hardware = kernel.rates_on(hardware, problem.work.head_dim, problem.spec.backward)
     return replace(
         hardware,
         flops=hardware.flops * forward / share,

@@ -18,7 +18,7 @@ import torch
 
 from quorum_attention.execution.device.mover import Clock, HostClock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks, PinnedPool
-from quorum_attention.kernels.fa4 import by_head_dim
+from quorum_attention.kernels.fa4 import rates_at_head_dim
 from quorum_attention.sizes import counted
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _CPU = {
 def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     """The FLOP/s of an H200, as fields of ``planner.hardware.HardwareModel``, whose defaults are
     its other rates."""
-    forward, backward = (45e12, 35e12) if dtype in _WIDE else by_head_dim(_H200, head_dim)
+    forward, backward = (45e12, 35e12) if dtype in _WIDE else rates_at_head_dim(_H200, head_dim)
     return {"flops": forward, "backward_flops": backward}
 
 

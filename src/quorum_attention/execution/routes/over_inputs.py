@@ -20,7 +20,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.layouts import Pieces, pieces_of
-from quorum_attention.execution.call import Job, Tools, flat, operand
+from quorum_attention.execution.call import Job, Tools, as_kernel_readable, flat
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.problem import (
     Footprint,
@@ -266,8 +266,11 @@ def _of_call(
         parts = kernel.whole_forward(one)
     else:
         lse = given["lse"].to(job.device)
-        lse = lse if kernel.empty_rows else without_empty_rows(lse)
-        grad_out, out = operand(given["grad_out"], work.dtype), operand(given["out"], work.dtype)
+        lse = lse if kernel.accepts_inf_lse else without_empty_rows(lse)
+        grad_out, out = (
+            as_kernel_readable(given["grad_out"], work.dtype),
+            as_kernel_readable(given["out"], work.dtype),
+        )
         parts = kernel.whole_backward(one, Saved(grad_out, out, lse))
     if joins and job.sinks is not None:
         sinks = job.sinks if group is None else job.sinks[group.query_heads]

@@ -39,13 +39,13 @@ from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
+    BiasShape,
     Call,
     CallShape,
     Extent,
     Gradients,
     Indices,
     Kernel,
-    MaskShape,
     Saved,
     Statistics,
     TaskTensors,
@@ -69,7 +69,7 @@ _WIDEST = 4096
 _MOST_TASKS = 512
 # Device bytes for evaluating users' functions block by block, unless there are many heads.
 _EVALUATED_BYTES = 8 << 20
-_ANY_MASK = MaskShape(batch=True, heads=True, rows=True)
+_ANY_MASK = BiasShape(batch=True, heads=True, rows=True)
 
 
 class ModsKernel(Kernel):
@@ -358,7 +358,7 @@ def _cut(triangle: Part) -> Iterator[Part]:
             yield Part(q + a, q + b, k + first, k + last)
 
 
-def _ragged_mask(call: CallShape) -> MaskShape:
+def _ragged_mask(call: CallShape) -> BiasShape:
     """The mask of a ragged part: it has all dimensions, and is as wide as the call's own."""
     return replace(_ANY_MASK, wide=call.mask is not None and call.mask.wide)
 
@@ -398,10 +398,10 @@ class MaskedKernel(ModsKernel):
         self.whole_tasks = bool(self._native)
         # A task is several calls, though they take no turns on streams.
         self.several_streams = not self._native
-        self.rates, self.pace = base.rates, base.pace
+        self.rates, self.rates_on = base.rates, base.rates_on
         self.launch_seconds = base.launch_seconds
-        self.scaled_backward, self.wide_products = base.scaled_backward, base.wide_products
-        self.dropout, self.empty_rows = base.dropout, base.empty_rows
+        self.scaled_backward, self.fp32_products = base.scaled_backward, base.fp32_products
+        self.dropout, self.accepts_inf_lse = base.dropout, base.accepts_inf_lse
         self.wide_masks = base.wide_masks
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
@@ -645,7 +645,7 @@ def _preferred_base(
 
 def _runs_parts(kernel: Kernel) -> bool:
     """Tell whether a kernel computes plain attention and can be called by rectangles."""
-    return kernel.operator and kernel.probed_as is None
+    return kernel.operator and kernel.plain_variant is None
 
 
 @lru_cache(maxsize=16)

@@ -10,12 +10,12 @@ import torch
 from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.kernels.masked.packing import Bucket, CellSide, Packing
 from quorum_attention.kernels.protocol import (
+    BiasShape,
     Call,
     CallShape,
     Extent,
     Gradients,
     Kernel,
-    MaskShape,
     Saved,
     Statistics,
     TaskTensors,
@@ -83,7 +83,7 @@ def _calls(packing: Packing, call: Call) -> Sequence[Bucket]:
     mask = None
     if call.bias is not None:
         wide = call.bias.dtype != query.dtype
-        mask = MaskShape(batch=True, heads=True, rows=True, wide=wide)
+        mask = BiasShape(batch=True, heads=True, rows=True, wide=wide)
     heads = query.shape[1], key.shape[1]
     widths = query.shape[3], value.shape[3]
     shape = CallShape(query.device.type, query.dtype, *heads, *widths, mask=mask)
@@ -246,10 +246,10 @@ class PackedKernel(Kernel):
         self._share = packing.pairs / (sizes.batch * sizes.n_queries * sizes.n_keys)
         self.whole_tasks = base.whole_tasks
         self.several_streams = not base.whole_tasks
-        self.rates, self.pace = base.rates, base.pace
+        self.rates, self.rates_on = base.rates, base.rates_on
         self.launch_seconds = base.launch_seconds
-        self.scaled_backward, self.wide_products = base.scaled_backward, base.wide_products
-        self.dropout, self.empty_rows = base.dropout, base.empty_rows
+        self.scaled_backward, self.fp32_products = base.scaled_backward, base.fp32_products
+        self.dropout, self.accepts_inf_lse = base.dropout, base.accepts_inf_lse
         self.wide_masks = base.wide_masks
 
     def refusal(self, call: CallShape) -> str | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels.protocol import CallShape, Extent, Kernel, MaskShape
+from quorum_attention.kernels.protocol import BiasShape, CallShape, Extent, Kernel
 from quorum_attention.kernels.torch_private import outside
 
 Ids = NDArray[np.int64]
@@ -155,13 +155,13 @@ class Bucket:
     causal: bool = False
 
     @property
-    def mask_shape(self) -> MaskShape | None:
+    def mask_shape(self) -> BiasShape | None:
         """The mask that a call of its cells has beside the caller's own; None if it has none."""
         if self.rule is not None:
-            return MaskShape(batch=True, heads=False, rows=True)
+            return BiasShape(batch=True, heads=False, rows=True)
         # In a causal square copies of the last key come after all queries.
         is_masked = self.keys.is_filled and not self.causal
-        return MaskShape(batch=True, heads=False, rows=False) if is_masked else None
+        return BiasShape(batch=True, heads=False, rows=False) if is_masked else None
 
     def part(self, cells: slice) -> Bucket:
         """Some of the cells."""

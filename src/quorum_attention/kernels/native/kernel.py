@@ -106,14 +106,14 @@ class NativeKernel(Kernel):
 
     name = "native"
     grouped = True
-    wide_products = True
+    fp32_products = True
     dropout = True
     wide_masks = True
     whole_tasks = True
     rates = (0.95, 0.78)  # H200, against cuDNN
     sparse = True
     operator = True
-    empty_rows = True
+    accepts_inf_lse = True
 
     @helps_with_names
     def __init__(
@@ -133,7 +133,7 @@ class NativeKernel(Kernel):
         self._slopes: dict[torch.device, torch.Tensor] = {}
         self._known()
         if not self._is_plain:
-            self.probed_as = _plain(self.allow_tf32)
+            self.plain_variant = _plain(self.allow_tf32)
 
     def _known(self) -> None:
         self._parts: Cache[tuple[_Part, ...]] = Cache(_TABLE_BYTES, _parts_bytes)
@@ -150,7 +150,7 @@ class NativeKernel(Kernel):
         """See ``Kernel``."""
         capped = self.under(self.geometry)
         capped.softcap = float(softcap)
-        capped.probed_as = self.probed_as or self
+        capped.plain_variant = self.plain_variant or self
         return capped
 
     def by_bits(self, bits: Sequence[torch.Tensor], is_causal: bool) -> NativeKernel:
@@ -158,7 +158,7 @@ class NativeKernel(Kernel):
         with outside():
             rule = GroupBits(*(side.detach().cpu().numpy().copy() for side in bits))
         found = self.under(Geometry(Band(None, 0 if is_causal else None), rules=(rule,)))
-        found.probed_as = _plain(self.allow_tf32)
+        found.plain_variant = _plain(self.allow_tf32)
         return found
 
     @property
