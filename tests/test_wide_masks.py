@@ -159,9 +159,9 @@ def test_native_by_the_interpreter() -> None:
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
 def test_a_kernel_that_cannot_says_so_and_what_to_do(name: str) -> None:
     narrow, wide = (BiasShape(False, True, True, wide=wide) for wide in (False, True))
-    shape = CallShape("cuda", torch.bfloat16, 4, 4, 64, 64, mask=narrow)
+    shape = CallShape("cuda", torch.bfloat16, 4, 4, 64, 64, bias=narrow)
     assert refusal(get_kernel(name), shape) is None
-    words = refusal(get_kernel(name), replace(shape, mask=wide))
+    words = refusal(get_kernel(name), replace(shape, bias=wide))
     assert words is not None
     assert "which would round it" in words
     assert "attn_mask.to(torch.bfloat16)" in words
@@ -183,7 +183,7 @@ def test_a_kernel_of_a_users_own_never_gets_one_unless_it_says_so() -> None:
 def test_its_bytes_are_planned(kernel: str) -> None:
     """A rectangle's part of a wide mask may be a copy in fp32."""
     shapes = [
-        CallShape("cpu", torch.bfloat16, 4, 4, 64, 64, mask=BiasShape(True, True, True, wide=wide))
+        CallShape("cpu", torch.bfloat16, 4, 4, 64, 64, bias=BiasShape(True, True, True, wide=wide))
         for wide in (False, True)
     ]
     extent = Extent(1, 4, 4, n_tokens=4096, max_queries=4096, max_keys=4096)

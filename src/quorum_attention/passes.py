@@ -26,7 +26,7 @@ from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
-from quorum_attention.execution.call import Job, MaskView, Progress, divided_upstream
+from quorum_attention.execution.call import BiasView, Job, Progress, divided_upstream
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
@@ -289,14 +289,14 @@ def check_forward(
 
 def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:
     """Bytes of the mask's gradient that the budget counts."""
-    mask = tensors.mask
+    mask = tensors.bias
     return mask.nbytes if mask is not None and mask.device == request.options.device else 0
 
 
 def _mask_target(tensors: Tensors, given: BackwardInputs) -> tuple[torch.Tensor, ...]:
     """What the mask's gradient is written to, if it is wanted: the caller's tensor, or one where
     the mask is."""
-    mask = tensors.mask
+    mask = tensors.bias
     if given.grad_mask is False or mask is None:
         return ()
     if isinstance(given.grad_mask, torch.Tensor):
@@ -456,11 +456,11 @@ def _job(
         results: those that are preallocated, by the names of their states.
         given: what a backward reads besides; None for a forward, or a backward without it.
     """
-    device, work, mask, sinks = request.options.device, request.work, tensors.mask, tensors.sinks
+    device, work, mask, sinks = request.options.device, request.work, tensors.bias, tensors.sinks
     three = [t.detach() if t.requires_grad else t for t in tensors[:3]]
     job = Job(
         problem, dict(zip(_NAMES, three, strict=True)), request.scale, device,
-        None if mask is None else MaskView(mask, len(work.batch_shape)),
+        None if mask is None else BiasView(mask, len(work.batch_shape)),
         None if sinks is None else sinks.detach().to(device, work.state_dtype),
         request.dropout, dict(results or {}),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from helpers_passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
-from quorum_attention.execution.call import Job, MaskView, mask_shape
+from quorum_attention.execution.call import BiasView, Job, bias_shape
 from quorum_attention.execution.mask_gradient import Tile, add_up_mask_gradient, fitting, tile_bytes
 from quorum_attention.execution.problem import FORWARD, Placement, Problem
 from quorum_attention.kernels import CallShape, DenseKernel, get_kernel
@@ -57,11 +57,11 @@ def a_call(
     out, lse = qa.attention_with_lse(*given.three, mask, **call)
     work = CallShape(
         "cpu", batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
-        mask=mask_shape(mask, 1, dtype), **sizes,
+        bias=bias_shape(mask, 1, dtype), **sizes,
     )  # fmt: skip
     problem = Problem(work, get_kernel("dense"), FORWARD, Placement(True, False, dtype))
     tensors = dict(zip(("query", "key", "value"), given.three, strict=True))
-    view = MaskView(mask, 1)
+    view = BiasView(mask, 1)
     job = Job(problem, tensors, 8**-0.5, torch.device("cpu"), view, dropout=dropout)
     return given, mask, job, Saved(given.grad_out, out, lse)
 

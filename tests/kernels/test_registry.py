@@ -48,7 +48,7 @@ def test_registering() -> None:
         ("cudnn", CallShape("cuda", torch.float16, 4, 2, 20, 16), "multiples of 8"),
         ("cudnn", CallShape("cuda", torch.float16, 4, 4, 512, 512, needs_grad=True), "256"),
         ("cudnn", call("cuda", torch.float16, needs_grad=True, exact_scale=False), "scale"),
-        ("flash", call("cuda", torch.float16, mask=BiasShape(False, False, True)), "mask"),
+        ("flash", call("cuda", torch.float16, bias=BiasShape(False, False, True)), "mask"),
         ("flash", CallShape("cuda", torch.float16, 4, 2, 16, 32), "equal"),
         ("efficient", call("cuda", torch.float64), "float64"),
         ("cpu", call("cuda"), "cuda"),

@@ -12,7 +12,7 @@ from quorum_attention.call.capture import check_capture, keep_for_replays
 from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
 from quorum_attention.counts import chance, real_number, switch, whole_number
-from quorum_attention.execution.call import mask_shape
+from quorum_attention.execution.call import bias_shape
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
@@ -128,10 +128,10 @@ def request_of(
     factor = sizes.head_dim**-0.5 if scale is None else _factor_of(scale)
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
-    shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape), query.dtype)
+    shape = None if mask is None else bias_shape(mask, len(sizes.batch_shape), query.dtype)
     work = replace(
         sizes, device_type=options.device.type, is_causal=switch(call.is_causal, "is_causal"),
-        mask=shape, dropout=p > 0.0, positive_scale=factor > 0, sinks=sinks is not None,
+        bias=shape, dropout=p > 0.0, positive_scale=factor > 0, sinks=sinks is not None,
         exact_scale=scale_is_exact(factor, query.dtype),
     )  # fmt: skip
     kernel, recorded = options.kernel, records(query, key, value, sinks)

@@ -38,14 +38,14 @@ _INSTEAD_OF = {
 
 class Tensors(NamedTuple):
     """What a call reads: query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys,
-    head_dim), value (*batch, kv_heads, n_keys, value_dim); mask broadcasts to (*batch, heads,
+    head_dim), value (*batch, kv_heads, n_keys, value_dim); bias broadcasts to (*batch, heads,
     n_queries, n_keys); sinks are (heads,); seed is that of dropout under torch.func, whose entries
     may have their own."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mask: torch.Tensor | None
+    bias: torch.Tensor | None
     sinks: torch.Tensor | None = None
     seed: torch.Tensor | None = None
 

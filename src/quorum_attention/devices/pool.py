@@ -405,7 +405,7 @@ class PoolCall:
             name: (grad, tuple(t.shape), t.dtype)
             for name, grad, t in zip(names, given.grads or (None,) * 3, tensors[:3], strict=True)
         }
-        bias = tensors.mask if given.grad_mask is not False else None
+        bias = tensors.bias if given.grad_mask is not False else None
         sums = Sums(self._whole(request), tensors.key, tensors.value, bias)
         made = self._run(tensors, request, upstream, wanted, sums)
         if bias is None or sums.bias is None:

@@ -42,7 +42,7 @@ from quorum_attention.kernels.protocol import (
 from quorum_attention.kernels.scaling import power_of_two
 
 
-def mask_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasShape:
+def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasShape:
     """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over, and
     whether inputs of ``dtype`` would round it."""
     sizes = (1,) * (batch_dims + 3 - mask.dim()) + tuple(mask.shape)
@@ -55,7 +55,7 @@ def mask_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasS
     )
 
 
-class MaskView:
+class BiasView:
     """A call's mask, boolean or additive.
 
     Args:
@@ -307,7 +307,7 @@ class Job:
             They are on ``device`` or on the host.
         scale: the factor of the scores.
         device: the device that computes.
-        mask: the call's mask; None if it has none.
+        bias: what the call's mask adds to the scores; None if it has none.
         sinks: (heads,), on ``device``, of the state's dtype; None if the call has none.
         dropout: which probabilities are dropped; None: none.
         results: the results that exist, by name: given by the caller, or made.
@@ -320,7 +320,7 @@ class Job:
     tensors: dict[str, torch.Tensor]
     scale: float
     device: torch.device
-    mask: MaskView | None = None
+    bias: BiasView | None = None
     sinks: torch.Tensor | None = None
     dropout: Dropout | None = None
     results: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -433,11 +433,11 @@ class Job:
             return None
         return self.dropout.at(group.query_heads.start, self.entries(group)[0])
 
-    def bias(self, group: Group, task: Task) -> Bias:
+    def bias_of(self, group: Group, task: Task) -> Bias:
         """The function that gives the additive mask of each rectangle of ``task``."""
-        if self.mask is None:
+        if self.bias is None:
             return no_bias
-        return self.mask.bias(group, task, self.work.bias_dtype, self.device)
+        return self.bias.bias(group, task, self.work.bias_dtype, self.device)
 
     def task(
         self,
@@ -466,7 +466,7 @@ class Job:
             value=three[2],
             scale=self.scale,
             is_causal=self.work.is_causal,
-            bias=self.bias(group, task),
+            bias=self.bias_of(group, task),
             max_queries=limits[0],
             max_keys=limits[1],
             timed=tools.clock.timed,

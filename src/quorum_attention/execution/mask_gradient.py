@@ -118,8 +118,8 @@ def add_up_mask_gradient(
     Raises:
         Out-of-memory errors of the allocator: not even a tile of one pair can be computed.
     """
-    assert job.mask is not None
-    mask = job.mask.mask
+    assert job.bias is not None
+    mask = job.bias.mask
     mask = mask if mask.dim() > 3 else mask.unsqueeze(0)
     target = target.reshape(mask.shape)
     walk = _Walk(job, given, target, job.problem.pairs)

@@ -170,7 +170,7 @@ def file_call(
         rest = check_backward_inputs(checked, request, rest, three)
         inputs |= {"grad_out": rest.grad_out, "out": rest.out, "lse": rest.lse}
     if mask is not None and not isinstance(mask, Mask):
-        mask = Mask(bias=checked.mask)
+        mask = Mask(bias=checked.bias)
     # A mask may have made it causal: the rest of the mask is cut as it was given.
     whole = WholeCall(replace(request.work, is_causal=is_causal), mask, scale, request.dropout)
     return FileCall(

@@ -117,7 +117,7 @@ class Fa4Kernel(RectangleKernel):
         reason = operator_refusal(call, "cuda", (torch.float16, torch.bfloat16), 256)
         if reason is not None:
             return reason
-        if call.mask is not None:
+        if call.bias is not None:
             return "it takes no attention mask"
         dims = call.head_dim, call.value_dim
         if dims[0] != dims[1] and dims != (192, 128):

@@ -62,7 +62,7 @@ class CallShape:
         device_type: of the device that computes.
         heads, kv_heads: of queries; of keys and values.
         needs_grad: whether a kernel is asked for gradients too; set where kernels are asked.
-        mask: the shape of an additive or boolean mask.
+        bias: the shape of an additive or boolean mask.
         positive_scale: whether the factor of the scores is above 0.
         dropout: whether probabilities are dropped; asked only of kernels with
             ``dropout``.
@@ -83,7 +83,7 @@ class CallShape:
     value_dim: int
     is_causal: bool = False
     needs_grad: bool = False
-    mask: BiasShape | None = None
+    bias: BiasShape | None = None
     positive_scale: bool = True
     dropout: bool = False
     exact_scale: bool = True
@@ -121,7 +121,7 @@ class CallShape:
     @property
     def bias_dtype(self) -> torch.dtype:
         """The dtype in which kernels are given an additive mask."""
-        wide = self.mask is not None and self.mask.wide
+        wide = self.bias is not None and self.bias.wide
         return self.state_dtype if wide else self.dtype
 
     @property
@@ -226,12 +226,12 @@ class TaskTensors:
         q, k = r.query_start, r.key_start
         return self.bias(Rectangle(q, q + 1, k, k + 1))
 
-    def shape(self, mask: BiasShape | None = None, *, is_causal: bool = False) -> CallShape:
+    def shape(self, bias: BiasShape | None = None, *, is_causal: bool = False) -> CallShape:
         """What kernels are asked about calls of its rectangles."""
         query, key, value = self.query, self.key, self.value
         return CallShape(
             query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[-1],
-            value.shape[-1], is_causal, True, mask, dropout=self.dropout is not None,
+            value.shape[-1], is_causal, True, bias, dropout=self.dropout is not None,
         )  # fmt: skip
 
     def indices(
@@ -580,7 +580,7 @@ def refusal(kernel: Kernel, call: CallShape) -> str | None:
     reason = kernel.refusal(call)
     if reason is None and call.dropout and not kernel.dropout:
         return "it has no dropout by the position of a pair"
-    if reason is None and call.mask is not None and call.mask.wide and not kernel.wide_masks:
+    if reason is None and call.bias is not None and call.bias.wide and not kernel.wide_masks:
         return (
             f"it adds attn_mask in the inputs' dtype {call.dtype}, which would round it: take "
             f"kernel='auto', or give attn_mask.to({call.dtype}) if that is meant"

@@ -175,7 +175,7 @@ class RectangleKernel(CallsKernel):
 
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """Whether a monolithic call can be handed to the operator as it is."""
-        limit = None if call.mask is None else self.masked_limit
+        limit = None if call.bias is None else self.masked_limit
         if not (self.grouped or call.heads == call.kv_heads):
             return False
         if limit is not None and tokens > limit:
@@ -517,7 +517,7 @@ def multiprocessors() -> int:
 
 def mask_bytes(call: CallShape, extent: Extent, multiple: int = 1) -> int:
     """Bytes of the mask of one rectangle; ``multiple``: what its rows are padded to, in bytes."""
-    mask, item = call.mask, call.bias_dtype.itemsize
+    mask, item = call.bias, call.bias_dtype.itemsize
     if mask is None:
         return 0
     size = (extent.batch if mask.batch else 1) * (extent.query_heads if mask.heads else 1)
@@ -573,8 +573,8 @@ class RectangleSizes:
         self.item = call.dtype.itemsize
         self.work = call.state_dtype.itemsize
         self.aligned_bias_bytes = 0
-        if call.mask is not None:
-            whole = replace(call, mask=replace(call.mask, columns=True))
+        if call.bias is not None:
+            whole = replace(call, bias=replace(call.bias, columns=True))
             self.aligned_bias_bytes = mask_bytes(whole, extent, 16)
         # The mask, and the queries of one call times a part of its scale.
         split = splits_scale or not call.positive_scale or self.work == 8
@@ -587,8 +587,8 @@ class RectangleSizes:
         """Bound of a forward whose operator holds ``inside`` bytes until it returns (out, lse),
         which are merged with ``merging`` bytes."""
         call, extent, dead = self.call, self.extent, 0
-        if call.mask is not None:
-            batch = extent.batch if call.mask.batch else 1
+        if call.bias is not None:
+            batch = extent.batch if call.bias.batch else 1
             sides = extent.max_queries, extent.max_keys
             dead = dead_rows_bytes(batch, self.heads, *sides, call.is_causal)
         results = self.rows * (out_width * self.item + self.work)

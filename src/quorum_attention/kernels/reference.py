@@ -346,10 +346,10 @@ def _tile_bytes(
     pairs = min(lanes * extent.max_queries * extent.max_keys, most_pairs)
     of_rows = rows * numbers[0] * item
     inside = of_rows + (keys * numbers[1] + pairs * (numbers[2] + how.matrices)) * item
-    if call.mask is not None:
+    if call.bias is not None:
         # Made for all heads of the task at a time; what is added is of the dtype computed in.
-        every = extent.batch if call.mask.batch else 1
-        every *= extent.query_heads if call.mask.heads else 1
+        every = extent.batch if call.bias.batch else 1
+        every *= extent.query_heads if call.bias.heads else 1
         most = max(limits.pairs // max(1, shared), longest)
         inside += every * min(extent.max_queries * extent.max_keys, most) * call.bias_dtype.itemsize
         inside += 8 * pairs

@@ -203,7 +203,7 @@ def rivals(
 ) -> tuple[InnerKernel, ...]:
     """Kernels that a planner may choose for "auto" instead of ``preferred``: the native one, if its
     rates for such calls have been measured."""
-    native, plain = _KERNELS[_UNROUNDED], call.mask is None and not call.dropout
+    native, plain = _KERNELS[_UNROUNDED], call.bias is None and not call.dropout
     widths = {call.head_dim, call.value_dim}
     measured = plain and call.dtype.itemsize == 2 and widths in ({64}, {128})
     if not measured or device.type != "cuda" or not _is_hopper(device):
@@ -373,15 +373,15 @@ def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, 
         return torch.randn(shape, generator=generator, device="cpu").to(dtype)
 
     mask = None
-    if call.mask is not None:
+    if call.bias is not None:
         # Some of it is -inf, and one row entirely.
-        shape = (heads if call.mask.heads else 1, n_queries if call.mask.rows else 1)
-        mask = random(1, *shape, n_keys if call.mask.columns else 1, dtype=call.bias_dtype)
-        if call.mask.wide:
+        shape = (heads if call.bias.heads else 1, n_queries if call.bias.rows else 1)
+        mask = random(1, *shape, n_keys if call.bias.columns else 1, dtype=call.bias_dtype)
+        if call.bias.wide:
             mask.add_(_WIDE_MASK)
-        if call.mask.columns:
+        if call.bias.columns:
             mask[torch.rand(mask.shape, generator=generator, device="cpu") < 0.2] = -torch.inf
-        if call.mask.rows and n_queries > 1:
+        if call.bias.rows and n_queries > 1:
             mask[:, :, n_queries // 3] = -torch.inf
     inputs = Call(
         random(1, heads, n_queries, call.head_dim),

@@ -76,7 +76,7 @@ class FlashKernel(RectangleKernel):
         reason = operator_refusal(call, "cuda", _NARROW, 256)
         if reason is not None:
             return reason
-        if call.mask is not None:
+        if call.bias is not None:
             return "it takes no attention mask"
         if call.value_dim != call.head_dim:
             return f"it takes equal head dimensions, not {call.head_dim} and {call.value_dim}"
@@ -210,7 +210,7 @@ class EfficientKernel(RectangleKernel):
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
     def _sizes(self, call: CallShape, extent: Extent) -> RectangleSizes:
-        if call.mask is not None:
+        if call.bias is not None:
             extent = _bounded(extent, most=self.masked_limit)
         return RectangleSizes(call, extent, grouped=False, limits=self.forward_limits)
 
@@ -602,7 +602,7 @@ class CpuKernel(RectangleKernel):
             if "AVX512" in torch.backends.cpu.get_cpu_capability():
                 # Here torch may repack all keys and values for the matrix units, once for each
                 # head of its call: see ``grouped_forward``.
-                by_query_head = call.is_causal or call.mask is not None
+                by_query_head = call.is_causal or call.bias is not None
                 packed = extent.batch * (sizes.heads if by_query_head else extent.key_heads)
                 packed *= round_up(extent.max_keys, _PACKED_SIDE)
                 packed *= (round_up(width, 2) + round_up(width, _PACKED_SIDE)) * 2
@@ -637,7 +637,7 @@ class CpuKernel(RectangleKernel):
             # of a matrix product.
             tiles += 4 * tile_queries * tile_keys * 2
             tiles += (tile_queries + tile_keys) * width * 8
-        parts = 1 if call.mask is not None else self.backward_parts(sizes.lanes)
+        parts = 1 if call.bias is not None else self.backward_parts(sizes.lanes)
         gradients = (sizes.rows + 2 * parts * sizes.key_rows) * width * sizes.item
         if shared > 1:
             # Key gradients of every query head before they are summed; copies of the rows by

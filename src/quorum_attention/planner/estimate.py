@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.counts import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.call import mask_shape
+from quorum_attention.execution.call import bias_shape
 from quorum_attention.execution.device.lookup import (
     backend_of,
     best_device,
@@ -209,8 +209,8 @@ def _under(
         raise TypeError(f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}")
     bias = None
     if mask.bias is not None:
-        bias = mask_shape(mask.bias, len(work.batch_shape), work.dtype)
-    work = replace(work, mask=bias, sinks=mask.sinks is not None)
+        bias = bias_shape(mask.bias, len(work.batch_shape), work.dtype)
+    work = replace(work, bias=bias, sinks=mask.sinks is not None)
     return kernel_for_mask(mask, kernel, work, where, needs_grad=backward, tried=False)
 
 

@@ -303,7 +303,7 @@ def _schedules(
             yield made if made.runs(problem) else made.through_slots(work)
         return
     max_pairs = None
-    if work.mask is not None and work.mask.rows and work.mask.columns:
+    if work.bias is not None and work.bias.rows and work.bias.columns:
         max_pairs = policy.MASKED_PAIRS
     few = policy.MOST_TRIMMED if constraints.levels is None else math.inf
     trimmed = _trimmed_sizes(shape, problem) if shape.n_tasks <= few else None

@@ -167,10 +167,10 @@ class Whole(OverInputs):
         task, (rectangle,) = all_rectangles(work, schedule.decomposition)
         alone = None if _is_one_call(schedule, job.problem) else group
         bias: torch.Tensor | None
-        if alone is None and job.mask is not None:
-            bias = job.mask.whole(work.bias_dtype, job.device, work.batch_shape)
+        if alone is None and job.bias is not None:
+            bias = job.bias.whole(work.bias_dtype, job.device, work.batch_shape)
         else:
-            bias = job.bias(group, task)(rectangle)
+            bias = job.bias_of(group, task)(rectangle)
         parts = _of_call(job, alone, rectangle.causal, bias)
         if parts is None:
             job.count_repeats(1)
@@ -233,7 +233,7 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    mask = None if job.mask is None else job.mask.whole(job.work.bias_dtype, job.device)
+    mask = None if job.bias is None else job.bias.whole(job.work.bias_dtype, job.device)
     parts = _of_call(job, None, job.work.is_causal, mask)
     return None if parts is None else job.store_results(parts)
 
@@ -332,7 +332,7 @@ class Blockwise(OverInputs):
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether all inputs can be read where they lie. Under a mask only small rectangles are
         of use: each may have a copy of its part of the mask."""
-        maskless = problem.work.mask is None or self.pieces != "halves"
+        maskless = problem.work.bias is None or self.pieces != "halves"
         return maskless and problem.place.in_place and problem.place.lse_here
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:

@@ -111,7 +111,7 @@ class Streaming(Route):
         work, kernel = problem.work, problem.kernel
         if not kernel.operator or not kernel.several_streams or kernel.own_attention:
             return False
-        if work.mask is not None or work.dropout or kernel.sparse:
+        if work.bias is not None or work.dropout or kernel.sparse:
             return False
         resident_axis = "key" if problem.spec.backward else "query"
         return self.resident_axis == resident_axis and min(work.n_queries, work.n_keys) > 0

@@ -88,7 +88,7 @@ class ScoreModKernel(ModsKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.mask is not None:
+        if call.bias is not None:
             return "it takes no attention mask: give it as mask_mod or score_mod"
         return None
 
@@ -356,9 +356,9 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.mask is None and call.dtype == torch.float64:
+        if call.bias is None and call.dtype == torch.float64:
             return "compiled FlexAttention takes no float64: compiled=False"
-        if call.mask is None and call.device_type == "cpu":
+        if call.bias is None and call.device_type == "cpu":
             return "compiled FlexAttention has no lse and no backward on the CPU: compiled=False"
         if call.heads > GRID_BLOCKS:
             return f"compiled FlexAttention takes {GRID_BLOCKS} heads at most: compiled=False"
@@ -428,7 +428,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
         """All heads and entries are needed, because the modifications are given their numbers."""
-        return every and call.mask is None and call.batch <= self.entries_limit
+        return every and call.bias is None and call.batch <= self.entries_limit
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""

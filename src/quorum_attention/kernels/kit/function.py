@@ -117,7 +117,7 @@ class FunctionKernel(CallsKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.mask is not None:
+        if call.bias is not None:
             return "it takes no attention mask: let the function itself apply it, by positions"
         if self.positive_scale and not call.positive_scale:
             return "its function is for a scale above 0"

@@ -81,7 +81,7 @@ class LongNetKernel(CallsKernel):
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.mask is not None:
+        if call.bias is not None:
             return "it takes no attention mask"
         if call.heads != call.kv_heads:
             return "it takes as many key heads as query heads: a head's offset is its own"

@@ -165,7 +165,7 @@ class ByParts(Kernel):
         rows = extent.batch * extent.query_heads * extent.n_tokens
         if isinstance(self._operator, RectangleKernel):
             most += rows * 2 * call.state_dtype.itemsize  # the lse without rows that have no key
-        by_tiles = self._kernel_for(replace(call, mask=_ragged_mask(call))) is self._tiles
+        by_tiles = self._kernel_for(replace(call, bias=_ragged_mask(call))) is self._tiles
         if by_tiles and call.dtype in self._operator.scaled_backward:
             most += rows * 4 * call.value_dim  # an upstream gradient that is not scaled
         if extent.direct:
@@ -196,7 +196,7 @@ class ByParts(Kernel):
             rules = self._geometry.rules
             queries = min(BLOCK if rules else _LEAF, queries)
             keys = min(_WIDEST if rules else _LEAF, keys)
-            masked = replace(call, mask=_ragged_mask(call), is_causal=False)
+            masked = replace(call, bias=_ragged_mask(call), is_causal=False)
             pair_bytes = lanes * (2 + 2 * masked.bias_dtype.itemsize) + (64 if rules else 16)
             tests = pair_bytes * queries * keys
             most = max(most, tests + ask(masked, queries, keys))
@@ -213,13 +213,13 @@ class ByParts(Kernel):
 
     def _takes_bands(self, call: CallShape) -> bool:
         # What drops, and what takes a mask, knows no bands.
-        return self._bands is not None and call.mask is None and not call.dropout
+        return self._bands is not None and call.bias is None and not call.dropout
 
     def _kernel_for(self, call: CallShape) -> Kernel:
         """The operator, or ``Tiles`` for a call's mask that it does not take."""
-        if call.mask is None:
+        if call.bias is None:
             return self._operator
-        masked = replace(call, mask=_ragged_mask(call))
+        masked = replace(call, bias=_ragged_mask(call))
         return self._operator if refusal(self._operator, masked) is None else self._tiles
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -253,7 +253,7 @@ class ByParts(Kernel):
             yield self._upper, replace(inside, rectangles=upper)
         if ragged:
             masks = partial(_part_mask, self._geometry, task, {})
-            kernel = self._kernel_for(replace(call, mask=_ragged_mask(call)))
+            kernel = self._kernel_for(replace(call, bias=_ragged_mask(call)))
             yield kernel, replace(inside, rectangles=ragged, bias=masks)
 
     def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], call: CallShape) -> _Parts:
@@ -264,7 +264,7 @@ class ByParts(Kernel):
             return self._known.get(key, lambda: _by_blocks(task, live, geometry))
         # What computes a whole task takes no triangles off its diagonal.
         triangles = task.dropout is None and isinstance(self._operator, RectangleKernel)
-        kinds = {"lower": triangles, "upper": triangles and call.mask is None}
+        kinds = {"lower": triangles, "upper": triangles and call.bias is None}
         key = (task.task, live, *kinds.values(), bands)
         return self._known.get(key, lambda: _by_bands(task, live, geometry, kinds, bands))
 
@@ -360,7 +360,7 @@ def _cut(triangle: Part) -> Iterator[Part]:
 
 def _ragged_mask(call: CallShape) -> BiasShape:
     """The mask of a ragged part: it has all dimensions, and is as wide as the call's own."""
-    return replace(_ANY_MASK, wide=call.mask is not None and call.mask.wide)
+    return replace(_ANY_MASK, wide=call.bias is not None and call.bias.wide)
 
 
 def _unscaled(grads: Gradients) -> Gradients:
@@ -584,8 +584,8 @@ def _kernel_of(mask: ResolvedMask, base: Kernel) -> Kernel:
     # Not the mask itself, which holds its kernels.
     by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, base))
     packed = PackedKernel(mask.packing, mask.sizes, base, by_blocks, capped(mask.softcap))
-    shapes = {bucket.mask_shape for bucket in mask.packing.buckets}
-    takes_all = all(base.refusal(replace(mask.sizes, mask=shape)) is None for shape in shapes)
+    shapes = {bucket.bias_shape for bucket in mask.packing.buckets}
+    takes_all = all(base.refusal(replace(mask.sizes, bias=shape)) is None for shape in shapes)
     return packed if takes_all else by_blocks()
 
 

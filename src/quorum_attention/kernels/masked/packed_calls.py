@@ -86,7 +86,7 @@ def _calls(packing: Packing, call: Call) -> Sequence[Bucket]:
         mask = BiasShape(batch=True, heads=True, rows=True, wide=wide)
     heads = query.shape[1], key.shape[1]
     widths = query.shape[3], value.shape[3]
-    shape = CallShape(query.device.type, query.dtype, *heads, *widths, mask=mask)
+    shape = CallShape(query.device.type, query.dtype, *heads, *widths, bias=mask)
     entries = slice(call.first_entry, call.first_entry + query.shape[0])
     return list(packing.chunks(shape, heads, entries))
 

@@ -155,7 +155,7 @@ class Bucket:
     causal: bool = False
 
     @property
-    def mask_shape(self) -> BiasShape | None:
+    def bias_shape(self) -> BiasShape | None:
         """The mask that a call of its cells has beside the caller's own; None if it has none."""
         if self.rule is not None:
             return BiasShape(batch=True, heads=False, rows=True)
@@ -189,7 +189,7 @@ class Bucket:
         rows += kv_heads * self.keys.longest * (2 * both * item + 32)
         n_pairs = self.keys.longest * (1 if self.rule is None else self.queries.longest)
         tests = 48 if self.rule is not None else 16
-        if call.mask is not None:
+        if call.bias is not None:
             n_pairs = self.keys.longest * self.queries.longest
             tests += heads * (2 * item + 16)
         return rows + n_pairs * (tests + item)
@@ -248,10 +248,10 @@ class Packing:
         for bucket in self.buckets:
             most = self.cells_of_a_call(bucket, call, heads)
             n_cells = min(most, bucket.most_cells(extent.batch))
-            inside, mask = bucket.extent(extent, n_cells), bucket.mask_shape
-            if call.mask is not None:
-                mask = replace(call.mask, batch=True, rows=True)
-            part = replace(call, mask=mask, is_causal=bucket.causal)
+            inside, mask = bucket.extent(extent, n_cells), bucket.bias_shape
+            if call.bias is not None:
+                mask = replace(call.bias, batch=True, rows=True)
+            part = replace(call, bias=mask, is_causal=bucket.causal)
             run = kernel.backward_workspace_bytes if backward else kernel.forward_workspace_bytes
             gathered = n_cells * bucket.cell_bytes(call, *heads)
             largest = max(largest, gathered + run(part, inside))
