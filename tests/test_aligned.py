@@ -15,7 +15,7 @@ from helpers_plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
@@ -162,7 +162,7 @@ def test_parts_of_a_call_are_aligned_as_the_call_is(first: int) -> None:
         if call.work.is_causal:
             kept &= torch.ones(n_queries, n_keys, dtype=torch.bool).tril()
         edges = [sorted(draw.sample(range(n + 1), 2)) for n in (batch, 2, n_queries, n_keys)]
-        block = Block(*(Interval(*pair) for pair in edges))
+        block = CallBlock(*(Interval(*pair) for pair in edges))
         cut_mask, is_causal = call.mask_of(block)
         found = dense(cut_mask or Mask(), *(span.length for span in block))
         if is_causal:

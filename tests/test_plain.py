@@ -45,7 +45,7 @@ RIDDLE = re.compile(
 # Records that are handed from room to room: a parameter of that type has the same name in all.
 _RECORDS = (
     "CallShape Decomposition CallOptions BackwardInputs Request Schedule Plan Problem Tensors Mask "
-    "Block"
+    "CallBlock"
 )
 RECORDS = frozenset(_RECORDS.split())
 BRANCHES = (

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.call.block import Block, BlockResults, Masked, WholeCall, request_of_block
+from quorum_attention.call.block import BlockResults, CallBlock, Masked, WholeCall, request_of_block
 from quorum_attention.call.gradients import (
     BackwardInputs,
     backward_place,
@@ -202,7 +202,7 @@ def _is_one_call(decision: Decision, request: Request) -> bool:
 
 def compute_block(
     call: WholeCall,
-    block: Block,
+    block: CallBlock,
     inputs: Mapping[str, torch.Tensor],
     written: CallOptions,
     results: BlockResults | None = None,
@@ -234,7 +234,7 @@ def _computing(device: torch.device) -> Iterator[None]:
 
 def check_forward(
     call: WholeCall,
-    block: Block,
+    block: CallBlock,
     inputs: Mapping[str, torch.Tensor],
     written: CallOptions,
     blocks: int = 1,

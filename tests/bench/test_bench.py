@@ -16,7 +16,7 @@ from helpers_processes import until
 import quorum_attention
 from quorum_attention.bench import child
 from quorum_attention.bench.cases import EXPERIMENTS, spec
-from quorum_attention.bench.child import RESULTS, Answer, Spec
+from quorum_attention.bench.child import RESULTS, Measurement, Spec
 
 
 def options(**others) -> Namespace:
@@ -30,8 +30,8 @@ def options(**others) -> Namespace:
 SPEC = spec(options(), "sdpa", 64)
 
 
-def fast(seconds: float = 0.1) -> Answer:
-    found = Answer(forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20)
+def fast(seconds: float = 0.1) -> Measurement:
+    found = Measurement(forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20)
     found.errors = {name: [1e-4] * 2 for name in RESULTS}
     return found
 
@@ -67,7 +67,7 @@ def run(experiment: str, chosen: Namespace, rule) -> tuple[tuple, list[Spec]]:
     """The table of an experiment whose answers come from ``rule``, and what it asked for."""
     asked: list[Spec] = []
 
-    def answer(experiment: str, spec: Spec) -> Answer:
+    def answer(experiment: str, spec: Spec) -> Measurement:
         asked.append(spec)
         return rule(spec)
 
@@ -77,9 +77,9 @@ def run(experiment: str, chosen: Namespace, rule) -> tuple[tuple, list[Spec]]:
 def test_a_sweep_ends_with_a_method() -> None:
     """At its first failure, or before it takes too long."""
 
-    def rule(spec: Spec) -> Answer:
+    def rule(spec: Spec) -> Measurement:
         if spec.method == "sdpa" and spec.tokens > 4096:
-            return Answer(child.OUT_OF_MEMORY)
+            return Measurement(child.OUT_OF_MEMORY)
         return fast(spec.tokens / 1024)
 
     (*_, rows), _ = run("cost", options(), rule)

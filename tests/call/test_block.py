@@ -14,7 +14,7 @@ from helpers_plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
@@ -62,7 +62,7 @@ def test_blocks_together_are_the_call(first: int) -> None:
         for rest in itertools.product(
             cuts(entries) if len(batch) == 1 else ones, of_heads, of_rows
         ):
-            blocks = [Block(*rest, keys) for keys in of_keys]
+            blocks = [CallBlock(*rest, keys) for keys in of_keys]
             parts = []
             for block in blocks:
                 three = {"query": call.cut(query, block, of_keys=False)}
@@ -101,7 +101,9 @@ def test_only_rows_of_the_same_call_are_the_same(dtype: torch.dtype, spread: flo
 
     def check(call: WholeCall, read: Any, budget: int | None = None, blocks: int = 1) -> None:
         options = CallOptions(budget, devices=torch.device("cpu"))
-        check_forward(call, Block(*(Interval(0, n) for n in (2, 4, N, M))), read, options, blocks)
+        check_forward(
+            call, CallBlock(*(Interval(0, n) for n in (2, 4, N, M))), read, options, blocks
+        )
 
     given = inputs(N, M, batch=(2,), heads=4, kv_heads=2, dtype=dtype, spread=spread)
     kept = torch.rand(4, N, M) > 0.5

@@ -97,7 +97,7 @@ def test_whatever_a_limited_process_raises_is_a_verdict(
     assert ran_out(error) == is_the_limit
 
     class Fails(child.Method):
-        def forward(self, call: child.Call) -> Any:
+        def forward(self, call: child.CallTensors) -> Any:
             if call.inputs[0].shape[-2] > child.WARM_TOKENS:
                 raise error
             return super().forward(call)

@@ -26,11 +26,11 @@ from helpers_processes import until
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention import devices as pools
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices import Pool, PoolReport
 from quorum_attention.devices.buffers import MappedBuffers
-from quorum_attention.devices.worker import BlockWorker, Compute, PassSpec
+from quorum_attention.devices.worker import BlockWorker, Compute, WorkerPass
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST
 from quorum_attention.kernels.registry import get_kernel
@@ -297,9 +297,9 @@ def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
             fail()
             raise AssertionError
 
-    block = Block(Interval(0, 1), Interval(0, 1), Interval(2, 6), Interval(0, 6))
+    block = CallBlock(Interval(0, 1), Interval(0, 1), Interval(2, 6), Interval(0, 6))
     tensors: Any = {"query": None}
-    spec = PassSpec(1, True, WholeCall(shape_of((1,), 2, 2, 6, 6)), tensors=tensors)
+    spec = WorkerPass(1, True, WholeCall(shape_of((1,), 2, 2, 6, 6)), tensors=tensors)
     said = BlockWorker(HOST, Scarce()).answer(Compute(spec, block))
     assert said.memory
     assert not said.broken

@@ -17,11 +17,11 @@ import pytest
 import torch
 from helpers_plans import shape_of
 
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.devices.partition import Buffers, Sums, is_whole, pairs, partition
 from quorum_attention.devices.report import PoolPass
-from quorum_attention.devices.scheduler import Coordinator, Schedule, simulate
-from quorum_attention.devices.worker import Answer, Compute, PassSpec, Worker
+from quorum_attention.devices.scheduler import BlockQueue, Coordinator, simulate
+from quorum_attention.devices.worker import Answer, Compute, Worker, WorkerPass
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import CallShape
@@ -94,34 +94,36 @@ class Told:
     """Told which blocks begin and which are done."""
 
     def __init__(
-        self, done: Callable[[Block], None], begun: Callable[[Block], None] = lambda block: None
+        self,
+        done: Callable[[CallBlock], None],
+        begun: Callable[[CallBlock], None] = lambda block: None,
     ) -> None:
         self.done, self.begun = done, begun
 
-    def buffers(self, block: Block) -> dict[str, Any]:
+    def buffers(self, block: CallBlock) -> dict[str, Any]:
         self.begun(block)
         return {}
 
-    def add(self, block: Block, made: dict[str, Any]) -> None:
+    def add(self, block: CallBlock, made: dict[str, Any]) -> None:
         self.done(block)
 
 
-def coordinator(workers: list[Worker], sums: Told) -> tuple[Coordinator, PoolPass, list[Block]]:
+def coordinator(workers: list[Worker], sums: Told) -> tuple[Coordinator, PoolPass, list[CallBlock]]:
     report = PoolPass()
     for at, one in enumerate(workers):
         one.device = f"device {at}"
     speeds = dict.fromkeys(range(len(workers)), 1e15)
     schedule, homes = (
-        Schedule(CALL.work, speeds, 10),
+        BlockQueue(CALL.work, speeds, 10),
         partition(CALL.work, [1.0] * len(workers), 10),
     )
-    spec, budgets, more = PassSpec(7, False, CALL), [None] * len(workers), sums
+    spec, budgets, more = WorkerPass(7, False, CALL), [None] * len(workers), sums
     made = Coordinator(workers, spec, schedule, budgets, report, more)  # type: ignore[arg-type]
     return made, report, [block for home in homes for block in home]
 
 
 def run(*behaviours: Behaviour) -> PoolPass:
-    workers, ended = [worker(b) for b in behaviours], list[Block]()
+    workers, ended = [worker(b) for b in behaviours], list[CallBlock]()
     made, report, units = coordinator(workers, Told(ended.append))
     try:
         made.run()
@@ -166,9 +168,9 @@ def test_other_errors_come_through_and_workers_stay() -> None:
 
 def test_a_part_that_could_not_be_sent_is_not_waited_for() -> None:
     """No shared memory for sums: the error comes at once, and the workers stay."""
-    workers, asked = [worker(well), worker(well)], list[Block]()
+    workers, asked = [worker(well), worker(well)], list[CallBlock]()
 
-    def sums(part: Block) -> None:
+    def sums(part: CallBlock) -> None:
         asked.append(part)
         if len(asked) == 2:
             raise OSError("no file is left")
@@ -183,7 +185,7 @@ def test_a_part_that_could_not_be_sent_is_not_waited_for() -> None:
 def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
     """It would write into results that the caller has back."""
 
-    def interrupted(part: Block) -> None:
+    def interrupted(part: CallBlock) -> None:
         raise KeyboardInterrupt
 
     over = threading.Event()
@@ -221,8 +223,8 @@ def test_a_device_that_is_slower_than_was_expected_is_helped(seed: int) -> None:
     speeds = [draw.uniform(0.5, 1) for _ in range(draw.randint(2, 6))]
     heads = draw.randint(1, 9)
     call = shape_of((1,), heads, heads, 1 << 16, 1 << 16, True)
-    schedule = Schedule(call, dict.fromkeys(range(len(speeds)), 1e15), 10)
-    now, events, done = 0.0, list[tuple[float, int]](), set[Block]()
+    schedule = BlockQueue(call, dict.fromkeys(range(len(speeds)), 1e15), 10)
+    now, events, done = 0.0, list[tuple[float, int]](), set[CallBlock]()
     while not schedule.finished:
         for device in schedule.devices - set(schedule.running):
             order = schedule.take(device, now)
@@ -273,7 +275,7 @@ def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> No
     call = WholeCall(shape_of((2,), 6, 2, 1000, 1000, True))
     key = torch.randn(2, 2, 1000, 4).half()
     homes = partition(call.work, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
-    made: list[tuple[Block, Buffers]] = []
+    made: list[tuple[CallBlock, Buffers]] = []
     for block in (block for home in homes for block in home):
         buffers = Sums(call, key, key).buffers(block)
         if buffers:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.execution.problem import Placement, Problem, spec_of
-from quorum_attention.execution.slot_layout import Field, LayoutError, SlotLayout, slot_layout
+from quorum_attention.execution.slot_layout import LayoutError, SlotField, SlotLayout, slot_layout
 from quorum_attention.execution.task_levels import TaskLevels
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
@@ -76,10 +76,10 @@ def test_every_task_of_a_plan_fits_its_slot(
 
 
 def test_fields_over_each_other_are_refused_unless_they_say_so() -> None:
-    def field(name: str, offset: int, width: int = 4, over: str | None = None) -> Field:
-        return Field(name, "query", width, torch.float32, offset, 64 * width, over)
+    def field(name: str, offset: int, width: int = 4, over: str | None = None) -> SlotField:
+        return SlotField(name, "query", width, torch.float32, offset, 64 * width, over)
 
-    def layout(*fields: Field, size: int = 1024) -> SlotLayout:
+    def layout(*fields: SlotField, size: int = 1024) -> SlotLayout:
         return SlotLayout({f.name: f for f in fields}, size, 1)
 
     made = layout(field("a", 0), field("b", 256), field("c", 256, over="b"))

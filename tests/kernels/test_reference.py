@@ -26,7 +26,7 @@ from quorum_attention.kernels import (
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.kernel import capped
 from quorum_attention.kernels.protocol import Call, Saved, whole_task
-from quorum_attention.kernels.reference import Tiles
+from quorum_attention.kernels.reference import TiledKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,7 +40,7 @@ def test_random_tasks_by_every_tile(
     if tile is not None:
         monkeypatch.setattr(reference, "IN_CACHE", reference.TileLimits(*tile))
     r, single = random.Random(str(tile)), tile == (1, 1, 1)
-    kernel: InnerKernel = CpuKernel() if drops else Tiles()
+    kernel: InnerKernel = CpuKernel() if drops else TiledKernel()
     for number in range(5 if single else 15):
         dtype = r.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
         case = random_case(r, dtype, 8 if single else 30, drops)
@@ -57,7 +57,8 @@ def test_random_tasks_by_every_tile(
 
 
 KERNELS: dict[str, Any] = {
-    "cpu": CpuKernel(), "tiles": Tiles(), "capped": Tiles(capped(30.0)), "dense": DenseKernel(),
+    "cpu": CpuKernel(), "tiles": TiledKernel(), "capped": TiledKernel(capped(30.0)),
+    "dense": DenseKernel(),
     "score_mod": qa.from_score_mod(
         lambda s, b, h, i, j: s * (1 + h) - (i - j).abs(), lambda b, h, i, j: i != j, compiled=False
     ),
@@ -110,5 +111,5 @@ def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype)
     query, key, value, grad_out, out = torch.randn(5, 1, 1, 4, 8, dtype=dtype)
     for lse in (1e3, 1e5, 3e6, 1e9, 1e18):
         saved = Saved(grad_out, out, torch.full((1, 1, 4), lse, dtype=dtype))
-        found = Tiles(reference.WHOLE_ROWS).whole_backward(Call(query, key, value), saved)
+        found = TiledKernel(reference.WHOLE_ROWS).whole_backward(Call(query, key, value), saved)
         assert all(bool((t == 0).all()) for t in found), lse

@@ -25,15 +25,15 @@ def not_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """The launches of this test: each with what its kernel was compiled for."""
-    from quorum_attention.kernels.native.launch import Launch
+    from quorum_attention.kernels.native.launch import NativeLaunch
 
     found = []
-    original = Launch._compiled
+    original = NativeLaunch._compiled
 
-    def noted(launch: Launch, *args: Any, **named: Any) -> Any:
+    def noted(launch: NativeLaunch, *args: Any, **named: Any) -> Any:
         made = original(launch, *args, **named)
         found.append((launch, made[1]["K"]))
         return made
 
-    monkeypatch.setattr(Launch, "_compiled", noted)
+    monkeypatch.setattr(NativeLaunch, "_compiled", noted)
     return found

@@ -40,7 +40,7 @@ from quorum_attention.files.compute import file_call
 from quorum_attention.ray import Farm
 from quorum_attention.ray import compute as farm_compute
 from quorum_attention.ray import farm as ray_farm
-from quorum_attention.ray.compute import Unit, chunks_of, quorum, rows_of, tasks
+from quorum_attention.ray.compute import FarmUnit, chunks_of, quorum, rows_of, tasks
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -268,7 +268,7 @@ def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
     monkeypatch.setattr(Farm, "_run", lambda self, job, *_: jobs.append(job) or iter(()))
     fake_farm().attention(q, k, v, out=out)
     (job,) = jobs
-    sent, whole = job.results["out"], Unit("head", 0, 1)
+    sent, whole = job.results["out"], FarmUnit("head", 0, 1)
     block = job.block(whole, 0, 0)
     rows = [torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5)]
     with pytest.raises(RuntimeError, match="this call is over"):

@@ -113,7 +113,7 @@ def test_attention_runs_once_a_layer_and_results_are_the_same_bits(
         assert len(calls) == LAYERS + recomputed
         assert torch.equal(found[0], wanted[0])
         assert all(map(torch.equal, found[1], wanted[1]))
-    assert checkpoints._Kept.alive == 0
+    assert checkpoints._StoredTensor.alive == 0
 
 
 def test_what_several_calls_of_a_layer_keep_is_counted(
@@ -175,7 +175,7 @@ def test_a_layer_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(KeyboardInterrupt):
         model(input_ids=ids, labels=ids)
     gc.collect()
-    assert checkpoints._Kept.alive == 0
+    assert checkpoints._StoredTensor.alive == 0
     hook.remove()
     assert all(map(torch.equal, step(model, ids)[1], step(plain, ids)[1]))
 
@@ -211,18 +211,20 @@ def test_what_is_kept_goes_when_it_has_been_used(monkeypatch: pytest.MonkeyPatch
     ids = torch.randint(VOCABULARY, (1, 100))
     alive: list[int] = []
     for layer in model.model.layers:
-        layer.mlp.register_full_backward_hook(lambda *_: alive.append(checkpoints._Kept.alive))
+        layer.mlp.register_full_backward_hook(
+            lambda *_: alive.append(checkpoints._StoredTensor.alive)
+        )
     loss = model(input_ids=ids, labels=ids).loss
-    every = checkpoints._Kept.alive
+    every = checkpoints._StoredTensor.alive
     loss.backward()
     # In the last layer's MLP its results are given to the graph, its input is still there.
     assert [LAYERS * left // every for left in alive] == [3, 2, 1, 0]
-    assert checkpoints._Kept.alive == 0
+    assert checkpoints._StoredTensor.alive == 0
     del loss
     loss = model(input_ids=ids, labels=ids).loss
-    assert checkpoints._Kept.alive == every
+    assert checkpoints._StoredTensor.alive == every
     del loss
-    assert checkpoints._Kept.alive == 0
+    assert checkpoints._StoredTensor.alive == 0
 
 
 def test_a_copy_of_a_model_has_checkpoints_of_its_own(calls: list[int]) -> None:
@@ -389,7 +391,7 @@ def test_a_trainer_of_transformers(calls: list[int], tmp_path: Any) -> None:
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     host = SimpleNamespace(free_bytes=lambda device: 600)
     monkeypatch.setattr(checkpoints, "backend_of", lambda device: host)
-    monkeypatch.setattr(checkpoints._Kept, "most", checkpoints._Kept.alive)
+    monkeypatch.setattr(checkpoints._StoredTensor, "most", checkpoints._StoredTensor.alive)
     for ranks, room in (("", 500), ("1", 500), ("4", 125)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert checkpoints.host_room() == room

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import quorum_attention
-from quorum_attention.bench.child import FAILED, METHODS, OUT_OF_MEMORY, Answer, Spec
+from quorum_attention.bench.child import FAILED, METHODS, OUT_OF_MEMORY, Measurement, Spec
 from quorum_attention.sizes import counted
 
-Measure = Callable[[str, Spec], Answer]
+Measure = Callable[[str, Spec], Measurement]
 
 
 # Title, text, columns and rows of a table of the report.
@@ -89,7 +89,7 @@ USUAL = {
 EXPERIMENTS = {"accuracy": accuracy, "cost": cost}
 
 
-def label(answer: Answer) -> str:
+def label(answer: Measurement) -> str:
     """A table's cell for an answer without numbers."""
     return {OUT_OF_MEMORY: "oom", FAILED: "failed"}.get(answer.status, "-")
 

@@ -1,7 +1,7 @@
 """One measurement in a process of its own, for ``bench`` and ``recover``.
 
 A memory limit cannot be lifted again, kernels cache what they prepare, and a crash must not end the
-other measurements. The process reads a ``Spec`` from its command line and writes an ``Answer``.
+other measurements. The process reads a ``Spec`` from its command line and writes a ``Measurement``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Spec:
 
 
 @dataclass
-class Answer:
+class Measurement:
     """The outcome of a measurement.
 
     Attributes:
@@ -120,7 +120,7 @@ class Answer:
 
 
 @dataclass
-class Call:
+class CallTensors:
     """The tensors of a call.
 
     Attributes:
@@ -162,7 +162,7 @@ class Method:
     backend: SDPBackend | None = None
     ours: dict[str, Any] | None = None
 
-    def forward(self, call: Call) -> Any:
+    def forward(self, call: CallTensors) -> Any:
         """What ``backward`` needs; its first element is the output."""
         query, key, value = call.inputs
         if self.ours is not None:
@@ -181,7 +181,7 @@ class Method:
             )
         return out, leaves
 
-    def backward(self, call: Call, state: Any) -> Any:
+    def backward(self, call: CallTensors, state: Any) -> Any:
         """The gradients of query, key and value."""
         grad, (out, other) = call.grad, state
         assert grad is not None
@@ -205,7 +205,7 @@ METHODS = {
 }
 
 
-def run_child(spec: Spec, timeout: float | None = None) -> Answer:
+def run_child(spec: Spec, timeout: float | None = None) -> Measurement:
     """The answer of a new process; a crash or a timeout is an answer, too."""
     # glibc keeps freed memory unless told to map large blocks on their own. On a busy machine,
     # threads that spin while they wait take the cores from each other.
@@ -221,15 +221,15 @@ def run_child(spec: Spec, timeout: float | None = None) -> Answer:
             stderr=None if spec.progress else subprocess.PIPE, timeout=timeout, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Answer(FAILED, f"not done after {timeout:.4g} s")
+        return Measurement(FAILED, f"not done after {timeout:.4g} s")
     status, lines = done.returncode, done.stdout.splitlines()
     if status == 0 and lines:
-        return Answer(**json.loads(lines[-1]))
+        return Measurement(**json.loads(lines[-1]))
     if status in (-signal.SIGINT, 130):
         raise KeyboardInterrupt
     how = f"signal {-status}" if status < 0 else f"status {status}"
     said = (done.stderr or "").strip().splitlines()[-1:]
-    return Answer(FAILED, ": ".join([f"its process ended with {how} and no answer", *said]))
+    return Measurement(FAILED, ": ".join([f"its process ended with {how} and no answer", *said]))
 
 
 def main(spec: str) -> None:
@@ -237,9 +237,9 @@ def main(spec: str) -> None:
     print("\n" + json.dumps(asdict(measure(Spec(**json.loads(spec))))))
 
 
-def measure(spec: Spec) -> Answer:
+def measure(spec: Spec) -> Measurement:
     """Measure in this process; out of memory and all other failures are answers, too."""
-    answer = Answer()
+    answer = Measurement()
     bar: AbstractContextManager[Any] = nullcontext()
     if spec.progress:
         load_bars()  # now, while memory is not limited
@@ -263,7 +263,7 @@ def measure(spec: Spec) -> Answer:
     return answer
 
 
-def _errors(spec: Spec, seed: int, answer: Answer) -> None:
+def _errors(spec: Spec, seed: int, answer: Measurement) -> None:
     """Errors of one draw against float64."""
     method = METHODS[spec.method]
     call = _drawn(spec, method.on_device, seed)
@@ -274,7 +274,7 @@ def _errors(spec: Spec, seed: int, answer: Answer) -> None:
         answer.errors.setdefault(name, []).append(float(error))
 
 
-def _drawn(spec: Spec, on_device: bool, seed: int = 0) -> Call:
+def _drawn(spec: Spec, on_device: bool, seed: int = 0) -> CallTensors:
     """A call on random inputs, or those of a file, on the device or in (page-locked) memory of the
     host."""
     generator = torch.Generator(spec.device).manual_seed(seed)
@@ -297,10 +297,10 @@ def _drawn(spec: Spec, on_device: bool, seed: int = 0) -> Call:
     grad = normal(*inputs[0].shape[:-1], inputs[2].shape[-1]) if spec.backward else None
     options = {"is_causal": spec.is_causal, "enable_gqa": True, "devices": device,
                "budget": spec.budget_bytes}  # fmt: skip
-    return Call(device, inputs, grad, options)
+    return CallTensors(device, inputs, grad, options)
 
 
-def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
+def _times(spec: Spec, method: Method, answer: Measurement, progress: Any) -> None:
     device = torch.device(spec.device)
     if device.type == "cpu":
         warm_up()
@@ -308,7 +308,7 @@ def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
                     inputs=None)  # fmt: skip
     call = _drawn(small, method.on_device)
     call.options["budget"] = None if spec.budget_bytes is None else 1 << 30
-    _calls(small, method, call, Answer(), None)
+    _calls(small, method, call, Measurement(), None)
     answer.stage = "inputs"
     # What torch needs on the device is there before anything is limited, and what is written too.
     call = _drawn(spec, method.on_device)
@@ -332,7 +332,9 @@ def _times(spec: Spec, method: Method, answer: Answer, progress: Any) -> None:
         answer.errors = {name: [error] for name, error in errors.items()}
 
 
-def _calls(spec: Spec, method: Method, call: Call, answer: Answer, progress: Any) -> None:
+def _calls(
+    spec: Spec, method: Method, call: CallTensors, answer: Measurement, progress: Any
+) -> None:
     """A first call and, as long as they do not take too long, ``repeats`` others."""
     began = time.perf_counter()
     for number in range(1 + spec.repeats):
@@ -342,7 +344,7 @@ def _calls(spec: Spec, method: Method, call: Call, answer: Answer, progress: Any
             return
 
 
-def _call(method: Method, call: Call, answer: Answer, show: Any, again: str) -> None:
+def _call(method: Method, call: CallTensors, answer: Measurement, show: Any, again: str) -> None:
     """One call. No tensor of it outlives it: the next one has all memory for itself."""
     report = None if again else Report()  # it times every stage, which takes time
     call.options["report"] = report
@@ -365,7 +367,7 @@ def _call(method: Method, call: Call, answer: Answer, show: Any, again: str) -> 
         answer.report = report.to_dict()
 
 
-def exact(call: Call) -> list[torch.Tensor]:
+def exact(call: CallTensors) -> list[torch.Tensor]:
     """Output and gradients in float64, head by head, on the call's device."""
     assert call.grad is not None
     query, key, value = leaves = [

@@ -27,7 +27,7 @@ Masked = tuple[Mask | None, bool]
 """``attn_mask`` and ``is_causal`` of a block."""
 
 
-class Block(NamedTuple):
+class CallBlock(NamedTuple):
     """Half-open ranges, numbered in the whole call: batch entries (all batch dimensions flattened),
     query heads, rows of queries, keys."""
 
@@ -63,12 +63,12 @@ class WholeCall:
             # A block has too few tokens to count from the last ones.
             object.__setattr__(self, "mask", with_offsets(self.mask, self.work))
 
-    def key_heads(self, block: Block) -> Interval:
+    def key_heads(self, block: CallBlock) -> Interval:
         """The key/value heads that the block's query heads read."""
         share = self.work.queries_per_key_head
         return Interval(block.heads.start // share, ceil_div(block.heads.stop, share))
 
-    def cut(self, tensor: torch.Tensor, block: Block, *, of_keys: bool) -> torch.Tensor:
+    def cut(self, tensor: torch.Tensor, block: CallBlock, *, of_keys: bool) -> torch.Tensor:
         """The block's part of a tensor (*batch_shape, heads, tokens, ...), a view (entries, heads,
         tokens, ...).
 
@@ -83,7 +83,7 @@ class WholeCall:
             entries = tensor[self._index(block)][None]
         return entries[:, slice(*heads), slice(*tokens)]
 
-    def mask_of(self, block: Block) -> Masked:
+    def mask_of(self, block: CallBlock) -> Masked:
         """``attn_mask`` and ``is_causal`` of the block."""
         mask, rows, keys = self.mask, block.rows, block.keys
         if mask is not None:
@@ -96,7 +96,7 @@ class WholeCall:
         later = Mask(causal=True, offset=rows.start - keys.start)
         return later if mask is None else mask & later, False
 
-    def cut_bias(self, bias: torch.Tensor, block: Block) -> torch.Tensor:
+    def cut_bias(self, bias: torch.Tensor, block: CallBlock) -> torch.Tensor:
         """The block's part of a bias, or of its gradient, a view."""
         spans = ((-3, block.heads), (-2, block.rows), (-1, block.keys))
         for dim, span in spans:
@@ -110,7 +110,7 @@ class WholeCall:
         index = self._index(block)[len(self.work.batch_shape) - dims :]
         return bias[tuple(0 if n == 1 else i for n, i in zip(bias.shape, index, strict=False))]
 
-    def _index(self, block: Block) -> tuple[int, ...]:
+    def _index(self, block: CallBlock) -> tuple[int, ...]:
         """Where the block's one entry is among several batch dimensions, or none."""
         entry, index = block.entries.start, list[int]()
         for size in reversed(self.work.batch_shape):
@@ -118,7 +118,7 @@ class WholeCall:
             index.append(at)
         return tuple(reversed(index))
 
-    def _cut_mask(self, mask: Mask, block: Block) -> Mask:
+    def _cut_mask(self, mask: Mask, block: CallBlock) -> Mask:
         """The mask of a block; tensors of which it has everything stay the very tensors."""
         entries, heads, rows, keys = block
         changes: dict[str, Any] = {}
@@ -163,7 +163,7 @@ class WholeCall:
         return replace(mask, **changes, chunk=None) & Mask(documents=(of_queries, of_keys))
 
 
-def _entries(tensor: torch.Tensor, block: Block, dims: int) -> torch.Tensor:
+def _entries(tensor: torch.Tensor, block: CallBlock, dims: int) -> torch.Tensor:
     """The block's entries of a tensor that has batch entries first, if it has ``dims``."""
     if tensor.dim() < dims or len(tensor) == 1 or block.entries == (0, len(tensor)):
         return tensor
@@ -206,7 +206,7 @@ class BlockResults:
 
 def request_of_block(
     call: WholeCall,
-    block: Block,
+    block: CallBlock,
     inputs: Mapping[str, torch.Tensor],
     written: CallOptions,
     results: BlockResults,

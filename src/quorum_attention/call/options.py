@@ -27,7 +27,7 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.keywords import check_names, names_of, unknown_option
 from quorum_attention.mask import Mask
-from quorum_attention.planner.plan import Options, Plan
+from quorum_attention.planner.plan import Plan, PlannerOptions
 from quorum_attention.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def several(devices: Any) -> bool:
     return isinstance(devices, Several) or (isinstance(devices, (list, tuple)) and len(devices) > 1)
 
 
-def options_of(written: CallOptions, home: torch.device) -> Options:
+def options_of(written: CallOptions, home: torch.device) -> PlannerOptions:
     """The options of a call.
 
     Args:
@@ -160,7 +160,7 @@ def options_of(written: CallOptions, home: torch.device) -> Options:
         allowed = "None, True or a callable (done, total, label)"
         raise TypeError(f"progress must be {allowed}, got {shown(progress)}")
     where = one_of(accumulator, "accumulator", ("auto", "device", "host"))
-    return Options(
+    return PlannerOptions(
         budget_bytes=None if budget is None else parse_bytes(budget),
         plan=plan,
         depth=levels,

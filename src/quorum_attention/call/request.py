@@ -26,7 +26,7 @@ from quorum_attention.kernels.torch_private import (
     outside,
 )
 from quorum_attention.mask import map_tensors
-from quorum_attention.planner.plan import Options
+from quorum_attention.planner.plan import PlannerOptions
 
 if TYPE_CHECKING:
     from quorum_attention.call.gradients import BackwardInputs
@@ -74,7 +74,7 @@ class Request:
 
     work: CallShape
     scale: float
-    options: Options
+    options: PlannerOptions
     out: torch.Tensor | None
     out_dtype: torch.dtype
     records: bool

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quorum_attention.bench.cases import EXPERIMENTS, USUAL, about
-from quorum_attention.bench.child import METHODS, Answer, Spec, run_child
+from quorum_attention.bench.child import METHODS, Measurement, Spec, run_child
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.sizes import counted
@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace) -> int:
         "measurements": [],
     }  # fmt: skip
 
-    def measure(experiment: str, spec: Spec) -> Answer:
+    def measure(experiment: str, spec: Spec) -> Measurement:
         warn(f"{experiment}: {spec.method}, {counted(spec.tokens, 'token')}, {spec.dtype}")
         answer = run_child(spec, _LONGEST_SECONDS)
         measured = {"experiment": experiment, "spec": asdict(spec), "answer": asdict(answer)}

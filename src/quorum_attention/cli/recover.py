@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.bench.child import Answer, Spec, run_child
+from quorum_attention.bench.child import Measurement, Spec, run_child
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.decomposition import Decomposition
@@ -99,7 +99,7 @@ class _Setting:
             is_causal=self.is_causal, device=self.device, backward=backward, **how,
         )  # fmt: skip
 
-    def measure(self, method: str, limited: bool, quiet: bool) -> Answer:
+    def measure(self, method: str, limited: bool, quiet: bool) -> Measurement:
         """Run a method in a process of its own."""
         *_, heads, tokens, width = self.query.shape
         return run_child(Spec(
@@ -218,7 +218,7 @@ def _affordable(setting: _Setting) -> bool:
     return bool(fits and seconds < PATIENCE_SECONDS)
 
 
-def _draw(setting: _Setting, answers: dict[str, Answer], path: str) -> str | None:
+def _draw(setting: _Setting, answers: dict[str, Measurement], path: str) -> str | None:
     limited, ours, *free = answers.values()
     worked = [one.peak_bytes or 0 for one in (limited, *free) if one.ok]
     needed = worked[0] if worked else _needed(setting)[0]
@@ -242,7 +242,7 @@ def _draw(setting: _Setting, answers: dict[str, Answer], path: str) -> str | Non
 
 
 def _print_json(
-    setting: _Setting, answers: dict[str, Answer], recovered: bool, picture: str | None
+    setting: _Setting, answers: dict[str, Measurement], recovered: bool, picture: str | None
 ) -> None:
     methods = [{"method": label, **asdict(answer)} for label, answer in answers.items()]
     print_json({
@@ -252,7 +252,7 @@ def _print_json(
 
 
 def _print(
-    setting: _Setting, answers: dict[str, Answer], recovered: bool, picture: str | None
+    setting: _Setting, answers: dict[str, Measurement], recovered: bool, picture: str | None
 ) -> None:
     """What failed, what came back, and the price."""
     limited, ours, *_ = answers.values()
@@ -286,7 +286,7 @@ def _print(
     say(f"picture: {picture or _NO_PICTURE}")
 
 
-def _figures(answer: Answer) -> dict[str, str]:
+def _figures(answer: Measurement) -> dict[str, str]:
     """What a table shows of a method that worked."""
     found, first = {"memory": answer.memory}, answer.first_seconds
     passes = {

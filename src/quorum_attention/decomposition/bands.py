@@ -20,7 +20,7 @@ from typing import Literal
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.pairs import EMPTY, FULL, PARTIAL, Ranges, Verdict
-from quorum_attention.decomposition.rectangles import Block, Rectangle
+from quorum_attention.decomposition.rectangles import PairBlock, Rectangle
 
 Kind = Literal["plain", "lower", "upper", "band", "ragged"]
 
@@ -35,7 +35,7 @@ _TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Block):
+class BandPart(PairBlock):
     """A block of pairs, and which of them are kept.
 
     Attributes:
@@ -105,7 +105,7 @@ class Band:
         n_below_low = _count_up_to(q0, q1, k0, k1, low - 1)
         return n_up_to_high - n_below_low
 
-    def within(self, q0: int, q1: int, k0: int, k1: int) -> Part | None:
+    def within(self, q0: int, q1: int, k0: int, k1: int) -> BandPart | None:
         """The least part of the block [q0, q1) x [k0, k1) with all of its kept pairs, if any."""
         low, high = self._bounds
         if low > high:
@@ -121,9 +121,9 @@ class Band:
             if q0 >= q1 or k0 >= k1:
                 return None
         is_full = self.verdict(Ranges.of(q0, q1, k0, k1)) is FULL
-        return Part(q0, q1, k0, k1, "plain" if is_full else "band")
+        return BandPart(q0, q1, k0, k1, "plain" if is_full else "band")
 
-    def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Part]:
+    def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[BandPart]:
         """Parts, none a band, that hold each kept pair of the block exactly once."""
         # Every row and every column of the trimmed block has a kept pair.
         trimmed = self.within(q0, q1, k0, k1)
@@ -144,7 +144,7 @@ class Band:
             if part.n_queries > 0 and part.n_keys > 0:
                 yield part
 
-    def _parts_of_both_edges(self, block: Part, low: int, high: int) -> Iterator[Part]:
+    def _parts_of_both_edges(self, block: BandPart, low: int, high: int) -> Iterator[BandPart]:
         """Parts of a block that both edges cross, block of queries by block of queries."""
         width = high - low
         is_narrow = width < _NARROW
@@ -155,7 +155,7 @@ class Band:
             if is_narrow:
                 first_key = max(block.key_start, start + low)
                 last_key = min(block.key_stop, stop + high)
-                yield Part(start, stop, first_key, last_key, "ragged")
+                yield BandPart(start, stop, first_key, last_key, "ragged")
                 continue
             edges = (start + low, stop + low, start + high, stop + high)
             for first_key, last_key in pairwise(edges):
@@ -173,7 +173,7 @@ def rectangles_of_band(band: Band, queries: Interval, keys: Interval) -> Iterato
         )
 
 
-def _parts_of_high_edge(block: Part, high: int) -> Iterator[Part]:
+def _parts_of_high_edge(block: BandPart, high: int) -> Iterator[BandPart]:
     """Parts of a block of which the edge ``high`` cuts off the upper right corner."""
     q0 = block.query_start
     q1 = block.query_stop
@@ -182,12 +182,12 @@ def _parts_of_high_edge(block: Part, high: int) -> Iterator[Part]:
     # The last key of the first query, and the first query that has the last key.
     first_key = q0 + high
     corner = k1 - high
-    yield Part(q0, q1, k0, first_key)
-    yield Part(corner, q1, first_key, k1)
-    yield Part(q0, corner, first_key, k1, "lower")
+    yield BandPart(q0, q1, k0, first_key)
+    yield BandPart(corner, q1, first_key, k1)
+    yield BandPart(q0, corner, first_key, k1, "lower")
 
 
-def _parts_of_low_edge(block: Part, low: int) -> Iterator[Part]:
+def _parts_of_low_edge(block: BandPart, low: int) -> Iterator[BandPart]:
     """Parts of a block of which the edge ``low`` cuts off the lower left corner."""
     q0 = block.query_start
     q1 = block.query_stop
@@ -196,9 +196,9 @@ def _parts_of_low_edge(block: Part, low: int) -> Iterator[Part]:
     # The end of the keys that the last query lacks, and the first query that lacks the first key.
     last_key = q1 + low
     corner = k0 - low
-    yield Part(q0, q1, last_key, k1)
-    yield Part(q0, corner, k0, last_key)
-    yield Part(corner, q1, k0, last_key, "upper")
+    yield BandPart(q0, q1, last_key, k1)
+    yield BandPart(q0, corner, k0, last_key)
+    yield BandPart(corner, q1, k0, last_key, "upper")
 
 
 def _count_up_to(q0: int, q1: int, k0: int, k1: int, high: int) -> int:

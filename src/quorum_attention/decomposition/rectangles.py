@@ -29,7 +29,7 @@ _OPEN = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PairBlock:
     """All pairs of some queries and some keys, by their positions."""
 
     query_start: int
@@ -49,7 +49,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle(Block):
+class Rectangle(PairBlock):
     """A plain attention call inside a task, in task-local token positions.
 
     ``causal`` rectangles are squares on the diagonal (query_start == key_start) of which the

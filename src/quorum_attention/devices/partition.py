@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from quorum_attention.arithmetic import round_up
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import room
 from quorum_attention.kernels.protocol import CallShape, state_dtype
@@ -39,21 +39,21 @@ _PIECES, _FEW_HEADS = 10, 4
 _LONGEST_SECONDS = 2.0
 
 
-def block_of(work: CallShape, entry: int, heads: Interval, rows: Interval) -> Block:
+def block_of(work: CallShape, entry: int, heads: Interval, rows: Interval) -> CallBlock:
     """Rows of query heads of a batch entry, with all the keys they see; the last rows have every
     key, so that the gradient of one that no row sees is written as well."""
     cut = work.is_causal and not work.dropout and rows.stop < work.n_queries
     keys = min(rows.stop, work.n_keys) if cut else work.n_keys
-    return Block(Interval(entry, entry + 1), heads, rows, Interval(0, keys))
+    return CallBlock(Interval(entry, entry + 1), heads, rows, Interval(0, keys))
 
 
-def is_whole(work: CallShape, block: Block) -> bool:
+def is_whole(work: CallShape, block: CallBlock) -> bool:
     """Whether no other block contributes to the gradients of a block's keys."""
     heads_are = not any(edge % work.queries_per_key_head for edge in block.heads)
     return heads_are and block.rows == (0, work.n_queries)
 
 
-def pairs(work: CallShape, block: Block) -> int:
+def pairs(work: CallShape, block: CallBlock) -> int:
     """Query-key pairs of a block, as if nothing but later keys were masked."""
     low, high = map(work.pairs_above, block.rows)
     return block.heads.length * (high - low)
@@ -74,7 +74,7 @@ def pieces_of(work: CallShape, speeds: Mapping[int, float], *, alike: bool) -> i
     return max(1, min(math.ceil(seconds / _LONGEST_SECONDS - 1e-3), each))
 
 
-def partition(work: CallShape, speeds: Sequence[float], pieces: int = 1) -> list[list[Block]]:
+def partition(work: CallShape, speeds: Sequence[float], pieces: int = 1) -> list[list[CallBlock]]:
     """The blocks of each device, in order; the same ones for calls of the same sizes.
 
     Args:
@@ -89,7 +89,7 @@ def partition(work: CallShape, speeds: Sequence[float], pieces: int = 1) -> list
     return [_cut(work, low, high, pieces) for low, high in pairwise(cuts)]
 
 
-def _cut(work: CallShape, low: float, high: float, pieces: int) -> list[Block]:
+def _cut(work: CallShape, low: float, high: float, pieces: int) -> list[CallBlock]:
     """The blocks between two shares of the work, as of ``_blocks``, in so many pieces."""
     inner = [low + (high - low) * n / pieces for n in range(1, pieces)]
     if high - low >= pieces:
@@ -97,7 +97,7 @@ def _cut(work: CallShape, low: float, high: float, pieces: int) -> list[Block]:
     return [block for part in pairwise((low, *inner, high)) for block in _blocks(work, *part)]
 
 
-def _blocks(work: CallShape, low: float, high: float) -> Iterator[Block]:
+def _blocks(work: CallShape, low: float, high: float) -> Iterator[CallBlock]:
     """The blocks between two shares of the work of all key/value heads, which are numbered through
     all batch entries: rows of the first and of the last query head, and all rows of those between,
     all query heads of some key/value heads or some of one's."""
@@ -155,9 +155,9 @@ class Sums:
         self._totals: dict[tuple[int, int], Buffers] = {}
         self._next: dict[tuple[int, int], tuple[int, int]] = {}
         # What has come before its turn.
-        self._early: dict[tuple[tuple[int, int], tuple[int, int]], tuple[Block, Buffers]] = {}
+        self._early: dict[tuple[tuple[int, int], tuple[int, int]], tuple[CallBlock, Buffers]] = {}
 
-    def buffers(self, block: Block) -> Buffers:
+    def buffers(self, block: CallBlock) -> Buffers:
         """Where a worker puts those of a block's gradients that are added up, by name; the others
         are results themselves."""
         likes: Buffers = {}
@@ -167,7 +167,7 @@ class Sums:
             likes["grad_bias"] = self._call.cut_bias(self.bias, block)
         return {n: room(tuple(t.shape), state_dtype(t.dtype)) for n, t in likes.items()}
 
-    def add(self, block: Block, made: Buffers) -> None:
+    def add(self, block: CallBlock, made: Buffers) -> None:
         """Add the gradients of a block that is done: those of a head in the order of query heads
         and rows. Blocks have some rows of one query head, or all of several."""
         if self.bias is not None:

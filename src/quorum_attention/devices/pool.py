@@ -29,8 +29,8 @@ from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import InFile, give_back, share, shared_result
 from quorum_attention.devices.partition import Sums, pieces_of
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
-from quorum_attention.devices.scheduler import Coordinator, Schedule, expected_speed
-from quorum_attention.devices.worker import PassSpec, Worker, end, pickled, start
+from quorum_attention.devices.scheduler import BlockQueue, Coordinator, expected_speed
+from quorum_attention.devices.worker import Worker, WorkerPass, end, pickled, start
 from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.resolve import resolve
@@ -450,7 +450,7 @@ class PoolCall:
                     given = _empty_result(shape, dtype, home, like)
                 handles[name], own = share(given.detach(), mappings, written=True)
                 results[name] = given, own
-            spec = PassSpec(
+            spec = WorkerPass(
                 next(pool.numbers), sums is not None, self._whole(request), self.mask, handles,
                 self.written,
             )  # fmt: skip
@@ -480,11 +480,11 @@ class PoolCall:
 
     def _schedule(
         self,
-        spec: PassSpec,
+        spec: WorkerPass,
         request: Request,
         workers: Sequence[Worker],
         budgets: Sequence[int | None],
-    ) -> Schedule:
+    ) -> BlockQueue:
         here = {number: worker for number, worker in enumerate(workers) if worker.alive}
         if not here:
             raise RuntimeError(
@@ -498,7 +498,7 @@ class PoolCall:
         }
         alike = self.steady and len({(w.name, budgets[n]) for n, w in here.items()}) == 1
         alike &= all(backend_of(torch.device(w.device)).own_memory for w in here.values())
-        return Schedule(work, speeds, pieces_of(work, speeds, alike=alike))
+        return BlockQueue(work, speeds, pieces_of(work, speeds, alike=alike))
 
     @contextmanager
     def _reported(self, request: Request, *, backward: bool) -> Iterator[PoolPass]:

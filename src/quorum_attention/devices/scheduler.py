@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from quorum_attention.call.block import Block
+from quorum_attention.call.block import CallBlock
 from quorum_attention.devices.buffers import handle_of
 from quorum_attention.devices.partition import Buffers, Sums, pairs, partition, pieces_of
 from quorum_attention.devices.report import PoolPass, Ran
-from quorum_attention.devices.worker import Answer, Compute, PassSpec, Worker, end, listen
+from quorum_attention.devices.worker import Answer, Compute, Worker, WorkerPass, end, listen
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
@@ -44,12 +44,12 @@ class Order(NamedTuple):
 
     number: int
     home: int
-    block: Block
+    block: CallBlock
     work: int
     begun: float = 0.0
 
 
-class Schedule:
+class BlockQueue:
     """What waits and what runs. It knows neither workers nor a clock.
 
     Args:
@@ -121,8 +121,8 @@ class Coordinator:
     """
 
     workers: Sequence[Worker]
-    spec: PassSpec
-    schedule: Schedule
+    spec: WorkerPass
+    schedule: BlockQueue
     budgets: Sequence[int | None]
     report: PoolPass
     sums: Sums | None = None
@@ -267,7 +267,7 @@ def simulate(work: CallShape, devices: Sequence[tuple[str, float]], seconds: flo
     a_second = work.batch * work.heads * work.pairs / seconds
     speeds = {number: speed * a_second for number, (_, speed) in enumerate(devices)}
     pieces = pieces_of(work, speeds, alike=len(set(devices)) == 1)
-    schedule = Schedule(work, speeds, pieces)
+    schedule = BlockQueue(work, speeds, pieces)
     report = PoolPass(devices=[name for name, _ in devices], parts=schedule.count)
     ends, now = dict[int, float](), 0.0  # of the orders that run
     while not schedule.finished:

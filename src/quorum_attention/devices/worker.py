@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.multiprocessing
 
-from quorum_attention.call.block import Block, BlockResults, WholeCall
+from quorum_attention.call.block import BlockResults, CallBlock, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.counts import shown
 from quorum_attention.devices.buffers import Handles, MappedBuffers, prefaulting
@@ -51,7 +51,7 @@ _OF_KEYS = ("key", "value", "grad_key", "grad_value")
 
 
 @dataclass(frozen=True, slots=True)
-class PassSpec:
+class WorkerPass:
     """What workers have to know of a pass.
 
     Attributes:
@@ -78,8 +78,8 @@ class Compute:
     where those of its gradients go that have to be added up, by name: grad_key and grad_value,
     grad_bias."""
 
-    spec: PassSpec
-    block: Block
+    spec: WorkerPass
+    block: CallBlock
     budget: int | None = None
     sums: Handles = field(default_factory=dict)
 
@@ -344,7 +344,7 @@ class BlockWorker:
             return Answer(spec.number, report, _as_sent(error), trace, memory, broken)
         return Answer(spec.number, report)
 
-    def _begin(self, spec: PassSpec) -> None:
+    def _begin(self, spec: WorkerPass) -> None:
         self.end_pass()
         self._mapped.begin_pass()
         tensors = {name: self._mapped.open(handle) for name, handle in spec.tensors.items()}

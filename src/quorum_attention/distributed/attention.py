@@ -154,7 +154,7 @@ def attention(
                 imbalance=assignment.imbalance, stages=assignment.n_stages, kept=assignment.kept,
                 most_forward_bytes=assignment.most_received(moved),
             )  # fmt: skip
-        apply: Any = _Attention.apply
+        apply: Any = _ShardedAttention.apply
         out: torch.Tensor = apply(*rows, *call.learned, call)
     return shard.back(out.to(work.dtype).reshape(*query.shape[:-1], work.value_dim))
 
@@ -297,7 +297,7 @@ def _assigned(
     return partition.choose(of, moved, pair_flops), moved
 
 
-class _Attention(torch.autograd.Function):
+class _ShardedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

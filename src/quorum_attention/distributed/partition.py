@@ -117,7 +117,7 @@ class Sequences:
         """The key/value heads that query heads read."""
         return Interval(heads[0] // self.share, ceil_div(heads[1], self.share))
 
-    def count(self, block: Block) -> int:
+    def count(self, block: ShardBlock) -> int:
         """Kept pairs of all heads of a block."""
         rows = block.queries
         one = rows.length * counted(block.keys)
@@ -127,21 +127,21 @@ class Sequences:
             one = rows.length * (rows.length + 1) // 2
         return block.heads.length * one
 
-    def blocks(self, heads: Interval, rows: tuple[int, int]) -> Iterator[Block]:
+    def blocks(self, heads: Interval, rows: tuple[int, int]) -> Iterator[ShardBlock]:
         """The blocks of whole rows."""
         mine = Interval(*rows)
         if mine.length <= 0 or not heads.length:
             return
         if self.units != "pairs" or not self.is_causal:
-            yield Block(heads, mine, (Interval(0, self.tokens),), self.is_causal)
+            yield ShardBlock(heads, mine, (Interval(0, self.tokens),), self.is_causal)
             return
         if mine.start:
-            yield Block(heads, mine, (Interval(0, mine.start),))
-        yield Block(heads, mine, (mine,), causal=True)
+            yield ShardBlock(heads, mine, (Interval(0, mine.start),))
+        yield ShardBlock(heads, mine, (mine,), causal=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ShardBlock:
     """A plain attention call: the rows of some query heads against some keys.
 
     Attributes:
@@ -164,7 +164,7 @@ class Side(NamedTuple):
     heads: Interval
 
 
-class Piece(NamedTuple):
+class RowSlice(NamedTuple):
     """Rows of some heads that one rank owns and one rank computes with.
 
     Attributes:
@@ -188,7 +188,7 @@ class Piece(NamedTuple):
         return self.side.heads.length * self.rows.length
 
 
-Stages = tuple[tuple[Block, ...], ...]
+Stages = tuple[tuple[ShardBlock, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Assignment:
         most = max(self.pairs(rank) for rank in range(self.of.ranks))
         return most * self.of.ranks / self.of.pairs if self.of.pairs else 1.0
 
-    def blocks(self, rank: int, stage: int) -> tuple[Block, ...]:
+    def blocks(self, rank: int, stage: int) -> tuple[ShardBlock, ...]:
         """What a rank computes in a stage; nothing after its last."""
         return next(iter(self.shares[rank][stage:]), ())
 
@@ -238,7 +238,7 @@ class Assignment:
         return {side: tuple(union(rows)) for side, rows in sorted(needed.items())}
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[RowSlice, ...]:
         """What moves of inputs; outputs and gradients move the same way or back."""
         needs = [
             (rank, stage, side, rows)
@@ -252,7 +252,7 @@ class Assignment:
         shared = {side: covered(rows, 2) for side, rows in by_side.items()}
         edges = {side: sorted(chain(self.of.starts, *runs)) for side, runs in shared.items()}
         return tuple(
-            Piece(
+            RowSlice(
                 side, rows, rank, stage, bisect_right(self.of.starts, rows.start) - 1,
                 alone=not any(within(rows, shared[side])),
             )
@@ -268,7 +268,7 @@ class Assignment:
         gathered = sum(piece.vectors for piece in self.pieces)
         return complete and gathered <= _KEPT * self.of.tokens * (self.of.heads + self.of.kv_heads)
 
-    def moving(self, rank: int, stage: int) -> list[Piece]:
+    def moving(self, rank: int, stage: int) -> list[RowSlice]:
         """The pieces of a stage that a rank sends or gets."""
         return [p for p in self.pieces if p.stage == stage and rank in (p.rank, p.owner)]
 
@@ -382,9 +382,9 @@ def _by_groups(of: Sequences, first: int, last: int, most: int = _STAGES) -> lis
     return [Interval(a, b) for a, b in pairwise(sorted(edges))]
 
 
-def _staged(of: Sequences, blocks: Iterable[Block]) -> Stages:
+def _staged(of: Sequences, blocks: Iterable[ShardBlock]) -> Stages:
     """A stage for each set of key/value heads."""
-    stages: dict[Interval, list[Block]] = defaultdict(list)
+    stages: dict[Interval, list[ShardBlock]] = defaultdict(list)
     for block in blocks:
         stages[of.kv_of(block.heads)].append(block)
     return tuple(tuple(together) for _, together in sorted(stages.items()))
@@ -426,7 +426,7 @@ def quorums(of: Sequences, chunks: int) -> Assignment:
     edges = [min(of.tokens, size * number) for number in range(chunks + 1)]
     spans = list(starmap(Interval, pairwise(edges)))
     runs, interest = _by_groups(of, 0, of.heads), interest_set(quorum_size(chunks))
-    parts: list[list[Block]] = [[] for _ in range(of.ranks)]
+    parts: list[list[ShardBlock]] = [[] for _ in range(of.ranks)]
     for task in range(chunks):
         mine = parts[task * of.ranks // chunks]
         held = [span for at in interest if (span := spans[(task + at) % chunks]).length]
@@ -434,7 +434,7 @@ def quorums(of: Sequences, chunks: int) -> Assignment:
             own = rows == spans[task]
             others = (k for k in held if (k < rows if of.is_causal else own or k != rows))
             if keys := tuple(union(others)):
-                mine += [Block(heads, rows, keys) for heads in runs]
+                mine += [ShardBlock(heads, rows, keys) for heads in runs]
             if own and of.is_causal:
-                mine += [Block(heads, rows, (rows,), causal=True) for heads in runs]
+                mine += [ShardBlock(heads, rows, (rows,), causal=True) for heads in runs]
     return Assignment(f"quorums of {chunks} chunks", of, tuple(_staged(of, one) for one in parts))

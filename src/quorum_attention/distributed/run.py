@@ -21,12 +21,11 @@ import torch.distributed as dist
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.autograd import computed_once
-from quorum_attention.call.block import Block as PartOfCall
-from quorum_attention.call.block import BlockResults, WholeCall
+from quorum_attention.call.block import BlockResults, CallBlock, WholeCall
 from quorum_attention.call.options import CallOptions, filled
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.agreement import Signature, alive
-from quorum_attention.distributed.partition import Assignment, Block, Piece, Side
+from quorum_attention.distributed.partition import Assignment, RowSlice, ShardBlock, Side
 from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.merge import add_, merge_
@@ -124,7 +123,7 @@ class Transfer:
 
     def __init__(
         self,
-        pieces: Iterable[Piece],
+        pieces: Iterable[RowSlice],
         shards: tuple[Gathered, Gathered],
         group: dist.ProcessGroup,
         results: Sides,
@@ -133,7 +132,7 @@ class Transfer:
         here, ranks, device = group.rank(), group.size(), shards[0].tensors[0].device
         outgoing, incoming = ([list[_Like]() for _ in range(ranks)] for _ in range(2))
         sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
-        coming: list[tuple[Piece, int, Sequence[torch.Tensor]]] = []
+        coming: list[tuple[RowSlice, int, Sequence[torch.Tensor]]] = []
         for piece in pieces:
             shard, heads, rows = shards[piece.side.of_keys], piece.side.heads, piece.rows
             own: Sequence[torch.Tensor] = ()
@@ -157,7 +156,7 @@ class Transfer:
             place.copy_(part)
         self.messages, self.received_bytes = (inbox, outbox), sum(come)
         queues = [iter(each) for each in came]
-        self._arrived: list[tuple[Piece, Sequence[torch.Tensor]]] = [
+        self._arrived: list[tuple[RowSlice, Sequence[torch.Tensor]]] = [
             (piece, own or [next(queues[source]) for _ in shards[piece.side.of_keys].tensors])
             for piece, source, own in coming
         ]
@@ -165,7 +164,7 @@ class Transfer:
         if ranks > 1:
             self._work = dist.all_to_all_single(inbox, outbox, come, go, group=group, async_op=True)
 
-    def arrived(self) -> list[tuple[Piece, Sequence[torch.Tensor]]]:
+    def arrived(self) -> list[tuple[RowSlice, Sequence[torch.Tensor]]]:
         """The pieces that came with their tensors; this rank's own as they are.
 
         On a GPU the current stream waits for it.
@@ -406,7 +405,7 @@ class Sharded:
     def _collect(self, backs: Sequence[Transfer], targets: _Shards) -> None:
         """Merge or add up what came of this rank's rows, in ``targets``."""
         sums: Sides = {}
-        summed: list[Piece] = []
+        summed: list[RowSlice] = []
         for piece, parts in (one for back in backs for one in back.arrived()):
             shard = targets[piece.side.of_keys]
             if piece.alone:
@@ -448,7 +447,7 @@ class Sharded:
 
     def _of_block(
         self,
-        block: Block,
+        block: ShardBlock,
         inputs: Mapping[str, torch.Tensor],
         state: torch.dtype,
         of_mask: OfMask,
@@ -468,7 +467,7 @@ class Sharded:
             report = Report()
             self.report.calls.append(report)
         entries, keys = Interval(0, whole.work.batch), Interval(0, whole.work.n_keys)
-        part = PartOfCall(entries, block.heads, block.queries, keys)
+        part = CallBlock(entries, block.heads, block.queries, keys)
         # Where a block may have some of its rows' keys alone there is neither mask nor dropout.
         masked = (None, block.causal) if self.assignment.of.units == "pairs" else None
         written = filled(self.written._replace(report=report))

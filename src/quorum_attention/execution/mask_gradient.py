@@ -33,7 +33,7 @@ from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.problem import Group, group_part
 from quorum_attention.kernels.dropout import dropped_bytes
 from quorum_attention.kernels.protocol import CallShape, Saved
-from quorum_attention.kernels.reference import PLAIN, BackwardRows, Block, runs
+from quorum_attention.kernels.reference import PLAIN, BackwardRows, QueryBlock, runs
 from quorum_attention.sizes import counted
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
@@ -150,7 +150,7 @@ def add_up_mask_gradient(
     return recoveries
 
 
-class _Block(NamedTuple):
+class _MaskBlock(NamedTuple):
     """Entries of the last batch dimension, key/value heads, queries and keys: of a block of the
     result, or of a tile."""
 
@@ -160,14 +160,14 @@ class _Block(NamedTuple):
     keys: slice
 
 
-def _blocks(mask: torch.Tensor, work: CallShape, tile: Tile) -> Iterator[_Block]:
+def _blocks(mask: torch.Tensor, work: CallShape, tile: Tile) -> Iterator[_MaskBlock]:
     """Blocks of the result: no larger than a tile in dimensions that the mask has."""
     n_entries = work.batch_shape[-1] if work.batch_shape else 1
     every = (n_entries, work.kv_heads, work.n_queries, work.n_keys)
     most = (tile.entries, tile.heads, tile.queries, tile.keys)
     sizes = zip(every, most, mask.shape[-4:], strict=True)
     cuts = [runs(slice(0, n), size if of_mask > 1 else n) for n, size, of_mask in sizes]
-    yield from (_Block(*cut) for cut in product(*cuts))
+    yield from (_MaskBlock(*cut) for cut in product(*cuts))
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class _Walk:
     target: torch.Tensor
     pairs: Pairs
 
-    def fill(self, index: tuple[int, ...], block: _Block, tile: Tile) -> None:
+    def fill(self, index: tuple[int, ...], block: _MaskBlock, tile: Tile) -> None:
         """Write one block of the gradient: the sum of all its tiles."""
         total: torch.Tensor | None = None
         at: tuple[int | slice, ...] = (*index, *self._cuts(block))
@@ -210,7 +210,7 @@ class _Walk:
                     continue
                 if total is None:
                     total = torch.zeros(shape, dtype=part.dtype, device=part.device)
-                total[self._cuts(_Block(entries, heads, queries, keys), begins)].add_(part)
+                total[self._cuts(_MaskBlock(entries, heads, queries, keys), begins)].add_(part)
                 del part
         if total is None:
             self.target[at].zero_()
@@ -229,7 +229,7 @@ class _Walk:
             numbers = ((),)
         return Group(numbers, heads.start, heads.stop, self.job.work.queries_per_key_head)
 
-    def _cuts(self, block: _Block, within: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[slice, ...]:
+    def _cuts(self, block: _MaskBlock, within: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[slice, ...]:
         """The mask's part for a block, in positions from ``within`` on; dimensions that it
         broadcasts over are whole."""
         times = (1, self.job.work.queries_per_key_head, 1, 1)
@@ -248,13 +248,15 @@ class _Walk:
         whole = Decomposition(work.n_tokens).task(())
         task = job.task((work.n_queries, work.n_keys), group, Tools(Clock()), whole, ())
         exact = whole_rows and work.dtype != torch.float32 and not (work.sinks or work.columns)
-        how = replace(job.kernel.scores_of_pairs() or PLAIN, whole_rows=exact, exact_delta=exact)
+        transform = replace(
+            job.kernel.scores_of_pairs() or PLAIN, whole_rows=exact, exact_delta=exact
+        )
         r = Rectangle(queries.start, queries.stop, 0, work.n_keys, work.is_causal)
         like = torch.empty(0, dtype=work.state_dtype, device=job.device)
         at = slice(0, len(group.entries)), slice(0, group.kv_stop - group.kv_start), queries
         given = self.given
         saved = (group_part(t, group, "query") for t in (given.grad_out, given.out, given.lse))
-        return BackwardRows(Block(task, r, how, at, like), Saved(*saved))
+        return BackwardRows(QueryBlock(task, r, transform, at, like), Saved(*saved))
 
     def _tile(self, rows: BackwardRows, keys: slice) -> torch.Tensor:
         """A tile's part of the gradient: (entries or 1, heads or 1, queries or 1, keys or 1),

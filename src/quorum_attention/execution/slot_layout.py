@@ -26,7 +26,7 @@ def aligned(n_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class SlotField:
     """One tensor of a slot: (entries, heads, rows, width) of ``dtype``.
 
     Attributes:
@@ -68,7 +68,7 @@ class SlotLayout:
         LayoutError: a field reaches out of the slot, or overlaps another that it is not ``over``.
     """
 
-    fields: dict[str, Field]
+    fields: dict[str, SlotField]
     slot_bytes: int
     shared: int
 
@@ -78,7 +78,7 @@ class SlotLayout:
             placed = sorted(self.fields.values(), key=lambda field: field.offset)
             raise LayoutError(f"field {misplaced.name!r} does not lie where it may: {placed}")
 
-    def _misplaced_fields(self) -> Iterator[Field]:
+    def _misplaced_fields(self) -> Iterator[SlotField]:
         """Yield the fields that do not lie where they may."""
         placed = sorted(self.fields.values(), key=lambda field: field.offset)
         for field in placed:
@@ -147,7 +147,7 @@ def slot_layout(
         axis: leave out the tensors of the other side, queries or keys; None: have both.
     """
     most_queries, most_keys = rows
-    fields: dict[str, Field] = {}
+    fields: dict[str, SlotField] = {}
     slot_bytes = 0
 
     def add(name: str, spec: RowSpec, dtype: torch.dtype, over: str | None = None) -> None:
@@ -164,7 +164,7 @@ def slot_layout(
             offset = slot_bytes
             slot_bytes += aligned(n_bytes)
         columns = spec.columns(work)
-        fields[name] = Field(name, spec.axis, columns, dtype, offset, n_bytes, over)
+        fields[name] = SlotField(name, spec.axis, columns, dtype, offset, n_bytes, over)
 
     for item in spec.inputs:
         add(item.name, item, item.dtype(work))

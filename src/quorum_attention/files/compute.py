@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quorum_attention import passes
-from quorum_attention.call.block import Block, BlockResults, WholeCall, request_of_block
+from quorum_attention.call.block import BlockResults, CallBlock, WholeCall, request_of_block
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import request_of
@@ -92,7 +92,7 @@ class FileCall:
         """Results with a dimension of heads, views."""
         return {n: t.unsqueeze(0) if self.without_heads else t for n, t in results.items()}
 
-    def parts(self, heads: int) -> list[Block]:
+    def parts(self, heads: int) -> list[CallBlock]:
         """Its parts: all rows and keys of some heads of one batch entry, or of some entries.
 
         Args:
@@ -103,7 +103,7 @@ class FileCall:
         entries = max(1, heads // max(1, kv_heads))
         rest = Interval(0, work.n_queries), Interval(0, work.n_keys)
         return [
-            Block(
+            CallBlock(
                 Interval(entry, min(entry + entries, batch)),
                 Interval(head * share, min(head + heads, kv_heads) * share),
                 *rest,
@@ -120,7 +120,7 @@ class FileCall:
             return max(1, min(wanted, most))
         return min(wanted // most, max(1, self.work.batch)) * most
 
-    def cut(self, tensors: Mapping[str, torch.Tensor], part: Block) -> dict[str, torch.Tensor]:
+    def cut(self, tensors: Mapping[str, torch.Tensor], part: CallBlock) -> dict[str, torch.Tensor]:
         """The part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
         return {n: self.whole.cut(t, part, of_keys=n in OF_KEYS) for n, t in tensors.items()}
 
@@ -238,7 +238,7 @@ class Work:
     report: Report
 
     @property
-    def parts(self) -> list[Block]:
+    def parts(self) -> list[CallBlock]:
         """All parts of the call."""
         return self.call.parts(self.settings.heads)
 
@@ -273,14 +273,14 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
     return [_decision(call, part, in_file=True) for part in parts], True
 
 
-def _unlike(call: FileCall, parts: Sequence[Block]) -> list[Block]:
+def _unlike(call: FileCall, parts: Sequence[CallBlock]) -> list[CallBlock]:
     """The first part of each batch entry where a mask may tell entries apart, else the first."""
     found = [part for part in parts if not part.heads.start]
     mask = call.whole.mask
     return found if mask is not None and mask.is_structured else found[:1]
 
 
-def _decision(call: FileCall, part: Block, *, in_file: bool) -> Decision:
+def _decision(call: FileCall, part: CallBlock, *, in_file: bool) -> Decision:
     """How a part would be run. Of results it matters only that they are given, and their dtype."""
     with torch.no_grad():
         dtype = call.work.state_dtype if in_file else call.out_dtype
@@ -319,7 +319,7 @@ def _shifted(bar: Any, number: int, parts: int) -> Any:
     return lambda done, total, label: bar(number * total + done, parts * total, label)
 
 
-def _compute(work: Work, part: Block, written: CallOptions) -> None:
+def _compute(work: Work, part: CallBlock, written: CallOptions) -> None:
     call, in_file = work.call, work.settings.in_file
     wanted, dtype = call.cut(work.results, part), call.work.state_dtype
     made: dict[str, Any] = dict(wanted)

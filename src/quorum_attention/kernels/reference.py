@@ -54,33 +54,35 @@ class TileLimits:
 IN_CACHE = TileLimits(1 << 17, 1024, 512)
 LARGE = TileLimits(1 << 21, 8192, 4096)
 
-Change = Callable[[torch.Tensor, "Block", slice, bool], tuple[torch.Tensor, torch.Tensor | None]]
+ScoreFunction = Callable[
+    [torch.Tensor, "QueryBlock", slice, bool], tuple[torch.Tensor, torch.Tensor | None]
+]
 """Changes scaled scores (b, h, rows, keys) of a block's tile, before they are masked; it may write
 to them. Also returns the derivative if the last argument is True; None is a derivative of 1."""
 
 At = tuple[slice, slice, slice]
 """Batch entries, key heads and queries."""
 
-Kept = Callable[["Block", slice], torch.Tensor | None]
+Kept = Callable[["QueryBlock", slice], torch.Tensor | None]
 """Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys); None: all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreTransform:
     """What is done to scores beside what a task says.
 
     Attributes:
-        change, kept: see their types; None: nothing.
+        function, kept: see their types; None: nothing.
         whole_rows: a tile has all keys of its rows. In the backward probabilities of rows that have
             no other keys are then made to add up to 1, which an lse of 1,000 in fp32 does not.
         tiles: how large tiles are; None: as is good for the device.
-        matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``change`` and
+        matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``function`` and
             ``kept`` have at a time, their results among them.
         exact_delta: the delta of whole rows is computed from their probabilities, not from an
             output rounded to 16 bits; where that has no columns of its own (call/lse_columns.py).
     """
 
-    change: Change | None = None
+    function: ScoreFunction | None = None
     kept: Kept | None = None
     whole_rows: bool = False
     tiles: TileLimits | None = None
@@ -96,15 +98,15 @@ class Scores:
         return max(1, n_keys if self.whole_rows else min(n_keys, limits.keys))
 
 
-PLAIN = Scores()
-WHOLE_ROWS = Scores(whole_rows=True, tiles=LARGE)
+PLAIN = ScoreTransform()
+WHOLE_ROWS = ScoreTransform(whole_rows=True, tiles=LARGE)
 
 
-class Block:
+class QueryBlock:
     """A block of queries: some key heads of some batch entries, with all their query heads.
 
     Args:
-        task, rectangle, how: what it is a part of, and what is done to its scores.
+        task, rectangle, transform: what it is a part of, and what is done to its scores.
         at: batch entries, key heads and queries (local positions).
         like: on the device and in the dtype that is computed in.
 
@@ -115,13 +117,18 @@ class Block:
     """
 
     def __init__(
-        self, task: TaskTensors, rectangle: Rectangle, how: Scores, at: At, like: torch.Tensor
+        self,
+        task: TaskTensors,
+        rectangle: Rectangle,
+        transform: ScoreTransform,
+        at: At,
+        like: torch.Tensor,
     ) -> None:
-        self.task, self.rectangle, self.how = task, rectangle, how
+        self.task, self.rectangle, self.transform = task, rectangle, transform
         self.entries, self.key_heads, self.rows = at
         shared = task.query.shape[1] // task.key.shape[1]
         self.heads = slice(self.key_heads.start * shared, self.key_heads.stop * shared)
-        self.most_keys = how.most_keys(rectangle.n_keys, how.limits(like.device.type))
+        self.most_keys = transform.most_keys(rectangle.n_keys, transform.limits(like.device.type))
         query = self.of_rows(task.query).to(like.device).to(like.dtype)
         groups = self.key_heads.stop - self.key_heads.start
         self.query = query.reshape(query.shape[0], groups, -1, query.shape[-1])
@@ -161,8 +168,8 @@ class Block:
         change if it is asked for, None where it is 1."""
         scores = (self.query @ key.mT).mul_(self.task.scale)
         pairs, slope = self.by_head(scores), None
-        if self.how.change is not None:
-            pairs, slope = self.how.change(pairs, self, keys, derivative)
+        if self.transform.function is not None:
+            pairs, slope = self.transform.function(pairs, self, keys, derivative)
         self._mask_(pairs, keys)
         return pairs.view(scores.shape), None if slope is None else slope.reshape(scores.shape)
 
@@ -179,7 +186,7 @@ class Block:
             rows = torch.arange(self.rows.start, self.rows.stop, device=pairs.device)
             columns = torch.arange(keys.start, keys.stop, device=pairs.device)
             pairs.masked_fill_(columns > rows.unsqueeze(-1), -torch.inf)
-        kept = None if self.how.kept is None else self.how.kept(self, keys)
+        kept = None if self.transform.kept is None else self.transform.kept(self, keys)
         if kept is not None:
             pairs.masked_fill_(~kept, -torch.inf)
 
@@ -200,7 +207,7 @@ class Block:
         return pairs.view(pairs.shape[0], heads, rows, pairs.shape[-1])
 
 
-def _forward_block(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_block(block: QueryBlock) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (b, hk, g * rows, dv) and lse (b, hk, g * rows, 1) of a block."""
     task, shape = block.task, (*block.query.shape[:3], 1)
     largest = block.query.new_full(shape, -torch.inf)
@@ -228,7 +235,7 @@ def _forward_block(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _backward_block(block: Block, grads: Gradients) -> None:
+def _backward_block(block: QueryBlock, grads: Gradients) -> None:
     task, rows = block.task, BackwardRows(block, grads)
     rescale = 1.0 if task.dropout is None else task.dropout.rescale
     grad_query = torch.zeros_like(block.query)
@@ -261,7 +268,7 @@ class BackwardRows:
         grad_out, delta, lse: of the rows.
     """
 
-    def __init__(self, block: Block, saved: Gradients | Saved) -> None:
+    def __init__(self, block: QueryBlock, saved: Gradients | Saved) -> None:
         self.block, self.grad_out = block, block.grouped(saved.grad_out)
         products = self.grad_out * block.grouped(saved.out)
         self.delta = products.sum(dim=-1, keepdim=True)
@@ -273,7 +280,7 @@ class BackwardRows:
         self, key: torch.Tensor, keys: slice, *, derivative: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Of a tile: probabilities; the gradient of scores after their change; the derivative of
-        that if it is asked for (``Block.scores``); and which pairs are dropped."""
+        that if it is asked for (``QueryBlock.scores``); and which pairs are dropped."""
         block, dropout = self.block, self.block.task.dropout
         p, slope = block.scores(key, keys, derivative=derivative)
         p.sub_(self.lse).exp_()
@@ -281,7 +288,7 @@ class BackwardRows:
         ds = self.grad_out @ block.of_keys(block.task.value, keys).mT
         if dropout is not None and drops is not None:
             ds.mul_(dropout.rescale).masked_fill_(drops, 0.0)
-        ds.sub_(self.delta_of(p, ds) if block.how.whole_rows else self.delta).mul_(p)
+        ds.sub_(self.delta_of(p, ds) if block.transform.whole_rows else self.delta).mul_(p)
         return p, ds, slope, drops
 
     def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
@@ -296,19 +303,21 @@ class BackwardRows:
         rounding = (self.lse.abs() * share).add_(besides).clamp_(max=0.01)
         others = total.log().abs_() > rounding
         p.div_(total.masked_fill_(others, 1.0))
-        if not self.block.how.exact_delta:
+        if not self.block.transform.exact_delta:
             return self.delta
         return torch.where(others, self.delta, (p * dp).sum(dim=-1, keepdim=True))
 
 
-def _blocks(task: TaskTensors, like: torch.Tensor, how: Scores) -> Iterator[Block]:
+def _blocks(
+    task: TaskTensors, like: torch.Tensor, transform: ScoreTransform
+) -> Iterator[QueryBlock]:
     """The blocks of a task; all query heads of a key head are in one tile."""
     batch, key_heads = task.key.shape[:2]
     if not task.rectangles:
         return
-    shared, limits = task.query.shape[1] // key_heads, how.limits(task.query.device.type)
+    shared, limits = task.query.shape[1] // key_heads, transform.limits(task.query.device.type)
     for r in task.rectangles:
-        keys = how.most_keys(r.n_keys, limits)
+        keys = transform.most_keys(r.n_keys, limits)
         queries = max(1, min(limits.pairs // (shared * keys), limits.rows // shared))
         rows = shared * min(r.n_queries, queries)
         lanes = min(limits.pairs // (rows * keys), limits.rows // rows, limits.rows // keys)
@@ -319,7 +328,7 @@ def _blocks(task: TaskTensors, like: torch.Tensor, how: Scores) -> Iterator[Bloc
             runs(slice(0, key_heads), heads),
             runs(slice(r.query_start, r.query_stop), queries),
         ):
-            yield Block(task, r, how, at, like)
+            yield QueryBlock(task, r, transform, at, like)
 
 
 def runs(whole: slice, most: int) -> Iterator[slice]:
@@ -329,23 +338,23 @@ def runs(whole: slice, most: int) -> Iterator[slice]:
 
 
 def _tile_bytes(
-    call: CallShape, extent: Extent, how: Scores, numbers: tuple[int, int, int]
+    call: CallShape, extent: Extent, transform: ScoreTransform, numbers: tuple[int, int, int]
 ) -> tuple[int, int, int]:
     """Bytes of the largest tile; of its rows; and of a number.
 
     Args:
         numbers: how many there are of each query row, each key row and each pair.
     """
-    limits, item = how.limits(call.device_type), call.state_dtype.itemsize
+    limits, item = transform.limits(call.device_type), call.state_dtype.itemsize
     shared = extent.query_heads // max(1, extent.key_heads)
-    lanes, longest = extent.batch * extent.query_heads, how.most_keys(extent.max_keys, limits)
+    lanes, longest = extent.batch * extent.query_heads, transform.most_keys(extent.max_keys, limits)
     # Of rectangles of any size up to the largest: see ``_blocks``.
     rows = max(1, min(lanes * extent.max_queries, max(limits.rows, shared)))
     keys = min(extent.batch * extent.key_heads * extent.max_keys, max(limits.rows, longest))
     most_pairs = max(limits.pairs, shared * longest)
     pairs = min(lanes * extent.max_queries * extent.max_keys, most_pairs)
     of_rows = rows * numbers[0] * item
-    inside = of_rows + (keys * numbers[1] + pairs * (numbers[2] + how.matrices)) * item
+    inside = of_rows + (keys * numbers[1] + pairs * (numbers[2] + transform.matrices)) * item
     if call.bias is not None:
         # Made for all heads of the task at a time; what is added is of the dtype computed in.
         every = extent.batch if call.bias.batch else 1
@@ -358,7 +367,7 @@ def _tile_bytes(
     return inside, of_rows, item
 
 
-class Tiles(Kernel):
+class TiledKernel(Kernel):
     """The tiled loop as a kernel, with a change of scores: any device, any floating dtype.
 
     Args:
@@ -372,21 +381,21 @@ class Tiles(Kernel):
     dropout = True
     wide_masks = True
 
-    def __init__(self, scores: Scores = PLAIN) -> None:
+    def __init__(self, scores: ScoreTransform = PLAIN) -> None:
         self.scores = scores
 
     def refusal(self, call: CallShape) -> str | None:
         """None: it runs every call."""
         return None
 
-    def _form(self, task: TaskTensors) -> tuple[TaskTensors, Scores]:
+    def _form(self, task: TaskTensors) -> tuple[TaskTensors, ScoreTransform]:
         """The pairs to compute, and what is done to scores."""
         return task, self.scores
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        task, how = self._form(task)
-        for block in _blocks(task, state.out, how):
+        task, transform = self._form(task)
+        for block in _blocks(task, state.out, transform):
             out, lse = _forward_block(block)
             at = block.of_rows(state.out)
             with task.timed("merge"):
@@ -395,8 +404,8 @@ class Tiles(Kernel):
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place. (They are never scaled.)"""
-        task, how = self._form(task)
-        for block in _blocks(task, grads.grad_query, how):
+        task, transform = self._form(task)
+        for block in _blocks(task, grads.grad_query, transform):
             _backward_block(block, grads)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -423,7 +432,7 @@ class Tiles(Kernel):
         return inside + results + SLACK_BYTES
 
 
-class DenseKernel(Tiles):
+class DenseKernel(TiledKernel):
     """``dense``: attention under the CQS mask of a task, as the paper writes it (section 3).
 
     Scores of whole rows are in memory, in fp32 (fp64 for fp64 inputs), and the pairs that a task
@@ -437,7 +446,7 @@ class DenseKernel(Tiles):
     def __init__(self) -> None:
         """It has no options."""
 
-    def _form(self, task: TaskTensors) -> tuple[TaskTensors, Scores]:
+    def _form(self, task: TaskTensors) -> tuple[TaskTensors, ScoreTransform]:
         """All pairs as one rectangle, under the CQS mask and the causal mask, if any."""
         n_queries, n_keys = task.query.shape[2], task.key.shape[2]
         mask = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(task.query.device)

@@ -478,14 +478,14 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
         r = Rectangle(start, min(start + _MENDED.rows, lse.shape[2]), 0, call.key.shape[2])
         at = (slice(None), slice(None), slice(start, r.query_stop))
 
-        def kept(block: reference.Block, keys: slice, start: int = start) -> torch.Tensor:
+        def kept(block: reference.QueryBlock, keys: slice, start: int = start) -> torch.Tensor:
             queries = torch.arange(start + block.rows.start, start + block.rows.stop)
             return torch.arange(keys.start, keys.stop) <= queries.unsqueeze(-1)
 
         changes = {"causal": False, "bias": part_of(call.bias, r), "stored": out.dtype}
         some = call.mapped(itemgetter(at), as_it_is, **changes)
-        how = reference.Scores(kept=kept if call.is_causal else None, tiles=_MENDED)
-        right, its = reference.Tiles(how).whole_forward(some)
+        transform = reference.ScoreTransform(kept=kept if call.is_causal else None, tiles=_MENDED)
+        right, its = reference.TiledKernel(transform).whole_forward(some)
         wrong = odd[at].logical_and_(its.isfinite().logical_not_())
         out[at][wrong], lse[at][wrong] = right[wrong], its[wrong]
 
@@ -506,7 +506,7 @@ _TRIAL_BYTES = 6 << 20
 _BUSY = 0.9
 
 
-_TILES = reference.Tiles()
+_TILES = reference.TiledKernel()
 
 
 class CpuKernel(RectangleKernel):

@@ -26,7 +26,7 @@ from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_k
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.hardware import HardwareModel
-from quorum_attention.planner.plan import Options, Plan
+from quorum_attention.planner.plan import Plan, PlannerOptions
 from quorum_attention.planner.price import forward_flops, kernel_hardware, least_seconds
 from quorum_attention.planner.search import PlanConstraints, choose, refitted, short_call
 from quorum_attention.sizes import format_bytes, format_least
@@ -47,7 +47,7 @@ class Decision:
     """
 
     problem: Problem
-    options: Options
+    options: PlannerOptions
     call_shape: CallShape
     any_kernel: bool
     plan: Plan | None = None
@@ -56,7 +56,7 @@ class Decision:
 def decide(
     work: CallShape,
     place: Placement,
-    options: Options,
+    options: PlannerOptions,
     result: torch.dtype,
     *,
     backward: bool = False,
@@ -217,7 +217,7 @@ def choose_plan(
         failure = None
 
 
-def _constraints(options: Options) -> PlanConstraints:
+def _constraints(options: PlannerOptions) -> PlanConstraints:
     """What a schedule has to be."""
     budget = options.budget_bytes
     found = PlanConstraints(

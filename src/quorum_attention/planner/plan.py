@@ -224,7 +224,7 @@ class Plan(InWords):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PlannerOptions:
     """Where and how a call may be run; None leaves a choice to the planner.
 
     Attributes:

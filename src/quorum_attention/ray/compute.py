@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from quorum_attention.call.block import Block, BlockResults, Masked
+from quorum_attention.call.block import BlockResults, CallBlock, Masked
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import InFile
@@ -56,7 +56,7 @@ _Rows = dict[str, torch.Tensor]
 Head = tuple[int, int]
 
 
-class Unit(NamedTuple):
+class FarmUnit(NamedTuple):
     """What one Ray task computes, for a key/value head and the query heads that share it.
 
     Attributes:
@@ -121,7 +121,7 @@ def chunks_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FarmPass:
     """A pass.
 
     Attributes:
@@ -142,33 +142,33 @@ class Job:
     cpus: float
     gpus: float
 
-    def block(self, unit: Unit, queries: int, keys: int) -> Block:
+    def block(self, unit: FarmUnit, queries: int, keys: int) -> CallBlock:
         """A chunk of queries and one of keys of a unit's head."""
         work, share = self.call.work, self.call.work.queries_per_key_head
-        return Block(
+        return CallBlock(
             Interval(unit.entry, unit.entry + 1),
             Interval(unit.head * share, (unit.head + 1) * share),
             rows_of(work, queries, self.chunks, work.n_queries),
             rows_of(work, keys, self.chunks, work.n_keys),
         )
 
-    def state_path(self, unit: Unit, task: int, chunk: int) -> Path:
+    def state_path(self, unit: FarmUnit, task: int, chunk: int) -> Path:
         """The file of the partial state that a task of the unit's head leaves of a chunk."""
         return Path(self.folder, f"{unit.entry}-{unit.head}-{task}-{chunk}")
 
-    def states_of(self, unit: Unit) -> list[Path]:
+    def states_of(self, unit: FarmUnit) -> list[Path]:
         """The files of the states that a unit merges, by ascending task."""
         every = sorted(tasks(unit.number, self.chunks)) if unit.kind == "merge" else ()
         return [self.state_path(unit, task, unit.number) for task in every]
 
-    def leave(self, unit: Unit, chunk: int, state: Sequence[torch.Tensor]) -> None:
+    def leave(self, unit: FarmUnit, chunk: int, state: Sequence[torch.Tensor]) -> None:
         """Write the partial state of a chunk; the file is whole or absent, whoever else writes."""
         path = self.state_path(unit, unit.number, chunk)
         made = f"{path}.{secrets.token_hex(4)}"
         save_file({str(n): moved(one, HOST).contiguous() for n, one in enumerate(state)}, made)
         os.replace(made, path)
 
-    def write(self, block: Block, made: Sequence[torch.Tensor]) -> None:
+    def write(self, block: CallBlock, made: Sequence[torch.Tensor]) -> None:
         """Write out and lse of a block's rows, or gradients of its rows and keys.
 
         By writing, not through a mapping: of a page that two machines have mapped, a network file
@@ -185,7 +185,7 @@ class Job:
             if name in self.results:
                 self._write(self.results[name], block, tensor, name in OF_KEYS)
 
-    def _write(self, target: InFile, block: Block, made: torch.Tensor, of_keys: bool) -> None:
+    def _write(self, target: InFile, block: CallBlock, made: torch.Tensor, of_keys: bool) -> None:
         made = moved(made, HOST).to(target.dtype)
         whole = torch.empty_strided(target.shape, target.strides, dtype=made.dtype, device="meta")
         part = self.call.whole.cut(whole, block, of_keys=of_keys)
@@ -199,7 +199,7 @@ class Job:
                     raw = raw[file.write(raw) :]
 
 
-def compute(job: Job, unit: Unit) -> tuple[str, float, Report]:
+def compute(job: FarmPass, unit: FarmUnit) -> tuple[str, float, Report]:
     """Compute a unit. Its results or states are in the files when this returns.
 
     Returns:
@@ -209,7 +209,7 @@ def compute(job: Job, unit: Unit) -> tuple[str, float, Report]:
     device = _device(job, unit)
     backend = backend_of(device)
     with backend.current(device), torch.no_grad():
-        work = _Work(job, unit, device, report)
+        work = _UnitRun(job, unit, device, report)
         if unit.kind == "task":
             work.task()
         else:
@@ -221,7 +221,7 @@ def compute(job: Job, unit: Unit) -> tuple[str, float, Report]:
     return f"{socket.gethostname()} {device}", time.perf_counter() - begun, report
 
 
-def _device(job: Job, unit: Unit) -> torch.device:
+def _device(job: FarmPass, unit: FarmUnit) -> torch.device:
     if not job.gpus or unit.kind == "merge":
         torch.set_num_threads(max(1, int(job.cpus)))
         return HOST
@@ -233,10 +233,10 @@ def _device(job: Job, unit: Unit) -> torch.device:
     return torch.device(GPU, visible.index(own) if own in visible else int(own))
 
 
-class _Work:
+class _UnitRun:
     """A unit on a device."""
 
-    def __init__(self, job: Job, unit: Unit, device: torch.device, report: Report) -> None:
+    def __init__(self, job: FarmPass, unit: FarmUnit, device: torch.device, report: Report) -> None:
         self._job, self._unit, self._device, self._report = job, unit, device, report
         inputs = {n: t.open() if isinstance(t, InFile) else t for n, t in job.inputs.items()}
         self._sinks, call = None, job.call.whole
@@ -292,7 +292,7 @@ class _Work:
         }
 
     def computed(
-        self, block: Block, read: _Rows | None = None, masked: Masked | None = None
+        self, block: CallBlock, read: _Rows | None = None, masked: Masked | None = None
     ) -> tuple[torch.Tensor, ...]:
         """A block's out and lse, or its gradients; in the state's dtype, if they are parts.
 
@@ -340,7 +340,7 @@ class _Work:
         return self._device
 
 
-def _keeps_nothing(work: CallShape, block: Block, mask: Mask | None, is_causal: bool) -> bool:
+def _keeps_nothing(work: CallShape, block: CallBlock, mask: Mask | None, is_causal: bool) -> bool:
     """Whether a mask is known to keep no pair of a block."""
     if mask is None or not mask.is_structured:
         return False

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from quorum_attention.call.block import Block
+from quorum_attention.call.block import CallBlock
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
@@ -30,7 +30,7 @@ from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import map_tensors
-from quorum_attention.ray.compute import Head, Job, Unit, chunks_of, compute, quorum, tasks
+from quorum_attention.ray.compute import FarmPass, FarmUnit, Head, chunks_of, compute, quorum, tasks
 from quorum_attention.sizes import counted, parse_bytes
 
 # Times that a unit is begun again because its worker or its machine was lost.
@@ -233,7 +233,7 @@ class Farm(AbstractContextManager["Farm"]):
         self,
         call: FileCall,
         results: Mapping[str, torch.Tensor],
-        parts: Mapping[int, Block],
+        parts: Mapping[int, CallBlock],
         *,
         chunks: int | None = None,
         report: PoolPass,
@@ -276,10 +276,10 @@ class Farm(AbstractContextManager["Farm"]):
         chunks = chunks_of(call.work, len(heads), workers, head_bytes, chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
-            job = Job(call, chunks, inputs, files, states, self._cpus, self._gpus)
+            job = FarmPass(call, chunks, inputs, files, states, self._cpus, self._gpus)
             yield from self._run(job, heads, report)
 
-    def _run(self, job: Job, heads: Mapping[Head, int], report: PoolPass) -> Iterator[int]:
+    def _run(self, job: FarmPass, heads: Mapping[Head, int], report: PoolPass) -> Iterator[int]:
         """Compute a pass.
 
         Args:
@@ -294,12 +294,12 @@ class Farm(AbstractContextManager["Farm"]):
         """
         chunks, begun, ray = job.chunks, time.perf_counter(), self._ray
         first: Literal["head", "task"] = "head" if chunks == 1 else "task"
-        waiting = deque(Unit(first, *head, n) for head in sorted(heads) for n in range(chunks))
+        waiting = deque(FarmUnit(first, *head, n) for head in sorted(heads) for n in range(chunks))
         report.parts = len(waiting) * (1 if chunks == 1 else 2)
         # Units that give results and are not done, by part; states that exist, by their merge.
         left = Counter(number for number in heads.values() for _ in range(chunks))
-        states = Counter[Unit]()
-        sent, running = ray.put(job), dict[Any, Unit]()
+        states = Counter[FarmUnit]()
+        sent, running = ray.put(job), dict[Any, FarmUnit]()
         merge, other = self._remote(max(1, self._cpus), 0), self._remote(self._cpus, self._gpus)
         try:
             while waiting or running:
@@ -347,7 +347,7 @@ class Farm(AbstractContextManager["Farm"]):
             options["runtime_env"] = {"env_vars": _SEE_ALL_GPUS}
         return self._ray.remote(num_cpus=cpus, num_gpus=gpus, **options)(compute)
 
-    def _answer(self, ref: Any, unit: Unit, report: PoolPass) -> Any:
+    def _answer(self, ref: Any, unit: FarmUnit, report: PoolPass) -> Any:
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:

@@ -154,7 +154,7 @@ class LayerCheckpoints:
         if host and (self.where == "host" or room < 2 * (checkpoint_bytes + result)):
             room = 0
         away, recomputed = memory.shares(layers, checkpoint_bytes, result, room, host)
-        return _Step(away, recomputed, result, device, tile, _Copies(device) if host else None)
+        return _Step(away, recomputed, result, device, tile, _HostCopies(device) if host else None)
 
 
 @dataclass(eq=False)
@@ -169,7 +169,7 @@ class _Step:
     result: int
     device: torch.device
     tile: int
-    copies: _Copies | None
+    copies: _HostCopies | None
     number: int = -1
     before: Callable[[], _Layer | None] = lambda: None
 
@@ -180,23 +180,25 @@ class _Layer:
     def __init__(self, step: _Step) -> None:
         self._step: _Step | None = step  # until its first run is over
         self._before = step.before
-        self._kept: list[_Kept] = []
-        self._results: list[list[_Kept]] = []  # of each call of attention; none if computed again
+        self._kept: list[_StoredTensor] = []
+        self._results: list[
+            list[_StoredTensor]
+        ] = []  # of each call of attention; none if computed again
         self._again = self.result_bytes = 0
         self._computed_again = False
 
-    def keep(self, tensor: torch.Tensor) -> _Kept:
+    def keep(self, tensor: torch.Tensor) -> _StoredTensor:
         """In host memory while some has to go there."""
         step, copies = self._step, None
         if step is not None and step.away > 0 and tensor.nbytes >= _SMALL:
             step.away -= tensor.nbytes
             # Of a layer in tiles, attention's results are there.
             copies = step.copies if tensor.device == step.device else None
-        kept = _Kept(tensor.detach(), copies)  # its graph may hold this layer
+        kept = _StoredTensor(tensor.detach(), copies)  # its graph may hold this layer
         self._kept.append(kept)
         return kept
 
-    def unpack(self, kept: _Kept) -> torch.Tensor:
+    def unpack(self, kept: _StoredTensor) -> torch.Tensor:
         """It is needed: the layer's backward begins. What the next one needs may set out."""
         self._again = 0
         found = kept.get()
@@ -231,14 +233,14 @@ class _Layer:
             kept.settle()
 
 
-class _Kept:
+class _StoredTensor:
     """A tensor that is kept: where it is, or in page-locked host memory. Copies both ways run
     beside the computation."""
 
     # Bytes of all in host memory, and the most there ever were: torch keeps that for later ones.
     alive = most = 0
 
-    def __init__(self, tensor: torch.Tensor, copies: _Copies | None) -> None:
+    def __init__(self, tensor: torch.Tensor, copies: _HostCopies | None) -> None:
         self._tensor: torch.Tensor | None = tensor
         self._version, self._device, self._copies = tensor._version, tensor.device, copies
         self._bytes = 0
@@ -253,11 +255,11 @@ class _Kept:
         # would find none free.
         self._source: Any = dense, copies.run(parts, self._pieces)
         self._bytes = sum(1 << (part.numel() - 1).bit_length() for part in parts)
-        _Kept.alive += self._bytes
-        _Kept.most = max(_Kept.most, _Kept.alive)
+        _StoredTensor.alive += self._bytes
+        _StoredTensor.most = max(_StoredTensor.most, _StoredTensor.alive)
 
     def __del__(self) -> None:
-        _Kept.alive -= getattr(self, "_bytes", 0)
+        _StoredTensor.alive -= getattr(self, "_bytes", 0)
         if getattr(self, "_back", None) is not None:
             self.get()  # on its way, and not asked for
 
@@ -293,7 +295,7 @@ class _Kept:
         return back
 
 
-class _Copies:
+class _HostCopies:
     """Copies between a device and page-locked memory, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -331,7 +333,7 @@ def host_room() -> int:
         taken = int((group / "memory.current").read_text()) - int(sizes["inactive_file"])
         free = min(free, int((group / "memory.max").read_text()) - taken)
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # of this host, under torchrun
-    return page_locked_share(max(0, free)) // ranks + _Kept.most - _Kept.alive
+    return page_locked_share(max(0, free)) // ranks + _StoredTensor.most - _StoredTensor.alive
 
 
 def page_locked_share(host_bytes: int) -> int:

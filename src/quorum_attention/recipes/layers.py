@@ -116,11 +116,11 @@ class LayerInTiles:
 
     def __call__(self, hidden: torch.Tensor) -> Any:
         """What the layer returns."""
-        *three, _ = _Tiles.apply(self, self._project, hidden, *self.weights)  # type: ignore[no-untyped-call]
+        *three, _ = _RunTiles.apply(self, self._project, hidden, *self.weights)  # type: ignore[no-untyped-call]
         out = self._attended(three)
         finish = None if self._ran else self._finish
         self._ran = True
-        found, *_ = _Tiles.apply(self, finish, hidden, out, *self.weights)  # type: ignore[no-untyped-call]
+        found, *_ = _RunTiles.apply(self, finish, hidden, out, *self.weights)  # type: ignore[no-untyped-call]
         return found
 
     def tiles(self, *every: torch.Tensor) -> Iterator[tuple[Any, ...]]:
@@ -210,7 +210,7 @@ class LayerInTiles:
             yield
 
 
-class _Tiles(torch.autograd.Function):
+class _RunTiles(torch.autograd.Function):
     """What ``run(start, *tiles)`` of a layer returns of each tile of tensors, put together.
 
     And a number on the device: by that torch knows the stream that it ran on, and goes back on it.
@@ -253,7 +253,7 @@ class _Tiles(torch.autograd.Function):
             return None, None, *wholes, *(sums[n].to(k) if n in sums else None for n, k in kinds)
 
 
-class _Trial(TorchFunctionMode):
+class _WithoutDropout(TorchFunctionMode):
     """Without dropout: each token has its own random numbers, in tiles others.
 
     Before its attention a layer is refused ``numbers`` in a row, one of each token: in every tile
@@ -288,7 +288,7 @@ def _unhooked(weights: list[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _on_trial(module: torch.nn.Module, buffers: Any, numbers: int) -> Iterator[None]:
-    with swapping, _reparametrize_module(module, buffers), _Trial(numbers):
+    with swapping, _reparametrize_module(module, buffers), _WithoutDropout(numbers):
         yield
 
 

@@ -43,7 +43,7 @@ WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said 
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """One part of a step's memory.
 
     Attributes:
@@ -74,7 +74,7 @@ class StepMemory:
             those are not computed again; less what a device of known memory has room for.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     on: tuple[str, ...] = ()
     budget: int | None = None
     host_bytes: int = 0
@@ -205,7 +205,7 @@ def adapters(shape: ModelShape, rank: int) -> int:
     return shape.layers * rank * (attention + mlp)
 
 
-def _parts(shape: ModelShape, training: Training) -> list[Part]:
+def _parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
     """A step's, in its order, with what is switched on."""
     size, rows = training.dtype.itemsize, training.tokens * training.batch
     trained = shape.parameters if training.lora is None else adapters(shape, training.lora)
@@ -219,19 +219,19 @@ def _parts(shape: ModelShape, training: Training) -> list[Part]:
     # The output, in float32 for its norm; its gradient in chunks and put together.
     last = rows * shape.hidden * (3 * size + (0 if fused else 4))
     return [
-        Part("weights", weights * size),
-        Part("weight gradients", trained * size),
-        Part("optimizer", trained * state),
+        MemoryPart("weights", weights * size),
+        MemoryPart("weight gradients", trained * size),
+        MemoryPart("optimizer", trained * state),
         *_layers(shape, training, rows, fused),
-        Part("attention workspace", _attention(shape, training), "attention", ATTENTION),
+        MemoryPart("attention workspace", _attention(shape, training), "attention", ATTENTION),
         # In float32 the gradient is the loss's own.
-        Part("logits and gradient", logits * (2 * size if size < 4 else size), "loss", LOSS),
-        Part("loss in float32", logits * 8, "loss", LOSS),
-        Part("last hidden state and gradient", last, "loss", NORMS),
+        MemoryPart("logits and gradient", logits * (2 * size if size < 4 else size), "loss", LOSS),
+        MemoryPart("loss in float32", logits * 8, "loss", LOSS),
+        MemoryPart("last hidden state and gradient", last, "loss", NORMS),
     ]
 
 
-def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> list[Part]:
+def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> list[MemoryPart]:
     """Checkpoints; and what one layer holds while it is recomputed and gone back through."""
     size, tiled = training.dtype.itemsize, TILES in training.on
     held = shape.layers * rows * shape.hidden * size
@@ -261,14 +261,14 @@ def _layers(shape: ModelShape, training: Training, rows: int, fused: bool) -> li
     kept += 0 if training.lora is not None else hidden + headed * size
     lean = headed * size + 2 * hidden
     return [
-        Part("layer checkpoints", moved, switch=HOST),
-        Part("q, k, v, o", projected, "layer", TILES),
-        Part("norms and residuals", ends + (lean if fused else kept), "layer", NORMS),
-        Part("MLP intermediates", mlp, "mlp", MLP),
-        Part("MLP input and gradient", 2 * hidden + (0 if fused else wide), "mlp", NORMS),
+        MemoryPart("layer checkpoints", moved, switch=HOST),
+        MemoryPart("q, k, v, o", projected, "layer", TILES),
+        MemoryPart("norms and residuals", ends + (lean if fused else kept), "layer", NORMS),
+        MemoryPart("MLP intermediates", mlp, "mlp", MLP),
+        MemoryPart("MLP input and gradient", 2 * hidden + (0 if fused else wide), "mlp", NORMS),
         # Its input, and five terms of its gradient, in float32; fused, its gradient alone.
-        Part("norm backward", 2 * hidden if fused else 6 * wide, "norm", NORMS),
-        Part("gradients of q, k, v, o", projected + hidden, "attention", TILES),
+        MemoryPart("norm backward", 2 * hidden if fused else 6 * wide, "norm", NORMS),
+        MemoryPart("gradients of q, k, v, o", projected + hidden, "attention", TILES),
     ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from helpers_plans import passing
 import quorum_attention as qa
 from quorum_attention.execution.device import cuda_mover
 from quorum_attention.execution.device import cuda_mover as staging
-from quorum_attention.execution.device.cuda_mover import Copies, Staging
+from quorum_attention.execution.device.cuda_mover import BatchedCopies, Staging
 from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:
     driver = stand_in(monkeypatch)
-    copies, stream = Copies(driver), LateStream()
+    copies, stream = BatchedCopies(driver), LateStream()
     ring = Staging(lambda n: torch.zeros(n, dtype=torch.uint8), LateEvent, copies)
     near, far = torch.ones(300, dtype=torch.uint8), torch.full((300,), 7, dtype=torch.uint8)
     ring.move(near.data_ptr(), far.data_ptr(), 100, stream, up=False)

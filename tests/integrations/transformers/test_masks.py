@@ -22,7 +22,7 @@ from quorum_attention.integrations.transformers.masks import (
     DescriptionError,
     quorum_mask,
 )
-from quorum_attention.integrations.transformers.reader import Sizes, mask_of
+from quorum_attention.integrations.transformers.reader import MaskSizes, mask_of
 from quorum_attention.mask import Mask
 
 
@@ -312,7 +312,7 @@ UNKNOWN = {
 def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, offset: int) -> None:
     function = FUNCTIONS[name]
     padding = torch.rand(1, keys) < 0.7
-    sizes = Sizes(1, queries, keys, offset, 0, torch.device("cpu"))
+    sizes = MaskSizes(1, queries, keys, offset, 0, torch.device("cpu"))
     found = mask_of(function, sizes, padding)
     assert found.keeps is None
     at = torch.arange(queries)[:, None] + offset
@@ -324,7 +324,7 @@ def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, o
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_symbols_do_not_say_stays_a_function(name: str) -> None:
-    sizes = Sizes(1, 40, 40, 0, 0, torch.device("cpu"))
+    sizes = MaskSizes(1, 40, 40, 0, 0, torch.device("cpu"))
     joined = masking.and_masks(masking.causal_mask_function, UNKNOWN[name])
     assert all(mask_of(function, sizes).keeps is not None for function in (UNKNOWN[name], joined))
 

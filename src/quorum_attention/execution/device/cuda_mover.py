@@ -84,7 +84,10 @@ class Staging:
     """
 
     def __init__(
-        self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], copies: Copies
+        self,
+        allocate: Callable[[int], torch.Tensor],
+        event: Callable[[], Any],
+        copies: BatchedCopies,
     ) -> None:
         self._copies = copies
         # The first of each ring is the one in use, the second the oldest.
@@ -191,7 +194,7 @@ class Staging:
             raise interrupt
 
 
-class Copies:
+class BatchedCopies:
     """Contiguous copies between page-locked memory and the device, issued many at a time.
 
     Args:
@@ -259,7 +262,7 @@ class CudaMover(Mover):
         self._stream: Any = compute
         self._timed = isinstance(clock, HostClock)
         self._runtime: Any = cuda_runtime()
-        self._copies = None if self._runtime is None else Copies(self._runtime)
+        self._copies = None if self._runtime is None else BatchedCopies(self._runtime)
         # Made when something needs it.
         self._staging: Staging | None = None
         self._may_stage = self._copies is not None

@@ -78,7 +78,7 @@ class Copied:
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
+class _LockedPiece:
     """Consecutive bytes of host memory that are locked together.
 
     Attributes:
@@ -125,7 +125,7 @@ class PageLocks:
         self._turns = deque(sorted(self._pieces, key=lambda piece: (piece.share, piece.fresh)))
         self._changed = threading.Condition()
         # What is not needed any more once something has happened.
-        self._leaving: deque[tuple[Callable[[], bool], _Piece]] = deque()
+        self._leaving: deque[tuple[Callable[[], bool], _LockedPiece]] = deque()
         # Whether the thread is at a piece; together with what is left, under the lock.
         self._at_work = False
         self._closed, self._begun = False, not late
@@ -220,7 +220,7 @@ class PageLocks:
             tensors: heads of what is locked, (heads, n, width); each head is named once.
             happened: whether the copies that were given before have been made.
         """
-        free: list[_Piece] = []
+        free: list[_LockedPiece] = []
         for tensor in tensors:
             start, stop = address_range(tensor)
             for piece in self._pieces_of(start, stop) if tensor.device.type == "cpu" else ():
@@ -261,12 +261,12 @@ class PageLocks:
             found.append((start, stop - start, False))
         return found
 
-    def _pieces_of(self, start: int, stop: int) -> list[_Piece]:
+    def _pieces_of(self, start: int, stop: int) -> list[_LockedPiece]:
         first = max(0, bisect_right(self._starts, start) - 1)
         last = bisect_left(self._starts, stop)
         return [piece for piece in self._pieces[first:last] if piece.stop > start]
 
-    def _await(self, pieces: list[_Piece]) -> None:
+    def _await(self, pieces: list[_LockedPiece]) -> None:
         """Have ``pieces`` locked before all others, and wait until they are settled."""
         with self._changed:
             waiting = [piece for piece in pieces if piece in self._turns]
@@ -311,7 +311,7 @@ class PageLocks:
                     piece.settled = True
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[_Piece, bool] | None:
+    def _next(self) -> tuple[_LockedPiece, bool] | None:
         """The next piece, and whether to lock or to unlock it; waits for one. None at the end."""
         with self._changed:
             while not self._closed:
@@ -354,7 +354,7 @@ def is_locked(tensor: torch.Tensor) -> bool:
     )
 
 
-def _pieces(tensors: Iterable[Copied]) -> list[_Piece]:
+def _pieces(tensors: Iterable[Copied]) -> list[_LockedPiece]:
     """What is worth locking of ``tensors``, by address. Where some overlap they are one range."""
     ranges: list[tuple[int, int, list[Copied]]] = []
     # Small tensors are asked as well: they may be parts of large ones.
@@ -372,7 +372,7 @@ def _pieces(tensors: Iterable[Copied]) -> list[_Piece]:
     return [piece for found in large for piece in _cut(*found)]
 
 
-def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_Piece]:
+def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]:
     """The range of ``tensors`` as pieces that are large enough to be worth locking.
 
     A result that shares no memory is cut at multiples of a head, if those are between pages: no
@@ -393,7 +393,7 @@ def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_Piece]:
         cuts = range(start - start % PAGE_BYTES + PIECE_BYTES, stop - PIECE_BYTES + 1, PIECE_BYTES)
     only_read = all(tensor.only_read for tensor in tensors)
     return [
-        _Piece(
+        _LockedPiece(
             low,
             high,
             ((high if head > 0 and not fresh else low) - start) / (stop - start),
@@ -405,7 +405,7 @@ def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_Piece]:
     ]
 
 
-def _lock(runtime: Any, piece: _Piece) -> bool:
+def _lock(runtime: Any, piece: _LockedPiece) -> bool:
     """Page-lock ``piece``, if that can be done.
 
     A refusal sets CUDA's last error, but only for this thread, which runs no kernel.
@@ -482,7 +482,7 @@ def ask_for_huge_pages(memory: torch.Tensor) -> None:
         advise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _MADV_HUGEPAGE)
 
 
-def _touch(piece: _Piece) -> None:
+def _touch(piece: _LockedPiece) -> None:
     """Write to all bytes of ``piece``, with as many threads as torch has. (Four of Python's threads
     made short calls slower.)"""
     count = piece.stop - piece.start
@@ -500,7 +500,7 @@ _LARGEST_ROOM = 1.25
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _ResultMemory:
     """Memory of one result after another.
 
     Attributes:
@@ -553,7 +553,7 @@ class PinnedPool:
     may_keep: Callable[[torch.Tensor], bool] = lambda memory: True
     # Appended to by whatever thread frees a result, in the middle of anything: no lock is taken, so
     # it is changed by single operations of the list only.
-    _free: list[_Block] = field(default_factory=list)
+    _free: list[_ResultMemory] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -564,7 +564,9 @@ class PinnedPool:
         """``memory`` (n_bytes,) uint8 as a tensor whose memory is kept when it is freed, if it is
         not too large for that."""
         return (
-            memory if memory.nbytes > self.most_bytes else self._lent(_Block(memory), memory.nbytes)
+            memory
+            if memory.nbytes > self.most_bytes
+            else self._lent(_ResultMemory(memory), memory.nbytes)
         )
 
     def take(self, n_bytes: int) -> torch.Tensor | None:
@@ -572,7 +574,7 @@ class PinnedPool:
 
         What has been free for long is given back, and the oldest of what is too much.
         """
-        out: list[_Block] = []
+        out: list[_ResultMemory] = []
         with self._lock:
             free = sorted(self._free, key=lambda block: block.freed)
             most = n_bytes * _LARGEST_ROOM
@@ -605,7 +607,7 @@ class PinnedPool:
 
     def give_back(self) -> None:
         """Unlock and free all that is not in use."""
-        out: list[_Block] = []
+        out: list[_ResultMemory] = []
         with self._lock:
             while self._free:
                 out.append(self._free.pop())
@@ -613,13 +615,13 @@ class PinnedPool:
             self.locker.wait()
             self._unlock(out)
 
-    def _lent(self, block: _Block, n_bytes: int) -> torch.Tensor:
+    def _lent(self, block: _ResultMemory, n_bytes: int) -> torch.Tensor:
         held = (ctypes.c_char * n_bytes).from_address(block.memory.data_ptr())
         # The tensor's storage holds this object, and frees it.
         weakref.finalize(held, self._came_back, block).atexit = False
         return torch.frombuffer(held, dtype=torch.uint8)
 
-    def _came_back(self, block: _Block) -> None:
+    def _came_back(self, block: _ResultMemory) -> None:
         if not self.may_keep(block.memory):
             return
         free = sum(other.memory.nbytes for other in tuple(self._free))
@@ -627,7 +629,7 @@ class PinnedPool:
             block.freed = self.clock()
             self._free.append(block)
 
-    def _unlock(self, blocks: Iterable[_Block]) -> None:
+    def _unlock(self, blocks: Iterable[_ResultMemory]) -> None:
         for block in blocks:
             if block.locked:
                 block.locked = False

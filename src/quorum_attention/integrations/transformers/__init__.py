@@ -13,7 +13,11 @@ from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.integrations.transformers.attending import attend
 from quorum_attention.integrations.transformers.masks import quorum_mask
-from quorum_attention.integrations.transformers.options import Kept, Options, options_of
+from quorum_attention.integrations.transformers.options import (
+    GroupReference,
+    ModelOptions,
+    options_of,
+)
 from quorum_attention.integrations.transformers.sharded import (
     attend_sharded,
     sharded_mask,
@@ -76,11 +80,11 @@ def register(
         raise ValueError(f"name must not be that of another attention, got {name!r}")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group or None, got {shown(group)}")
-    kept = None if group is None else Kept(weakref.ref(group))
-    return _add(name, Options(budget, kernel, depth, accumulator, report, min_tokens, kept))
+    kept = None if group is None else GroupReference(weakref.ref(group))
+    return _add(name, ModelOptions(budget, kernel, depth, accumulator, report, min_tokens, kept))
 
 
-def _add(name: str, options: Options) -> str:
+def _add(name: str, options: ModelOptions) -> str:
     """Make it known to Transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from quorum_attention.api import attention
 from quorum_attention.integrations.transformers.masks import DescribedMask
-from quorum_attention.integrations.transformers.options import Options
+from quorum_attention.integrations.transformers.options import ModelOptions
 from quorum_attention.integrations.transformers.packing import warn_of_packing
 from quorum_attention.mask import Mask
 from quorum_attention.sizes import counted
@@ -67,7 +67,7 @@ HERE = _Here()
 
 
 def attend(
-    options: Options, module: torch.nn.Module, *given: Any, **named: Any
+    options: ModelOptions, module: torch.nn.Module, *given: Any, **named: Any
 ) -> tuple[torch.Tensor, None]:
     """``_attend``: (batch, queries, heads, value_dim), and no weights."""
     call = partial(_attend, options, module, **named)
@@ -76,7 +76,7 @@ def attend(
 
 
 def _attend(
-    options: Options,
+    options: ModelOptions,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from quorum_attention.call.block import Block, WholeCall
+from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.integrations.transformers.reader import (
-    Sizes,
+    MaskSizes,
     UnknownError,
     conditions_of,
     described,
@@ -78,7 +78,7 @@ class DescribedMask:
         if shape == self.shape:
             return self
         return DescribedMask(
-            self._cut(Block(*spans)), shape, max(0, min(self.seen, keys.stop) - keys.start)
+            self._cut(CallBlock(*spans)), shape, max(0, min(self.seen, keys.stop) - keys.start)
         )
 
     def _spans(self, index: Any) -> list[Interval]:
@@ -99,7 +99,7 @@ class DescribedMask:
         return spans
 
     @uncompiled
-    def _cut(self, block: Block) -> Mask:
+    def _cut(self, block: CallBlock) -> Mask:
         """The mask of a block of pairs."""
         batch, heads, queries, keys = self.shape
         sizes: dict[str, Any] = {"batch_shape": (batch,), "n_queries": queries, "n_keys": keys}
@@ -184,7 +184,7 @@ def quorum_mask(
     if isinstance(attention_mask, DescribedMask):
         return attention_mask  # made before, by ``generate`` for a static cache
     first: Any = q_offset
-    sizes = Sizes(batch_size, q_length, kv_length, first, kv_offset, torch.device(device))
+    sizes = MaskSizes(batch_size, q_length, kv_length, first, kv_offset, torch.device(device))
     causal = masking_utils.causal_mask_function
     function = mask_function or causal
     if torch.compiler.is_compiling() and q_length != 1 and not isinstance(q_offset, torch.Tensor):
@@ -198,7 +198,7 @@ def quorum_mask(
 
 
 @uncompiled
-def _read(sizes: Sizes, function: Any, attention_mask: Any, **others: Any) -> Any:
+def _read(sizes: MaskSizes, function: Any, attention_mask: Any, **others: Any) -> Any:
     """See ``quorum_mask``; outside of graphs."""
     from transformers import masking_utils
 
@@ -220,7 +220,7 @@ def _read(sizes: Sizes, function: Any, attention_mask: Any, **others: Any) -> An
     return _with_sizes(mask_of(function, sizes, padding), sizes)
 
 
-def _padding(attention_mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor | None:
+def _padding(attention_mask: torch.Tensor | None, sizes: MaskSizes) -> torch.Tensor | None:
     """(batch, keys) bool: the keys that are kept."""
     from transformers import masking_utils
 
@@ -238,6 +238,6 @@ def _padding(attention_mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor 
     return kept[: sizes.batch, sizes.key_offset : stop].bool()
 
 
-def _with_sizes(mask: Mask, sizes: Sizes) -> DescribedMask:
+def _with_sizes(mask: Mask, sizes: MaskSizes) -> DescribedMask:
     seen = min(sizes.keys, sizes.queries + sizes.offset) if mask.causal else sizes.keys
     return DescribedMask(mask, (sizes.batch, 1, sizes.queries, sizes.keys), max(seen, 0))

@@ -43,7 +43,7 @@ _MIN_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class GroupReference:
     """A weak reference to a group, out of sight of torch's compiler: it looks through plain ones
     among the arguments of what is registered, and keeps what it finds for good."""
 
@@ -51,7 +51,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Options:
+class ModelOptions:
     """Of ``attention``, for every call of a model; and from how many tokens on it is called.
 
     Attributes:
@@ -67,7 +67,7 @@ class Options:
     accumulator: str = "auto"
     report: Report | ShardedReport | None = None
     min_tokens: int | None = None
-    group: Kept | None = None
+    group: GroupReference | None = None
 
     def __post_init__(self) -> None:
         """Here, because the first call may be hours after ``register``."""
@@ -106,9 +106,9 @@ def names_of(config: Any) -> Iterator[str]:
         yield from names_of(getattr(config, part, None))
 
 
-def options_of(name: str) -> Options | None:
+def options_of(name: str) -> ModelOptions | None:
     """What ``register`` was given for that name; None: it is somebody else's."""
     from transformers import AttentionInterface
 
     given = getattr(AttentionInterface._global_mapping.get(name), "args", ())
-    return given[0] if given and isinstance(given[0], Options) else None
+    return given[0] if given and isinstance(given[0], ModelOptions) else None

@@ -25,7 +25,7 @@ from quorum_attention.mask import Mask
 MaskFunction = Callable[..., torch.Tensor]
 
 
-class Sizes(NamedTuple):
+class MaskSizes(NamedTuple):
     """What a mask is for, as Transformers hands it over; offsets are in tokens."""
 
     batch: int
@@ -92,10 +92,10 @@ class Equal(NamedTuple):
 class Either(NamedTuple):
     """Pairs that at least one of these keeps."""
 
-    masks: tuple[Kept, ...]
+    masks: tuple[PairMask, ...]
 
 
-class Kept(_Symbol):
+class PairMask(_Symbol):
     """Pairs that meet all conditions; it answers like a tensor.
 
     Attributes:
@@ -105,25 +105,25 @@ class Kept(_Symbol):
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
-    def __and__(self, other: Any) -> Kept:
-        return Kept(*self.parts, *_kept(other).parts)
+    def __and__(self, other: Any) -> PairMask:
+        return PairMask(*self.parts, *_kept(other).parts)
 
-    def __or__(self, other: Any) -> Kept:
-        return Kept(Either((self, _kept(other))))
+    def __or__(self, other: Any) -> PairMask:
+        return PairMask(Either((self, _kept(other))))
 
 
 class _Nothing(_Symbol):
     """No pair, to which others are joined."""
 
-    def __or__(self, other: Any) -> Kept:
+    def __or__(self, other: Any) -> PairMask:
         return _kept(other)
 
 
-def _kept(what: Any) -> Kept:
+def _kept(what: Any) -> PairMask:
     plain = isinstance(what, Numbers) and what.plain
     if plain and what.table is not None and what.table.dtype == torch.bool:
-        return Kept(what)
-    if not isinstance(what, Kept):
+        return PairMask(what)
+    if not isinstance(what, PairMask):
         raise UnknownError
     return what
 
@@ -143,9 +143,9 @@ class Numbers(_Symbol):
         """Whether these are the table's numbers, or the positions, themselves."""
         return self.shift == 0 and self.divisor == 1
 
-    def new_ones(self, *_: Any, **__: Any) -> Kept:
+    def new_ones(self, *_: Any, **__: Any) -> PairMask:
         """Every pair."""
-        return Kept()
+        return PairMask()
 
     def new_zeros(self, *_: Any, **__: Any) -> _Nothing:
         """No pair."""
@@ -164,7 +164,7 @@ class Numbers(_Symbol):
             raise UnknownError
         return replace(self, divisor=number)
 
-    def __and__(self, other: Any) -> Kept:
+    def __and__(self, other: Any) -> PairMask:
         return _kept(self).__and__(other)
 
     def __eq__(self, other: object) -> Any:
@@ -173,37 +173,37 @@ class Numbers(_Symbol):
         same = self.table is other.table and self.divisor == other.divisor
         if not same or self.shift or other.shift or (self.table is None and self.divisor == 1):
             raise UnknownError
-        return Kept(Equal(self.table, self.divisor))
+        return PairMask(Equal(self.table, self.divisor))
 
-    def _at_most(self, other: Any, more: int) -> Kept:
+    def _at_most(self, other: Any, more: int) -> PairMask:
         """Pairs with ``self <= other + more``."""
         if not isinstance(other, Numbers) or other.of_key == self.of_key:
             raise UnknownError
         bound = other.shift - self.shift + more
         if self.divisor * other.divisor != 1 or self.table is not other.table or bound < 0:
             raise UnknownError  # or a band beside the diagonal
-        return Kept(Near(self.table, *((None, bound) if self.of_key else (bound, None))))
+        return PairMask(Near(self.table, *((None, bound) if self.of_key else (bound, None))))
 
-    def __le__(self, other: Any) -> Kept:
+    def __le__(self, other: Any) -> PairMask:
         return self._at_most(other, 0)
 
-    def __lt__(self, other: Any) -> Kept:
+    def __lt__(self, other: Any) -> PairMask:
         return self._at_most(other, -1)
 
-    def __ge__(self, other: Any) -> Kept:
+    def __ge__(self, other: Any) -> PairMask:
         if isinstance(other, Numbers):
             return other._at_most(self, 0)
         if other != 0 or not self.plain:
             raise UnknownError
         # No position is below 0.
-        return Kept() if self.table is None else Kept(Numbers(self.of_key, self.table >= 0))
+        return PairMask() if self.table is None else PairMask(Numbers(self.of_key, self.table >= 0))
 
-    def __gt__(self, other: Any) -> Kept:
+    def __gt__(self, other: Any) -> PairMask:
         if not isinstance(other, Numbers):
             raise UnknownError
         return other._at_most(self, -1)
 
-    def values(self, sizes: Sizes) -> torch.Tensor:
+    def values(self, sizes: MaskSizes) -> torch.Tensor:
         """(1 or batch, queries or keys) of a call."""
         start = sizes.key_offset if self.of_key else sizes.query_offset
         stop = start + (sizes.keys if self.of_key else sizes.queries)
@@ -227,7 +227,7 @@ class _Distance(_Symbol):
     def __abs__(self) -> _Distance:
         return replace(self, absolute=True)
 
-    def __le__(self, most: Any) -> Kept:
+    def __le__(self, most: Any) -> PairMask:
         if not self.absolute or not isinstance(most, int):
             raise UnknownError
         return _kept(self.one._at_most(self.other, most) & self.other._at_most(self.one, most))
@@ -253,7 +253,7 @@ class _Lookups(TorchFunctionMode):
         return function(*args, **(named or {}))
 
 
-def conditions_of(function: MaskFunction) -> Kept:
+def conditions_of(function: MaskFunction) -> PairMask:
     """What ``function`` asks of a pair.
 
     Raises:
@@ -268,7 +268,7 @@ def conditions_of(function: MaskFunction) -> Kept:
         return _kept(kept)
 
 
-def mask_of(function: MaskFunction, sizes: Sizes, padding: torch.Tensor | None = None) -> Mask:
+def mask_of(function: MaskFunction, sizes: MaskSizes, padding: torch.Tensor | None = None) -> Mask:
     """The description of a mask function; one that is not known stays a function."""
     try:
         return described(conditions_of(function), sizes, padding)
@@ -279,7 +279,7 @@ def mask_of(function: MaskFunction, sizes: Sizes, padding: torch.Tensor | None =
         )
 
 
-def described(kept: Kept, sizes: Sizes, padding: torch.Tensor | None = None) -> Mask:
+def described(kept: PairMask, sizes: MaskSizes, padding: torch.Tensor | None = None) -> Mask:
     """The conditions as the fields of a ``Mask``, without those that mask nothing here.
 
     Args:
@@ -338,7 +338,7 @@ def _limit(limits: list[int | None], furthest: int) -> int:
     return -1 if far else smallest
 
 
-def _check_counts(counts: torch.Tensor, kept: Kept, sizes: Sizes) -> None:
+def _check_counts(counts: torch.Tensor, kept: PairMask, sizes: MaskSizes) -> None:
     """Nothing, if two tokens of one document are as far apart by ``counts`` as by position.
 
     Raises:

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention import distributed
-from quorum_attention.call.block import Block
+from quorum_attention.call.block import CallBlock
 from quorum_attention.distributed.agreement import alive, compare, told
 from quorum_attention.integrations.transformers import reader
 from quorum_attention.integrations.transformers.attending import HERE, attend, causal_of, refuse
 from quorum_attention.integrations.transformers.masks import DescribedMask
-from quorum_attention.integrations.transformers.options import Options, names_of, options_of
+from quorum_attention.integrations.transformers.options import ModelOptions, names_of, options_of
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
@@ -69,7 +69,7 @@ class ShardedMask(DescribedMask):
         (self.asked, self.packed), self.padding = asked, padding
         self.lengths: tuple[int, ...] | None = None
 
-    def _cut(self, block: Block) -> Mask:
+    def _cut(self, block: CallBlock) -> Mask:
         """Refuse a part: the whole is not known until all ranks have told each other."""
         raise self._refusal("[...]")
 
@@ -147,10 +147,10 @@ def _found(
             places = torch.cat(positions, dim=1)
             within = (p._replace(ids=places) if isinstance(p, reader.Equal) else p for p in asked)
             asked = (*within, reader.Equal(documents, 1))
-    tokens = reader.Sizes(batch, sum(sizes), sum(sizes), 0, 0, device)
+    tokens = reader.MaskSizes(batch, sum(sizes), sum(sizes), 0, 0, device)
     real = torch.cat(kept, dim=1)
     padding = None if bool(real.all()) else real.to(device)
-    return reader.described(reader.Kept(*asked), tokens, padding), sizes
+    return reader.described(reader.PairMask(*asked), tokens, padding), sizes
 
 
 def _documents(positions: tuple[torch.Tensor, ...], packed: bool) -> torch.Tensor | None:
@@ -201,7 +201,7 @@ def _check_places(positions: tuple[torch.Tensor, ...], real: list[torch.Tensor])
 
 @uncompiled  # a graph would keep the group, and its threads, for good
 def attend_sharded(
-    options: Options,
+    options: ModelOptions,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -42,7 +42,7 @@ from quorum_attention.kernels.masked.block_table import (
 )
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, codes, over_pairs
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
-from quorum_attention.kernels.masked.kernel import ByParts, ModsKernel, entries_of
+from quorum_attention.kernels.masked.kernel import PartwiseKernel, UserModKernel, entries_of
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import (
     Call,
@@ -56,7 +56,7 @@ from quorum_attention.kernels.protocol import (
     whole_task,
 )
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES, CallsKernel, TaskCall
-from quorum_attention.kernels.reference import Tiles
+from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.kernels.tensors import positions, to_device
 from quorum_attention.kernels.torch_private import as_it_is, outside
 from quorum_attention.keywords import helps_with_names
@@ -67,7 +67,7 @@ _MATRICES = 8
 _EVALUATED_BYTES = 96 << 20
 
 
-class ScoreModKernel(ModsKernel):
+class ScoreModKernel(UserModKernel):
     """See ``from_score_mod``: by the reference, tile by tile.
 
     Attributes:
@@ -81,9 +81,10 @@ class ScoreModKernel(ModsKernel):
         self.mask_mods = self.geometry.functions
         self._under = {False: self.geometry, True: Geometry(Band(None, 0)) & self.geometry}
         change = None if score_mod is None else partial(_changed, score_mod)
-        scores = reference.Scores(change, tiles=reference.LARGE, matrices=_MATRICES)
+        scores = reference.ScoreTransform(change, tiles=reference.LARGE, matrices=_MATRICES)
         self._by_parts = {
-            causal: ByParts(kept, Tiles(scores), scores) for causal, kept in self._under.items()
+            causal: PartwiseKernel(kept, TiledKernel(scores), scores)
+            for causal, kept in self._under.items()
         }
 
     def refusal(self, call: CallShape) -> str | None:
@@ -117,7 +118,7 @@ class ScoreModKernel(ModsKernel):
 def _changed(
     score_mod: ScoreMod,
     scores: torch.Tensor,
-    block: reference.Block,
+    block: reference.QueryBlock,
     keys: slice,
     derivative: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -187,7 +188,7 @@ def assume_stride_multiple(tensor: torch.Tensor, sixteenth: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class FlexCall:
     """One call for a task, or for a rectangle of it.
 
     Attributes:
@@ -419,7 +420,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
                 backward_of_part = partial(self._gradients, launch)
                 yield (TaskCall(rows, keys, forward, backward_of_part),)
 
-    def _run_forward(self, made: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_forward(self, made: FlexCall) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
             found: tuple[torch.Tensor, torch.Tensor] = self._attend(made, needs_grad=False)(
                 *made.inputs, made.block_mask()
@@ -444,7 +445,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             return calls[0][0].backward(saved)
         return super().whole_backward(call, saved)
 
-    def _gradients(self, made: Launch, saved: Saved) -> Three:
+    def _gradients(self, made: FlexCall, saved: Saved) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
         takes = self._takes_rows.get(made.kind(needs_grad=True), list)
         if takes == [True]:
@@ -465,14 +466,14 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             takes += [] if verdict is None else [verdict]
         return wanted
 
-    def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
+    def _attend(self, made: FlexCall, *, needs_grad: bool) -> Callable[..., Any]:
         make = partial(compiled_flex, in_blocks=made.in_blocks)
         call = self._compiled.get(made.kind(needs_grad), make)
         return partial(call, score_mod=made.score_mod, scale=made.scale)
 
     def _launch(
         self, task: TaskTensors, region: Rectangle, rectangles: tuple[Rectangle, ...]
-    ) -> Launch | None:
+    ) -> FlexCall | None:
         """The call for a region of a task; None if it keeps no pair."""
         if not rectangles:
             return None
@@ -503,7 +504,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         query, key_rows, value = (laid_out(tensor[:, :, slice(*at)]) for tensor, at in given)
         sent = [to_device(each, device).detach() for each in lists]
         changes = None if score_mod is None else change
-        return Launch((query, key_rows, value), sent, masks, changes, task.scale)
+        return FlexCall((query, key_rows, value), sent, masks, changes, task.scale)
 
 
 # FlexAttention's backward of a part, given the results of the whole rows, without its forward.

@@ -22,7 +22,7 @@ from quorum_attention.counts import shown, switch, whole_number
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Kernel, TaskTensors
 from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
-from quorum_attention.kernels.reference import Tiles
+from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.keywords import helps_with_names
 
 
@@ -92,18 +92,18 @@ class LongNetKernel(CallsKernel):
         from quorum_attention.kernels.registry import kernels
 
         if self.full_precision and call.dtype.itemsize < 4:
-            return Tiles()
+            return TiledKernel()
         every = kernels().values()
         return next((k for k in every if k.operator and k.refusal(call) is None), None)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        inner = self._operator(call) or Tiles()
+        inner = self._operator(call) or TiledKernel()
         return inner.forward_workspace_bytes(call, self._inside(extent))
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        inner = self._operator(call) or Tiles()
+        inner = self._operator(call) or TiledKernel()
         # A copy of lse without -inf.
         own = 9 * extent.batch * extent.query_heads * extent.n_tokens
         return own + inner.backward_workspace_bytes(call, self._inside(extent))
@@ -115,7 +115,7 @@ class LongNetKernel(CallsKernel):
         """The task as plain or causal calls of a kernel."""
         heads, inner = task.query.shape[1], self._operator(task.shape(is_causal=task.is_causal))
         assert inner is not None, "refused before"
-        stored = torch.float32 if isinstance(inner, Tiles) else None
+        stored = torch.float32 if isinstance(inner, TiledKernel) else None
         # Every dilation-th head has the same offset.
         for rows, columns, causal, width, dilation, first in (
             (*part, *setting, first)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
-from quorum_attention.decomposition.bands import Band, Part
+from quorum_attention.decomposition.bands import Band, BandPart
 from quorum_attention.decomposition.pairs import both, either
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.functions import (
@@ -201,7 +201,7 @@ class Geometry:
             n_queries, n_keys = min(n_queries, max(widths)), min(n_keys, max(widths))
         return n_queries, n_keys
 
-    def parts(self, block: Ranges, *, bands: bool = False) -> Iterator[tuple[Part, Band]]:
+    def parts(self, block: Ranges, *, bands: bool = False) -> Iterator[tuple[BandPart, Band]]:
         """Parts that hold each kept pair of a block once, and the band of each; of a geometry
         without rules.
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Rectangle, Rows, Verdict
-from quorum_attention.decomposition.bands import Band, Part
+from quorum_attention.decomposition.bands import Band, BandPart
 from quorum_attention.decomposition.rectangles import cut
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
@@ -53,7 +53,7 @@ from quorum_attention.kernels.protocol import (
     refusal,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
-from quorum_attention.kernels.reference import DenseKernel, Tiles
+from quorum_attention.kernels.reference import DenseKernel, TiledKernel
 from quorum_attention.kernels.registry import get_kernel, select_kernel
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.mask import Mask
@@ -72,7 +72,7 @@ _EVALUATED_BYTES = 8 << 20
 _ANY_MASK = BiasShape(batch=True, heads=True, rows=True)
 
 
-class ModsKernel(Kernel):
+class UserModKernel(Kernel):
     """A kernel of users' functions.
 
     Attributes:
@@ -103,17 +103,17 @@ class ModsKernel(Kernel):
 def _cap(
     cap: float, scores: torch.Tensor, block: object, keys: object, derivative: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A ``reference.Change``: scores become ``cap * tanh(score / cap)``, in place."""
+    """A ``reference.ScoreFunction``: scores become ``cap * tanh(score / cap)``, in place."""
     scores.div_(cap).tanh_()
     found = (scores * scores).neg_().add_(1.0) if derivative else None
     return scores.mul_(cap), found
 
 
-def capped(softcap: float | None) -> reference.Scores:
+def capped(softcap: float | None) -> reference.ScoreTransform:
     """The change of scores by a soft cap; None is none."""
     if softcap is None:
         return reference.PLAIN
-    return reference.Scores(change=partial(_cap, softcap), matrices=1)
+    return reference.ScoreTransform(function=partial(_cap, softcap), matrices=1)
 
 
 _Parts = tuple[tuple[Rectangle, ...], ...]
@@ -121,17 +121,17 @@ _Parts = tuple[tuple[Rectangle, ...], ...]
 ragged ones."""
 
 
-class ByParts(Kernel):
+class PartwiseKernel(Kernel):
     """See above; for batch entries of one geometry.
 
     Args:
-        base: what computes the parts: an operator, or ``Tiles``.
+        base: what computes the parts: an operator, or ``TiledKernel``.
         scores: the change of scores that ``base`` makes.
     """
 
     name = "parts"
 
-    def __init__(self, geometry: Geometry, base: Kernel, scores: reference.Scores) -> None:
+    def __init__(self, geometry: Geometry, base: Kernel, scores: reference.ScoreTransform) -> None:
         self._geometry, self._operator = geometry, copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
         shared = CallShape("cpu", torch.float32, heads=2, kv_heads=1, head_dim=1, value_dim=1)
@@ -140,7 +140,7 @@ class ByParts(Kernel):
         if isinstance(self._upper, RectangleKernel):
             self._upper.turned = True
         self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
-        self._tiles = Tiles(scores)
+        self._tiles = TiledKernel(scores)
         bands = geometry.block_bands
         self._has_ragged = bool(geometry.rules) or not all(band.keeps_all for band in bands)
         self._known: Cache[_Parts] = Cache(_MOST_TASKS)
@@ -216,7 +216,7 @@ class ByParts(Kernel):
         return self._bands is not None and call.bias is None and not call.dropout
 
     def _kernel_for(self, call: CallShape) -> Kernel:
-        """The operator, or ``Tiles`` for a call's mask that it does not take."""
+        """The operator, or ``TiledKernel`` for a call's mask that it does not take."""
         if call.bias is None:
             return self._operator
         masked = replace(call, bias=_ragged_mask(call))
@@ -230,7 +230,7 @@ class ByParts(Kernel):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         for kernel, part in self._tasks(task):
-            kernel.backward(part, _unscaled(grads) if isinstance(kernel, Tiles) else grads)
+            kernel.backward(part, _unscaled(grads) if isinstance(kernel, TiledKernel) else grads)
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors]]:
         """The parts of the task: for the operator, upper triangles, and ragged ones."""
@@ -338,7 +338,7 @@ def _by_bands(
     return tuple(map(tuple, found.values()))
 
 
-def _local(part: Part, queries: Rows, keys: Rows, causal: object) -> Rectangle:
+def _local(part: BandPart, queries: Rows, keys: Rows, causal: object) -> Rectangle:
     """A part in local positions; for an operator with bands, ``causal`` may be one."""
     by_query, by_key = queries.local - queries.start, keys.local - keys.start
     return Rectangle(
@@ -347,15 +347,15 @@ def _local(part: Part, queries: Rows, keys: Rows, causal: object) -> Rectangle:
     )  # fmt: skip
 
 
-def _cut(triangle: Part) -> Iterator[Part]:
+def _cut(triangle: BandPart) -> Iterator[BandPart]:
     """A triangle as plain parts, and ragged squares along its edge."""
     q, k, side = triangle.query_start, triangle.key_start, triangle.n_queries
     for a in range(0, side, _LEAF):
         b = min(a + _LEAF, side)
-        yield Part(q + a, q + b, k + a, k + b, "ragged")
+        yield BandPart(q + a, q + b, k + a, k + b, "ragged")
         first, last = (b, side) if triangle.kind == "upper" else (0, a)
         if first < last:
-            yield Part(q + a, q + b, k + first, k + last)
+            yield BandPart(q + a, q + b, k + first, k + last)
 
 
 def _ragged_mask(call: CallShape) -> BiasShape:
@@ -372,7 +372,7 @@ def _unscaled(grads: Gradients) -> Gradients:
     return replace(grads, grad_out=grads.grad_out * factor[..., None, None], scaling=Scaling())
 
 
-class MaskedKernel(ModsKernel):
+class MaskedKernel(UserModKernel):
     """Attention under a mask.
 
     Args:
@@ -388,7 +388,7 @@ class MaskedKernel(ModsKernel):
         self._distinct = tuple(dict.fromkeys(mask.geometries))
         self._uniform = len(self._distinct) == 1
         self._scores, self.name = capped(mask.softcap), base.name
-        self._parts = {g: ByParts(g, base, self._scores) for g in self._distinct}
+        self._parts = {g: PartwiseKernel(g, base, self._scores) for g in self._distinct}
         # One launch of these runs a whole task, or some do where there are rules.
         self._native: dict[Geometry, Kernel] = {}
         if isinstance(base, NativeKernel):
@@ -422,11 +422,11 @@ class MaskedKernel(ModsKernel):
         share = self._share * n_queries * n_keys / max(1, every)
         return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, share))
 
-    def scores_of_pairs(self) -> reference.Scores:
+    def scores_of_pairs(self) -> reference.ScoreTransform:
         """See ``Kernel``: the soft cap, and what the geometries keep."""
         return replace(self._scores, kept=self._kept)
 
-    def _kept(self, block: reference.Block, keys: slice) -> torch.Tensor:
+    def _kept(self, block: reference.QueryBlock, keys: slice) -> torch.Tensor:
         pairs = block.indices(keys)
         numbers = pairs.entries % self.batch
         parts = [
@@ -657,4 +657,4 @@ def _with_softcap(kernel: Kernel, softcap: float | None) -> Kernel | None:
 @lru_cache(maxsize=16)
 def _tiles(softcap: float | None) -> Kernel:
     """Return the kernel that runs any call tile by tile: one object for each soft cap."""
-    return Tiles(capped(softcap))
+    return TiledKernel(capped(softcap))

@@ -23,7 +23,7 @@ from quorum_attention.kernels.protocol import (
     state_dtype,
 )
 from quorum_attention.kernels.rectangles import four_dims
-from quorum_attention.kernels.reference import Block, Scores
+from quorum_attention.kernels.reference import QueryBlock, ScoreTransform
 from quorum_attention.kernels.torch_private import outside
 
 # The blocks of more entries are not looked at together.
@@ -239,7 +239,7 @@ class PackedKernel(Kernel):
         sizes: CallShape,
         base: Kernel,
         by_blocks: Callable[[], Kernel],
-        scores: Scores,
+        scores: ScoreTransform,
     ) -> None:
         self.name, self.packing, self.base = base.name, packing, base
         self._sizes, self._by_blocks, self._scores = sizes, by_blocks, scores
@@ -267,11 +267,11 @@ class PackedKernel(Kernel):
         assert verdict is not None
         return verdict(block)
 
-    def scores_of_pairs(self) -> Scores:
+    def scores_of_pairs(self) -> ScoreTransform:
         """See ``Kernel``."""
         return replace(self._scores, kept=self._kept)
 
-    def _kept(self, block: Block, keys: slice) -> torch.Tensor:
+    def _kept(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         pairs = block.indices(keys)
         return self.packing.kept(pairs.entries % self._sizes.batch, pairs.queries, pairs.keys)
 

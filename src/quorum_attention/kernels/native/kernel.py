@@ -20,7 +20,7 @@ from quorum_attention.kernels.masked.block_table import BLOCK
 from quorum_attention.kernels.masked.geometry import Geometry, GroupBits
 from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
-from quorum_attention.kernels.native.launch import Launch
+from quorum_attention.kernels.native.launch import NativeLaunch
 from quorum_attention.kernels.native.runs import (
     BIT_BYTES,
     BLOCK_WINDOW,
@@ -74,7 +74,7 @@ Tilings = tuple[tuple[Axis, Config], ...]
 """The tables that a pass reads, by axis, with the config of the Triton kernel that reads each."""
 
 
-class _Part(NamedTuple):
+class _LaunchTables(NamedTuple):
     """A launch on the host: its tables, in the order of the tilings, and the rows and columns of
     the partial blocks of rules, (2, blocks)."""
 
@@ -136,7 +136,7 @@ class NativeKernel(Kernel):
             self.plain_variant = _plain(self.allow_tf32)
 
     def _known(self) -> None:
-        self._parts: Cache[tuple[_Part, ...]] = Cache(_TABLE_BYTES, _parts_bytes)
+        self._parts: Cache[tuple[_LaunchTables, ...]] = Cache(_TABLE_BYTES, _parts_bytes)
         self._blocks: Cache[Ints] = Cache(_CODE_BYTES, _blocks_bytes)
 
     def under(self, geometry: Geometry) -> NativeKernel:
@@ -287,7 +287,9 @@ class NativeKernel(Kernel):
         launch.backward(saved, (query, key, value), add=False)
         return query, key, value
 
-    def launches(self, task: TaskTensors, *halves: Half, whole: bool = False) -> Iterator[Launch]:
+    def launches(
+        self, task: TaskTensors, *halves: Half, whole: bool = False
+    ) -> Iterator[NativeLaunch]:
         """The launches of a task, or one of a ``whole`` call, for a forward or a backward.
 
         All rectangles are one launch, and each is one where they have masks. There are more where
@@ -308,7 +310,7 @@ class NativeKernel(Kernel):
             ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
             for part in self.parts(task, rectangles, tilings(halves, task), ruled, whole=whole):
                 # No name here keeps the bits alive: the next launch has others.
-                yield Launch(
+                yield NativeLaunch(
                     call, tuple(table.on(device) for table in part.tables), softcap=self.softcap,
                     slopes=None if slopes is None else slopes[heads], window=self._window,
                     bias_at=(r.query_start, r.key_start),
@@ -331,7 +333,7 @@ class NativeKernel(Kernel):
         ruled: RuledTask | None = None,
         *,
         whole: bool = False,
-    ) -> tuple[_Part, ...]:
+    ) -> tuple[_LaunchTables, ...]:
         """The launches for rectangles of a task; remembered."""
         n, m, device_type = task.query.shape[2], task.key.shape[2], task.query.device.type
         drops, limits = task.dropout is not None, (math.inf, math.inf)
@@ -347,7 +349,7 @@ class NativeKernel(Kernel):
             blocks = self._blocks.get(key, ruled.pieces)
         sizes = {"query": n, "key": m}
 
-        def part(found: Ints) -> _Part:
+        def part(found: Ints) -> _LaunchTables:
             mixed, on_host = found[:, 6] == 1, None
             if ruled is not None:
                 found = found.copy()
@@ -357,9 +359,9 @@ class NativeKernel(Kernel):
                 Runs.of(found, sizes[tiling[0]], tiling, self._window, pinned=device_type == "cuda")
                 for tiling in tilings
             )
-            return _Part(tuple(tables), on_host)
+            return _LaunchTables(tuple(tables), on_host)
 
-        def make() -> tuple[_Part, ...]:
+        def make() -> tuple[_LaunchTables, ...]:
             found = pieces(rectangles, positions, self.geometry) if ruled is None else blocks
             if not whole and not len(found):
                 return ()
@@ -369,8 +371,8 @@ class NativeKernel(Kernel):
 
 
 def _portions(
-    found: Ints, part: Callable[[Ints], _Part], limits: tuple[float, float]
-) -> Iterator[_Part]:
+    found: Ints, part: Callable[[Ints], _LaunchTables], limits: tuple[float, float]
+) -> Iterator[_LaunchTables]:
     """Launches of pieces, each with no more than so many entries and partial blocks."""
     half = len(found) // 2
     if not half or (found[:, 6] == 1).sum() <= limits[1]:
@@ -402,7 +404,7 @@ def _blocks_bytes(blocks: Ints) -> int:
     return 4096 + blocks.nbytes
 
 
-def _parts_bytes(parts: tuple[_Part, ...]) -> int:
+def _parts_bytes(parts: tuple[_LaunchTables, ...]) -> int:
     tensors = [t for part in parts for t in (part.blocks, *(table.both for table in part.tables))]
     return 4096 + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

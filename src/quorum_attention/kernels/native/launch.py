@@ -38,7 +38,7 @@ Constants = namedtuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class NativeLaunch:
     """A launch for a task, or for a whole call.
 
     Attributes:
