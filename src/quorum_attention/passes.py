@@ -26,13 +26,13 @@ from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
-from quorum_attention.execution.call import BiasView, Job, Progress, divided_upstream
+from quorum_attention.execution.call import BiasView, Job, Progress, rescale_upstream
+from quorum_attention.execution.device.allocate import empty
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.residency import empty
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.routes.over_inputs import Whole, at_once
+from quorum_attention.execution.routes.over_inputs import Whole, single_kernel_call
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
@@ -405,7 +405,7 @@ def _at_once(
     backend = backend_of(device)
     try:
         with backend.current(device), numbers_only():
-            return at_once(job)
+            return single_kernel_call(job)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -465,6 +465,6 @@ def _job(
         request.dropout, dict(results or {}),
     )  # fmt: skip
     if given is not None:
-        upstream, job.divisor = divided_upstream(given.grad_out, problem, device)
+        upstream, job.divisor = rescale_upstream(given.grad_out, problem, device)
         job.tensors.update(out=given.out, grad_out=upstream, lse=given.lse)
     return job

@@ -1,4 +1,4 @@
-"""A GPU as a device: copies, lanes, page locks, clock and memory, each by itself."""
+"""A GPU as a device: copies, streams, page locks, clock and memory, each by itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from helpers_processes import until
 
 from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import page_locks
+from quorum_attention.execution.device.allocate import empty_accumulator, home_device
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.page_locks import Copied
-from quorum_attention.execution.device.residency import empty_accumulator, home_device
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.kernels.merge import add_
 
@@ -137,14 +137,14 @@ def test_a_merge_in_a_captured_graph_and_at_an_odd_address(gpu: torch.device) ->
 
 
 def test_merges_of_lanes_follow_each_other(gpu: torch.device) -> None:
-    lanes = Cuda().lanes(gpu, 2)
-    assert lanes is not None
+    streams = Cuda().kernel_streams(gpu, 2)
+    assert streams is not None
     total = torch.zeros(1 << 22, device=gpu)
-    with lanes.task():
+    with streams.task():
         for number in range(8):
-            with lanes.call(number):
+            with streams.call(number):
                 part = torch.full_like(total, float(number + 1))
-                with lanes.merge(number):
+                with streams.merge(number):
                     # Neither associative nor commutative.
                     total.mul_(2).add_(part)
     wanted = 0.0

@@ -14,9 +14,9 @@ from quorum_attention.counts import shown, switch
 from quorum_attention.execution.call import (
     Three,
     are_kernel_readable,
-    divided_bytes,
-    have_flat_batch,
+    have_flattened_views,
     is_kernel_readable,
+    rescaled_upstream_bytes,
 )
 from quorum_attention.execution.problem import Placement
 
@@ -114,7 +114,7 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
         request.out_dtype,
         are_kernel_readable(query, key, value),
         lse_given=request.lse is not None,
-        flat=have_flat_batch(query, key, value),
+        flattenable=have_flattened_views(query, key, value),
     )
 
 
@@ -123,7 +123,7 @@ def backward_place(tensors: Tensors, request: Request, given: BackwardInputs) ->
     work, device = request.work, request.options.device
     query, key, value = tensors[:3]
     grad_out, out, lse, grads = given[:4]
-    divided = divided_bytes(grad_out.dtype, work, here=grad_out.device == device)
+    divided = rescaled_upstream_bytes(grad_out.dtype, work, here=grad_out.device == device)
     return Placement(
         query.device == grad_out.device == out.device == device,
         grads is not None,
@@ -134,7 +134,7 @@ def backward_place(tensors: Tensors, request: Request, given: BackwardInputs) ->
         divided,
         same_dtype=grad_out.dtype == out.dtype == work.dtype,
         lse_here=lse.device == device,
-        flat=have_flat_batch(query, key, value, grad_out, out),
+        flattenable=have_flattened_views(query, key, value, grad_out, out),
     )
 
 
@@ -143,8 +143,9 @@ def place_after(place: Placement, request: Request) -> Placement:
     copied: autograd may hand over an expanded one."""
     work, out, result = request.work, request.out, request.out_dtype
     copied = result != work.dtype or (out is not None and not is_kernel_readable(out, work.dtype))
-    divided = divided_bytes(result, work, here=place.resident)
+    divided = rescaled_upstream_bytes(result, work, here=place.resident)
     return replace(
-        place, results_given=False, result_dtype=work.dtype, lse_given=False, divided=divided,
-        copied=(divided is None) + copied,
+        place, results_given=False, result_dtype=work.dtype, lse_given=False,
+        rescaled_grad_bytes=divided,
+        n_unreadable=(divided is None) + copied,
     )  # fmt: skip

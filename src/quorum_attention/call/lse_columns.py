@@ -29,9 +29,9 @@ import torch
 from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
+from quorum_attention.execution.device.allocate import empty
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.residency import empty
 from quorum_attention.kernels.protocol import CallShape
 
 

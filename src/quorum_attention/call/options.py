@@ -21,7 +21,7 @@ import torch
 from torch.utils._contextlib import context_decorator
 
 from quorum_attention.counts import one_of, shown, whole_number
-from quorum_attention.execution.device.lookup import best_device, on_host, present
+from quorum_attention.execution.device.lookup import available_device, best_device, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
@@ -203,7 +203,7 @@ def compute_device(inputs: torch.device, devices: Devices | None) -> torch.devic
             f"devices must name one device, got {len(chosen)}; several are taken by attention, "
             "attention_with_lse and attention_backward"
         )
-    device = present(chosen[0], "devices")
+    device = available_device(chosen[0], "devices")
     if not on_host(inputs) and device != inputs:
         raise ValueError(f"devices must be the inputs' device {inputs}, got {device}")
     return device

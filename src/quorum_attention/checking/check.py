@@ -24,7 +24,7 @@ from quorum_attention.checking.result import Broken, CaseResult, CheckResult, Ve
 from quorum_attention.checking.trial import TrialSizes, distance, limit, repeated, size
 from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.errors import first_line, is_out_of_memory
-from quorum_attention.execution.device.lookup import best_device, present
+from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner import plan
@@ -99,7 +99,7 @@ def check_kernel(
         True
     """
     kernel = get_kernel(kernel)
-    where = best_device() if device is None else present(device, "device")
+    where = best_device() if device is None else available_device(device, "device")
     # The planner checks the sizes by name.
     work = plan(
         n_tokens, n_keys=n_keys, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.lookup import best_device, present
+from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import protocol
 from quorum_attention.sizes import parse_bytes, parse_count
 
@@ -185,4 +185,4 @@ def default_device(named: str | None) -> torch.device:
     Raises:
         ValueError, NotImplementedError: there is no such device here.
     """
-    return best_device() if named is None else present(named, "--device")
+    return best_device() if named is None else available_device(named, "--device")

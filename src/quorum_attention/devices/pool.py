@@ -31,7 +31,12 @@ from quorum_attention.devices.partition import Sums, pieces_of
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
 from quorum_attention.devices.scheduler import BlockQueue, Coordinator, expected_speed
 from quorum_attention.devices.worker import Worker, WorkerPass, end, pickled, start
-from quorum_attention.execution.device.lookup import backend_of, every_device, on_host, present
+from quorum_attention.execution.device.lookup import (
+    available_device,
+    backend_of,
+    every_device,
+    on_host,
+)
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.protocol import state_dtype
@@ -64,7 +69,7 @@ def names_of(devices: str | torch.device | Sequence[str | torch.device]) -> list
         devices = [devices]
     if not devices:
         raise ValueError("devices must name at least one device, got none")
-    places = [present(device, "devices") for device in devices]
+    places = [available_device(device, "devices") for device in devices]
     own = [place for place in places if not on_host(place)]
     if len(set(own)) < len(own):
         raise ValueError(f"devices must name each GPU once, got {shown([str(p) for p in places])}")

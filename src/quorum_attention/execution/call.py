@@ -16,10 +16,10 @@ from operator import itemgetter
 import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
-from quorum_attention.execution.device.cuda import Lanes
+from quorum_attention.execution.device.allocate import empty_result
+from quorum_attention.execution.device.cuda import KernelStreams
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock
-from quorum_attention.execution.device.residency import empty_result
 from quorum_attention.execution.problem import (
     Axis,
     Group,
@@ -204,7 +204,7 @@ def as_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
-def flat(tensor: torch.Tensor, work: CallShape) -> torch.Tensor:
+def flatten_batch(tensor: torch.Tensor, work: CallShape) -> torch.Tensor:
     """``tensor`` (*batch, heads, ...) as (b, heads, ...); copied only where it has no such view."""
     dims = len(work.batch_shape)
     if dims == 1:
@@ -212,12 +212,12 @@ def flat(tensor: torch.Tensor, work: CallShape) -> torch.Tensor:
     return tensor.reshape(work.batch, *tensor.shape[dims:]) if dims else tensor.unsqueeze(0)
 
 
-def have_flat_batch(*tensors: torch.Tensor) -> bool:
+def have_flattened_views(*tensors: torch.Tensor) -> bool:
     """Whether all tensors (*batch, heads, n, d) have views (b, heads, n, d)."""
-    return all(tensor.dim() <= 4 or _has_flat_batch(tensor) for tensor in tensors)
+    return all(tensor.dim() <= 4 or _has_flattened_view(tensor) for tensor in tensors)
 
 
-def _has_flat_batch(tensor: torch.Tensor) -> bool:
+def _has_flattened_view(tensor: torch.Tensor) -> bool:
     try:
         tensor.view(-1, *tensor.shape[-3:])
     except RuntimeError:
@@ -230,10 +230,10 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """A clock for stages, and streams (lanes) for several kernel calls at once."""
+    """A clock for stages, and streams for several kernel calls at once."""
 
     clock: Clock
-    lanes: Lanes | None = None
+    streams: KernelStreams | None = None
 
 
 # The largest element is below 2 to this power after the division: large where that is no danger, to
@@ -243,12 +243,12 @@ _WIDE_LARGEST, _PLAIN_LARGEST = 15, 0
 _LARGEST_EXPONENT = 120
 
 
-def outreaches(gradient: torch.dtype, inputs: torch.dtype) -> bool:
+def exceeds_range_of(gradient: torch.dtype, inputs: torch.dtype) -> bool:
     """Whether dtype ``gradient`` has numbers that are too small or large for dtype ``inputs``."""
     return gradient != inputs and torch.finfo(gradient).tiny < torch.finfo(inputs).tiny
 
 
-def divided_upstream(
+def rescale_upstream(
     grad_out: torch.Tensor, problem: Problem, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of a backward's dtype, divided
@@ -264,7 +264,7 @@ def divided_upstream(
         kv_heads), in the state's dtype on ``device``; None if it was not divided.
     """
     work = problem.work
-    if not outreaches(grad_out.dtype, work.dtype):
+    if not exceeds_range_of(grad_out.dtype, work.dtype):
         return grad_out, None
     # Rows that are not finite do not count.
     rows = torch.linalg.vector_norm(grad_out, ord=torch.inf, dim=-1)
@@ -283,10 +283,10 @@ def divided_upstream(
     return tensor, power_of_two(exponent.int()).to(device=device, dtype=work.state_dtype)
 
 
-def divided_bytes(gradient: torch.dtype, work: CallShape, *, here: bool) -> int | None:
-    """Bytes that ``divided_upstream`` allocates on the device that computes, for a gradient that is
+def rescaled_upstream_bytes(gradient: torch.dtype, work: CallShape, *, here: bool) -> int | None:
+    """Bytes that ``rescale_upstream`` allocates on the device that computes, for a gradient that is
     there (``here``) or elsewhere; None if it is not divided."""
-    if not outreaches(gradient, work.dtype):
+    if not exceeds_range_of(gradient, work.dtype):
         return None
     # The divided copy, and two numbers for each row.
     per_row = work.value_dim * work.dtype.itemsize + 2 * gradient.itemsize
@@ -311,7 +311,7 @@ class Job:
         sinks: (heads,), on ``device``, of the state's dtype; None if the call has none.
         dropout: which probabilities are dropped; None: none.
         results: the results that exist, by name: given by the caller, or made.
-        divisor: what the upstream gradient was divided by (``divided_upstream``); None: it was not.
+        divisor: what the upstream gradient was divided by (``rescale_upstream``); None: it was not.
         report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
     """
@@ -356,7 +356,9 @@ class Job:
         """An input's part for a head group of one batch entry, (1, heads, ...). It is copied if
         operators cannot read it otherwise and it is ``copied``."""
         part = group_part(self.tensors[item.name], group, item.axis)
-        return as_kernel_readable(part, self.work.dtype) if copied and item.copied else part
+        if not (copied and item.may_be_unreadable):
+            return part
+        return as_kernel_readable(part, self.work.dtype)
 
     def dtype_of(self, state: StateSpec) -> torch.dtype:
         """The dtype of the result of ``state``."""
@@ -470,7 +472,7 @@ class Job:
             max_queries=limits[0],
             max_keys=limits[1],
             timed=tools.clock.timed,
-            lanes=tools.lanes,
+            streams=tools.streams,
             first_head=group.query_heads.start,
             entries=self.entries(group),
             dropout=self.dropout_of(group),

@@ -172,12 +172,12 @@ class InputSpec(RowSpec):
     """A tensor of which every task reads its rows.
 
     Attributes:
-        copied: whether it may have another dtype than the inputs, or strides that operators refuse.
-            Routes without slots then copy it, one head group at a time.
+        may_be_unreadable: whether it may have another dtype than the inputs, or strides that
+            operators refuse. Routes without slots then copy it, one head group at a time.
         of_state: whether it has the state's dtype, not the inputs'.
     """
 
-    copied: bool = False
+    may_be_unreadable: bool = False
     of_state: bool = False
 
     def dtype(self, work: CallShape) -> torch.dtype:
@@ -212,7 +212,8 @@ class PassSpec:
         states: the tensors it accumulates; its results, in this order.
         combined: calls by which the parts of a rectangle are combined with the states.
         products: matrix products for each pair of tiles.
-        divided: the input that a scaled backward divides by powers of two; None: never scaled.
+        rescaled_input: the input that a scaled backward divides by powers of two; None: the pass is
+            never scaled.
     """
 
     name: str
@@ -221,7 +222,7 @@ class PassSpec:
     states: tuple[StateSpec, ...]
     combined: int
     products: int
-    divided: str | None
+    rescaled_input: str | None
 
     def accumulate(
         self,
@@ -265,7 +266,7 @@ FORWARD = PassSpec(
     ),
     combined=1,
     products=2,
-    divided=None,
+    rescaled_input=None,
 )
 
 BACKWARD = PassSpec(
@@ -273,8 +274,8 @@ BACKWARD = PassSpec(
     backward=True,
     inputs=(
         *_READ,
-        InputSpec("out", "query", "value_dim", copied=True),
-        InputSpec("grad_out", "query", "value_dim", copied=True),
+        InputSpec("out", "query", "value_dim", may_be_unreadable=True),
+        InputSpec("grad_out", "query", "value_dim", may_be_unreadable=True),
         InputSpec("lse", "query", "one", of_state=True),
     ),
     states=(
@@ -284,7 +285,7 @@ BACKWARD = PassSpec(
     ),
     combined=3,
     products=5,
-    divided="grad_out",
+    rescaled_input="grad_out",
 )  # fmt: skip
 
 
@@ -296,32 +297,33 @@ class Placement:
         resident: whether the inputs are on the device that computes.
         results_given: whether the caller passed the results, which the budget then does not count.
         result_dtype: of the output (forward) or of the gradients (backward).
-        dense_rows: whether operators can read the inputs without a copy, if they are resident.
-        copied: how many of upstream gradient and output operators cannot read (because they are
-            expanded or of another dtype). Routes without slots copy them a head group at a time.
-        divided: bytes of the divided copy of an upstream gradient that the inputs' dtype cannot
-            hold, which is made first (execution/call.py). None: it is not divided.
+        inputs_readable: whether operators can read resident inputs without a copy.
+        n_unreadable: how many of upstream gradient and output operators cannot read (because they
+            are expanded or of another dtype). Routes without slots copy them group by group.
+        rescaled_grad_bytes: bytes of the divided copy of an upstream gradient that the input dtype
+            cannot hold, which is made first (execution/call.py). None: it is not divided.
         same_dtype: whether upstream gradient and output have the inputs' dtype.
         lse_here: whether the lse of a backward is on the device that computes; plans assume it.
         lse_given: whether the caller passed the lse of a forward too.
-        flat: whether all inputs of the pass have views (b, heads, n, d), with one batch dimension.
+        flattenable: whether all inputs of the pass have views (b, heads, n, d), with one batch
+            dimension.
     """
 
     resident: bool
     results_given: bool
     result_dtype: torch.dtype
-    dense_rows: bool = True
-    copied: int = 0
-    divided: int | None = None
+    inputs_readable: bool = True
+    n_unreadable: int = 0
+    rescaled_grad_bytes: int | None = None
     same_dtype: bool = True
     lse_here: bool = True
     lse_given: bool = False
-    flat: bool = True
+    flattenable: bool = True
 
     @property
     def in_place(self) -> bool:
         """Whether operators can read the inputs where they are, without a copy."""
-        return self.resident and self.dense_rows
+        return self.resident and self.inputs_readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +361,7 @@ class Problem:
     @property
     def scaled(self) -> bool:
         """Whether the pass is a scaled backward (execution/scaling.py)."""
-        return self.spec.divided is not None and scales(self.kernel, self.work)
+        return self.spec.rescaled_input is not None and scales(self.kernel, self.work)
 
     def workspace(self, extent: Extent) -> int:
         """Most bytes that the kernel allocates at one time for work of ``extent``."""
@@ -430,30 +432,32 @@ class WorkCounts:
 
     Attributes:
         units: units of all head groups.
-        at_once: whether a unit is all tasks of a head group, and how their rectangles are laid out.
+        pieces: how the rectangles of a unit are laid out, if a unit is all tasks of a head group;
+            None: a unit is one task.
         uncut: whether kernel calls are larger than a cache holds, because they are not cut.
         merges: whether results of kernel calls are merged.
         up, down: bytes copied into slots, and out of them.
         resident: whether these copies stay within device memory.
-        hidden_by: of so many units, the copies of all but one overlap with compute; 1: of none.
+        overlapping_units: copies overlap with compute in all but one of this many units; 1 means no
+            overlap.
         in_slots: whether units go through slots, which the host sets up.
         run_copies: copies that the host issues for each run of neighbouring tokens of a unit.
-        even: whether all units take the same time.
+        uniform_units: whether all units take the same time.
         calls: the kernel calls of a head, where they are no tasks', and how many of each size there
             are; None: those of the decomposition's tasks.
     """
 
     units: int
-    at_once: Pieces | None = None
+    pieces: Pieces | None = None
     uncut: bool = False
     merges: bool = True
     up: float = 0.0
     down: float = 0.0
     resident: bool = False
-    hidden_by: int = 1
+    overlapping_units: int = 1
     in_slots: bool = False
     run_copies: int = 0
-    even: bool = True
+    uniform_units: bool = True
     calls: tuple[tuple[Batch, int], ...] | None = None
 
 
@@ -515,6 +519,8 @@ def copied_bytes(
         most_rows: most rows of a head that are copied at a time; None: all.
     """
     sizes = [
-        item.count(problem.work, group, most_rows) for item in problem.spec.inputs if item.copied
+        item.count(problem.work, group, most_rows)
+        for item in problem.spec.inputs
+        if item.may_be_unreadable
     ]
-    return tuple(size * problem.work.dtype.itemsize for size in sizes[: problem.place.copied])
+    return tuple(size * problem.work.dtype.itemsize for size in sizes[: problem.place.n_unreadable])

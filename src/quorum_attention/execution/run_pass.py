@@ -92,7 +92,7 @@ def _attempt(
     report.levels = schedule.decomposition.levels
     report.n_cap = route.n_cap
     clock = backend.clock() if report.timed and route.measured else Clock()
-    tools = Tools(clock, backend.lanes(job.device, route.streams))
+    tools = Tools(clock, backend.kernel_streams(job.device, route.streams))
     failure: str | None = None
     controller.start()
     last_done = time.perf_counter()

@@ -14,7 +14,7 @@ from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import RecoveryController
-from quorum_attention.execution.device.residency import Home
+from quorum_attention.execution.device.allocate import Home
 from quorum_attention.execution.problem import (
     Footprint,
     Group,
@@ -171,7 +171,7 @@ class Schedule:
         """Query rows and key rows of the largest task that a kernel gets."""
         return self.route.task_rows(self.decomposition, work)
 
-    def lanes(self, work: CallShape) -> int:
+    def n_query_heads(self, work: CallShape) -> int:
         """Query heads of a head group, of all its batch entries together."""
         return self.group.batch * self.group.kv_heads * work.queries_per_key_head
 

@@ -15,10 +15,10 @@ import torch
 from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.call import Job
 from quorum_attention.execution.control.visits import Carried, Visit
+from quorum_attention.execution.device.allocate import empty_accumulator
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Clock, Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
-from quorum_attention.execution.device.residency import empty_accumulator
 from quorum_attention.execution.problem import Axis, Group, GroupSize, RowSpec, StateSpec
 from quorum_attention.execution.slot_layout import SlotLayout
 from quorum_attention.kernels.tensors import copy_on_device
@@ -152,7 +152,7 @@ class SlotRows:
         self._states = [state for state in storage.states if state.field in layout.fields]
         # A scaled backward divides one input in its slot, so rows of that are loaded anew. Shared
         # rows of the other inputs may be copied from the previous slot.
-        divided = job.spec.divided if job.problem.scaled else None
+        divided = job.spec.rescaled_input if job.problem.scaled else None
         names = [item.spec.name for item in self._inputs]
         self._passed_on = [name for name in names if name != divided and layout.keeps(name)]
         # By slot, entries, heads, queries and keys.

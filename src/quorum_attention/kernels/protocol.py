@@ -26,7 +26,7 @@ from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick, positions
 
 if TYPE_CHECKING:
-    from quorum_attention.execution.device.cuda import Lanes
+    from quorum_attention.execution.device.cuda import KernelStreams
 
 Bias = Callable[[Rectangle], torch.Tensor | None]
 Timed = Callable[[str], AbstractContextManager[None]]
@@ -190,7 +190,7 @@ class TaskTensors:
             Rectangles that go to an operator in one call stay within them together; 0: each
             rectangle is a call of its own.
         timed: ``timed("merge")`` is a context around merging, for reports.
-        lanes: streams over which operator calls are spread, or None. The workspace bound then
+        streams: those over which operator calls are spread, or None. The workspace bound then
             holds for each of them.
         first_head: number of the first query head in the whole call.
         entries: numbers of the batch entries in the whole call (batch dimensions flattened).
@@ -208,7 +208,7 @@ class TaskTensors:
     max_queries: int = 0
     max_keys: int = 0
     timed: Timed = lambda stage: nullcontext()
-    lanes: Lanes | None = None
+    streams: KernelStreams | None = None
     first_head: int = 0
     entries: tuple[int, ...] = (0,)
     dropout: Dropout | None = None
@@ -421,7 +421,7 @@ class Kernel(ABC):
             parts of a call can be computed as separate calls.
         whole_tasks: a task is one launch, whatever its rectangles. So several calls in flight, or
             all tasks of a head group together, are not faster.
-        several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are
+        several_streams: a task is several calls, spread over ``TaskTensors.streams`` if there are
             any. Two calls in flight, or all tasks of a head group together, may be faster.
         launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
             tasks.

@@ -106,10 +106,10 @@ class CallsKernel(Kernel):
     def _run(
         self, task: TaskTensors, run: Callable[[TaskCall, int], None], *, backward: bool
     ) -> None:
-        lanes = task.lanes
-        with nullcontext() if lanes is None else lanes.task():
+        streams = task.streams
+        with nullcontext() if streams is None else streams.task():
             for number, turn in enumerate(self.task_calls(task, backward=backward)):
-                with nullcontext() if lanes is None else lanes.call(number):
+                with nullcontext() if streams is None else streams.call(number):
                     for call in turn:
                         run(call, number)
                         del call  # its mask is freed before the next one is made
@@ -118,7 +118,7 @@ class CallsKernel(Kernel):
 @contextmanager
 def _merging(task: TaskTensors, number: int) -> Iterator[None]:
     """Around merging the results of a call in a task's ``number``-th turn."""
-    with nullcontext() if task.lanes is None else task.lanes.merge(number), task.timed("merge"):
+    with nullcontext() if task.streams is None else task.streams.merge(number), task.timed("merge"):
         yield
 
 

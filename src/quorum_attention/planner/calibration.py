@@ -21,7 +21,7 @@ import torch
 
 from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device.backend import Backend
-from quorum_attention.execution.device.lookup import backend_of, best_device, present
+from quorum_attention.execution.device.lookup import available_device, backend_of, best_device
 from quorum_attention.execution.problem import check_dtype
 from quorum_attention.kernels.cache import cache_folder, load, private_folder, store
 from quorum_attention.kernels.fa4 import rates_at_head_dim
@@ -154,7 +154,7 @@ def calibrate(
         OSError: the file cannot be written, or other users may write to its folder.
     """
     started = time.perf_counter()
-    where = best_device() if device is None else present(device, "device")
+    where = best_device() if device is None else available_device(device, "device")
     check_dtype(dtype, "dtype")
     path = cache_file()
     check_target(private_folder(path.parent) / _FILE)

@@ -80,7 +80,7 @@ def decide(
     kernel = select_kernel(wanted, shape, device, flops=forward_flops(work))
     problem = Problem(work, kernel, spec_of(backward), place)
     decision = Decision(problem, options, shape, wanted == "auto")
-    free = options.free and place.divided is None
+    free = options.free and place.rescaled_grad_bytes is None
     free = free and not (options.watched or place.results_given)
     if free and place.lse_here and place.same_dtype and is_small(problem, device):
         return decision

@@ -13,11 +13,11 @@ from quorum_attention.counts import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import bias_shape
 from quorum_attention.execution.device.lookup import (
+    available_device,
     backend_of,
     best_device,
     named_device,
     on_host,
-    present,
 )
 from quorum_attention.execution.problem import (
     GroupSize,
@@ -161,7 +161,7 @@ def plan(
     if on_host(where) and not resident:
         raise ValueError("inputs must be 'device' when the CPU computes")
     # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
-    place = Placement(resident, results_given, dtype, copied=1 if backward else 0)
+    place = Placement(resident, results_given, dtype, n_unreadable=1 if backward else 0)
     shape = replace(work, needs_grad=backward)
     preferred = select_kernel(kernel, shape, where, tried=False, flops=forward_flops(work))
     # Kernels are not tried out.
@@ -256,7 +256,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         return best_device()
     # A plan can also be made for a device that is not available.
     named = named_device(device, "device")
-    return present(named, "device") if backend_of(named).is_here() else named
+    return available_device(named, "device") if backend_of(named).is_here() else named
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from os import PathLike
 import torch
 
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
-from quorum_attention.execution.device.residency import Home
+from quorum_attention.execution.device.allocate import Home
 from quorum_attention.execution.problem import Footprint, Placement, count_groups
 from quorum_attention.execution.report import InWords
 from quorum_attention.execution.schedule import Schedule

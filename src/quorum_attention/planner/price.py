@@ -127,7 +127,7 @@ def _device_seconds(
     sample: _Sample, problem: Problem, schedule: Schedule, hardware: HardwareModel, *, uncut: bool
 ) -> float:
     """Seconds of the sample's calls for a head group."""
-    work, spec, lanes = problem.work, problem.spec, schedule.lanes(problem.work)
+    work, spec, lanes = problem.work, problem.spec, schedule.n_query_heads(problem.work)
     seconds = 0.0
     for call, times in sample.calls:
         r = call.first
@@ -207,10 +207,10 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     """The predicted cost of a pass run by ``schedule``."""
     work, spec, kernel = problem.work, problem.spec, problem.kernel
     group, load = schedule.group, schedule.route.work_counts(schedule, problem)
-    lanes = schedule.lanes(work)
+    lanes = schedule.n_query_heads(work)
     together = schedule.limits if group.batch == 1 else None
     if load.calls is None:
-        sample = _sample(schedule.decomposition, work.lengths, together, load.at_once)
+        sample = _sample(schedule.decomposition, work.lengths, together, load.pieces)
     else:
         # The calls of a head come one by one; each unit copies one run.
         units = load.units // max(1, count_groups(work, group))
@@ -234,7 +234,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     copies = sample.runs * load.run_copies * group.batch * group.kv_heads
     if load.resident:
         copies *= _DEVICE_COPIES
-    calls += (load.at_once is not None) * load.units * hardware.call_seconds
+    calls += (load.pieces is not None) * load.units * hardware.call_seconds
     set_up = load.units * (hardware.unit_seconds + copies * hardware.copy_seconds)
     return Cost(
         arithmetic=on_device * scale,
@@ -242,10 +242,10 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         up=up,
         down=down,
         issue=calls + load.in_slots * set_up,
-        exposed=(up + down) / load.hidden_by,
+        exposed=(up + down) / load.overlapping_units,
         fixed=load.in_slots * hardware.pass_seconds,
         preparation=preparation,
-        even=load.even,
+        even=load.uniform_units,
         overlaps=hardware.overlaps,
     )
 

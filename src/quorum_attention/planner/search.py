@@ -12,7 +12,7 @@ from itertools import product
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Decomposition, Layout, Pairs
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.device.residency import Home
+from quorum_attention.execution.device.allocate import Home
 from quorum_attention.execution.problem import (
     Axis,
     Footprint,
@@ -87,9 +87,9 @@ def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
     place = replace(
         given.place,
         result_dtype=here.result_dtype,
-        copied=here.copied,
-        divided=here.divided,
-        flat=here.flat,
+        n_unreadable=here.n_unreadable,
+        rescaled_grad_bytes=here.rescaled_grad_bytes,
+        flattenable=here.flattenable,
     )
     if not schedule.runs(problem):
         schedule, place = schedule.through_slots(work), here

@@ -15,11 +15,11 @@ from helpers_fake_device import FakeDevice
 from helpers_late_cuda import Driver
 
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.device import residency
+from quorum_attention.execution.device import allocate
+from quorum_attention.execution.device.allocate import empty, empty_accumulator
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Locker, PinnedPool
-from quorum_attention.execution.device.residency import empty, empty_accumulator
 
 MIB = 1 << 20
 
@@ -150,7 +150,7 @@ def test_results_beside_a_gpu_lie_in_it(driver: Pooled, monkeypatch: pytest.Monk
     monkeypatch.setitem(BACKENDS, "cuda", backend)
 
     def result(rows: int) -> torch.Tensor:
-        return residency.empty_result((1, 2, rows, 64), torch.float16, HOST, "it", GPU)
+        return allocate.empty_result((1, 2, rows, 64), torch.float16, HOST, "it", GPU)
 
     rows = WORTH_LOCKING_BYTES // 128
     first = result(rows)
@@ -171,7 +171,7 @@ def test_results_beside_a_gpu_lie_in_it(driver: Pooled, monkeypatch: pytest.Monk
             raise OutOfMemoryError("missing")
         return empty(*given)
 
-    monkeypatch.setattr(residency, "empty", short)
+    monkeypatch.setattr(allocate, "empty", short)
     assert result(4 * rows) is not None
     assert tried == [1, 0]
 

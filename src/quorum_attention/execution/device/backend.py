@@ -22,7 +22,7 @@ from quorum_attention.kernels.fa4 import rates_at_head_dim
 from quorum_attention.sizes import counted
 
 if TYPE_CHECKING:
-    from quorum_attention.execution.device.cuda import Lanes
+    from quorum_attention.execution.device.cuda import KernelStreams
 
 # FLOP/s of cuDNN on an H200, forward and backward, by head dimension.
 _H200 = {
@@ -153,7 +153,7 @@ class Backend:
         """A new clock that measures stages on it."""
         return HostClock()
 
-    def lanes(self, device: torch.device, count: int) -> Lanes | None:
+    def kernel_streams(self, device: torch.device, count: int) -> KernelStreams | None:
         """``count`` streams for the kernel calls of a task; None: calls follow one another."""
         return None
 

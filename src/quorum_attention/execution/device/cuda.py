@@ -48,7 +48,7 @@ class Cuda(Backend):
     def free_bytes(self, device: torch.device) -> int:
         """Free device memory plus what the caching allocator holds but no tensor uses, limited by
         the process's memory fraction."""
-        device = numbered(device)
+        device = with_index(device)
         free, total = torch.cuda.mem_get_info(device)
         # ``memory_stats`` flattens this dictionary, which takes longer than a short attention call.
         stats = torch.cuda.memory_stats_as_nested_dict(device)
@@ -79,9 +79,9 @@ class Cuda(Backend):
         """A clock that uses CUDA events."""
         return CudaClock()
 
-    def lanes(self, device: torch.device, count: int) -> Lanes | None:
+    def kernel_streams(self, device: torch.device, count: int) -> KernelStreams | None:
         """``count`` streams, if that is more than one."""
-        return Lanes(device, count) if count > 1 else None
+        return KernelStreams(device, count) if count > 1 else None
 
     def page_locks(self, tensors: Iterable[Copied]) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and large."""
@@ -101,7 +101,7 @@ class Cuda(Backend):
         """Limit torch's allocator for the rest of this process."""
         torch.cuda.init()
         # ``set_per_process_memory_fraction`` refuses "cuda" without a number.
-        device = numbered(device)
+        device = with_index(device)
         _, total = torch.cuda.mem_get_info(device)
         allowed = torch.cuda.memory_reserved(device) + extra_bytes
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
@@ -181,7 +181,7 @@ def _wait_for_all() -> None:
             torch.cuda.synchronize(index)
 
 
-def numbered(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
     """``device`` with its number: without one it is the current device."""
     if device.index is not None:
         return device
@@ -228,7 +228,7 @@ class CudaClock(HostClock):
 # stream uses that time (docs/kernels.md).
 
 
-class Lanes:
+class KernelStreams:
     """Streams of one device, used in turn; created once for a pass."""
 
     def __init__(self, device: torch.device, count: int) -> None:

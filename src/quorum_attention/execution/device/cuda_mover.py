@@ -233,9 +233,9 @@ class BatchedCopies:
             # The driver is older than the bindings and has no batches: one by one from now on.
             self._attributes = None
         for copy in noted:
-            self.at_once(*copy, stream)
+            self.issue(*copy, stream)
 
-    def at_once(self, target: int, source: int, n_bytes: int, stream: Any) -> None:
+    def issue(self, target: int, source: int, n_bytes: int, stream: Any) -> None:
         """Issue a single copy."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDefault
         (status,) = self._runtime.cudaMemcpyAsync(target, source, n_bytes, kind, stream.cuda_stream)
@@ -368,7 +368,7 @@ class CudaMover(Mover):
                     buffers.settle(start, count)
                 self._copies.add(target, source, count)
             elif buffers is None:
-                self._copies.at_once(target, source, count, self._stream)
+                self._copies.issue(target, source, count, self._stream)
             else:
                 buffers.move(here, start, count, self._stream, up=up)
 

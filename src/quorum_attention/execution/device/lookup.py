@@ -8,7 +8,7 @@ import torch
 
 from quorum_attention.counts import shown
 from quorum_attention.execution.device.backend import Backend
-from quorum_attention.execution.device.cuda import Cuda, numbered
+from quorum_attention.execution.device.cuda import Cuda, with_index
 from quorum_attention.sizes import counted
 
 BACKENDS: dict[str, Backend] = {"cpu": Backend(), "cuda": Cuda()}
@@ -37,7 +37,7 @@ def on_host(device: torch.device) -> bool:
 
 def best_device() -> torch.device:
     """The current CUDA device if there is one, else the CPU."""
-    return numbered(torch.device("cuda")) if BACKENDS["cuda"].is_here() else HOST
+    return with_index(torch.device("cuda")) if BACKENDS["cuda"].is_here() else HOST
 
 
 def every_device() -> list[torch.device]:
@@ -72,7 +72,7 @@ def named_device(name: Any, argument: str) -> torch.device:
     return HOST if on_host(device) else device
 
 
-def present(name: Any, argument: str) -> torch.device:
+def available_device(name: Any, argument: str) -> torch.device:
     """The device called ``name``, with its number if it is a CUDA device.
 
     Raises:
@@ -89,4 +89,4 @@ def present(name: Any, argument: str) -> torch.device:
         raise ValueError(
             f"{argument} is {str(device)!r}, but there are {counted(count, 'CUDA device')}"
         )
-    return numbered(device)
+    return with_index(device)

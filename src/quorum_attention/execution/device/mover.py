@@ -62,7 +62,7 @@ class HostClock(Clock):
         return net
 
 
-class AtOnce:
+class ImmediateStream:
     """A stream, or an event, of a device whose work is done when a call returns.
 
     Its methods are those that a mover needs of torch.cuda.Stream and torch.cuda.Event.
@@ -97,8 +97,8 @@ class Mover:
         self,
         clock: Clock,
         n_slots: int,
-        streams: Sequence[Any] = (AtOnce(),) * 3,
-        event: Callable[[], Any] = AtOnce,
+        streams: Sequence[Any] = (ImmediateStream(),) * 3,
+        event: Callable[[], Any] = ImmediateStream,
     ) -> None:
         self.loaded_bytes = 0
         self.stored_bytes = 0

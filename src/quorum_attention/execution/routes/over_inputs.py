@@ -20,7 +20,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.layouts import Pieces, pieces_of
-from quorum_attention.execution.call import Job, Tools, as_kernel_readable, flat
+from quorum_attention.execution.call import Job, Tools, as_kernel_readable, flatten_batch
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.problem import (
     Footprint,
@@ -60,7 +60,7 @@ def all_rectangles(
 
 
 @dataclass(frozen=True, slots=True)
-class OverInputs(Route):
+class InPlace(Route):
     """A route over the inputs as they lie."""
 
     def slots(self, **changes: Any) -> Slots:
@@ -88,7 +88,7 @@ class OverInputs(Route):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(OverInputs):
+class Whole(InPlace):
     """One kernel call for each head group, or for all of them together; no sequence is cut."""
 
     words = "inputs in place, nothing to merge"
@@ -134,8 +134,8 @@ class Whole(OverInputs):
             results += final_bytes(problem)
         elif problem.place.result_dtype == work.dtype and not (problem.scaled or _widened(problem)):
             results = ()
-        given = (problem.place.divided or 0, *copied_bytes(problem, schedule.group))
-        if _is_one_call(schedule, problem) and not problem.place.flat:
+        given = (problem.place.rescaled_grad_bytes or 0, *copied_bytes(problem, schedule.group))
+        if _is_one_call(schedule, problem) and not problem.place.flattenable:
             given += tuple(i.count(work) * i.dtype(work).itemsize for i in problem.spec.inputs)
         return Footprint(
             problem.work.device_type, workspace, 0, tuple(accumulators), (*given, *results)
@@ -194,7 +194,7 @@ def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
     work = problem.work
     if not schedule.is_all(work):
         return False
-    if problem.place.flat:
+    if problem.place.flattenable:
         return True
     numbers = sum(item.count(work) for item in problem.spec.inputs)
     n_runs = max(1, math.prod(work.batch_shape[:-1]))
@@ -219,10 +219,10 @@ def _gives_results(problem: Problem) -> bool:
     the kernel's 16 bits.
     """
     exact = problem.place.result_dtype == problem.work.dtype or not problem.scaled
-    return exact and problem.place.divided is None
+    return exact and problem.place.rescaled_grad_bytes is None
 
 
-def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
+def single_kernel_call(job: Job) -> tuple[torch.Tensor, ...] | None:
     """Computes a call by one kernel call without a schedule, for calls so short that making one
     would take longer.
 
@@ -252,7 +252,7 @@ def _of_call(
         axes = {item.name: item.axis for item in problem.spec.inputs}
         given = {name: group_part(t, group, axes[name]) for name, t in given.items()}
     elif len(work.batch_shape) != 1:
-        given = {name: flat(t, work) for name, t in given.items()}
+        given = {name: flatten_batch(t, work) for name, t in given.items()}
     dropout = job.dropout if group is None else job.dropout_of(group)
     joins = not backward and job.sinks is not None
     one = Call(
@@ -305,7 +305,7 @@ def _scaled(job: Job, schedule: Schedule, group: Group, tools: Tools) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Blockwise(OverInputs):
+class Blockwise(InPlace):
     """All tasks of a head group, which has one batch entry, as one.
 
     Attributes:
@@ -344,7 +344,7 @@ class Blockwise(OverInputs):
             self.streams * problem.workspace(schedule.extent(problem.work)),
             0,
             (*allocated_bytes(problem, schedule.group), *final_bytes(problem)),
-            (problem.place.divided or 0, *copied, *result_bytes(problem)),
+            (problem.place.rescaled_grad_bytes or 0, *copied, *result_bytes(problem)),
         )
 
     def _copied_by_kernel(self, problem: Problem) -> bool:
@@ -355,7 +355,7 @@ class Blockwise(OverInputs):
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Each head group is one unit."""
         units = count_groups(problem.work, schedule.group)
-        return WorkCounts(units=units, at_once=self.pieces)
+        return WorkCounts(units=units, pieces=self.pieces)
 
     def compute(self, job: Job, schedule: Schedule, group: Group, tools: Tools) -> Iterator[int]:
         """All tasks as one."""
@@ -373,7 +373,7 @@ def allocated_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     states = () if in_results(problem) else state_bytes(problem, group)
     if not problem.scaled:
         return states
-    divided = next(item for item in problem.spec.inputs if item.name == problem.spec.divided)
+    divided = next(item for item in problem.spec.inputs if item.name == problem.spec.rescaled_input)
     copy = divided.count(problem.work, group) * problem.work.dtype.itemsize
     return (*states, copy, *(SMALL_BYTES,) * 4)
 
@@ -393,7 +393,7 @@ def compute_group(
         copied: whether to copy inputs that operators cannot read; if not, the kernel does.
     """
     work, spec = job.work, job.spec
-    divides = spec.divided if job.problem.scaled else None
+    divides = spec.rescaled_input if job.problem.scaled else None
     # An input that is divided is not copied: dividing it makes a copy anyway.
     given = {i.name: job.read(i, group, copied and i.name != divides) for i in spec.inputs[3:]}
     scaling = upstream = None

@@ -16,8 +16,8 @@ from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import RecoveryController
+from quorum_attention.execution.device.allocate import home_device
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.residency import home_device
 from quorum_attention.execution.engine import Engine
 from quorum_attention.execution.problem import (
     Axis,
@@ -87,7 +87,7 @@ class Slots(Route):
             self.streams * problem.workspace(schedule.extent(work)),
             self.n_cap * layout_of(schedule, problem).slot_bytes,
             (*homes, *scaling),
-            (problem.place.divided or 0, *result_bytes(problem)),
+            (problem.place.rescaled_grad_bytes or 0, *result_bytes(problem)),
         )
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
@@ -105,10 +105,10 @@ class Slots(Route):
             up=up,
             down=down,
             resident=problem.place.resident,
-            hidden_by=max(1, units) if self.n_cap > 1 else 1,
+            overlapping_units=max(1, units) if self.n_cap > 1 else 1,
             in_slots=True,
             run_copies=len(problem.spec.inputs) + 2 * len(problem.spec.states),
-            even=schedule.decomposition.depth < 2,
+            uniform_units=schedule.decomposition.depth < 2,
         )
 
     def slots(self, **changes: Any) -> Slots:

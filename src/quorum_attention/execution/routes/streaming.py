@@ -24,7 +24,7 @@ from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import Group, RecoveryController
 from quorum_attention.execution.control.visits import Visit
-from quorum_attention.execution.device.residency import home_device
+from quorum_attention.execution.device.allocate import home_device
 from quorum_attention.execution.engine import Engine
 from quorum_attention.execution.problem import (
     Axis,
@@ -144,7 +144,7 @@ class Streaming(Route):
             workspace=problem.workspace(schedule.extent(problem.work)),
             slots=chunk.slot_bytes + self.n_cap * block.slot_bytes,
             accumulators=(*homes, *scaling),
-            results=(problem.place.divided or 0, *result_bytes(problem)),
+            results=(problem.place.rescaled_grad_bytes or 0, *result_bytes(problem)),
         )
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
@@ -170,7 +170,7 @@ class Streaming(Route):
             up=up,
             down=down,
             resident=problem.place.resident,
-            hidden_by=max(1, round((up + down) / max(1, without_overlap))),
+            overlapping_units=max(1, round((up + down) / max(1, without_overlap))),
             in_slots=True,
             run_copies=streamed_copies + 2 * state_copies,
         )

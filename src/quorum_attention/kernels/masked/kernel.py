@@ -245,7 +245,7 @@ class PartwiseKernel(Kernel):
         limits = task.max_queries, task.max_keys
         if task.max_queries:
             limits = self._limits(limits, call)
-        inside = replace(task, max_queries=limits[0], max_keys=limits[1], lanes=None)
+        inside = replace(task, max_queries=limits[0], max_keys=limits[1], streams=None)
         clear, upper, ragged = parts
         if clear:
             yield kernel, replace(inside, rectangles=clear)
