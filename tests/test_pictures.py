@@ -13,7 +13,7 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.pictures import draw_coverage
 from quorum_attention.pictures.geometry import blocks
 
-SHAPES = [
+DECOMPOSITIONS = [
     Decomposition(1_048_576, (57, 57)),
     Decomposition(65_536, (3, 7), layout="balanced"),
     Decomposition(5, (7,)),
@@ -27,18 +27,18 @@ def colours_of(path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "n_queries", "n_keys"),
+    ("decomposition", "n_queries", "n_keys"),
     [
-        *((shape, shape.n_tokens, shape.n_tokens) for shape in SHAPES),
+        *((cut, cut.n_tokens, cut.n_tokens) for cut in DECOMPOSITIONS),
         *((Decomposition(4_096, (7,)), *n) for n in ((100, 4_096), (0, 4_096))),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_coverage_is_drawn(shape, n_queries, n_keys, is_causal, tmp_path):
+def test_coverage_is_drawn(decomposition, n_queries, n_keys, is_causal, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "coverage.png"
-    draw_coverage(shape, Pairs(n_queries, n_keys, is_causal), path)
+    draw_coverage(decomposition, Pairs(n_queries, n_keys, is_causal), path)
     assert path.stat().st_size > 5_000
     assert min(n_queries, n_keys) < 4_000 or len(colours_of(path)) > 7
 

@@ -22,16 +22,16 @@ def test_what_makes_no_sense_is_refused():
     for name, value in numbers + others:
         with pytest.raises((TypeError, ValueError), match=name if name != "levels" else "chunk|c "):
             Decomposition(**{"n_tokens": 100, name: value})
-    shape = Decomposition(100, (7, 3))
+    decomposition = Decomposition(100, (7, 3))
     for path in [(), (0,), (0, 0, 0), (7, 0), (0, 3), (-1, 0)]:
         with pytest.raises(ValueError, match="path must be one owner chunk"):
-            shape.task(path)
+            decomposition.task(path)
     for path in [[1, 2], (1.0, 2), (True, 0), "12", 5, None]:
         with pytest.raises(TypeError, match="path must be a tuple of whole numbers"):
-            shape.task(path)
+            decomposition.task(path)
     for name, value in [("max_queries", 0), ("max_keys", 2.5), ("n_queries", -1), ("n_keys", True)]:
         with pytest.raises((TypeError, ValueError), match=name):
-            shape.task((0, 0)).rectangles(True, **{name: value})
+            decomposition.task((0, 0)).rectangles(True, **{name: value})
 
 
 def test_a_billion_tokens_stay_symbolic():
@@ -51,10 +51,10 @@ def test_a_billion_tokens_stay_symbolic():
 
 @settings(max_examples=100, deadline=None)
 @given(decompositions(), st.booleans(), st.data())
-def test_contiguous_parts_have_the_pairs_of_a_rectangle(shape, is_causal, data) -> None:
+def test_contiguous_parts_have_the_pairs_of_a_rectangle(decomposition, is_causal, data) -> None:
     """Each pair in one part, and what is causal still cut at the diagonal of the sequence."""
-    path = tuple(data.draw(st.integers(0, c - 1)) for c in shape.levels)
-    task = shape.task(path)
+    path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
+    task = decomposition.task(path)
     where = positions(task)
     for r in task.rectangles(is_causal):
         times = np.zeros((r.n_queries, r.n_keys), dtype=int)

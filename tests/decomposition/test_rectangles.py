@@ -61,8 +61,8 @@ def test_depth_one_causal_takes_l_calls(c, layout):
 @pytest.mark.parametrize("levels", [(), (7,), (21,)])
 def test_every_pair_is_in_one_rectangle(pieces, causal, sizes, levels) -> None:
     n_queries, n_keys = sizes
-    shape = Decomposition(max(sizes), levels, tile=8)
-    task, rectangles = pieces_of(shape, pieces, causal, n_queries, n_keys)
+    decomposition = Decomposition(max(sizes), levels, tile=8)
+    task, rectangles = pieces_of(decomposition, pieces, causal, n_queries, n_keys)
     assert task.n_tokens == max(sizes)
     kept, wanted = count_rectangles(rectangles, max(sizes)), np.zeros((max(sizes),) * 2, dtype=int)
     wanted[:n_queries, :n_keys] = 1

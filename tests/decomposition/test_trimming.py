@@ -53,19 +53,19 @@ def kept(task: Task, pairs: Pairs, mask) -> set[tuple[int, int]]:  # type: ignor
 
 @settings(max_examples=150, deadline=None)
 @given(
-    shape=decompositions(),
+    decomposition=decompositions(),
     name=st.sampled_from([None, *MASKS]),
     is_causal=st.booleans(),
     fewer=st.integers(0, 150),
     keys=st.booleans(),
 )
-def test_no_pair_and_no_token_is_lost(shape, name, is_causal, fewer, keys) -> None:
-    n, less = shape.n_tokens, max(0, shape.n_tokens - fewer)
+def test_no_pair_and_no_token_is_lost(decomposition, name, is_causal, fewer, keys) -> None:
+    n, less = decomposition.n_tokens, max(0, decomposition.n_tokens - fewer)
     mask = None if name is None else MASKS[name]
     verdict = None if mask is None else by_looking(mask)
     pairs = Pairs(n, less, is_causal, verdict) if keys else Pairs(less, n, is_causal, verdict)
-    tasks = list(shape.tasks())
-    found = trimmed(tasks, pairs, shape.tile)
+    tasks = list(decomposition.tasks())
+    found = trimmed(tasks, pairs, decomposition.tile)
     left = {task.path: task for task in found}
     assert list(left) == [task.path for task in tasks if task.path in left]  # in order
     for task in tasks:
@@ -82,7 +82,7 @@ def test_no_pair_and_no_token_is_lost(shape, name, is_causal, fewer, keys) -> No
 @pytest.mark.parametrize("levels", [(7,), (13,), (7, 7)])
 def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
     n, window = 1 << 17, 1024
-    shape = Decomposition(n, levels, "aligned", 128)
+    decomposition = Decomposition(n, levels, "aligned", 128)
     asked = []
 
     def verdict(r: Ranges) -> Verdict:
@@ -90,11 +90,11 @@ def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
         near, far = r.queries.start - (r.keys.stop - 1), r.queries.stop - 1 - r.keys.start
         return EMPTY if near > window or far < 0 else PARTIAL
 
-    found = trimmed(list(shape.tasks()), Pairs(n, n, True, verdict))
-    before = sum(task.n_tokens for task in shape.tasks())
+    found = trimmed(list(decomposition.tasks()), Pairs(n, n, True, verdict))
+    before = sum(task.n_tokens for task in decomposition.tasks())
     assert before > 2.9 * n
     assert sum(task.n_tokens for task in found) < 1.35 * n
-    assert max(task.n_tokens for task in found) < 0.5 * shape.max_task_tokens
+    assert max(task.n_tokens for task in found) < 0.5 * decomposition.max_task_tokens
     assert all(start % 128 == 0 for task in found for start, _, _ in task.runs)
     # The border's length counts, not the area.
     assert len(asked) < 2000 * len(found)

@@ -152,13 +152,13 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
 )
 def test_the_tally_is_that_of_the_tasks(window, levels, tile, is_causal, backward) -> None:  # type: ignore[no-untyped-def]
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
-    shape = Decomposition(4096, levels, "aligned", tile)
-    tasks, sizes_of_tasks = trimmed_tasks(shape, (4096, 4096, is_causal), kernel, backward)
-    counted = trimmed_sizes(shape, (4096, 4096, is_causal), kernel, backward)
+    decomposition = Decomposition(4096, levels, "aligned", tile)
+    tasks, sizes_of_tasks = trimmed_tasks(decomposition, (4096, 4096, is_causal), kernel, backward)
+    counted = trimmed_sizes(decomposition, (4096, 4096, is_causal), kernel, backward)
     assert counted == sizes_of_tasks
     sizes = [task.n_tokens for task in tasks]
-    assert counted.n_tasks == len(sizes) <= shape.n_tasks
+    assert counted.n_tasks == len(sizes) <= decomposition.n_tasks
     assert counted.tokens == sum(sizes) <= counted.untrimmed_tokens
-    assert counted.untrimmed_tokens == sum(task.n_tokens for task in shape.tasks())
-    assert counted.largest == max(sizes) <= shape.max_task_tokens
+    assert counted.untrimmed_tokens == sum(task.n_tokens for task in decomposition.tasks())
+    assert counted.largest == max(sizes) <= decomposition.max_task_tokens
     assert 0.0 <= counted.trimmed_share < 1.0

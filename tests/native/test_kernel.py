@@ -114,8 +114,8 @@ def test_a_large_table_goes_in_parts(
 @pytest.mark.parametrize("causal", [True, False])
 def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> None:
     native = NativeKernel()
-    shape = Decomposition(1 << 17, levels)
-    task = shape.task(tuple(c // 2 for c in levels))
+    decomposition = Decomposition(1 << 17, levels)
+    task = decomposition.task(tuple(c // 2 for c in levels))
     n = task.n_tokens
     empty = torch.empty(1, 1, n, 1)
     tensors = TaskTensors(

@@ -64,8 +64,8 @@ def test_every_pair_once(
 
 def test_neighbouring_runs_are_joined() -> None:
     """At depth 1 a block of queries walks its keys in one go, the diagonal included."""
-    shape = Decomposition(13 * 256, (13,))
-    for task in list(shape.tasks())[:3]:
+    decomposition = Decomposition(13 * 256, (13,))
+    for task in list(decomposition.tasks())[:3]:
         found = pieces(task.rectangles(True), uncut(task.n_tokens), Geometry())
         assert max(np.diff(table(found, task.n_tokens, 128, "query")[0])) <= 1
 

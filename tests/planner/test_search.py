@@ -67,15 +67,15 @@ def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backw
     machine = kernel_hardware(case, MACHINE)
     again = price(best.schedule, case, machine)
     assert (again.footprint, again.cost) == (best.footprint, best.cost)
-    if best.cost.seconds < policy.WORTH_COMPARING:
+    if best.cost.seconds < policy.MIN_SECONDS_TO_SEARCH:
         return
-    shapes = islice(_decompositions(n, constraints), 40)
-    every = [one for shape in shapes for one in _schedules(case, constraints, shape)]
-    for schedule in every[::7]:
+    decompositions = islice(_decompositions(n, constraints), 40)
+    schedules = [one for cut in decompositions for one in _schedules(case, constraints, cut)]
+    for schedule in schedules[::7]:
         other = price(schedule, case, machine)
         if other.footprint.total <= budget:
-            slack = policy.CLEARLY if isinstance(best.schedule.route, Whole) else 1.0
-            slack -= policy.FIRST_CALL_COUNTS
+            slack = policy.REQUIRED_TIME_SHARE if isinstance(best.schedule.route, Whole) else 1.0
+            slack -= policy.MAX_PREPARATION_SHARE
             assert other.cost.seconds >= slack * best.cost.seconds
 
 
@@ -130,8 +130,8 @@ def test_the_arithmetic_is_never_left_out(sizes, levels, spec) -> None:
     """Where there are few queries or few keys most tasks have none: those that are priced do."""
     for causal in (False,) if sizes[0] > sizes[1] else (False, True):
         work = replace(WORK, n_queries=sizes[0], n_keys=sizes[1], is_causal=causal)
-        shape = Decomposition(work.n_tokens, levels)
-        made = schedule_of(work, shape, GroupSize(1, 2), Slots(2, "host"))
+        decomposition = Decomposition(work.n_tokens, levels)
+        made = schedule_of(work, decomposition, GroupSize(1, 2), Slots(2, "host"))
         for problem in (Problem(work, DENSE, spec, place) for place in (FAR, NEAR)):
             found = cost(made, problem, MACHINE)
             assert found.arithmetic >= least_seconds(problem, MACHINE)
@@ -150,8 +150,10 @@ def test_less_takes_no_more(levels, n_cap, backward, resident, given_results) ->
     place = replace(FAR, resident=resident, results_given=given_results)
 
     def total(route=None, levels=levels, group=None, place=place) -> int:
-        shape = Decomposition(WORK.n_tokens, levels)
-        made = schedule_of(WORK, shape, group or GroupSize(1, 2), route or Slots(n_cap, "device"))
+        decomposition = Decomposition(WORK.n_tokens, levels)
+        made = schedule_of(
+            WORK, decomposition, group or GroupSize(1, 2), route or Slots(n_cap, "device")
+        )
         problem = Problem(WORK, DENSE, spec_of(backward), place)
         return made.route.memory_use(made, problem).total
 

@@ -90,16 +90,16 @@ def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def summary(made: Plan) -> dict[str, Any]:
+def summary(plan: Plan) -> dict[str, Any]:
     """A plan in plain types."""
     own = ["levels", "n_tasks", "n_groups", "kernel", "backward", "peak_bytes", "predicted_seconds"]
-    schedule = made.schedule
-    heads = schedule.group.kv_heads * made.work.queries_per_key_head
+    schedule = plan.schedule
+    heads = schedule.group.kv_heads * plan.work.queries_per_key_head
     return {
-        "kept": made.kept or "all pairs", "layout": made.decomposition.layout,
+        "kept": plan.kept or "all pairs", "layout": plan.decomposition.layout,
         "max_task_tokens": schedule.largest_task, "heads_per_group": heads,
         "n_cap": schedule.route.n_cap, "accumulator": schedule.route.accumulator,
-        **{name: getattr(made, name) for name in own},
+        **{name: getattr(plan, name) for name in own},
     }  # fmt: skip
 
 

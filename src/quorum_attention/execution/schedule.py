@@ -72,12 +72,12 @@ class Route(ABC):
         """What a head group is computed in, in words."""
         return counted(schedule.n_tasks, "task")
 
-    def task_rows(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+    def task_rows(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
         """Query rows and key rows of the largest task that a kernel gets."""
         return work.n_queries, work.n_keys
 
     @abstractmethod
-    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
         """Most queries and keys of a rectangle, before any limit is put on them."""
 
     @abstractmethod
@@ -208,7 +208,7 @@ class Schedule:
 
 def schedule_of(
     work: CallShape,
-    shape: Decomposition,
+    decomposition: Decomposition,
     group: GroupSize,
     route: Route,
     *,
@@ -220,14 +220,14 @@ def schedule_of(
     ``max_pairs`` bounds queries x keys of a rectangle, for a mask with both dimensions. The longer
     side is halved until the limits are within it.
     """
-    unit = shape.tile if shape.layout == "aligned" else 1
-    queries, keys = (max(1, limit) for limit in route.limits(shape, work))
+    unit = decomposition.tile if decomposition.layout == "aligned" else 1
+    queries, keys = (max(1, limit) for limit in route.limits(decomposition, work))
     while max_pairs is not None and queries * keys > max_pairs and max(queries, keys) > 1:
         if queries >= keys:
             queries = _half(queries, unit)
         else:
             keys = _half(keys, unit)
-    return Schedule(shape, group, route, queries, keys, pinned)
+    return Schedule(decomposition, group, route, queries, keys, pinned)
 
 
 def _half(side: int, unit: int) -> int:

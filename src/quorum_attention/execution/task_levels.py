@@ -23,12 +23,12 @@ class TaskLevels:
         pairs: the pairs that the call keeps.
     """
 
-    def __init__(self, planned: Schedule, problem: Problem) -> None:
-        self.planned = planned
+    def __init__(self, schedule: Schedule, problem: Problem) -> None:
+        self.planned = schedule
         self.problem = problem
         self.work = problem.work
-        self.depth = planned.decomposition.depth
-        self.n_cap = planned.route.n_cap
+        self.depth = schedule.decomposition.depth
+        self.n_cap = schedule.route.n_cap
         self.pairs = problem.pairs
         self._tasks: dict[int, list[Task]] = {}
         self._schedules: dict[int, Schedule] = {}

@@ -132,18 +132,25 @@ def draw_coverage(
     save(_figure(decomposition, pairs, tasks, kept), path)
 
 
-def _figure(shape: Decomposition, pairs: Pairs, tasks: Sequence[Task] | None, kept: str) -> Any:
+def _figure(
+    decomposition: Decomposition, pairs: Pairs, tasks: Sequence[Task] | None, kept: str
+) -> Any:
     """The picture as a matplotlib figure."""
     figure = new_figure(12.4, 7.5)
-    square(figure, shape, pairs, summary(shape, kept, None if tasks is None else len(tasks)))
+    square(
+        figure,
+        decomposition,
+        pairs,
+        summary(decomposition, kept, None if tasks is None else len(tasks)),
+    )
     right = figure.add_axes((0.555, 0.18, 0.415, 0.675))
     # One whose owner chunk lies between its other chunks, if there is one.
-    path = tuple(1 if c > 1 else 0 for c in shape.levels)
-    task = shape.task(path)
+    path = tuple(1 if c > 1 else 0 for c in decomposition.levels)
+    task = decomposition.task(path)
     if tasks is not None:
         task = next((task for task in tasks if task.path == path), tasks[len(tasks) // 2])
-    headed(right, "One task, on its own tokens only", _draw_task(right, shape, pairs, task))
-    if shape.levels:
+    headed(right, "One task, on its own tokens only", _draw_task(right, decomposition, pairs, task))
+    if decomposition.levels:
         text = (
             "Coloured pairs are computed here, outlined ones are a chunk with itself. Grey pairs "
             "belong to other tasks and would be computed twice otherwise. "
@@ -154,24 +161,24 @@ def _figure(shape: Decomposition, pairs: Pairs, tasks: Sequence[Task] | None, ke
     return figure
 
 
-def summary(shape: Decomposition, kept: str, n_tasks: int | None = None) -> str:
-    """The title of a picture of ``shape``."""
-    parts = [counted(shape.n_tokens, "token")]
-    if shape.levels:
-        chunks = " x ".join(map(str, shape.levels))
-        parts += [f"{chunks} chunks", counted(n_tasks or shape.n_tasks, "independent task")]
+def summary(decomposition: Decomposition, kept: str, n_tasks: int | None = None) -> str:
+    """The title of a picture of ``decomposition``."""
+    parts = [counted(decomposition.n_tokens, "token")]
+    if decomposition.levels:
+        chunks = " x ".join(map(str, decomposition.levels))
+        parts += [f"{chunks} chunks", counted(n_tasks or decomposition.n_tasks, "independent task")]
     else:
         parts.append("one uncut task")
     return ", ".join([*parts, kept] if kept else parts)
 
 
-def square(figure: Any, whole: Decomposition, pairs: Pairs, title: str) -> None:
+def square(figure: Any, decomposition: Decomposition, pairs: Pairs, title: str) -> None:
     """Draw the score square in the left half of ``figure``, in about ``MAX_BLOCKS`` blocks."""
     from matplotlib.collections import PolyCollection
 
     figure.text(0.055, 0.952, title, color=INK, size=15, weight="bold")
     axes = figure.add_axes((0.055, 0.18, 0.415, 0.675))
-    shape = shallow(whole, MAX_BLOCKS, pairs.is_causal)
+    shape = shallow(decomposition, MAX_BLOCKS, pairs.is_causal)
     rows, columns = (max(1, min(n, shape.n_tokens)) for n in (pairs.n_queries, pairs.n_keys))
     cell = max(1, shape.n_tokens // (2 * isqrt(MAX_BLOCKS)))
     polygons: list[list[Point]] = []
@@ -191,8 +198,8 @@ def square(figure: Any, whole: Decomposition, pairs: Pairs, title: str) -> None:
     note = "each pair in exactly one task: its colour says which"
     if not shape.levels:
         note = "one call computes every pair"
-    elif shape.depth < whole.depth:
-        note += f"; {shape.depth} of {whole.depth} levels of cutting drawn"
+    elif shape.depth < decomposition.depth:
+        note += f"; {shape.depth} of {decomposition.depth} levels of cutting drawn"
     headed(axes, "All pairs of a query and a key", note)
     text = "Each point is one pair: its row is the query, its column the key. "
     if pairs.verdict is not None or pairs.is_causal:
@@ -228,7 +235,7 @@ def _number_chunks(axes: Any, edges: list[int], rows: int, columns: int) -> None
     axes.set_ylabel("queries", color=SOFT, size=10.5)
 
 
-def _draw_task(axes: Any, shape: Decomposition, pairs: Pairs, task: Task) -> str:
+def _draw_task(axes: Any, decomposition: Decomposition, pairs: Pairs, task: Task) -> str:
     """Draw the mask of one task; returns a line of text to put above it."""
     from matplotlib.collections import PolyCollection
 
@@ -251,7 +258,7 @@ def _draw_task(axes: Any, shape: Decomposition, pairs: Pairs, task: Task) -> str
             if i == j and row.bits == 0:
                 cells["owned"].append([(x + across, y + down) for x, y in corners(whole)])
     width = 0 if pairs.verdict else 1.2 if len(task.spans) <= _NUMBERED else 0.3
-    colour = task_colour(task.path, shape.levels)
+    colour = task_colour(task.path, decomposition.levels)
     for name, face, edge, lw in (
         ("elsewhere", MASKED, PAPER, width), ("computed", colour, PAPER, width),
         ("owned", "none", INK, 1.6),
@@ -260,7 +267,7 @@ def _draw_task(axes: Any, shape: Decomposition, pairs: Pairs, task: Task) -> str
         axes.add_collection(patches)
     axes.set_xlabel("the task's keys", color=SOFT, size=10.5)
     axes.set_ylabel("the task's queries", color=SOFT, size=10.5)
-    share = task.n_tokens / shape.n_tokens if shape.n_tokens else 0.0
+    share = task.n_tokens / decomposition.n_tokens if decomposition.n_tokens else 0.0
     name = f"task {', '.join(map(str, task.path))}" if task.path else "the whole call"
     text = f"{name}: {share:.1%} of the tokens"
     if pairs.verdict is None:  # under a mask kernels cut their calls themselves

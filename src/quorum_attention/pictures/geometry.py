@@ -44,17 +44,17 @@ def kept(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle]:
             yield Rectangle(*part.queries, *part.keys)
 
 
-def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
-    """``shape`` with as many of its levels as can be drawn in about ``limit`` blocks.
+def shallow(decomposition: Decomposition, limit: int, is_causal: bool) -> Decomposition:
+    """``decomposition`` with as many of its levels as can be drawn in about ``limit`` blocks.
 
     Deeper levels only divide the blocks of the first ones further.
     """
-    while shape.depth > 1:
-        last = shape.task(tuple(c - 1 for c in shape.levels))
-        first = shape.task((0,) * shape.depth)
-        pairs = Pairs(shape.n_tokens, shape.n_tokens, is_causal)
+    while decomposition.depth > 1:
+        last = decomposition.task(tuple(c - 1 for c in decomposition.levels))
+        first = decomposition.task((0,) * decomposition.depth)
+        pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
         each = max(sum(1 for _ in blocks(t, pairs)) for t in (first, last))
-        if each * shape.n_tasks <= limit:
+        if each * decomposition.n_tasks <= limit:
             break
-        shape = replace(shape, levels=shape.levels[:-1])
-    return shape
+        decomposition = replace(decomposition, levels=decomposition.levels[:-1])
+    return decomposition

@@ -155,7 +155,8 @@ def _rounded(work: CallShape) -> CallShape:
     if work.is_causal and work.n_queries != work.n_keys:
         return work
     n_queries, n_keys = (
-        max(policy.SHORTEST, 1 << (n - 1).bit_length()) for n in (work.n_queries, work.n_keys)
+        max(policy.MIN_ROUNDED_TOKENS, 1 << (n - 1).bit_length())
+        for n in (work.n_queries, work.n_keys)
     )
     return replace(work, n_queries=n_queries, n_keys=n_keys)
 
@@ -188,10 +189,12 @@ def choose_plan(
         if best is not None:
             before, is_first = best[1], best[0] is problem.kernel
             whole = isinstance(before.schedule.route, Whole)
-            if is_first and (whole or before.predicted_seconds < policy.WORTH_BUILDING):
+            if is_first and (
+                whole or before.predicted_seconds < policy.MIN_SECONDS_TO_BUILD_KERNEL
+            ):
                 break
             # Of the best plan's time, what another has to be below.
-            share = policy.CLEARLY_ANOTHER_KERNEL if is_first else 1.0
+            share = policy.REQUIRED_TIME_SHARE_OF_KERNEL if is_first else 1.0
             limit = before.predicted_seconds * share
             if least_seconds(one, kernel_hardware(one, hardware)) >= limit:
                 continue  # whatever a search found, it would not be taken
@@ -230,8 +233,13 @@ def _constraints(options: PlannerOptions) -> PlanConstraints:
     )
     if options.plan is None:
         return found
-    shape = options.plan.decomposition
-    return replace(found, levels=shape.levels, layout=shape.layout, tile=shape.tile)
+    decomposition = options.plan.decomposition
+    return replace(
+        found,
+        levels=decomposition.levels,
+        layout=decomposition.layout,
+        tile=decomposition.tile,
+    )
 
 
 def usable_bytes(device: torch.device) -> int:
@@ -239,7 +247,7 @@ def usable_bytes(device: torch.device) -> int:
     backend = backend_of(device)
     if not backend.is_here():
         return policy.ASSUMED_DEVICE_BYTES
-    free = int(backend.free_bytes(device) * (1 - policy.MARGIN))
+    free = int(backend.free_bytes(device) * (1 - policy.FREE_MEMORY_MARGIN))
     # Rounded down in steps of a few per cent: a remembered plan still serves when a little more or
     # less is free.
     step = 1 << max(0, free.bit_length() - 6)

@@ -334,7 +334,7 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -
         whole = forward.uncut_bytes
     others = []
     # Under a mask of the kernel's own each task of a decomposition is looked at.
-    most = math.inf if forward.pairs is None else policy.MOST_TRIMMED
+    most = math.inf if forward.pairs is None else policy.MAX_TRIMMED_TASKS
     for levels in _OTHER_LEVELS:
         looked_at = levels != forward.levels and math.prod(levels) <= most
         if looked_at and n_tokens >= 128 * max(levels, default=0):

@@ -90,10 +90,10 @@ class HardwareModel:
             share = 1 - (1 - share) * self.exposed_idle
         return float(share ** (1 - self.throttle))
 
-    def busy_share(self, lanes: int, *, causal: bool, backward: bool) -> float:
-        """The share of threads that an uncut call of ``lanes`` heads of batch entries keeps busy,
+    def busy_share(self, n_heads: int, *, causal: bool, backward: bool) -> float:
+        """The share of threads that an uncut call of ``n_heads`` heads of batch entries keeps busy,
         where each gets whole ones (backward), or the same number of rows (forward)."""
-        each = max(1, lanes) / self.threads
+        each = max(1, n_heads) / self.threads
         if backward:
             return each / math.ceil(each)
         if not causal:

@@ -35,7 +35,7 @@ class Cost:
         fixed: time of a pass that does not depend on its size.
         preparation: extra time of the first call, while the kernel prepares the shapes of a few
             typical tasks; not part of ``seconds``.
-        even: whether all units are alike, so that the shorter terms are hidden completely.
+        uniform_units: whether all units are alike, so that the shorter terms are hidden completely.
         overlaps: whether compute, copies and the host run side by side.
     """
 
@@ -47,7 +47,7 @@ class Cost:
     exposed: float
     fixed: float
     preparation: float
-    even: bool
+    uniform_units: bool
     overlaps: bool
 
     @property
@@ -58,7 +58,7 @@ class Cost:
         if self.overlaps:
             side_by_side = (compute, self.up, self.down, self.issue)
             longest = max(side_by_side)
-            if not self.even and longest > 0:
+            if not self.uniform_units and longest > 0:
                 # One unit computes longer, the next copies longer: two slots hide only a part of
                 # the shorter terms (fitted: docs/planner.md).
                 longest *= sum((part / longest) ** 2.5 for part in side_by_side) ** 0.4

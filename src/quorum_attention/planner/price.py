@@ -79,15 +79,15 @@ def _sample(
     decomposition: Decomposition,
     lengths: Lengths,
     together: tuple[int, int] | None,
-    at_once: Pieces | None,
+    pieces: Pieces | None,
 ) -> _Sample:
     n_queries, n_keys, is_causal = lengths
-    if at_once is None:
+    if pieces is None:
         tasks, cuts = _sampled(decomposition, is_causal, n_queries, n_keys)
     else:
-        task, rectangles = pieces_of(decomposition, at_once, is_causal, n_queries, n_keys)
+        task, rectangles = pieces_of(decomposition, pieces, is_causal, n_queries, n_keys)
         tasks, cuts = [task], [rectangles]
-    calls = _calls_of(cuts, together, at_once)
+    calls = _calls_of(cuts, together, pieces)
     return _Sample(
         tuple(calls.items()),
         sum(len(task.runs) for task in tasks) / len(tasks),
@@ -97,13 +97,13 @@ def _sample(
 
 
 def _calls_of(
-    cuts: Iterable[tuple[Rectangle, ...]], together: tuple[int, int] | None, at_once: Pieces | None
+    cuts: Iterable[tuple[Rectangle, ...]], together: tuple[int, int] | None, pieces: Pieces | None
 ) -> Counter[Batch]:
     """The operator calls of tasks that are cut into these rectangles."""
     calls: Counter[Batch] = Counter()
     for rectangles in cuts:
         # Halves may be batches, as far as limits let them.
-        joined = at_once in (None, "halves")
+        joined = pieces in (None, "halves")
         for batch in batches(rectangles) if joined else map(Batch, rectangles):
             first = batch.first
             most = 1
@@ -127,11 +127,11 @@ def _device_seconds(
     sample: _Sample, problem: Problem, schedule: Schedule, hardware: HardwareModel, *, uncut: bool
 ) -> float:
     """Seconds of the sample's calls for a head group."""
-    work, spec, lanes = problem.work, problem.spec, schedule.n_query_heads(problem.work)
+    work, spec, n_heads = problem.work, problem.spec, schedule.n_query_heads(problem.work)
     seconds = 0.0
     for call, times in sample.calls:
         r = call.first
-        rows = (r.n_keys if spec.backward else r.n_queries) * call.count * lanes
+        rows = (r.n_keys if spec.backward else r.n_queries) * call.count * n_heads
         side = r.n_queries if r.causal else 0
         share = hardware.share_of_rate(rows, side, schedule.route.streams)
         if uncut or r.causal:
@@ -140,21 +140,21 @@ def _device_seconds(
             bytes_of_row = (work.head_dim + work.value_dim) * work.dtype.itemsize
             share *= hardware.cached_share(inner * bytes_of_row)
         if uncut and problem.kernel.thread_per_head:
-            share *= hardware.busy_share(lanes, causal=r.causal, backward=spec.backward)
-        flops = _flops_of_pair(work, spec) * r.pairs * call.count * lanes
+            share *= hardware.busy_share(n_heads, causal=r.causal, backward=spec.backward)
+        flops = _flops_of_pair(work, spec) * r.pairs * call.count * n_heads
         seconds += times * (flops / (_rate(hardware, spec) * share) + hardware.call_device_seconds)
     return seconds
 
 
 def _launch_seconds(
-    sample: _Sample, problem: Problem, lanes: int, hardware: HardwareModel
+    sample: _Sample, problem: Problem, n_heads: int, hardware: HardwareModel
 ) -> float:
     """Seconds of the sample's tasks, each in one launch that takes its longest rows first."""
     work, spec = problem.work, problem.spec
-    rows = max(1.0, sample.rows * lanes)
+    rows = max(1.0, sample.rows * n_heads)
     # While its last rows finish, a part of the device is idle: about a third of a wave.
     idle = hardware.wave_rows / 3 if hardware.wave_rows else hardware.filling_rows
-    flops = _flops_of_pair(work, spec) * sample.pairs * lanes
+    flops = _flops_of_pair(work, spec) * sample.pairs * n_heads
     whole = flops * (rows + idle) / (_rate(hardware, spec) * rows)
     return whole + hardware.call_device_seconds * sample.tasks
 
@@ -207,7 +207,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     """The predicted cost of a pass run by ``schedule``."""
     work, spec, kernel = problem.work, problem.spec, problem.kernel
     group, load = schedule.group, schedule.route.work_counts(schedule, problem)
-    lanes = schedule.n_query_heads(work)
+    n_heads = schedule.n_query_heads(work)
     together = schedule.limits if group.batch == 1 else None
     if load.calls is None:
         sample = _sample(schedule.decomposition, work.lengths, together, load.pieces)
@@ -216,12 +216,12 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         units = load.units // max(1, count_groups(work, group))
         sample = _Sample(load.calls, 1.0, max(1, units), 0.0)
     # Pairs of the whole pass over those of the sample.
-    scale = work.pairs * (work.batch * work.heads) / max(1, sample.pairs * lanes)
+    scale = work.pairs * (work.batch * work.heads) / max(1, sample.pairs * n_heads)
     call_seconds = hardware.backward_call_seconds if spec.backward else hardware.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.route.streams > 1)
     merged = 0.0
     if kernel.whole_tasks:
-        on_device = _launch_seconds(sample, problem, lanes, hardware)
+        on_device = _launch_seconds(sample, problem, n_heads, hardware)
         calls, preparation = kernel.launch_seconds[spec.backward] * load.units, 0.0
     else:
         on_device = _device_seconds(sample, problem, schedule, hardware, uncut=load.uncut)
@@ -229,7 +229,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         preparation = len(sample.calls) * hardware.plan_seconds
         if load.merges:
             width = work.value_dim * (2 * work.state_dtype.itemsize + work.dtype.itemsize)
-            merged = sample.merged * lanes * scale * width * spec.combined
+            merged = sample.merged * n_heads * scale * width * spec.combined
     up, down = _copy_seconds(load, hardware)
     copies = sample.runs * load.run_copies * group.batch * group.kv_heads
     if load.resident:
@@ -245,7 +245,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         exposed=(up + down) / load.overlapping_units,
         fixed=load.in_slots * hardware.pass_seconds,
         preparation=preparation,
-        even=load.uniform_units,
+        uniform_units=load.uniform_units,
         overlaps=hardware.overlaps,
     )
 

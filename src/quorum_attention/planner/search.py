@@ -69,7 +69,7 @@ class PlanConstraints:
         """Whether nothing but a budget is asked for."""
         return replace(self, budget_bytes=0, layout="aligned", tile=128) == PlanConstraints(0)
 
-    def shape(self, n_tokens: int, levels: tuple[int, ...]) -> Decomposition:
+    def decompose(self, n_tokens: int, levels: tuple[int, ...]) -> Decomposition:
         """The decomposition of ``n_tokens`` at these levels, remembered."""
         return _decomposition(n_tokens, levels, self.layout, self.tile)
 
@@ -77,15 +77,15 @@ class PlanConstraints:
 _decomposition = lru_cache(maxsize=1024)(Decomposition)
 
 
-def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
-    """``given``, which was made for another pass, as it serves this one.
+def refitted(plan: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
+    """``plan``, which was made for another pass, as it serves this one.
 
     The kernel may be another one, whose mask leaves out more or less; results may be of a wider
     dtype than was planned for; and what cannot run on the inputs as they lie goes through slots.
     """
-    schedule, here, work = given.schedule, problem.place, problem.work
+    schedule, here, work = plan.schedule, problem.place, problem.work
     place = replace(
-        given.place,
+        plan.place,
         result_dtype=here.result_dtype,
         n_unreadable=here.n_unreadable,
         rescaled_grad_bytes=here.rescaled_grad_bytes,
@@ -98,12 +98,12 @@ def refitted(given: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
         schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
         # An uncut schedule goes through no slots where one call can run a head group as it lies.
         whole = replace(schedule, route=Whole(schedule.route.n_cap, schedule.route.accumulator))
-        schedule = whole if not given.depth and whole.runs(problem) else schedule
-    same_work = replace(given.work, batch_shape=work.batch_shape) == work
-    if same_work and place == given.place and schedule == given.schedule:
-        return given
+        schedule = whole if not plan.depth and whole.runs(problem) else schedule
+    same_work = replace(plan.work, batch_shape=work.batch_shape) == work
+    if same_work and place == plan.place and schedule == plan.schedule:
+        return plan
     there = replace(problem, place=place)
-    return price(schedule, there, kernel_hardware(problem, hardware), given.why)
+    return price(schedule, there, kernel_hardware(problem, hardware), plan.why)
 
 
 @remembered(256)
@@ -123,11 +123,11 @@ def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareMod
     trims = _trims(problem.pairs)
     few, enough = policy.PRICED_TRIMMED if trims else policy.PRICED
     fitting = 0
-    for shape in _decompositions(problem.work.n_tokens, constraints):
+    for decomposition in _decompositions(problem.work.n_tokens, constraints):
         looked = search.smallest is not None and not constraints.enforce_budget
-        if shape.n_tasks > few and (looked or fitting >= enough):
+        if decomposition.n_tasks > few and (looked or fitting >= enough):
             break
-        short = search.look(_schedules(problem, constraints, shape))
+        short = search.look(_schedules(problem, constraints, decomposition))
         if short is not None:
             return short
         fitting += not search.nothing
@@ -182,7 +182,7 @@ class _Search:
             if not every:
                 if self.best is None or _score(found) < _score(self.best):
                     self.best = found
-            elif found.predicted_seconds < policy.WORTH_COMPARING:
+            elif found.predicted_seconds < policy.MIN_SECONDS_TO_SEARCH:
                 return replace(found, why=_SHORT)
             elif not self.problem.backend.own_memory:
                 return replace(found, why=_ON_A_CPU)
@@ -200,7 +200,8 @@ class _Search:
         if monolithic is not None:
             worth_it = (
                 best is not None
-                and best.predicted_seconds < policy.CLEARLY * monolithic.predicted_seconds
+                and best.predicted_seconds
+                < policy.REQUIRED_TIME_SHARE * monolithic.predicted_seconds
             )
             best = best if worth_it else monolithic
         if best is not None:
@@ -218,17 +219,17 @@ class _Search:
             smallest_bytes=needed,
         )
 
-    def _words(self, taken: Plan, whole_bytes: int) -> str:
+    def _words(self, plan: Plan, whole_bytes: int) -> str:
         """Why this schedule is taken."""
         if self.monolithic is not None:
             spent = format_seconds(self.monolithic.predicted_seconds)
-            if taken is self.monolithic:
+            if plan is self.monolithic:
                 return "the uncut call fits, and no cut is clearly faster"
             return f"predicted clearly faster than the uncut call ({spent})"
         reason = f"predicted to be the fastest of {counted(self.tried, 'schedule')}"
         if whole_bytes > self.constraints.budget_bytes:
             reason += f"; the uncut call needs {format_bytes(whole_bytes)}"
-        if not taken.levels:
+        if not plan.levels:
             reason += "; only heads are cut"
         return reason
 
@@ -260,15 +261,15 @@ def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
         return None
     why = _SHORT if backend.own_memory else _ON_A_CPU
     found = price(schedule, problem, kernel_hardware(problem, hardware), why)
-    short = found.predicted_seconds < policy.WORTH_COMPARING or not backend.own_memory
-    most = policy.SHORT_BYTES if backend.own_memory else policy.WHOLE_BYTES
+    short = found.predicted_seconds < policy.MIN_SECONDS_TO_SEARCH or not backend.own_memory
+    most = policy.MAX_BYTES_UNCHECKED if backend.own_memory else policy.MAX_CPU_BYTES_UNCHECKED
     return found if short and found.peak_bytes <= most else None
 
 
-def _score(candidate: Plan) -> float:
+def _score(plan: Plan) -> float:
     """What the search minimises: seconds, and a small share of what the first call takes more."""
-    seconds = candidate.cost.seconds
-    return seconds + min(policy.FIRST_CALL_COUNTS * seconds, candidate.cost.preparation)
+    seconds = plan.cost.seconds
+    return seconds + min(policy.MAX_PREPARATION_SHARE * seconds, plan.cost.preparation)
 
 
 def _pinned_words(constraints: PlanConstraints) -> str:
@@ -278,38 +279,40 @@ def _pinned_words(constraints: PlanConstraints) -> str:
 
 
 def _schedules(
-    problem: Problem, constraints: PlanConstraints, shape: Decomposition
+    problem: Problem, constraints: PlanConstraints, decomposition: Decomposition
 ) -> Iterator[Schedule]:
     """Every schedule of a decomposition that is worth a price."""
     work, pinned = problem.work, constraints.pinned
     pairs = problem.pairs
     sizes = [constraints.group] if constraints.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
-    offered = _over_inputs(problem, constraints, shape)
-    routes = [r for r in offered if Schedule(shape, sizes[-1], r).runs(problem)]
+    offered = _over_inputs(problem, constraints, decomposition)
+    routes = [r for r in offered if Schedule(decomposition, sizes[-1], r).runs(problem)]
     for size, route in product(sizes, routes):
         if size.batch == 1:
-            yield schedule_of(work, shape, size, route, pinned=pinned)
+            yield schedule_of(work, decomposition, size, route, pinned=pinned)
     # Tasks of two chunks of three save little memory, but under a kernel's own mask.
-    worth_it = shape.levels != (3,) or constraints.levels is not None or pairs.verdict is not None
+    worth_it = (
+        decomposition.levels != (3,) or constraints.levels is not None or pairs.verdict is not None
+    )
     if not worth_it or (routes and constraints.over_inputs):
         return
     every = _slots(problem, constraints)
-    if not shape.depth:
+    if not decomposition.depth:
         # No ``max_pairs``: a monolithic call is one rectangle under a mask too, as in torch.
         kinds = dict.fromkeys((slots.n_cap, slots.accumulator) for slots in every)
         for size, kind in product(sizes, kinds):
-            made = schedule_of(work, shape, size, Whole(*kind), pinned=pinned)
+            made = schedule_of(work, decomposition, size, Whole(*kind), pinned=pinned)
             yield made if made.runs(problem) else made.through_slots(work)
         return
     max_pairs = None
     if work.bias is not None and work.bias.rows and work.bias.columns:
-        max_pairs = policy.MASKED_PAIRS
-    few = policy.MOST_TRIMMED if constraints.levels is None else math.inf
-    trimmed = _trimmed_sizes(shape, problem) if shape.n_tasks <= few else None
+        max_pairs = policy.MAX_BIAS_PAIRS
+    few = policy.MAX_TRIMMED_TASKS if constraints.levels is None else math.inf
+    trimmed = _trimmed_sizes(decomposition, problem) if decomposition.n_tasks <= few else None
     for size, slots in product(sizes, every):
         route = replace(slots, trimmed=trimmed)
-        yield schedule_of(work, shape, size, route, pinned=pinned, max_pairs=max_pairs)
+        yield schedule_of(work, decomposition, size, route, pinned=pinned, max_pairs=max_pairs)
 
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
@@ -330,7 +333,7 @@ def _slots(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
 
 
 def _over_inputs(
-    problem: Problem, constraints: PlanConstraints, shape: Decomposition
+    problem: Problem, constraints: PlanConstraints, decomposition: Decomposition
 ) -> list[Route]:
     """The routes of several tasks over the inputs as they lie that are tried."""
     kernel, backend = problem.kernel, problem.backend
@@ -338,61 +341,61 @@ def _over_inputs(
     asked_for_slots |= constraints.accumulator == "host" and backend.own_memory
     # A kernel of one launch a task may need all heads for a whole call (FlexAttention).
     gains = kernel.several_streams or (kernel.own_attention and kernel.whole_tasks)
-    most = policy.MOST_OVER_INPUTS if backend.own_memory else policy.MOST_PIECES
-    if asked_for_slots or not gains or shape.depth != 1 or shape.n_tasks > most:
+    most = policy.MAX_CHUNKS_IN_PLACE if backend.own_memory else policy.MAX_SMALL_PIECES_CHUNKS
+    if asked_for_slots or not gains or decomposition.depth != 1 or decomposition.n_tasks > most:
         return []
-    if shape.n_tasks == 3 and constraints.levels is None and not backend.own_memory:
+    if decomposition.n_tasks == 3 and constraints.levels is None and not backend.own_memory:
         return []  # no cut is faster there, and it saves little memory
-    in_step = policy.PIECES_IN_STEP[problem.spec.backward]
+    in_step = policy.PIECES_WITHOUT_OVERLAP[problem.spec.backward]
     pieces = policy.PIECES if backend.own_memory else in_step
     every = product(_streams(problem, constraints), pieces)
     return [Blockwise(streams=streams, pieces=layout) for streams, layout in every]
 
 
 def _decompositions(n_tokens: int, constraints: PlanConstraints) -> Iterator[Decomposition]:
-    """Those asked for; or all into at most ``policy.MOST_TASKS`` tasks, by number of tasks, but for
+    """Those asked for; or all into at most ``policy.MAX_TASKS`` tasks, by number of tasks, but for
     those whose largest task is larger than another's with fewer tasks."""
     if constraints.levels is not None:
-        yield constraints.shape(n_tokens, constraints.levels)
+        yield constraints.decompose(n_tokens, constraints.levels)
         return
     depth, smallest = constraints.depth, math.inf
-    if depth is not None and depth > policy.LISTED:
+    if depth is not None and depth > policy.MAX_LISTED_DEPTH:
         _check_depth(n_tokens, constraints)
-    counts = [chunk_count(l) for l in quorum_sizes(policy.LARGEST_SINGLE) if l > 2]
+    counts = [chunk_count(l) for l in quorum_sizes(policy.MAX_QUORUM_SIZE) if l > 2]
     # (3,) is looked at by itself: as a second level it saves little.
     waiting: list[tuple[int, tuple[int, ...], int]] = [(1, (), 0), (3, (3,), 0)]
     while waiting:
         n_tasks, levels, before = heappop(waiting)
-        shape = constraints.shape(n_tokens, levels)
-        tokens = shape.max_task_tokens
+        decomposition = constraints.decompose(n_tokens, levels)
+        tokens = decomposition.max_task_tokens
         if len(levels) > 1 and tokens >= before:
             continue
-        worth_it = tokens != smallest and tokens < policy.AS_SMALL * smallest
+        worth_it = tokens != smallest and tokens < policy.MIN_SHRINK * smallest
         if worth_it and depth in (None, len(levels)):
             smallest = min(smallest, tokens) if n_tasks > 3 else math.inf
-            yield shape
+            yield decomposition
         for count in counts:
-            if n_tasks * count > policy.MOST_TASKS or (levels and count > levels[-1]):
+            if n_tasks * count > policy.MAX_TASKS or (levels and count > levels[-1]):
                 break
             if depth is None or len(levels) < depth:
                 heappush(waiting, (n_tasks * count, (*levels, count), tokens))
     if depth and smallest == math.inf:
-        yield constraints.shape(n_tokens, (policy.DEEP,) * depth)
+        yield constraints.decompose(n_tokens, (policy.DEEP_LEVEL_CHUNKS,) * depth)
 
 
-def _trimmed_sizes(shape: Decomposition, problem: Problem) -> TrimmedSizes | None:
+def _trimmed_sizes(decomposition: Decomposition, problem: Problem) -> TrimmedSizes | None:
     """What trimming leaves of the tasks, None where there is nothing to leave out."""
     pairs = problem.pairs
-    if shape.depth == 0 or not _trims(pairs):
+    if decomposition.depth == 0 or not _trims(pairs):
         return None
-    return trimmed_sizes(shape, problem.work.lengths, problem.kernel, problem.spec.backward)
+    return trimmed_sizes(decomposition, problem.work.lengths, problem.kernel, problem.spec.backward)
 
 
 def _trims(pairs: Pairs) -> bool:
     """Whether tasks are worth trimming: a kernel's own mask, or many more queries than keys (or
     keys than queries) leave parts of them without pairs."""
     few, many = sorted((pairs.n_queries, pairs.n_keys))
-    return pairs.verdict is not None or few * policy.LOPSIDED <= many
+    return pairs.verdict is not None or few * policy.MIN_LENGTH_RATIO_TO_TRIM <= many
 
 
 def _check_depth(n_tokens: int, constraints: PlanConstraints) -> None:
@@ -402,7 +405,7 @@ def _check_depth(n_tokens: int, constraints: PlanConstraints) -> None:
         ValueError: names the largest depth that is taken.
     """
     assert constraints.depth is not None
-    most = max(deepest(constraints.shape(n_tokens, ())), policy.LISTED)
+    most = max(deepest(constraints.decompose(n_tokens, ())), policy.MAX_LISTED_DEPTH)
     if constraints.depth > most:
         tiles = f" in tiles of {constraints.tile}" if constraints.layout == "aligned" else ""
         raise ValueError(
@@ -411,19 +414,19 @@ def _check_depth(n_tokens: int, constraints: PlanConstraints) -> None:
         )
 
 
-def _streamed(tasks: Plan, search: _Search) -> Iterator[Schedule]:
+def _streamed(plan: Plan, search: _Search) -> Iterator[Schedule]:
     """For every head group and a few sizes of a chunk that stays on the device while rows stream
     by, the schedule with the largest blocks that fits; none where the route cannot run the call.
 
     Args:
-        tasks: what takes over if memory runs out; through slots.
+        plan: what takes over if memory runs out; through slots.
     """
-    problem, hardware, instead = search.problem, search.hardware, tasks.schedule
+    problem, hardware, instead = search.problem, search.hardware, plan.schedule
     route, work = instead.route, problem.work
-    nearly = least_seconds(problem, hardware) * policy.NEARLY_ARITHMETIC
+    nearly = least_seconds(problem, hardware) * policy.MIN_TIME_OVER_ARITHMETIC
     if not isinstance(route, Slots) or not instead.decomposition.depth:
         return
-    if problem.place.resident or tasks.predicted_seconds <= nearly:
+    if problem.place.resident or plan.predicted_seconds <= nearly:
         return
     stays: Axis = "key" if problem.spec.backward else "query"
     length = work.n_keys if problem.spec.backward else work.n_queries
@@ -444,11 +447,11 @@ def _stream_chunks(
     group: GroupSize, length: int, problem: Problem, hardware: HardwareModel
 ) -> Iterator[int]:
     """Sizes of a chunk: whole waves of rows, all heads of the group together."""
-    lanes = group.kv_heads * problem.work.queries_per_key_head
-    rows = (hardware.wave_rows or policy.ROWS_OF_A_WAVE) // lanes
-    wave = max(policy.LEAST_ROWS, rows // policy.TILE * policy.TILE)
+    n_heads = group.kv_heads * problem.work.queries_per_key_head
+    rows = (hardware.wave_rows or policy.ASSUMED_WAVE_ROWS) // n_heads
+    wave = max(policy.MIN_STREAMED_ROWS, rows // policy.TILE * policy.TILE)
     most = round_up(length, policy.TILE)
-    for waves in policy.WAVES_STAYING:
+    for waves in policy.RESIDENT_WAVES:
         if waves * wave >= most:
             yield most
             return
@@ -456,23 +459,25 @@ def _stream_chunks(
 
 
 def _largest_block(
-    instead: Schedule, route: Streaming, budget: int, problem: Problem
+    schedule: Schedule, route: Streaming, budget: int, problem: Problem
 ) -> Schedule | None:
     """The schedule whose blocks are the largest part of a chunk that fits."""
     work, chunk = problem.work, route.rows(route.resident_axis)
-    for parts in policy.PARTS_PASSING:
+    for parts in policy.STREAMED_PARTS:
         block, rest = divmod(chunk, parts)
         # Otherwise the rectangles at the diagonal would have many sizes.
         if rest or block % policy.TILE:
             continue
-        if block < policy.LEAST_ROWS and parts > 1:
+        if block < policy.MIN_STREAMED_ROWS and parts > 1:
             return None
         sizes = (chunk, block) if route.resident_axis == "query" else (block, chunk)
         one = replace(route, queries=sizes[0], keys=sizes[1])
-        units = count_groups(work, instead.group) * one.stream(work).n_units
-        if units > policy.MOST_PASSAGES:
+        units = count_groups(work, schedule.group) * one.stream(work).n_units
+        if units > policy.MAX_PASSAGES:
             return None
-        made = schedule_of(work, instead.decomposition, instead.group, one, pinned=instead.pinned)
+        made = schedule_of(
+            work, schedule.decomposition, schedule.group, one, pinned=schedule.pinned
+        )
         if made.route.memory_use(made, problem).total <= budget:
             return made
     return None

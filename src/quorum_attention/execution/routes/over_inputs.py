@@ -53,10 +53,10 @@ from quorum_attention.kernels.torch_private import capturing
 
 
 def all_rectangles(
-    work: CallShape, shape: Decomposition, pieces: Pieces = "halves"
+    work: CallShape, decomposition: Decomposition, pieces: Pieces = "halves"
 ) -> tuple[Task, tuple[Rectangle, ...]]:
     """The whole sequence as one task, and rectangles of it that hold every pair of a call."""
-    return pieces_of(shape, pieces, work.is_causal, work.n_queries, work.n_keys)
+    return pieces_of(decomposition, pieces, work.is_causal, work.n_queries, work.n_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Whole(InPlace):
     accumulators = "none"
     measured = False
 
-    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
         """All queries and all keys: there is one rectangle."""
         return work.n_queries, work.n_keys
 
@@ -317,15 +317,15 @@ class Blockwise(InPlace):
     words = "inputs in place, all tasks of a head group at once"
     recovery = "inputs in place: out of memory", "through slots"
 
-    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
         """Halved rectangles are as they come; others have a chunk of queries, or of both."""
         if self.pieces == "halves":
-            _, rectangles = all_rectangles(work, shape)
+            _, rectangles = all_rectangles(work, decomposition)
             return (
                 max((r.n_queries for r in rectangles), default=1),
                 max((r.n_keys for r in rectangles), default=1),
             )
-        chunk = shape.chunk_tokens
+        chunk = decomposition.chunk_tokens
         keys = chunk if self.pieces == "blocks" else work.n_keys
         return min(chunk, work.n_queries), min(keys, work.n_keys)
 

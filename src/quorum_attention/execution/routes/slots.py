@@ -54,22 +54,22 @@ class Slots(Route):
         """A description of the route for people."""
         return f"through slots, accumulators: {self.accumulator}"
 
-    def task_rows(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+    def task_rows(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
         """Rows of the largest task."""
-        tokens = shape.max_task_tokens if self.trimmed is None else self.trimmed.largest
+        tokens = decomposition.max_task_tokens if self.trimmed is None else self.trimmed.largest
         return min(tokens, work.n_queries), min(tokens, work.n_keys)
 
-    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
         """A monolithic task is one rectangle. Any other task is halved at chunks, so that no side
         of a rectangle has more than half its chunks, rounded up."""
-        if shape.depth == 0:
+        if decomposition.depth == 0:
             return work.n_queries, work.n_keys
         # Half of an odd number of chunks is rounded up.
-        chunks = quorum_size(shape.levels[-1])
-        half = ceil_div(shape.max_task_tokens * ceil_div(chunks, 2), chunks)
-        unit = shape.tile if shape.layout == "aligned" else 1
+        chunks = quorum_size(decomposition.levels[-1])
+        half = ceil_div(decomposition.max_task_tokens * ceil_div(chunks, 2), chunks)
+        unit = decomposition.tile if decomposition.layout == "aligned" else 1
         half = round_up(half, unit)
-        queries, keys = self.task_rows(shape, work)
+        queries, keys = self.task_rows(decomposition, work)
         return min(half, queries), min(half, keys)
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:

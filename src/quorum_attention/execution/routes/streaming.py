@@ -97,13 +97,13 @@ class Streaming(Route):
         """Rows of a chunk or block of this side."""
         return self.queries if axis == "query" else self.keys
 
-    def task_rows(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+    def task_rows(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
         """A chunk and a block."""
         return min(self.queries, work.n_queries), min(self.keys, work.n_keys)
 
-    def limits(self, shape: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
         """A chunk and a block are one rectangle."""
-        return self.task_rows(shape, work)
+        return self.task_rows(decomposition, work)
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether the kernel takes rectangles one by one, wherever they are, and nothing else
