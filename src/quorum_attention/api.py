@@ -253,9 +253,9 @@ def attention_backward(
     )  # fmt: skip
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = checked_request("attention_backward", *originals, call)
-    given = BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse)
-    given = check_backward_inputs(tensors, request, given, originals)
-    made = run_backward(tensors, request, given)
+    backward_inputs = BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse)
+    backward_inputs = check_backward_inputs(tensors, request, backward_inputs, originals)
+    made = run_backward(tensors, request, backward_inputs)
     if grads is not None:
         return made
     three = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, originals, strict=False))

@@ -69,8 +69,8 @@ class Pass:
             # tensor over the same memory, with the same version counter.
             return result if request.out is None else result.detach(), lse
         out, lse, grad_out, grad_lse = read[6:]
-        given = BackwardInputs(grad_out, out, lse, None, *self.learned, grad_lse)
-        return run_backward(tensors, request, given)
+        backward_inputs = BackwardInputs(grad_out, out, lse, None, *self.learned, grad_lse)
+        return run_backward(tensors, request, backward_inputs)
 
 
 class Attention(torch.autograd.Function):

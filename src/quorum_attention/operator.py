@@ -250,12 +250,12 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _backward(*args: Any) -> list[torch.Tensor]:
     grad_out, *inputs, out, lse, mask, sinks, grad_lse, known = args[:10]
     of_mask, of_sinks = args[-2:]
-    given = BackwardInputs(
+    backward_inputs = BackwardInputs(
         grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
     )
     settings = _kept.get(int(known), current()) if known else None
     tensors, request = _request(settings, *inputs, mask, sinks, *args[10:-2], True, of_mask)
-    grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
+    grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, backward_inputs)))
     # One after the other, so that one copy is held beside them.
     for at, like in enumerate(inputs):
         grads[at] = laid_out_like(grads[at], like)

@@ -97,8 +97,8 @@ def decide_forward(tensors: Tensors, request: Request) -> Decision:
     def of(backward: bool) -> Decision:
         place = place_after(here, request) if backward else here
 
-        def within(left: Request) -> Decision:
-            how = left.options
+        def within(request: Request) -> Decision:
+            how = request.options
             return decide(work, place, how, dtype, backward=backward, needs_grad=records)
 
         return beside(request, held * backward, "the mask's gradient", within)
@@ -108,84 +108,92 @@ def decide_forward(tensors: Tensors, request: Request) -> Decision:
 
 
 def run_backward(
-    tensors: Tensors, request: Request, given: BackwardInputs
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
     """
-    if given.grad_lse is None and (made := _again(tensors, request, given)) is not None:
+    if (
+        backward_inputs.grad_lse is None
+        and (made := _again(tensors, request, backward_inputs)) is not None
+    ):
         return made
     held = request.cast_bytes
-    if given.grad_mask is True:
+    if backward_inputs.grad_mask is True:
         held += _mask_gradient_bytes(tensors, request)
-    if given.grad_lse is not None:
-        held += column_bytes(tensors, request, given)
+    if backward_inputs.grad_lse is not None:
+        held += column_bytes(tensors, request, backward_inputs)
     what = f"{_CASTS}, and the gradients of mask and log-sum-exp"
-    grads = beside(request, held, what, partial(_run_backward, tensors, given))
-    if not given.grad_sinks:
+    grads = beside(request, held, what, partial(_run_backward, tensors, backward_inputs))
+    if not backward_inputs.grad_sinks:
         return grads
     assert tensors.sinks is not None
     with torch.no_grad():
-        return (*grads, sinks_gradient(*given[:3], tensors.sinks, given.grad_lse))
+        return (
+            *grads,
+            sinks_gradient(*backward_inputs[:3], tensors.sinks, backward_inputs.grad_lse),
+        )
 
 
 def _run_backward(
-    tensors: Tensors, given: BackwardInputs, request: Request
+    tensors: Tensors, backward_inputs: BackwardInputs, request: Request
 ) -> tuple[torch.Tensor, ...]:
     if is_trivial(tensors):
-        made = given.grads or tuple(torch.empty_like(t) for t in tensors[:3])
-        return tuple(t.zero_() for t in (*made, *_mask_target(tensors, given)))
+        made = backward_inputs.grads or tuple(torch.empty_like(t) for t in tensors[:3])
+        return tuple(t.zero_() for t in (*made, *_mask_target(tensors, backward_inputs)))
     if request.runner is not None:
-        return request.runner.backward(tensors, request, given._replace(grad_sinks=False))
-    if given.grad_lse is None:
-        return _run_gradients(tensors, request, given)
+        return request.runner.backward(tensors, request, backward_inputs._replace(grad_sinks=False))
+    if backward_inputs.grad_lse is None:
+        return _run_gradients(tensors, request, backward_inputs)
     # The wider inputs are freed before results are made as wide as they should be.
-    made = _run_gradients(*with_columns(tensors, request, given))
-    return (*without_columns(made[:3], request.work, given.grads), *made[3:])
+    made = _run_gradients(*with_columns(tensors, request, backward_inputs))
+    return (*without_columns(made[:3], request.work, backward_inputs.grads), *made[3:])
 
 
 def _run_gradients(
-    tensors: Tensors, request: Request, given: BackwardInputs
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    if request.work.columns and (made := _again(tensors, request, given)) is not None:
+    if request.work.columns and (made := _again(tensors, request, backward_inputs)) is not None:
         return made
-    decision = decide_backward(tensors, request, given)
-    of_mask = _mask_gradient(tensors, request, given, decision.problem)
-    results = dict(zip(_NAMES, given.grads or (), strict=False))
-    return (*_run(tensors, request, decision, results, given), *of_mask)
+    decision = decide_backward(tensors, request, backward_inputs)
+    of_mask = _mask_gradient(tensors, request, backward_inputs, decision.problem)
+    results = dict(zip(_NAMES, backward_inputs.grads or (), strict=False))
+    return (*_run(tensors, request, decision, results, backward_inputs), *of_mask)
 
 
-def decide_backward(tensors: Tensors, request: Request, given: BackwardInputs) -> Decision:
+def decide_backward(
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs
+) -> Decision:
     """How a backward would be run, of a call that is neither empty nor without keys.
 
     Raises:
         BudgetError, NotImplementedError: it cannot be.
     """
-    place = backward_place(tensors, request, given)
-    return decide(request.work, place, request.options, given.out.dtype, backward=True)
+    place = backward_place(tensors, request, backward_inputs)
+    return decide(request.work, place, request.options, backward_inputs.out.dtype, backward=True)
 
 
-def _pass_key(request: Request, given: BackwardInputs | None) -> Hashable:
+def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hashable:
     """All that differs between passes of calls that share a request."""
-    if given is None:
+    if backward_inputs is None:
         return None
     deterministic = torch._C._get_deterministic_algorithms()
     return request.work.columns, deterministic, registrations(), torch.get_num_threads()
 
 
-def _keep(request: Request, given: BackwardInputs | None, decision: Decision) -> None:
+def _keep(request: Request, backward_inputs: BackwardInputs | None, decision: Decision) -> None:
     """Keep a decision for one kernel call, if the request serves later calls too (``direct``)."""
     if request.decisions is not None and _is_one_call(decision, request):
-        request.decisions[_pass_key(request, given)] = decision.problem
+        request.decisions[_pass_key(request, backward_inputs)] = decision.problem
 
 
 def _again(
-    tensors: Tensors, request: Request, given: BackwardInputs | None = None
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs | None = None
 ) -> tuple[torch.Tensor, ...] | None:
     """The results of a pass that was one kernel call before; None if it was not, or has to be
     planned now."""
-    problem = (request.decisions or {}).get(_pass_key(request, given))
-    made = None if problem is None else _at_once(tensors, request, problem, {}, given)
+    problem = (request.decisions or {}).get(_pass_key(request, backward_inputs))
+    made = None if problem is None else _at_once(tensors, request, problem, {}, backward_inputs)
     return None if made is None else tuple(map(as_own, made))
 
 
@@ -219,10 +227,12 @@ def compute_block(
         bias and sinks where they are wanted.
     """
     results = results or BlockResults()
-    tensors, request, given = request_of_block(call, block, inputs, written, results, masked)
-    if given is None:
+    tensors, request, backward_inputs = request_of_block(
+        call, block, inputs, written, results, masked
+    )
+    if backward_inputs is None:
         return run_forward(tensors, request)
-    return run_backward(tensors, request, given)
+    return run_backward(tensors, request, backward_inputs)
 
 
 @contextmanager
@@ -293,30 +303,30 @@ def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:
     return mask.nbytes if mask is not None and mask.device == request.options.device else 0
 
 
-def _mask_target(tensors: Tensors, given: BackwardInputs) -> tuple[torch.Tensor, ...]:
+def _mask_target(tensors: Tensors, backward_inputs: BackwardInputs) -> tuple[torch.Tensor, ...]:
     """What the mask's gradient is written to, if it is wanted: the caller's tensor, or one where
     the mask is."""
     mask = tensors.bias
-    if given.grad_mask is False or mask is None:
+    if backward_inputs.grad_mask is False or mask is None:
         return ()
-    if isinstance(given.grad_mask, torch.Tensor):
-        return (given.grad_mask,)
+    if isinstance(backward_inputs.grad_mask, torch.Tensor):
+        return (backward_inputs.grad_mask,)
     return (empty(tuple(mask.shape), mask.dtype, mask.device, "the mask's gradient"),)
 
 
 def _mask_gradient(
-    tensors: Tensors, request: Request, given: BackwardInputs, problem: Problem
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs, problem: Problem
 ) -> tuple[torch.Tensor, ...]:
     """The gradient of the mask, if it is wanted. It comes before the other gradients, which are
     results that would take from what its tiles may use."""
-    if given.grad_mask is False:
+    if backward_inputs.grad_mask is False:
         return ()
     check_mask_gradient(problem.kernel)
     with _computing(request.options.device):
-        targets = _mask_target(tensors, given)
-        if given.grad_mask is not True:
+        targets = _mask_target(tensors, backward_inputs)
+        if backward_inputs.grad_mask is not True:
             torch.autograd.graph.increment_version(targets)
-        upstream = Saved(given.grad_out, given.out, given.lse)
+        upstream = Saved(backward_inputs.grad_out, backward_inputs.out, backward_inputs.lse)
         job = _job(tensors, request, problem)
         recoveries = add_up_mask_gradient(job, upstream, targets[0], request.options.budget_bytes)
         if request.report is not None:
@@ -350,20 +360,20 @@ def _run(
     request: Request,
     decision: Decision,
     results: Mapping[str, torch.Tensor],
-    given: BackwardInputs | None = None,
+    backward_inputs: BackwardInputs | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The results of a pass, and its report.
 
     Args:
         results: those that are preallocated, by the names of their states.
-        given: what a backward reads beside the inputs.
+        backward_inputs: what a backward reads beside the inputs.
     """
-    _keep(request, given, decision)
+    _keep(request, backward_inputs, decision)
     device, watched, made = request.options.device, request.report, None
     report = PassReport(decision.problem.kernel.name)
     if decision.plan is None:
         begun = time.perf_counter()
-        made = _at_once(tensors, request, decision.problem, results, given)
+        made = _at_once(tensors, request, decision.problem, results, backward_inputs)
         report.seconds = time.perf_counter() - begun
     if made is None:
         decision = with_plan(decision) if decision.plan is None else decision
@@ -375,7 +385,7 @@ def _run(
             watched.pool = None
             if request.dropout is not None:
                 report.dropout_p, report.dropout_seed = request.dropout.p, request.dropout.seed
-            setattr(watched, "forward" if given is None else "backward", report)
+            setattr(watched, "forward" if backward_inputs is None else "backward", report)
         with _computing(device), progress_of(request) as progress:
             counted = None if watched is None else backend_of(device).count_peak(device)
             for tensor in results.values():
@@ -384,24 +394,24 @@ def _run(
                 torch.autograd.graph.increment_version(tensor)
             # No name for the job: it would hold its results when memory has run out.
             made = run_pass(
-                _job(tensors, request, decision.problem, results, given),
+                _job(tensors, request, decision.problem, results, backward_inputs),
                 plan.schedule, report, progress,
             )  # fmt: skip
             if counted is not None:
                 report.peak_bytes = counted()
     for sums in request.sums:
-        sums.total.add(report, backward=given is not None)
+        sums.total.add(report, backward=backward_inputs is not None)
     preallocated = [id(result) for result in results.values()]
     return tuple([r if id(r) in preallocated else as_own(r) for r in made])
 
 
 def _at_once(
     tensors: Tensors, request: Request, problem: Problem, results: Mapping[str, torch.Tensor],
-    given: BackwardInputs | None,
+    backward_inputs: BackwardInputs | None,
 ) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
     """The results of one kernel call; None if the pass has to be planned: memory ran out, or
     gradients in 16 bits are not finite."""
-    job, device = _job(tensors, request, problem, results, given), request.options.device
+    job, device = _job(tensors, request, problem, results, backward_inputs), request.options.device
     backend = backend_of(device)
     try:
         with backend.current(device), numbers_only():
@@ -448,13 +458,13 @@ def _job(
     request: Request,
     problem: Problem,
     results: Mapping[str, torch.Tensor] | None = None,
-    given: BackwardInputs | None = None,
+    backward_inputs: BackwardInputs | None = None,
 ) -> Job:
     """The job of a pass.
 
     Args:
         results: those that are preallocated, by the names of their states.
-        given: what a backward reads besides; None for a forward, or a backward without it.
+        backward_inputs: what a backward reads besides; None for a forward.
     """
     device, work, mask, sinks = request.options.device, request.work, tensors.bias, tensors.sinks
     three = [t.detach() if t.requires_grad else t for t in tensors[:3]]
@@ -464,7 +474,7 @@ def _job(
         None if sinks is None else sinks.detach().to(device, work.state_dtype),
         request.dropout, dict(results or {}),
     )  # fmt: skip
-    if given is not None:
-        upstream, job.divisor = rescale_upstream(given.grad_out, problem, device)
-        job.tensors.update(out=given.out, grad_out=upstream, lse=given.lse)
+    if backward_inputs is not None:
+        upstream, job.divisor = rescale_upstream(backward_inputs.grad_out, problem, device)
+        job.tensors.update(out=backward_inputs.out, grad_out=upstream, lse=backward_inputs.lse)
     return job

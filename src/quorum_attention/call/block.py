@@ -241,8 +241,8 @@ def request_of_block(
     if grads is None and dtype is not None:
         query, key, value = (t.new_empty(t.shape, dtype=dtype) for t in three)
         grads = query, key, value
-    given = BackwardInputs(
+    backward_inputs = BackwardInputs(
         inputs["grad_out"], inputs["out"], inputs["lse"], grads,
         results.grad_mask, results.grad_sinks, inputs.get("grad_lse"),
     )  # fmt: skip
-    return tensors, request, check_backward_inputs(tensors, request, given, three)
+    return tensors, request, check_backward_inputs(tensors, request, backward_inputs, three)

@@ -45,12 +45,15 @@ class BackwardInputs(NamedTuple):
 
 
 def check_backward_inputs(  # noqa: C901
-    tensors: Tensors, request: Request, given: BackwardInputs, inputs: Sequence[torch.Tensor]
+    tensors: Tensors,
+    request: Request,
+    backward_inputs: BackwardInputs,
+    inputs: Sequence[torch.Tensor],
 ) -> BackwardInputs:
     """What a backward is given, checked against the call, with a dimension of heads.
 
     Args:
-        given: as its caller wrote it.
+        backward_inputs: as its caller wrote it.
         inputs: query, key and value as they were given, before they were broadcast.
 
     Raises:
@@ -61,7 +64,9 @@ def check_backward_inputs(  # noqa: C901
     wide = (*rows, value.shape[-1])
     shapes = {"grad_out": wide, "out": wide, "lse": rows, "grad_lse": rows}
     read: dict[str, Any] = {
-        name: as_tensor(t, name) for name in shapes if (t := getattr(given, name)) is not None
+        name: as_tensor(t, name)
+        for name in shapes
+        if (t := getattr(backward_inputs, name)) is not None
     }
     refuse_transforms(*tensors, *read.values())
     for name, tensor in read.items():
@@ -69,25 +74,25 @@ def check_backward_inputs(  # noqa: C901
         dtype = request.work.state_dtype if name == "lse" else None
         check_tensor(read[name], shapes[name], name, home, dtype)
     filled: dict[str, Any] = {}
-    if given.grads is not None:
-        if not isinstance(given.grads, (tuple, list)) or len(given.grads) != 3:
-            raise TypeError(f"grads must be three tensors, got {shown(given.grads)}")
+    if backward_inputs.grads is not None:
+        if not isinstance(backward_inputs.grads, (tuple, list)) or len(backward_inputs.grads) != 3:
+            raise TypeError(f"grads must be three tensors, got {shown(backward_inputs.grads)}")
         if any(i.shape != o.shape for i, o in zip(tensors[:3], inputs, strict=True)):
             raise NotImplementedError(
                 "grads cannot be given for inputs that are broadcast, nor without a dimension of "
                 "heads: leave them out, and their gradients are returned"
             )
-        filled.update(zip(_NAMES, given.grads, strict=True))
-    if given.grad_mask is not False:
+        filled.update(zip(_NAMES, backward_inputs.grads, strict=True))
+    if backward_inputs.grad_mask is not False:
         if mask is None or mask.dtype == torch.bool:
             what = "None" if mask is None else "a boolean mask"
             raise ValueError(f"grad_mask needs an additive attn_mask, got {what}")
-        if given.grad_mask is not True:
-            filled["grad_mask"] = given.grad_mask
-    if switch(given.grad_sinks, "grad_sinks") and tensors.sinks is None:
+        if backward_inputs.grad_mask is not True:
+            filled["grad_mask"] = backward_inputs.grad_mask
+    if switch(backward_inputs.grad_sinks, "grad_sinks") and tensors.sinks is None:
         raise ValueError("grad_sinks needs a Mask with sinks as attn_mask")
     if not filled:
-        return given._replace(**read)
+        return backward_inputs._replace(**read)
     for name, result in filled.items():
         filled[name] = as_tensor(result, name, written=True)
     for name, like in zip((*_NAMES, "grad_mask"), tensors[:4], strict=True):
@@ -96,9 +101,9 @@ def check_backward_inputs(  # noqa: C901
             check_tensor(filled[name], tuple(like.shape), name, home, dtype, written=True)
     every = {"query": query, "key": key, "value": value, "attn_mask": mask}
     check_apart(filled, {**every, **read})
-    grads = None if given.grads is None else tuple(filled[name] for name in _NAMES)
-    grad_mask = filled.get("grad_mask", given.grad_mask)
-    return given._replace(**read, grads=grads, grad_mask=grad_mask)
+    grads = None if backward_inputs.grads is None else tuple(filled[name] for name in _NAMES)
+    grad_mask = filled.get("grad_mask", backward_inputs.grad_mask)
+    return backward_inputs._replace(**read, grads=grads, grad_mask=grad_mask)
 
 
 # --- Placements -----------------------------------------------------------------------------------
@@ -118,11 +123,13 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
     )
 
 
-def backward_place(tensors: Tensors, request: Request, given: BackwardInputs) -> Placement:
+def backward_place(
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs
+) -> Placement:
     """The placement of a backward."""
     work, device = request.work, request.options.device
     query, key, value = tensors[:3]
-    grad_out, out, lse, grads = given[:4]
+    grad_out, out, lse, grads = backward_inputs[:4]
     divided = rescaled_upstream_bytes(grad_out.dtype, work, here=grad_out.device == device)
     return Placement(
         query.device == grad_out.device == out.device == device,

@@ -51,15 +51,17 @@ def _widened(work: CallShape, backend: Backend) -> CallShape:
     return replace(work, value_dim=work.value_dim + more, head_dim=head_dim, columns=more)
 
 
-def column_bytes(tensors: Tensors, request: Request, given: BackwardInputs) -> int:
+def column_bytes(tensors: Tensors, request: Request, backward_inputs: BackwardInputs) -> int:
     """Bytes of the wider copies that are on the device that computes."""
     work, device = request.work, request.options.device
     wide = _widened(work, backend_of(device))
     made = [(tensors.query, wide.head_dim), (tensors.key, wide.head_dim)]
-    made += [(t, wide.value_dim) for t in (tensors.value, given.grad_out, given.out)]
-    if given.grads is not None:
+    made += [
+        (t, wide.value_dim) for t in (tensors.value, backward_inputs.grad_out, backward_inputs.out)
+    ]
+    if backward_inputs.grads is not None:
         widths = wide.head_dim, wide.head_dim, wide.value_dim
-        made += zip(given.grads, widths, strict=True)
+        made += zip(backward_inputs.grads, widths, strict=True)
     found = sum(
         t.numel() // t.shape[-1] * width * max(t.element_size(), work.dtype.itemsize)
         for t, width in made
@@ -68,17 +70,17 @@ def column_bytes(tensors: Tensors, request: Request, given: BackwardInputs) -> i
     if tensors.query.device == device:
         found += work.batch * work.kv_heads * work.n_keys * 4  # norms of values
     # Factors and parts of each row, while they are made.
-    beside = sum(t.device == device for t in (given.grad_out, given.out))
+    beside = sum(t.device == device for t in (backward_inputs.grad_out, backward_inputs.out))
     rows = work.batch * work.heads * work.n_queries
     return found + beside * rows * 8 * work.state_dtype.itemsize
 
 
 def with_columns(
-    tensors: Tensors, request: Request, given: BackwardInputs
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[Tensors, Request, BackwardInputs]:
-    """A backward without ``given.grad_lse`` that has the gradients of one with it, in the first
-    columns of its results (``without_columns``)."""
-    assert given.grad_lse is not None
+    """Make a backward without ``grad_lse`` that has the same gradients in the first columns of its
+    results (``without_columns``)."""
+    assert backward_inputs.grad_lse is not None
     work = request.work
     wide = _widened(work, backend_of(request.options.device))
     query, key, value = tensors[:3]
@@ -86,15 +88,15 @@ def with_columns(
         query, key = (_wider(t, wide.head_dim) for t in (query, key))
     value = _wider(value, wide.value_dim)
     # Nothing flows into a row without keys.
-    lse = given.lse.to(given.grad_lse.device)
-    gradient = given.grad_lse.to(work.state_dtype).masked_fill(lse == -torch.inf, 0.0)
+    lse = backward_inputs.lse.to(backward_inputs.grad_lse.device)
+    gradient = backward_inputs.grad_lse.to(work.state_dtype).masked_fill(lse == -torch.inf, 0.0)
     factor = gradient
     if work.dtype == torch.float16:
-        least = _least_norms(gradient, given.grad_out, work)
+        least = _least_norms(gradient, backward_inputs.grad_out, work)
         norms = torch.maximum(_norms(tensors.value).to(least.device), least)
         factor = gradient / norms.repeat_interleave(work.queries_per_key_head, dim=-2)
-    factor = _factor(factor, given.grad_out.dtype, work.dtype)
-    grad_out, out = _wider(given.grad_out, wide.value_dim), given.out
+    factor = _factor(factor, backward_inputs.grad_out.dtype, work.dtype)
+    grad_out, out = _wider(backward_inputs.grad_out, wide.value_dim), backward_inputs.out
     # Parts are rounded as kernels get them; a narrower output would round them more.
     out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, work.dtype))
     digits = 3 if work.dtype.itemsize == 2 else 1
@@ -106,7 +108,7 @@ def with_columns(
         grad_out[..., column] = factor.to(grad_out.device)
         out[..., column] = part.to(out.device)
         left = left - part.to(left.dtype)
-    grads, widths = given.grads, (wide.head_dim, wide.head_dim, wide.value_dim)
+    grads, widths = backward_inputs.grads, (wide.head_dim, wide.head_dim, wide.value_dim)
     if grads is not None:
         dq, dk, dv = (
             g if g.shape[-1] == width
@@ -114,9 +116,11 @@ def with_columns(
             for g, width in zip(grads, widths, strict=True)
         )  # fmt: skip
         grads = dq, dk, dv
-    given = given._replace(grad_out=grad_out, out=out, grad_lse=None, grads=grads)
+    backward_inputs = backward_inputs._replace(
+        grad_out=grad_out, out=out, grad_lse=None, grads=grads
+    )
     wider = Tensors(query, key, value, *tensors[3:])
-    return wider, replace(request, work=wide), given
+    return wider, replace(request, work=wide), backward_inputs
 
 
 def without_columns(

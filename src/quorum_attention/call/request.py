@@ -42,7 +42,7 @@ class Runner(Protocol):
         """(out, lse), as ``passes.run_forward``."""
 
     def backward(
-        self, tensors: Tensors, request: Request, given: BackwardInputs
+        self, tensors: Tensors, request: Request, backward_inputs: BackwardInputs
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of query, key and value, as ``passes.run_backward``."""
 

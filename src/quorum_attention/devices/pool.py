@@ -398,24 +398,30 @@ class PoolCall:
         return out, lse
 
     def backward(
-        self, tensors: Tensors, request: Request, given: BackwardInputs
+        self, tensors: Tensors, request: Request, backward_inputs: BackwardInputs
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of query, key and value, and of the bias if it is wanted; in shared memory,
         or on the inputs' device."""
-        upstream = {"grad_out": given.grad_out, "out": given.out, "lse": given.lse}
-        if given.grad_lse is not None:
-            upstream["grad_lse"] = given.grad_lse
+        upstream = {
+            "grad_out": backward_inputs.grad_out,
+            "out": backward_inputs.out,
+            "lse": backward_inputs.lse,
+        }
+        if backward_inputs.grad_lse is not None:
+            upstream["grad_lse"] = backward_inputs.grad_lse
         names = ("grad_query", "grad_key", "grad_value")
         wanted: dict[str, _Wanted] = {
             name: (grad, tuple(t.shape), t.dtype)
-            for name, grad, t in zip(names, given.grads or (None,) * 3, tensors[:3], strict=True)
+            for name, grad, t in zip(
+                names, backward_inputs.grads or (None,) * 3, tensors[:3], strict=True
+            )
         }
-        bias = tensors.bias if given.grad_mask is not False else None
+        bias = tensors.bias if backward_inputs.grad_mask is not False else None
         sums = Sums(self._whole(request), tensors.key, tensors.value, bias)
         made = self._run(tensors, request, upstream, wanted, sums)
         if bias is None or sums.bias is None:
             return made
-        result = given.grad_mask
+        result = backward_inputs.grad_mask
         if not isinstance(result, torch.Tensor):
             result = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
         with torch.no_grad():

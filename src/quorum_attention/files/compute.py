@@ -285,13 +285,13 @@ def _decision(call: FileCall, part: CallBlock, *, in_file: bool) -> Decision:
     with torch.no_grad():
         dtype = call.work.state_dtype if in_file else call.out_dtype
         target = torch.empty(0, dtype=dtype, device="cpu")
-        tensors, request, given = request_of_block(
+        tensors, request, backward_inputs = request_of_block(
             call.whole, part, call.cut(call.tensors, part), call.written,
             BlockResults(out_dtype=None if call.backward else call.out_dtype),
         )  # fmt: skip
-        if given is not None:
-            given = given._replace(grads=(target, target, target))
-            return passes.decide_backward(tensors, request, given)
+        if backward_inputs is not None:
+            backward_inputs = backward_inputs._replace(grads=(target, target, target))
+            return passes.decide_backward(tensors, request, backward_inputs)
         lse = target if lse_given(call, in_file=in_file) else None
         return passes.decide_forward(
             tensors, replace(request, out=target, out_dtype=dtype, lse=lse)
