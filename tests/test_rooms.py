@@ -26,7 +26,7 @@ FLOORS = (
     ("direct", "pool"),
     ("api",),
     ("sdpa",),
-    ("checking", "distributed", "files", "verification"),
+    ("checking", "distributed", "files", "long_prompts", "verification"),
     ("ray",),
     ("bench",),
     ("integrations",),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from typing import Literal
 
 import torch
@@ -14,6 +16,7 @@ from quorum_attention.execution.device.page_locks import (
     PAGE_BYTES,
     WORTH_LOCKING_BYTES,
     ask_for_huge_pages,
+    lock_until_freed,
 )
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.sizes import format_bytes
@@ -94,6 +97,42 @@ def empty_result(
             kept.give_back()
             found = kept.lend(_fresh(n_bytes, what))
     return found.view(dtype).view(shape)
+
+
+def page_locked(n_bytes: int, compute: torch.device, owner: str) -> torch.Tensor:
+    """Host memory that stays page-locked until it is freed, for copies to and from ``compute``.
+
+    If the system refuses to lock it, the memory is ordinary, and a warning says so once.
+
+    Args:
+        owner: what messages call it.
+
+    Returns:
+        (n_bytes,) uint8, which begins at a page.
+
+    Raises:
+        OutOfMemoryError: as ``empty``.
+    """
+    memory = _fresh(n_bytes, owner)
+    pool = backend_of(compute).pinned
+    if pool is None or n_bytes == 0:
+        return memory
+    # Memory that was never touched takes five times as long to lock.
+    memory.zero_()
+    locked = lock_until_freed(memory, pool.locker)
+    if locked is not None:
+        return locked
+    _warn_of_refused_locks()
+    return memory
+
+
+@functools.cache
+def _warn_of_refused_locks() -> None:
+    warnings.warn(
+        "the system refused to page-lock host memory: copies from it are several times slower "
+        "(a limit on locked memory, such as ulimit -l, may be the cause)",
+        stacklevel=2,
+    )
 
 
 def _fresh(n_bytes: int, what: str) -> torch.Tensor:

@@ -524,6 +524,30 @@ class Locker:
     wait: Callable[[], object]
 
 
+def lock_until_freed(memory: torch.Tensor, locker: Locker) -> torch.Tensor | None:
+    """Page-lock ``memory`` for as long as the returned tensor, or a view of it, lives.
+
+    Args:
+        memory: (n_bytes,) uint8 in host memory, at least one byte; it begins at a page.
+
+    Returns:
+        A tensor over the same memory; None if the system refuses to lock it.
+    """
+    address = memory.data_ptr()
+    if not locker.lock(address, memory.nbytes):
+        return None
+    buffer = (ctypes.c_char * memory.nbytes).from_address(address)
+    # The tensor's storage holds the buffer. The finalizer holds the memory until it is unlocked.
+    weakref.finalize(buffer, _unlock_and_free, memory, locker).atexit = False
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _unlock_and_free(memory: torch.Tensor, locker: Locker) -> None:
+    # A copy that nobody waited for may still be under way.
+    locker.wait()
+    locker.unlock(memory.data_ptr())
+
+
 def of_host(share: float) -> int:
     """Bytes that are such a share of the host's memory; 0 where that is not known."""
     try:

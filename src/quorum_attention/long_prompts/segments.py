@@ -1,0 +1,438 @@
+"""Keys and values of one layer in segments: appending, cropping and sharing copy nothing.
+
+A layer's tokens lie in blocks of memory, in order of position. A block has room for more tokens
+than it holds, so that single tokens are written into it. Caches share blocks: a fork, a repetition
+of batch entries or a new order of beams takes other views of the same blocks. So a block is only
+written to
+
+* by its only cache, or
+* behind all tokens that any cache has written there.
+
+Otherwise a cache begins a new block.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quorum_attention.arithmetic import round_up
+from quorum_attention.counts import whole_number
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.long_prompts.places import CachePlaces, Place
+
+# A new block has room for an eighth of the tokens that are there, within these limits.
+_GROWTH = 8
+_MIN_BLOCK_TOKENS = 256
+_MAX_GROWTH_TOKENS = 16384
+# Blocks hold a multiple of this many tokens.
+_TOKEN_STEP = 64
+# Values begin at a multiple of this many bytes.
+_ALIGNMENT = 256
+# The last block is put into a new order of batch entries in place if it has at most this many
+# tokens. A larger one keeps its order, and a new block begins.
+_MAX_REORDERED_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one layer.
+
+    Attributes:
+        key: (rows, h_kv, n, d), a view of the cache's memory.
+        value: (rows, h_kv, n, d_v), the same.
+        place: where both lie.
+        entries: the row of each batch entry; None: entry i is row i. Rows that several entries
+            share are there once.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    place: Place
+    entries: tuple[int, ...] | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens."""
+        return self.key.shape[2]
+
+    @property
+    def batch(self) -> int:
+        """The number of batch entries."""
+        return self.key.shape[0] if self.entries is None else len(self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, each row counted once."""
+        return self.key.nbytes + self.value.nbytes
+
+    def narrow(self, start: int, stop: int) -> Segment:
+        """Return tokens start to stop (exclusive), as views."""
+        return replace(self, key=self.key[:, :, start:stop], value=self.value[:, :, start:stop])
+
+    def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (key, value) with one row for each batch entry: views where entries allow it."""
+        return _rows_of(self.key, self.entries), _rows_of(self.value, self.entries)
+
+
+def _rows_of(tensor: torch.Tensor, entries: Sequence[int] | None) -> torch.Tensor:
+    if entries is None:
+        return tensor
+    if tensor.shape[0] == 1:
+        return tensor.expand(len(entries), *tensor.shape[1:])
+    return tensor[torch.tensor(entries, dtype=torch.int64, device=tensor.device)]
+
+
+class _TokenBlock:
+    """Memory for the tokens of some batch entries.
+
+    Attributes:
+        key, value: (rows, h_kv, capacity, d) and (rows, h_kv, capacity, d_v).
+        n_written: tokens that any cache has written.
+        users: the caches that have tokens here.
+    """
+
+    def __init__(self, memory: torch.Tensor, place: Place, shapes: _TokenShapes, capacity: int):
+        self.memory = memory
+        self.place = place
+        self.capacity = capacity
+        self.key, self.value = shapes.carve(memory, capacity)
+        self.n_written = 0
+        self.users: weakref.WeakSet[SegmentedCache] = weakref.WeakSet()
+
+    def write(self, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        stop = start + key.shape[2]
+        _copy_rows(self.key[:, :, start:stop], key)
+        _copy_rows(self.value[:, :, start:stop], value)
+        self.n_written = stop
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy tokens (b, h, n, d); between devices head by head, each as one run of memory."""
+    if target.device == source.device:
+        target.copy_(source)
+        return
+    source = source.to(target.dtype).contiguous()
+    for target_entry, source_entry in zip(target, source, strict=True):
+        for target_head, source_head in zip(target_entry, source_entry, strict=True):
+            target_head.copy_(source_head, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenShapes:
+    """The shape of a token's keys and values, which all tokens of a layer share."""
+
+    rows: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def from_tensors(cls, key: torch.Tensor, value: torch.Tensor) -> _TokenShapes:
+        rows, heads, _, key_dim = key.shape
+        return cls(rows, heads, key_dim, value.shape[3], key.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of all rows."""
+        return self.rows * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def block_bytes(self, capacity: int) -> int:
+        """Bytes of a block for ``capacity`` tokens."""
+        return self.token_bytes * capacity + _ALIGNMENT
+
+    def carve(self, memory: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as views of ``memory``."""
+        key_shape = (self.rows, self.heads, capacity, self.key_dim)
+        value_shape = (self.rows, self.heads, capacity, self.value_dim)
+        key = _view_at(memory, 0, key_shape, self.dtype)
+        value_start = round_up(key.nbytes, _ALIGNMENT)
+        value = _view_at(memory, value_start, value_shape, self.dtype)
+        return key, value
+
+
+def _view_at(
+    memory: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor over the bytes of ``memory`` from ``start`` on."""
+    n_bytes = math.prod(shape) * dtype.itemsize
+    return memory[start : start + n_bytes].view(dtype).view(shape)
+
+
+@dataclass(slots=True)
+class _BlockPrefix:
+    """The first tokens of a block, as one cache sees them."""
+
+    block: _TokenBlock
+    n_tokens: int
+    entries: tuple[int, ...] | None = None
+
+    def segment(self) -> Segment:
+        key = self.block.key[:, :, : self.n_tokens]
+        value = self.block.value[:, :, : self.n_tokens]
+        return Segment(key, value, self.block.place, self.entries)
+
+
+class SegmentedCache:
+    """Keys and values of one layer, which grow without copying what is there.
+
+    Segments that were handed out stay valid until their tokens are cropped and others appended.
+
+    Args:
+        places: where they may lie; shared by the layers of a model.
+
+    Attributes:
+        places: as given.
+    """
+
+    def __init__(self, places: CachePlaces) -> None:
+        self.places = places
+        self._prefixes: list[_BlockPrefix] = []
+        self._shapes: _TokenShapes | None = None
+        self._n_reserved = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens."""
+        return sum(prefix.n_tokens for prefix in self._prefixes)
+
+    @property
+    def batch(self) -> int:
+        """The number of batch entries; 0 before the first tokens."""
+        return 0 if self._shapes is None else self._shapes.rows
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of keys and values; None before the first tokens."""
+        return None if self._shapes is None else self._shapes.dtype
+
+    def segments(self) -> list[Segment]:
+        """Return all tokens, in order of position."""
+        return [prefix.segment() for prefix in self._prefixes if prefix.n_tokens]
+
+    def reserve(self, n_tokens: int) -> None:
+        """Say how many tokens there will be. The next block gets room for all of them, in one piece
+        where the places allow it.
+
+        Raises:
+            TypeError, ValueError: ``n_tokens`` is no number of tokens.
+        """
+        self._n_reserved = whole_number(n_tokens, "n_tokens", 0)
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add tokens behind those that are there.
+
+        Args:
+            key: (b, h_kv, n, d), on any device.
+            value: (b, h_kv, n, d_v), of the same dtype.
+
+        Raises:
+            ValueError, TypeError: they do not fit each other, or the tokens that are there.
+            OutOfMemoryError: no place has memory left. Nothing has been appended.
+        """
+        shapes = self._checked_shapes(key, value)
+        if key.shape[2] == 0:
+            return
+        n_before = self.n_tokens
+        shapes_before = self._shapes
+        self._shapes = shapes
+        try:
+            self._append(key, value)
+        except BaseException:
+            self.crop(n_before)
+            self._shapes = shapes_before
+            raise
+
+    def _append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        n_new = key.shape[2]
+        start = 0
+        while start < n_new:
+            prefix = self._open_prefix() or self._new_prefix(n_new - start)
+            stop = min(n_new, start + prefix.block.capacity - prefix.n_tokens)
+            prefix.block.write(prefix.n_tokens, key[:, :, start:stop], value[:, :, start:stop])
+            prefix.n_tokens += stop - start
+            start = stop
+
+    def _checked_shapes(self, key: torch.Tensor, value: torch.Tensor) -> _TokenShapes:
+        if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                "key and value must be (b, h_kv, n, d) and (b, h_kv, n, d_v), got "
+                f"{tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        if key.dtype != value.dtype or not key.is_floating_point():
+            raise TypeError(
+                "key and value must have one floating-point dtype, got "
+                f"{key.dtype} and {value.dtype}"
+            )
+        shapes = _TokenShapes.from_tensors(key, value)
+        if self._shapes is not None and shapes != self._shapes:
+            raise ValueError(f"the cache holds tokens of {self._shapes}, got {shapes}")
+        return shapes
+
+    def _open_prefix(self) -> _BlockPrefix | None:
+        """Return the last prefix if its block has room that this cache may write to."""
+        if not self._prefixes:
+            return None
+        prefix = self._prefixes[-1]
+        block = prefix.block
+        is_full = prefix.n_tokens == block.capacity
+        if is_full or prefix.entries is not None or block.key.shape[0] != self.batch:
+            return None
+        is_last_writer = prefix.n_tokens == block.n_written
+        return prefix if is_last_writer or len(block.users) == 1 else None
+
+    def _new_prefix(self, n_needed: int) -> _BlockPrefix:
+        """Begin a block for ``n_needed`` tokens, or for as many of them as the place can hold."""
+        assert self._shapes is not None
+        n_tokens = self.n_tokens
+        growth = min(max(n_tokens // _GROWTH, _MIN_BLOCK_TOKENS), _MAX_GROWTH_TOKENS)
+        n_unwritten = self._n_reserved - n_tokens
+        capacity = round_up(max(n_needed, growth, n_unwritten), _TOKEN_STEP)
+        block = self._allocate_block(self._shapes, capacity, n_needed)
+        block.users.add(self)
+        prefix = _BlockPrefix(block, 0)
+        self._prefixes.append(prefix)
+        return prefix
+
+    def _allocate_block(
+        self, shapes: _TokenShapes, max_capacity: int, n_needed: int
+    ) -> _TokenBlock:
+        """A block of at most ``max_capacity`` tokens, in the first place that can hold a few."""
+        min_capacity = min(n_needed, _MIN_BLOCK_TOKENS)
+        for place in Place:
+            n_bytes_left = self.places.remaining(place) - _ALIGNMENT
+            capacity = min(max_capacity, n_bytes_left // max(1, shapes.token_bytes))
+            if capacity < min_capacity:
+                continue
+            try:
+                memory = self.places.allocate(shapes.block_bytes(capacity), place)
+            except OutOfMemoryError:
+                continue
+            return _TokenBlock(memory, place, shapes, capacity)
+        raise self.places.refusal(shapes.block_bytes(min_capacity))
+
+    def crop(self, n_tokens: int) -> None:
+        """Keep the first ``n_tokens`` tokens; all, if there are fewer. Memory of blocks behind
+        them is freed if no other cache has tokens there.
+
+        Raises:
+            TypeError, ValueError: ``n_tokens`` is no number of tokens.
+        """
+        n_left = whole_number(n_tokens, "n_tokens", 0)
+        prefixes: list[_BlockPrefix] = []
+        for prefix in self._prefixes:
+            if n_left == 0:
+                prefix.block.users.discard(self)
+                continue
+            prefix.n_tokens = min(prefix.n_tokens, n_left)
+            n_left -= prefix.n_tokens
+            prefixes.append(prefix)
+        self._prefixes = prefixes
+
+    def reset(self) -> None:
+        """Remove all tokens. The next ones may have another shape or dtype."""
+        self.crop(0)
+        self._shapes = None
+
+    def fork(self) -> SegmentedCache:
+        """Return a second cache with the same tokens, which shares their memory.
+
+        Each of both may be changed without changing the other.
+        """
+        forked = SegmentedCache(self.places)
+        forked._shapes = self._shapes
+        forked._n_reserved = self._n_reserved
+        forked._prefixes = [replace(prefix) for prefix in self._prefixes]
+        for prefix in forked._prefixes:
+            prefix.block.users.add(forked)
+        return forked
+
+    def reorder(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Make entry i of the batch what entry ``indices[i]`` was, as beam search does.
+
+        Raises:
+            ValueError: indices that are not (n,) numbers of entries.
+        """
+        self.select(indices)
+
+    def repeat_interleave(self, n: int) -> None:
+        """Repeat each batch entry ``n`` times, one after the other, without copying tokens.
+
+        Raises:
+            TypeError, ValueError: ``n`` is no number of times.
+        """
+        whole_number(n, "n", 1)
+        self._take_entries([entry for entry in range(self.batch) for _ in range(n)])
+
+    def select(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Keep the batch entries ``indices``, in that order; an entry may be there several times.
+
+        Args:
+            indices: (n,) integers, or (b,) bool.
+
+        Raises:
+            ValueError: they are not; or an entry does not exist.
+        """
+        batch = self.batch
+        chosen = _index_list(indices)
+        if chosen and not (-batch <= min(chosen) and max(chosen) < batch):
+            raise ValueError(f"the cache has {batch} batch entries, got indices {chosen}")
+        self._take_entries([entry % batch for entry in chosen])
+
+    def _take_entries(self, chosen: list[int]) -> None:
+        if self._shapes is None or chosen == list(range(self.batch)):
+            return
+        n_before = self.batch
+        self._shapes = replace(self._shapes, rows=len(chosen))
+        for prefix in self._prefixes:
+            if len(chosen) == n_before and self._can_reorder_in_place(prefix):
+                _reorder_in_place(prefix, chosen)
+            else:
+                prefix.entries = _composed(prefix.entries, chosen)
+
+    def _can_reorder_in_place(self, prefix: _BlockPrefix) -> bool:
+        """Whether a prefix is the small last one, which has no other cache and can stay open."""
+        is_small = prefix.n_tokens <= _MAX_REORDERED_TOKENS
+        return prefix is self._open_prefix() and len(prefix.block.users) == 1 and is_small
+
+
+def _reorder_in_place(prefix: _BlockPrefix, chosen: Sequence[int]) -> None:
+    segment = prefix.segment()
+    rows = torch.tensor(chosen, dtype=torch.int64, device=segment.key.device)
+    segment.key.copy_(segment.key[rows])
+    segment.value.copy_(segment.value[rows])
+
+
+def _composed(entries: tuple[int, ...] | None, chosen: Sequence[int]) -> tuple[int, ...]:
+    return tuple(chosen) if entries is None else tuple(entries[entry] for entry in chosen)
+
+
+def _index_list(indices: torch.Tensor | Sequence[int]) -> list[int]:
+    if not isinstance(indices, torch.Tensor):
+        return [int(index) for index in indices]
+    if indices.dim() != 1:
+        raise ValueError(f"indices must be (n,), got shape {tuple(indices.shape)}")
+    if indices.dtype == torch.bool:
+        indices = indices.nonzero().flatten()
+    return [int(index) for index in indices.tolist()]
+
+
+def concatenate(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return (key, value) of all tokens as two tensors on ``device``: a copy of everything.
+
+    Args:
+        segments: at least one.
+    """
+    return tuple(
+        torch.cat([tensor.to(device) for tensor in tensors], dim=2)
+        for tensors in zip(*_expanded(segments), strict=True)
+    )
+
+
+def _expanded(segments: Sequence[Segment]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return (segment.expanded() for segment in segments)
