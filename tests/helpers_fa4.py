@@ -76,8 +76,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> fa4.Fa4Kernel:
     if torch.cuda.is_available():
         pytest.skip("tests/gpu has the kernel itself")
 
-    def refusal(self: fa4.Fa4Kernel, call: CallShape) -> str | None:
-        return "it takes no attention mask" if call.bias is not None else None
+    def refusal(self: fa4.Fa4Kernel, shape: CallShape) -> str | None:
+        return "it takes no attention mask" if shape.bias is not None else None
 
     monkeypatch.setattr(fa4, "_functions", lambda: (forward, backward))
     monkeypatch.setattr(fa4, "_on", lambda device: nullcontext())

@@ -84,10 +84,10 @@ class IdleKernel(DenseKernel):
 
     name = "idle"
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         return 0
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         return 0
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -107,9 +107,9 @@ def taken_as_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     tried = registry.probe
 
     def asked(
-        kernel: InnerKernel, call: CallShape, device: torch.device | None = None
+        kernel: InnerKernel, shape: CallShape, device: torch.device | None = None
     ) -> str | None:
-        return None if kernel.name == name else tried(kernel, call, device)
+        return None if kernel.name == name else tried(kernel, shape, device)
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(registry, "probe", asked)

@@ -55,12 +55,12 @@ def passing(
 ) -> qa.Plan:
     """The call of ``plan`` on the route ``passing``: queries stay in a forward, keys in a
     backward. Its own decomposition takes over if that fails."""
-    work, place = plan.work, plan.place
+    shape, place = plan.shape, plan.place
     stays = "key" if plan.backward else "query"
     route = Streaming(
         n_cap, resident_axis=stays, queries=queries, keys=keys, instead=Slots(1, "host")
     )
-    schedule = schedule_of(work, plan.decomposition, GroupSize(1, group), route)
-    problem = Problem(work, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
-    machine = assumed(work.device_type, work.dtype, work.head_dim)
+    schedule = schedule_of(shape, plan.decomposition, GroupSize(1, group), route)
+    problem = Problem(shape, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
+    machine = assumed(shape.device_type, shape.dtype, shape.head_dim)
     return price(schedule, problem, machine)

@@ -159,7 +159,7 @@ def test_parts_of_a_call_are_aligned_as_the_call_is(first: int) -> None:
         mask = aligned(draw, batch, n_queries, n_keys)
         call = WholeCall(shape_of((batch,), 2, 1, n_queries, n_keys, draw.random() < 0.3), mask)
         kept = dense(mask, batch, 2, n_queries, n_keys)
-        if call.work.is_causal:
+        if call.shape.is_causal:
             kept &= torch.ones(n_queries, n_keys, dtype=torch.bool).tril()
         edges = [sorted(draw.sample(range(n + 1), 2)) for n in (batch, 2, n_queries, n_keys)]
         block = CallBlock(*(Interval(*pair) for pair in edges))

@@ -311,9 +311,9 @@ def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
 def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Result:
     """``run`` with the budget that leaves room for a copy of one result: a graph knows beforehand
     how results lie, and kernels choose for themselves."""
-    work = request.work
-    rows = work.batch * max(work.heads * work.n_queries, work.kv_heads * work.n_keys)
-    held = rows * max(work.head_dim, work.value_dim) * request.out_dtype.itemsize
+    shape = request.shape
+    rows = shape.batch * max(shape.heads * shape.n_queries, shape.kv_heads * shape.n_keys)
+    held = rows * max(shape.head_dim, shape.value_dim) * request.out_dtype.itemsize
     return beside(request, held, "a copy of a result", run)
 
 

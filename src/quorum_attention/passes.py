@@ -61,15 +61,15 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
 def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     if request.decisions is not None:
         # Calls that share a request may differ in how many keys they have (``direct``).
-        work = replace(request.work, n_keys=tensors.key.shape[-2])
-        request = replace(request, work=work)
-    work, out, lse, query = request.work, request.out, request.lse, tensors.query
+        shape = replace(request.shape, n_keys=tensors.key.shape[-2])
+        request = replace(request, shape=shape)
+    shape, out, lse, query = request.shape, request.out, request.lse, tensors.query
     if is_trivial(tensors):
         rows, device = tuple(query.shape[:-1]), query.device
         if out is None:
-            out = empty_like_input(query, (*rows, work.value_dim), request.out_dtype)
+            out = empty_like_input(query, (*rows, shape.value_dim), request.out_dtype)
         if lse is None:
-            lse = torch.empty(rows, dtype=work.state_dtype, device=device)
+            lse = torch.empty(rows, dtype=shape.state_dtype, device=device)
         lse.fill_(float("-inf"))
         if tensors.sinks is not None:
             lse.copy_(tensors.sinks.detach()[:, None])
@@ -90,7 +90,7 @@ def decide_forward(tensors: Tensors, request: Request) -> Decision:
     Raises:
         BudgetError, NotImplementedError: it cannot be.
     """
-    work, dtype, records = request.work, request.out_dtype, request.records
+    shape, dtype, records = request.shape, request.out_dtype, request.records
     here, budget = forward_place(tensors, request), request.options.budget_bytes
     held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
 
@@ -99,7 +99,7 @@ def decide_forward(tensors: Tensors, request: Request) -> Decision:
 
         def within(request: Request) -> Decision:
             how = request.options
-            return decide(work, place, how, dtype, backward=backward, needs_grad=records)
+            return decide(shape, place, how, dtype, backward=backward, needs_grad=records)
 
         return beside(request, held * backward, "the mask's gradient", within)
 
@@ -147,13 +147,13 @@ def _run_backward(
         return _run_gradients(tensors, request, backward_inputs)
     # The wider inputs are freed before results are made as wide as they should be.
     made = _run_gradients(*with_columns(tensors, request, backward_inputs))
-    return (*without_columns(made[:3], request.work, backward_inputs.grads), *made[3:])
+    return (*without_columns(made[:3], request.shape, backward_inputs.grads), *made[3:])
 
 
 def _run_gradients(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    if request.work.columns and (made := _again(tensors, request, backward_inputs)) is not None:
+    if request.shape.columns and (made := _again(tensors, request, backward_inputs)) is not None:
         return made
     decision = decide_backward(tensors, request, backward_inputs)
     of_mask = _mask_gradient(tensors, request, backward_inputs, decision.problem)
@@ -170,7 +170,7 @@ def decide_backward(
         BudgetError, NotImplementedError: it cannot be.
     """
     place = backward_place(tensors, request, backward_inputs)
-    return decide(request.work, place, request.options, backward_inputs.out.dtype, backward=True)
+    return decide(request.shape, place, request.options, backward_inputs.out.dtype, backward=True)
 
 
 def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hashable:
@@ -178,7 +178,7 @@ def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hasha
     if backward_inputs is None:
         return None
     deterministic = torch._C._get_deterministic_algorithms()
-    return request.work.columns, deterministic, registrations(), torch.get_num_threads()
+    return request.shape.columns, deterministic, registrations(), torch.get_num_threads()
 
 
 def _keep(request: Request, backward_inputs: BackwardInputs | None, decision: Decision) -> None:
@@ -202,9 +202,9 @@ def _is_one_call(decision: Decision, request: Request) -> bool:
     if plan is None:
         return True
     # Scaled gradients are looked at afterwards, by what is planned for those that overflow.
-    if len(request.work.batch_shape) != 1 or problem.scaled or not problem.place.same_dtype:
+    if len(request.shape.batch_shape) != 1 or problem.scaled or not problem.place.same_dtype:
         return False
-    whole = isinstance(plan.schedule.route, Whole) and plan.schedule.is_all(request.work)
+    whole = isinstance(plan.schedule.route, Whole) and plan.schedule.is_all(request.shape)
     return whole and problem.backend.own_memory
 
 
@@ -277,7 +277,7 @@ def check_forward(
     for part in range(parts):
         at = draw.randrange(n * part // parts, n * (part + 1) // parts)
         row = block.rows.start + at
-        last = min(row + 1, block.keys.stop) if call.work.is_causal else block.keys.stop
+        last = min(row + 1, block.keys.stop) if call.shape.is_causal else block.keys.stop
         keys = Interval(block.keys.start, last)
         read = {name: inputs[name][:, :, : keys.length] for name in ("key", "value")}
         read["query"], lse = (inputs[name][:, :, at : at + 1] for name in ("query", "lse"))
@@ -289,7 +289,7 @@ def check_forward(
         # Of a GPU's TF32 products ten bits are right. What has overflowed says nothing.
         size = abs(scale) * key_norm * read["query"].to(now).norm(dim=-1)
         if bool(((now - lse.to(now)).abs() > 1e-3 + size * 2.0**-9).any()):
-            how = "causal" if call.work.is_causal else "not causal"
+            how = "causal" if call.shape.is_causal else "not causal"
             raise ValueError(
                 "out and lse are from another forward: the lse of a few rows, computed again "
                 f"({how}, scale {scale:.6g}), differs; give the backward the forward's inputs, "
@@ -427,7 +427,7 @@ def _pass_report(plan: Plan, *, timed: bool) -> PassReport:
     schedule, route, levels = plan.schedule, plan.schedule.route, plan.levels
     return PassReport(
         plan.kernel, levels, planned_levels=levels, n_groups=plan.n_groups,
-        heads_per_group=schedule.group.kv_heads * plan.work.queries_per_key_head,
+        heads_per_group=schedule.group.kv_heads * plan.shape.queries_per_key_head,
         n_cap=route.n_cap, accumulator=route.accumulator, streams=route.streams,
         planned_peak_bytes=plan.peak_bytes, budget_bytes=plan.budget_bytes, timed=timed,
     )  # fmt: skip
@@ -466,12 +466,12 @@ def _job(
         results: those that are preallocated, by the names of their states.
         backward_inputs: what a backward reads besides; None for a forward.
     """
-    device, work, mask, sinks = request.options.device, request.work, tensors.bias, tensors.sinks
+    device, shape, mask, sinks = request.options.device, request.shape, tensors.bias, tensors.sinks
     three = [t.detach() if t.requires_grad else t for t in tensors[:3]]
     job = Job(
         problem, dict(zip(_NAMES, three, strict=True)), request.scale, device,
-        None if mask is None else BiasView(mask, len(work.batch_shape)),
-        None if sinks is None else sinks.detach().to(device, work.state_dtype),
+        None if mask is None else BiasView(mask, len(shape.batch_shape)),
+        None if sinks is None else sinks.detach().to(device, shape.state_dtype),
         request.dropout, dict(results or {}),
     )  # fmt: skip
     if backward_inputs is not None:

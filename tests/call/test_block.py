@@ -118,7 +118,7 @@ def test_only_rows_of_the_same_call_are_the_same(dtype: torch.dtype, spread: flo
     for changed, tensors in (
         (call, {"lse": lse + 0.1}),
         (replace(call, scale=2 * 8**-0.5), {}),
-        (replace(call, work=replace(call.work, is_causal=True)), {}),
+        (replace(call, shape=replace(call.shape, is_causal=True)), {}),
         (replace(call, mask=Mask(bias=~kept)), {}),
         (call, {"query": read["query"].flip(-1)}),
     ):

@@ -114,8 +114,8 @@ def coordinator(workers: list[Worker], sums: Told) -> tuple[Coordinator, PoolPas
         one.device = f"device {at}"
     speeds = dict.fromkeys(range(len(workers)), 1e15)
     schedule, homes = (
-        BlockQueue(CALL.work, speeds, 10),
-        partition(CALL.work, [1.0] * len(workers), 10),
+        BlockQueue(CALL.shape, speeds, 10),
+        partition(CALL.shape, [1.0] * len(workers), 10),
     )
     spec, budgets, more = WorkerPass(7, False, CALL), [None] * len(workers), sums
     made = Coordinator(workers, spec, schedule, budgets, report, more)  # type: ignore[arg-type]
@@ -201,9 +201,9 @@ def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
     run(lambda message, count: [Answer(message.spec.number - 1, Report()), well(message, count)])
 
 
-def ideal(call: CallShape, speeds: list[float]) -> float:
+def ideal(shape: CallShape, speeds: list[float]) -> float:
     """Seconds if all devices end together; one of speed 1 does a pair in a second."""
-    return sum(pairs(call, one) for one in partition(call, [1.0])[0]) / sum(speeds)
+    return sum(pairs(shape, one) for one in partition(shape, [1.0])[0]) / sum(speeds)
 
 
 @pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0] * 3, [1.0] * 8, [1.0, 0.5], [2.0, 1.0, 0.3]])
@@ -274,7 +274,7 @@ def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> No
     draw = random.Random(seed)
     call = WholeCall(shape_of((2,), 6, 2, 1000, 1000, True))
     key = torch.randn(2, 2, 1000, 4).half()
-    homes = partition(call.work, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
+    homes = partition(call.shape, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
     made: list[tuple[CallBlock, Buffers]] = []
     for block in (block for home in homes for block in home):
         buffers = Sums(call, key, key).buffers(block)

@@ -44,22 +44,22 @@ def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def a_call(
-    shape: tuple[int, ...], dtype: torch.dtype, causal: bool = False,
+    mask_sizes: tuple[int, ...], dtype: torch.dtype, causal: bool = False,
     dropout: Dropout | None = None, **sizes: Any,
 ) -> tuple[Inputs, torch.Tensor, Job, Saved]:  # fmt: skip
-    """Inputs, a mask of ``shape``, a forward on the CPU by kernel "dense" and what it saved."""
+    """Inputs, a mask of ``mask_sizes``, a forward by kernel "dense" and what it saved."""
     sizes = {"n_queries": N, "n_keys": M, "heads": HEADS, "kv_heads": KV_HEADS, **sizes}
     given = inputs(batch=(BATCH,), dtype=dtype, **sizes)
-    mask = a_mask(shape, dtype)
+    mask = a_mask(mask_sizes, dtype)
     call: dict[str, Any] = {"is_causal": causal, "enable_gqa": True}
     if dropout is not None:
         call |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
     out, lse = qa.attention_with_lse(*given.three, mask, **call)
-    work = CallShape(
+    shape = CallShape(
         "cpu", batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
         bias=bias_shape(mask, 1, dtype), **sizes,
     )  # fmt: skip
-    problem = Problem(work, get_kernel("dense"), FORWARD, Placement(True, False, dtype))
+    problem = Problem(shape, get_kernel("dense"), FORWARD, Placement(True, False, dtype))
     tensors = dict(zip(("query", "key", "value"), given.three, strict=True))
     view = BiasView(mask, 1)
     job = Job(problem, tensors, 8**-0.5, torch.device("cpu"), view, dropout=dropout)
@@ -99,19 +99,19 @@ def test_sixteen_bits_lose_nothing_by_the_rounding_of_the_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "limit"),
+    ("mask_sizes", "dtype", "limit"),
     [((2, 8, 300, 400), torch.float32, 4_000_000), ((300, 1), torch.bfloat16, 200_000),
      ((1, 8, 1, 400), torch.float32, 300_000), ((2, 8, 300, 400), torch.bfloat16, 300_000)],
     ids=str,
 )  # fmt: skip
 def test_tiles_stay_within_their_bytes(
-    shape: tuple[int, ...], dtype: torch.dtype, limit: int
+    mask_sizes: tuple[int, ...], dtype: torch.dtype, limit: int
 ) -> None:
     sizes = {"n_queries": 300, "n_keys": 400, "heads": 8, "kv_heads": 4}
-    _, mask, job, upstream = a_call(shape, dtype, causal=True, **sizes)
-    work, target = job.problem.work, torch.empty_like(mask)
-    tile = fitting(work, job.device, limit, mask.element_size())
-    assert tile_bytes(work, tile, mask.element_size()) <= limit
+    _, mask, job, upstream = a_call(mask_sizes, dtype, causal=True, **sizes)
+    shape, target = job.problem.shape, torch.empty_like(mask)
+    tile = fitting(shape, job.device, limit, mask.element_size())
+    assert tile_bytes(shape, tile, mask.element_size()) <= limit
     used = usage(lambda: add_up_mask_gradient(job, upstream, target, limit))
     assert used.peak <= limit
     assert used.left <= 0

@@ -47,23 +47,23 @@ def test_every_task_of_a_plan_fits_its_slot(
         is_causal=is_causal, levels=levels, layout=layout, tile=tile, kernel=made,
         over_inputs=False, device="cpu", backward=backward, n_cap=1,
     )  # fmt: skip
-    work, group = plan.work, plan.schedule.group
+    shape, group = plan.shape, plan.schedule.group
     place = Placement(True, False, torch.float32)
-    cutting = TaskLevels(plan.schedule, Problem(work, made, spec_of(backward), place))
+    cutting = TaskLevels(plan.schedule, Problem(shape, made, spec_of(backward), place))
     depth = len(levels)
-    planned, tasks = plan.schedule.task_rows(work), cutting.tasks(depth)
-    rows = cutting.schedule(depth).task_rows(work)
+    planned, tasks = plan.schedule.task_rows(shape), cutting.tasks(depth)
+    rows = cutting.schedule(depth).task_rows(shape)
     assert all(a <= b for a, b in zip(rows, planned, strict=True))
     rounds = [(tasks, cutting.schedule(depth))]
     if depth == 1:
         rounds.append((cutting.split_tasks(tasks, 2), cutting.schedule(2)))
     for found, at in rounds:
-        rows = at.task_rows(work)
+        rows = at.task_rows(shape)
         spec = spec_of(backward)
-        layout_of = slot_layout(spec, work, group, rows, dtypes[1])
+        layout_of = slot_layout(spec, shape, group, rows, dtypes[1])
         slot = torch.empty(layout_of.slot_bytes, dtype=torch.uint8)
         for task in found:
-            queries, keys = task.count_below(work.n_queries), task.count_below(work.n_keys)
+            queries, keys = task.count_below(shape.n_queries), task.count_below(shape.n_keys)
             taken = []
             for name, field in layout_of.fields.items():
                 count = queries if field.axis == "query" else keys

@@ -111,7 +111,7 @@ def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
     plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
                    is_causal=True, kernel=kernel, device="cpu", backward=True)  # fmt: skip
     place = Placement(True, False, torch.float32)
-    cutting = TaskLevels(plan.schedule, Problem(plan.work, kernel, spec_of(True), place))
+    cutting = TaskLevels(plan.schedule, Problem(plan.shape, kernel, spec_of(True), place))
     for task in cutting.tasks(1):
         parts = cutting.split_tasks([task], 2)
         held = {

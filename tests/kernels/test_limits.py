@@ -42,7 +42,7 @@ class LimitedTextbook(RectangleKernel):
         self.grouped = grouped
         self.forward_calls = self.backward_calls = 0
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         return None
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,13 +73,13 @@ class LimitedTextbook(RectangleKernel):
         key, value = (t.repeat_interleave(group, 1) for t in (call.key, call.value))
         return call.query, key, value, 0.0 if call.bias is None else call.bias
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
-        return RectangleSizes(call, extent, self.grouped, limits=self.forward_limits).forward_bytes(
-            call.value_dim, 0
-        )
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        return RectangleSizes(
+            shape, extent, self.grouped, limits=self.forward_limits
+        ).forward_bytes(shape.value_dim, 0)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
-        sizes = RectangleSizes(call, extent, self.grouped, limits=self.backward_limits)
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        sizes = RectangleSizes(shape, extent, self.grouped, limits=self.backward_limits)
         return sizes.backward_bytes(0)
 
 
@@ -225,9 +225,9 @@ def test_the_limits_that_were_found() -> None:
 def test_rows_beyond_a_limit() -> None:
     """A single head that is too large is not taken whole; its rows are cut into whole tiles."""
     kernel = Fa4Kernel()
-    call = CallShape("cuda", torch.bfloat16, 1, 1, 128, 128, needs_grad=True)
+    shape = CallShape("cuda", torch.bfloat16, 1, 1, 128, 128, needs_grad=True)
     short, long = (
-        dataclasses.replace(call, n_queries=n, n_keys=128) for n in (16_700_000, 17_000_000)
+        dataclasses.replace(shape, n_queries=n, n_keys=128) for n in (16_700_000, 17_000_000)
     )
     assert kernel.takes_whole(short, 16_700_000, True)
     assert not kernel.takes_whole(long, 17_000_000, True)
@@ -239,11 +239,11 @@ def test_rows_beyond_a_limit() -> None:
 def test_workspaces_of_cut_calls() -> None:
     """One part at a time, beside the results of all."""
     kernel = CudnnKernel()
-    call = CallShape("cuda", torch.bfloat16, 32, 32, 128, 128, needs_grad=True)
+    shape = CallShape("cuda", torch.bfloat16, 32, 32, 128, 128, needs_grad=True)
     bounds = []
     for n_queries in (524_160, 530_000):
         extent = Extent(1, 32, 32, n_queries, n_queries, 128, direct=True)
-        bounds.append(kernel.backward_workspace_bytes(call, extent))
+        bounds.append(kernel.backward_workspace_bytes(shape, extent))
     below, above = bounds
     result_bytes = 32 * 530_000 * 128 * 2
     # A part has half of the heads, and its fp32 sums are twice as large as a result.

@@ -199,7 +199,7 @@ def test_a_users_kernel_is_not_replaced_by_ours_of_the_same_name(name: str, monk
     class Mine(CpuKernel):
         operator = True
 
-        def refusal(self, call: CallShape) -> None:
+        def refusal(self, shape: CallShape) -> None:
             return None
 
     Mine.name = name

@@ -289,9 +289,9 @@ def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:  # 
 
 def test_workspace_of_windows_is_linear() -> None:
     n = 1 << 20
-    call = CallShape("cuda", torch.float16, 1, 1, 64, 64, True)
+    shape = CallShape("cuda", torch.float16, 1, 1, 64, 64, True)
     windowed, dense = (
-        kernel_of(None, mask).forward_workspace_bytes(call, Extent(1, 1, 1, n, n, n))
+        kernel_of(None, mask).forward_workspace_bytes(shape, Extent(1, 1, 1, n, n, n))
         for mask in (sliding_window(4096) & document(torch.arange(n) // 20_000), prefix_lm(50))
     )
     assert dense > 16 * (n // 128) ** 2

@@ -186,9 +186,9 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     assert route.rows(route.resident_axis) % route.rows(route.streamed_axis) == 0
     assert route.words in found.describe()
     # What takes over if memory runs out fits the budget as well.
-    instead = found.schedule.through_slots(found.work)
+    instead = found.schedule.through_slots(found.shape)
     assert isinstance(instead.route, Slots)
-    assert f"{found.schedule.route.stream(found.work).n_units:,} time" in found.describe()
+    assert f"{found.schedule.route.stream(found.shape).n_units:,} time" in found.describe()
 
 
 @pytest.mark.parametrize(

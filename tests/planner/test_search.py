@@ -42,9 +42,13 @@ def work(n: int = 1 << 18, heads: int = 4, **more) -> CallShape:  # type: ignore
 
 
 def chosen(
-    call: CallShape, constraints: PlanConstraints, place: Placement = FAR, *, backward: bool = False
+    shape: CallShape,
+    constraints: PlanConstraints,
+    place: Placement = FAR,
+    *,
+    backward: bool = False,
 ) -> Plan:
-    case = Problem(call, KERNEL, spec_of(backward), place)
+    case = Problem(shape, KERNEL, spec_of(backward), place)
     return choose(case, constraints, MACHINE)
 
 

@@ -42,7 +42,7 @@ class WholeCall:
     """A call that is computed in blocks.
 
     Attributes:
-        work: its sizes.
+        shape: its sizes.
         mask: its ``attn_mask``, for all of it, a tensor as ``Mask.bias``; that broadcasts to
             (*batch_shape, heads, n_queries, n_keys).
         scale: as for ``attention``.
@@ -51,7 +51,7 @@ class WholeCall:
         mask_grad: whether the gradient of the mask may follow.
     """
 
-    work: CallShape
+    shape: CallShape
     mask: Mask | None = None
     scale: float | None = None
     dropout: Dropout | None = None
@@ -61,11 +61,11 @@ class WholeCall:
     def __post_init__(self) -> None:
         if self.mask is not None:
             # A block has too few tokens to count from the last ones.
-            object.__setattr__(self, "mask", with_offsets(self.mask, self.work))
+            object.__setattr__(self, "mask", with_offsets(self.mask, self.shape))
 
     def key_heads(self, block: CallBlock) -> Interval:
         """The key/value heads that the block's query heads read."""
-        share = self.work.queries_per_key_head
+        share = self.shape.queries_per_key_head
         return Interval(block.heads.start // share, ceil_div(block.heads.stop, share))
 
     def cut(self, tensor: torch.Tensor, block: CallBlock, *, of_keys: bool) -> torch.Tensor:
@@ -77,7 +77,7 @@ class WholeCall:
         """
         heads = self.key_heads(block) if of_keys else block.heads
         tokens = block.keys if of_keys else block.rows
-        if len(self.work.batch_shape) == 1:
+        if len(self.shape.batch_shape) == 1:
             entries = tensor[slice(*block.entries)]
         else:
             entries = tensor[self._index(block)][None]
@@ -88,7 +88,7 @@ class WholeCall:
         mask, rows, keys = self.mask, block.rows, block.keys
         if mask is not None:
             mask = self._cut_mask(mask, block)
-        if not self.work.is_causal or keys.stop <= rows.start + 1:
+        if not self.shape.is_causal or keys.stop <= rows.start + 1:
             return mask, False  # no key is later than any query
         if rows.start == keys.start:
             return mask, True
@@ -105,15 +105,15 @@ class WholeCall:
         dims = bias.dim() - 3
         if dims <= 0:
             return bias
-        if len(self.work.batch_shape) == 1:
+        if len(self.shape.batch_shape) == 1:
             return _entries(bias, block, 4)
-        index = self._index(block)[len(self.work.batch_shape) - dims :]
+        index = self._index(block)[len(self.shape.batch_shape) - dims :]
         return bias[tuple(0 if n == 1 else i for n, i in zip(bias.shape, index, strict=False))]
 
     def _index(self, block: CallBlock) -> tuple[int, ...]:
         """Where the block's one entry is among several batch dimensions, or none."""
         entry, index = block.entries.start, list[int]()
-        for size in reversed(self.work.batch_shape):
+        for size in reversed(self.shape.batch_shape):
             entry, at = divmod(entry, size)
             index.append(at)
         return tuple(reversed(index))
@@ -122,7 +122,7 @@ class WholeCall:
         """The mask of a block; tensors of which it has everything stay the very tensors."""
         entries, heads, rows, keys = block
         changes: dict[str, Any] = {}
-        all_rows, all_keys = rows == (0, self.work.n_queries), keys == (0, self.work.n_keys)
+        all_rows, all_keys = rows == (0, self.shape.n_queries), keys == (0, self.shape.n_keys)
         assert not mask.counts_from_last, "__post_init__ has put numbers there"
         offset: Any = 0 if mask.offset is None else mask.offset
         if isinstance(offset, torch.Tensor):

@@ -71,7 +71,7 @@ def check_backward_inputs(  # noqa: C901
     refuse_transforms(*tensors, *read.values())
     for name, tensor in read.items():
         read[name] = request.with_heads(tensor, len(shapes[name]) - 1)
-        dtype = request.work.state_dtype if name == "lse" else None
+        dtype = request.shape.state_dtype if name == "lse" else None
         check_tensor(read[name], shapes[name], name, home, dtype)
     filled: dict[str, Any] = {}
     if backward_inputs.grads is not None:
@@ -127,19 +127,19 @@ def backward_place(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> Placement:
     """The placement of a backward."""
-    work, device = request.work, request.options.device
+    shape, device = request.shape, request.options.device
     query, key, value = tensors[:3]
     grad_out, out, lse, grads = backward_inputs[:4]
-    divided = rescaled_upstream_bytes(grad_out.dtype, work, here=grad_out.device == device)
+    divided = rescaled_upstream_bytes(grad_out.dtype, shape, here=grad_out.device == device)
     return Placement(
         query.device == grad_out.device == out.device == device,
         grads is not None,
-        work.dtype if grads is None else grads[0].dtype,
+        shape.dtype if grads is None else grads[0].dtype,
         are_kernel_readable(query, key, value),
         # The gradient is counted as copied even where it is not: ``estimate`` counts it so.
-        (divided is None) + (not is_kernel_readable(out, work.dtype)),
+        (divided is None) + (not is_kernel_readable(out, shape.dtype)),
         divided,
-        same_dtype=grad_out.dtype == out.dtype == work.dtype,
+        same_dtype=grad_out.dtype == out.dtype == shape.dtype,
         lse_here=lse.device == device,
         flattenable=have_flattened_views(query, key, value, grad_out, out),
     )
@@ -148,11 +148,11 @@ def backward_place(
 def place_after(place: Placement, request: Request) -> Placement:
     """The placement of the backward after a forward in ``place``. The gradient is counted as
     copied: autograd may hand over an expanded one."""
-    work, out, result = request.work, request.out, request.out_dtype
-    copied = result != work.dtype or (out is not None and not is_kernel_readable(out, work.dtype))
-    divided = rescaled_upstream_bytes(result, work, here=place.resident)
+    shape, out, result = request.shape, request.out, request.out_dtype
+    copied = result != shape.dtype or (out is not None and not is_kernel_readable(out, shape.dtype))
+    divided = rescaled_upstream_bytes(result, shape, here=place.resident)
     return replace(
-        place, results_given=False, result_dtype=work.dtype, lse_given=False,
+        place, results_given=False, result_dtype=shape.dtype, lse_given=False,
         rescaled_grad_bytes=divided,
         n_unreadable=(divided is None) + copied,
     )  # fmt: skip

@@ -35,26 +35,26 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels.protocol import CallShape
 
 
-def column_count(work: CallShape, backend: Backend) -> int:
+def column_count(shape: CallShape, backend: Backend) -> int:
     """How many columns are added: those that hold digits, in fp16 one for the norm, and more of 0
     for whole words."""
-    digits = 3 if work.dtype.itemsize == 2 else 1
-    digits += work.dtype == torch.float16
-    return max(digits, backend.word_bytes // work.dtype.itemsize)
+    digits = 3 if shape.dtype.itemsize == 2 else 1
+    digits += shape.dtype == torch.float16
+    return max(digits, backend.word_bytes // shape.dtype.itemsize)
 
 
-def _widened(work: CallShape, backend: Backend) -> CallShape:
-    more = column_count(work, backend)
+def _widened(shape: CallShape, backend: Backend) -> CallShape:
+    more = column_count(shape, backend)
     # Some kernels of devices take query and value of one width alone.
-    equal = work.head_dim == work.value_dim and backend.word_bytes > 1
-    head_dim = work.head_dim + more if equal else work.head_dim
-    return replace(work, value_dim=work.value_dim + more, head_dim=head_dim, columns=more)
+    equal = shape.head_dim == shape.value_dim and backend.word_bytes > 1
+    head_dim = shape.head_dim + more if equal else shape.head_dim
+    return replace(shape, value_dim=shape.value_dim + more, head_dim=head_dim, columns=more)
 
 
 def column_bytes(tensors: Tensors, request: Request, backward_inputs: BackwardInputs) -> int:
     """Bytes of the wider copies that are on the device that computes."""
-    work, device = request.work, request.options.device
-    wide = _widened(work, backend_of(device))
+    shape, device = request.shape, request.options.device
+    wide = _widened(shape, backend_of(device))
     made = [(tensors.query, wide.head_dim), (tensors.key, wide.head_dim)]
     made += [
         (t, wide.value_dim) for t in (tensors.value, backward_inputs.grad_out, backward_inputs.out)
@@ -63,16 +63,16 @@ def column_bytes(tensors: Tensors, request: Request, backward_inputs: BackwardIn
         widths = wide.head_dim, wide.head_dim, wide.value_dim
         made += zip(backward_inputs.grads, widths, strict=True)
     found = sum(
-        t.numel() // t.shape[-1] * width * max(t.element_size(), work.dtype.itemsize)
+        t.numel() // t.shape[-1] * width * max(t.element_size(), shape.dtype.itemsize)
         for t, width in made
         if t.device == device and width != t.shape[-1]
     )
     if tensors.query.device == device:
-        found += work.batch * work.kv_heads * work.n_keys * 4  # norms of values
+        found += shape.batch * shape.kv_heads * shape.n_keys * 4  # norms of values
     # Factors and parts of each row, while they are made.
     beside = sum(t.device == device for t in (backward_inputs.grad_out, backward_inputs.out))
-    rows = work.batch * work.heads * work.n_queries
-    return found + beside * rows * 8 * work.state_dtype.itemsize
+    rows = shape.batch * shape.heads * shape.n_queries
+    return found + beside * rows * 8 * shape.state_dtype.itemsize
 
 
 def with_columns(
@@ -81,30 +81,30 @@ def with_columns(
     """Make a backward without ``grad_lse`` that has the same gradients in the first columns of its
     results (``without_columns``)."""
     assert backward_inputs.grad_lse is not None
-    work = request.work
-    wide = _widened(work, backend_of(request.options.device))
+    shape = request.shape
+    wide = _widened(shape, backend_of(request.options.device))
     query, key, value = tensors[:3]
-    if wide.head_dim != work.head_dim:
+    if wide.head_dim != shape.head_dim:
         query, key = (_wider(t, wide.head_dim) for t in (query, key))
     value = _wider(value, wide.value_dim)
     # Nothing flows into a row without keys.
     lse = backward_inputs.lse.to(backward_inputs.grad_lse.device)
-    gradient = backward_inputs.grad_lse.to(work.state_dtype).masked_fill(lse == -torch.inf, 0.0)
+    gradient = backward_inputs.grad_lse.to(shape.state_dtype).masked_fill(lse == -torch.inf, 0.0)
     factor = gradient
-    if work.dtype == torch.float16:
-        least = _least_norms(gradient, backward_inputs.grad_out, work)
+    if shape.dtype == torch.float16:
+        least = _least_norms(gradient, backward_inputs.grad_out, shape)
         norms = torch.maximum(_norms(tensors.value).to(least.device), least)
-        factor = gradient / norms.repeat_interleave(work.queries_per_key_head, dim=-2)
-    factor = _factor(factor, backward_inputs.grad_out.dtype, work.dtype)
+        factor = gradient / norms.repeat_interleave(shape.queries_per_key_head, dim=-2)
+    factor = _factor(factor, backward_inputs.grad_out.dtype, shape.dtype)
     grad_out, out = _wider(backward_inputs.grad_out, wide.value_dim), backward_inputs.out
     # Parts are rounded as kernels get them; a narrower output would round them more.
-    out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, work.dtype))
-    digits = 3 if work.dtype.itemsize == 2 else 1
-    if work.dtype == torch.float16:
-        value[..., work.value_dim + digits] = least.to(value.device)
+    out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, shape.dtype))
+    digits = 3 if shape.dtype.itemsize == 2 else 1
+    if shape.dtype == torch.float16:
+        value[..., shape.value_dim + digits] = least.to(value.device)
     left = gradient.div(factor).neg_()
-    for column in range(work.value_dim, work.value_dim + digits):
-        part = left.to(work.dtype)
+    for column in range(shape.value_dim, shape.value_dim + digits):
+        part = left.to(shape.dtype)
         grad_out[..., column] = factor.to(grad_out.device)
         out[..., column] = part.to(out.device)
         left = left - part.to(left.dtype)
@@ -120,14 +120,15 @@ def with_columns(
         grad_out=grad_out, out=out, grad_lse=None, grads=grads
     )
     wider = Tensors(query, key, value, *tensors[3:])
-    return wider, replace(request, work=wide), backward_inputs
+    return wider, replace(request, shape=wide), backward_inputs
 
 
 def without_columns(
-    made: tuple[torch.Tensor, ...], work: CallShape, grads: tuple[torch.Tensor, ...] | None
+    made: tuple[torch.Tensor, ...], shape: CallShape, grads: tuple[torch.Tensor, ...] | None
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of query, key and value as wide as ``work`` has them; in ``grads`` if given."""
-    widths = (work.head_dim, work.head_dim, work.value_dim)
+    """Return the gradients of query, key and value as wide as ``shape`` says, in ``grads`` if
+    given."""
+    widths = (shape.head_dim, shape.head_dim, shape.value_dim)
     found = []
     for number, (wide, width) in enumerate(zip(made, widths, strict=True)):
         part = wide if wide.shape[-1] == width else wide[..., :width]
@@ -147,14 +148,14 @@ def _norms(value: torch.Tensor) -> torch.Tensor:
     return found.clamp_(max=2.0**14)
 
 
-def _least_norms(gradient: torch.Tensor, grad_out: torch.Tensor, work: CallShape) -> torch.Tensor:
+def _least_norms(gradient: torch.Tensor, grad_out: torch.Tensor, shape: CallShape) -> torch.Tensor:
     """How large a norm of the value's keeps factors as small as the upstream gradient, shaped as
     ``_norms``: powers of two, from 1 to 2**14."""
     wide = torch.promote_types(grad_out.dtype, torch.float32)
     rows = torch.linalg.vector_norm(grad_out, dim=-1, dtype=wide).to(gradient.device)
     own, upstream = (
         t.nan_to_num(0.0, posinf=0.0, neginf=0.0)
-        .unflatten(-2, (work.kv_heads, -1))
+        .unflatten(-2, (shape.kv_heads, -1))
         .abs()
         .amax(dim=(-2, -1))
         .float()

@@ -52,7 +52,7 @@ class Request:
     """A checked call without the tensors that it reads (autograd keeps those).
 
     Attributes:
-        work: sizes, dtype and mask shape.
+        shape: sizes, dtype and mask shape.
         scale: factor of the scores.
         options: where and how the call may be run.
         out: the caller's tensor for the result, with a dimension of heads.
@@ -72,7 +72,7 @@ class Request:
             are one kernel call; None: it serves one call.
     """
 
-    work: CallShape
+    shape: CallShape
     scale: float
     options: PlannerOptions
     out: torch.Tensor | None

@@ -331,7 +331,7 @@ def check_apart(
         before[name] = result
 
 
-def check_plan(plan: Plan, work: CallShape) -> None:
+def check_plan(plan: Plan, shape: CallShape) -> None:
     """Check that a plan was made for a call of these sizes.
 
     Raises:
@@ -341,7 +341,7 @@ def check_plan(plan: Plan, work: CallShape) -> None:
         "n_queries", "n_keys", "heads", "kv_heads", "head_dim", "value_dim", "batch", "dtype",
         "is_causal",
     ):  # fmt: skip
-        planned, came = getattr(plan.work, name), getattr(work, name)
+        planned, came = getattr(plan.shape, name), getattr(shape, name)
         if planned != came:
             raise ValueError(f"plan was made for {name} = {planned}, the call has {came}")
 

@@ -101,12 +101,12 @@ def check_kernel(
     kernel = get_kernel(kernel)
     where = best_device() if device is None else available_device(device, "device")
     # The planner checks the sizes by name.
-    work = plan(
+    shape = plan(
         n_tokens, n_keys=n_keys, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         value_dim=value_dim, dtype=dtype, levels=(), kernel="dense", device=where, inputs="device",
         backward=backward,
-    ).work  # fmt: skip
-    numbers = {field.name: getattr(work, field.name) for field in fields(work)}
+    ).shape  # fmt: skip
+    numbers = {field.name: getattr(shape, field.name) for field in fields(shape)}
     sizes = TrialSizes(**numbers | {"needs_grad": backward}, device=where)
     if is_causal is not None:
         is_causal = switch(is_causal, "is_causal")

@@ -94,7 +94,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     """A plan in plain types."""
     own = ["levels", "n_tasks", "n_groups", "kernel", "backward", "peak_bytes", "predicted_seconds"]
     schedule = plan.schedule
-    heads = schedule.group.kv_heads * plan.work.queries_per_key_head
+    heads = schedule.group.kv_heads * plan.shape.queries_per_key_head
     return {
         "kept": plan.kept or "all pairs", "layout": plan.decomposition.layout,
         "max_task_tokens": schedule.largest_task, "heads_per_group": heads,
@@ -148,7 +148,7 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     total, passes, drawn, said = sum(speed for _, speed in devices), {}, {}, []
     for name in ("forward", "backward"):
         made = plan(options.tokens, backward=name == "backward", **sizes | {"device": "cuda"})
-        found = drawn[name] = simulate(made.work, devices, made.predicted_seconds)
+        found = drawn[name] = simulate(made.shape, devices, made.predicted_seconds)
         busy = sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
         passes[name] = {"seconds": found.seconds, "parts": found.parts, "busy": busy}
         spent = format_seconds(found.seconds)

@@ -230,4 +230,4 @@ def _headline(options: argparse.Namespace, call: FileCall, device: torch.device 
 
 
 def _kept(call: FileCall) -> str:
-    return words_of(call.whole.mask, call.work.is_causal) or "all pairs"
+    return words_of(call.whole.mask, call.shape.is_causal) or "all pairs"

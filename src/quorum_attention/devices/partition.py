@@ -39,97 +39,97 @@ _PIECES, _FEW_HEADS = 10, 4
 _LONGEST_SECONDS = 2.0
 
 
-def block_of(work: CallShape, entry: int, heads: Interval, rows: Interval) -> CallBlock:
+def block_of(shape: CallShape, entry: int, heads: Interval, rows: Interval) -> CallBlock:
     """Rows of query heads of a batch entry, with all the keys they see; the last rows have every
     key, so that the gradient of one that no row sees is written as well."""
-    cut = work.is_causal and not work.dropout and rows.stop < work.n_queries
-    keys = min(rows.stop, work.n_keys) if cut else work.n_keys
+    cut = shape.is_causal and not shape.dropout and rows.stop < shape.n_queries
+    keys = min(rows.stop, shape.n_keys) if cut else shape.n_keys
     return CallBlock(Interval(entry, entry + 1), heads, rows, Interval(0, keys))
 
 
-def is_whole(work: CallShape, block: CallBlock) -> bool:
+def is_whole(shape: CallShape, block: CallBlock) -> bool:
     """Whether no other block contributes to the gradients of a block's keys."""
-    heads_are = not any(edge % work.queries_per_key_head for edge in block.heads)
-    return heads_are and block.rows == (0, work.n_queries)
+    heads_are = not any(edge % shape.queries_per_key_head for edge in block.heads)
+    return heads_are and block.rows == (0, shape.n_queries)
 
 
-def pairs(work: CallShape, block: CallBlock) -> int:
+def pairs(shape: CallShape, block: CallBlock) -> int:
     """Query-key pairs of a block, as if nothing but later keys were masked."""
-    low, high = map(work.pairs_above, block.rows)
+    low, high = map(shape.pairs_above, block.rows)
     return block.heads.length * (high - low)
 
 
-def pieces_of(work: CallShape, speeds: Mapping[int, float], *, alike: bool) -> int:
+def pieces_of(shape: CallShape, speeds: Mapping[int, float], *, alike: bool) -> int:
     """In how many pieces to cut what a device has.
 
     Args:
         speeds: of the devices, in pairs a second.
         alike: whether all are GPUs of one kind, and blocks take as long as their pairs say.
     """
-    each = work.batch * work.kv_heads // len(speeds)
+    each = shape.batch * shape.kv_heads // len(speeds)
     if not alike:
         return _PIECES if each < _FEW_HEADS else min(_PIECES, each)
     # One call of many heads is quicker than several.
-    seconds = work.batch * work.heads * work.pairs / sum(speeds.values())
+    seconds = shape.batch * shape.heads * shape.pairs / sum(speeds.values())
     return max(1, min(math.ceil(seconds / _LONGEST_SECONDS - 1e-3), each))
 
 
-def partition(work: CallShape, speeds: Sequence[float], pieces: int = 1) -> list[list[CallBlock]]:
+def partition(shape: CallShape, speeds: Sequence[float], pieces: int = 1) -> list[list[CallBlock]]:
     """The blocks of each device, in order; the same ones for calls of the same sizes.
 
     Args:
         speeds: of the devices, relative to each other.
         pieces: in how many each device's part is cut, so that others can take some.
     """
-    heads = work.batch * work.kv_heads
-    if not heads or not work.n_queries:
+    heads = shape.batch * shape.kv_heads
+    if not heads or not shape.n_queries:
         return [[] for _ in speeds]
     ends = [heads * at / sum(speeds) for at in accumulate(speeds, initial=0.0)]
     cuts = [round(at) if abs(at - round(at)) < _CLOSE else at for at in ends]
-    return [_cut(work, low, high, pieces) for low, high in pairwise(cuts)]
+    return [_cut(shape, low, high, pieces) for low, high in pairwise(cuts)]
 
 
-def _cut(work: CallShape, low: float, high: float, pieces: int) -> list[CallBlock]:
+def _cut(shape: CallShape, low: float, high: float, pieces: int) -> list[CallBlock]:
     """The blocks between two shares of the work, as of ``_blocks``, in so many pieces."""
     inner = [low + (high - low) * n / pieces for n in range(1, pieces)]
     if high - low >= pieces:
         inner = [round(at) for at in inner]
-    return [block for part in pairwise((low, *inner, high)) for block in _blocks(work, *part)]
+    return [block for part in pairwise((low, *inner, high)) for block in _blocks(shape, *part)]
 
 
-def _blocks(work: CallShape, low: float, high: float) -> Iterator[CallBlock]:
+def _blocks(shape: CallShape, low: float, high: float) -> Iterator[CallBlock]:
     """The blocks between two shares of the work of all key/value heads, which are numbered through
     all batch entries: rows of the first and of the last query head, and all rows of those between,
     all query heads of some key/value heads or some of one's."""
-    share, n = work.queries_per_key_head, work.n_queries
-    (first, start), (last, stop) = (_point(work, share * at) for at in (low, high))
+    share, n = shape.queries_per_key_head, shape.n_queries
+    (first, start), (last, stop) = (_point(shape, share * at) for at in (low, high))
     runs = [(first, first + 1, start, stop)]
     if first < last:
         runs[0] = first, first + 1, start, n if start else 0
         first += start > 0
         inner = {round_up(first, share), last // share * share}
-        inner |= set(range(round_up(first, work.heads), last, work.heads))
+        inner |= set(range(round_up(first, shape.heads), last, shape.heads))
         edges = sorted({first, last} | {edge for edge in inner if first < edge < last})
         runs += [(one, other, 0, n) for one, other in pairwise(edges)]
         runs.append((last, last + 1, 0, stop))
     for one, other, row, end in runs:
         if row < end:
-            entry, head = divmod(one, work.heads)
-            yield block_of(work, entry, Interval(head, head + other - one), Interval(row, end))
+            entry, head = divmod(one, shape.heads)
+            yield block_of(shape, entry, Interval(head, head + other - one), Interval(row, end))
 
 
-def _point(work: CallShape, at: float) -> tuple[int, int]:
+def _point(shape: CallShape, at: float) -> tuple[int, int]:
     """Query head and row at which the work of ``at`` query heads is done."""
-    if work.dropout:
+    if shape.dropout:
         return round(at), 0
     head = math.floor(at + _CLOSE)
-    return head, _row(work, max(0.0, at - head))
+    return head, _row(shape, max(0.0, at - head))
 
 
-def _row(work: CallShape, part: float) -> int:
+def _row(shape: CallShape, part: float) -> int:
     """The row at which a part of a head's work is done, at the end of a tile."""
-    n = work.n_queries
-    row = bisect_left(range(n), part * work.pairs, key=work.pairs_above)
+    n = shape.n_queries
+    row = bisect_left(range(n), part * shape.pairs, key=shape.pairs_above)
     return min(n, round(row / _TILE) * _TILE)
 
 
@@ -161,7 +161,7 @@ class Sums:
         """Where a worker puts those of a block's gradients that are added up, by name; the others
         are results themselves."""
         likes: Buffers = {}
-        if not is_whole(self._call.work, block):
+        if not is_whole(self._call.shape, block):
             likes = {n: self._call.cut(t, block, of_keys=True) for n, t in self._like.items()}
         if self.bias is not None:
             likes["grad_bias"] = self._call.cut_bias(self.bias, block)
@@ -174,26 +174,26 @@ class Sums:
             self._call.cut_bias(self.bias, block).add_(made["grad_bias"])
         if "grad_key" not in made:
             return
-        work, head = self._call.work, (block.entries.start, self._call.key_heads(block).start)
+        shape, head = self._call.shape, (block.entries.start, self._call.key_heads(block).start)
         self._early[head, (block.heads.start, block.rows.start)] = block, made
-        at = self._next.get(head, (head[1] * work.queries_per_key_head, 0))
+        at = self._next.get(head, (head[1] * shape.queries_per_key_head, 0))
         while (found := self._early.pop((head, at), None)) is not None:
             (_, heads, rows, keys), parts = found
             if head not in self._totals:
                 self._totals[head] = {n: _zeros(t.shape[-2:], t) for n, t in self._like.items()}
             for name, total in self._totals[head].items():
                 total[: keys.length] += parts[name][0, 0]
-            at = (heads.stop, 0) if rows.stop == work.n_queries else (heads.start, rows.stop)
+            at = (heads.stop, 0) if rows.stop == shape.n_queries else (heads.start, rows.stop)
         self._next[head] = at
 
     def store(self, *grads: torch.Tensor) -> None:
         """Put the sums where they belong, the gradients of keys and values."""
         assert not self._early, "a block is missing"
         for (entry, head), totals in self._totals.items():
-            share = self._call.work.queries_per_key_head
-            rows = Interval(0, self._call.work.n_queries)
+            share = self._call.shape.queries_per_key_head
+            rows = Interval(0, self._call.shape.n_queries)
             block = block_of(
-                self._call.work, entry, Interval(head * share, (head + 1) * share), rows
+                self._call.shape, entry, Interval(head * share, (head + 1) * share), rows
             )
             for grad, total in zip(grads, totals.values(), strict=True):
                 self._call.cut(grad, block, of_keys=True).copy_(total)

@@ -291,11 +291,11 @@ def request_on_devices(
     tensors, request = request_of(function, query, key, value, call)
     sent = None
     if mask is not None:
-        mask, work = replace(mask, bias=None, sinks=None), request.work
-        resolve(mask, work)
+        mask, shape = replace(mask, bias=None, sinks=None), request.shape
+        resolve(mask, shape)
         # Now: the caller may write to its tensors before the backward.
         mask = map_tensors(mask, lambda tensor, name: tensor.detach().cpu())
-        sent = pickled(mask, work, home.type)
+        sent = pickled(mask, shape, home.type)
     options = CallOptions(
         depth=written.depth, kernel=written.kernel, accumulator=written.accumulator
     )
@@ -478,7 +478,7 @@ class PoolCall:
 
     def _whole(self, request: Request) -> WholeCall:
         how = request.scale, request.dropout, request.records, request.mask_grad
-        return WholeCall(request.work, None, *how)
+        return WholeCall(request.shape, None, *how)
 
     def _budget(
         self, number: int, worker: Worker, request: Request, home: torch.device
@@ -502,14 +502,14 @@ class PoolCall:
                 "the pool has no worker: it was closed, all of them were lost, or they belong to "
                 "the process that this one was forked from (give the devices by name)"
             )
-        work = request.work
+        shape = request.shape
         speeds = {
-            n: expected_speed(w.device, w.name, work.dtype, work.head_dim, backward=spec.backward)
+            n: expected_speed(w.device, w.name, shape.dtype, shape.head_dim, backward=spec.backward)
             for n, w in here.items()
         }
         alike = self.steady and len({(w.name, budgets[n]) for n, w in here.items()}) == 1
         alike &= all(backend_of(torch.device(w.device)).own_memory for w in here.values())
-        return BlockQueue(work, speeds, pieces_of(work, speeds, alike=alike))
+        return BlockQueue(shape, speeds, pieces_of(shape, speeds, alike=alike))
 
     @contextmanager
     def _reported(self, request: Request, *, backward: bool) -> Iterator[PoolPass]:

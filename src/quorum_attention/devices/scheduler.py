@@ -63,13 +63,13 @@ class BlockQueue:
         devices: those that take part.
     """
 
-    def __init__(self, work: CallShape, speeds: Mapping[int, float], pieces: int) -> None:
+    def __init__(self, shape: CallShape, speeds: Mapping[int, float], pieces: int) -> None:
         self.count, self.devices, self._speeds = 0, set(speeds), speeds
         # By home, what waits.
         self._waiting: dict[int, list[Order]] = {}
-        homes = partition(work, list(speeds.values()), pieces)
+        homes = partition(shape, list(speeds.values()), pieces)
         for home, blocks in zip(speeds, homes, strict=True):
-            orders = [Order(n, home, b, pairs(work, b)) for n, b in enumerate(blocks, self.count)]
+            orders = [Order(n, home, b, pairs(shape, b)) for n, b in enumerate(blocks, self.count)]
             self._waiting[home] = orders
             self.count += len(blocks)
         self.running: dict[int, Order] = {}
@@ -255,7 +255,7 @@ def expected_speed(
     return float(relative * usual["backward_flops" if backward else "flops"] / head_dim)
 
 
-def simulate(work: CallShape, devices: Sequence[tuple[str, float]], seconds: float) -> PoolPass:
+def simulate(shape: CallShape, devices: Sequence[tuple[str, float]], seconds: float) -> PoolPass:
     """A pass on devices, each a name and its speed; devices of equal names are alike.
 
     Args:
@@ -264,10 +264,10 @@ def simulate(work: CallShape, devices: Sequence[tuple[str, float]], seconds: flo
     Returns:
         the report that a pool would have filled, its times predicted.
     """
-    a_second = work.batch * work.heads * work.pairs / seconds
+    a_second = shape.batch * shape.heads * shape.pairs / seconds
     speeds = {number: speed * a_second for number, (_, speed) in enumerate(devices)}
-    pieces = pieces_of(work, speeds, alike=len(set(devices)) == 1)
-    schedule = BlockQueue(work, speeds, pieces)
+    pieces = pieces_of(shape, speeds, alike=len(set(devices)) == 1)
+    schedule = BlockQueue(shape, speeds, pieces)
     report = PoolPass(devices=[name for name, _ in devices], parts=schedule.count)
     ends, now = dict[int, float](), 0.0  # of the orders that run
     while not schedule.finished:

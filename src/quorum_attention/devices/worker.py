@@ -207,20 +207,20 @@ def functions_of(mask: Mask) -> list[Keeps]:
     return [one.keeps for one in masks_in(mask) if one.keeps is not None]
 
 
-def pickled(mask: Mask, work: CallShape, device: str) -> bytes:
+def pickled(mask: Mask, shape: CallShape, device: str) -> bytes:
     """A mask without bias and sinks, as it is sent to workers: its functions by their names.
 
     A global that a function reads may have another value in a worker, so some of its answers are
     sent along. A difference that touches none of them is not seen.
 
     Args:
-        work: the call's sizes.
+        shape: the call's sizes.
         device: where answers are computed.
 
     Raises:
         NotImplementedError: a function cannot be sent.
     """
-    sizes = work.batch, work.heads, work.n_queries, work.n_keys
+    sizes = shape.batch, shape.heads, shape.n_queries, shape.n_keys
     sampled = sizes, random.SystemRandom().getrandbits(63), device
     answers = [_answers(keeps, *sampled) for keeps in functions_of(mask)]
     try:

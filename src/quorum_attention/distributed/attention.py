@@ -115,10 +115,10 @@ def attention(
     )
     inputs, shard = _checked_shard(query, key, value, said, report)
     written = written._replace(kernel=shard.options.kernel)
-    query, work, dropout = inputs.query, shard.work, shard.dropout
+    query, shape, dropout = inputs.query, shard.shape, shard.dropout
     of_sizes = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
     arguments: agreement.Signature = {
-        **{name: getattr(work, name) for name in of_sizes},
+        **{name: getattr(shape, name) for name in of_sizes},
         "scale": shard.scale, "attn_mask": _signature_of(mask),
         "dropout_p": 0.0 if dropout is None else dropout.p,
         "dropout_seed": None if dropout_seed is None else int(dropout_seed),
@@ -129,7 +129,7 @@ def attention(
         group, query, {"call": "attention", **arguments}, columns, lengths
     )
     tokens, kept = sum(sizes), None
-    every = replace(work, batch_shape=(work.batch,), n_queries=tokens, n_keys=tokens)
+    every = replace(shape, batch_shape=(shape.batch,), n_queries=tokens, n_keys=tokens)
     if mask is not None:
         mask = _whole_mask(mask, group, sizes, inputs)
         kept = pairs_above(mask, every)
@@ -138,8 +138,8 @@ def attention(
         )
     whole = WholeCall(every, mask, shard.scale, dropout)
     with torch.autocast(query.device.type, enabled=False):
-        rows = [t.reshape(work.batch, *t.shape[-3:]) for t in inputs[:3]]
-        if work.dtype.itemsize == 2 and work.batch * work.heads * tokens**2 <= _WIDENED_PAIRS:
+        rows = [t.reshape(shape.batch, *t.shape[-3:]) for t in inputs[:3]]
+        if shape.dtype.itemsize == 2 and shape.batch * shape.heads * tokens**2 <= _WIDENED_PAIRS:
             rows = [t.float() for t in rows]
         assignment, moved = _assigned(rows, whole, sizes, kept)
         # Whole heads in turns, where nothing limits a call's memory.
@@ -156,7 +156,7 @@ def attention(
             )  # fmt: skip
         apply: Any = _ShardedAttention.apply
         out: torch.Tensor = apply(*rows, *call.learned, call)
-    return shard.back(out.to(work.dtype).reshape(*query.shape[:-1], work.value_dim))
+    return shard.back(out.to(shape.dtype).reshape(*query.shape[:-1], shape.value_dim))
 
 
 @uncompiled
@@ -255,8 +255,8 @@ def _checked_shard(
     if report is not None and not isinstance(report, ShardedReport):
         raise TypeError(f"report must be a distributed.ShardedReport, got {shown(report)}")
     tensors, request = request_of("attention", query, key, value, said)
-    work = request.work
-    if work.n_queries != work.n_keys or not work.heads:
+    shape = request.shape
+    if shape.n_queries != shape.n_keys or not shape.heads:
         raise ValueError(
             "key must have the query's rows, and there must be heads, got shapes "
             f"{tuple(query.shape)}, {tuple(key.shape)}; for cross attention over ranks give "
@@ -280,12 +280,12 @@ def _assigned(
         sizes: rows of every rank.
         kept: as of ``Sequences``.
     """
-    work, value_dim, (batch, heads, _, head_dim) = whole.work, inputs[2].shape[3], inputs[0].shape
+    shape, value_dim, (batch, heads, _, head_dim) = whole.shape, inputs[2].shape[3], inputs[0].shape
     units: Literal["pairs", "rows", "heads"] = "heads"
     if whole.dropout is None:
         units = "pairs" if kept is None else "rows"
     starts, element = (0, *accumulate(sizes)), batch * inputs[0].element_size()
-    of = partition.Sequences(starts, heads, work.kv_heads, work.is_causal, units, kept=kept)
+    of = partition.Sequences(starts, heads, shape.kv_heads, shape.is_causal, units, kept=kept)
     pair_flops = 2.0 * batch * (head_dim + value_dim)
     in_turns = units == "pairs" and not on_host(inputs[0].device)
     of = replace(of, turns=partition.turns_of(in_turns * of.pairs / of.ranks * pair_flops))
@@ -392,10 +392,10 @@ def _whole_mask(
     return replace(mask, bias=bias.expand(*batch_shape, *bias.shape[-3:]).flatten(0, -4))
 
 
-def pairs_above(mask: Mask, call: CallShape) -> tuple[int, ...]:
+def pairs_above(mask: Mask, shape: CallShape) -> tuple[int, ...]:
     """Pairs of a head's rows that the mask keeps, as ``Sequences.kept``; those that rules of single
     pairs leave out are counted as well."""
-    resolved, n = resolve(mask, call), call.n_queries
+    resolved, n = resolve(mask, shape), shape.n_queries
     if resolved not in _KEPT:
         edges = range(0, n + partition.step_of(n), partition.step_of(n))
         kept = [0] * len(edges)

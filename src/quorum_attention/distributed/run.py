@@ -338,8 +338,8 @@ class Sharded:
         """Tensors of this rank's rows, with the positions of these."""
         rows = (Interval(*self.assignment.of.starts[self.rank : self.rank + 2]),)
         return (
-            Gathered(Interval(0, self.whole.work.heads), rows, of_queries),
-            Gathered(Interval(0, self.whole.work.kv_heads), rows, of_keys),
+            Gathered(Interval(0, self.whole.shape.heads), rows, of_queries),
+            Gathered(Interval(0, self.whole.shape.kv_heads), rows, of_keys),
         )
 
     def _stages(
@@ -466,7 +466,7 @@ class Sharded:
         if self.report is not None:
             report = Report()
             self.report.calls.append(report)
-        entries, keys = Interval(0, whole.work.batch), Interval(0, whole.work.n_keys)
+        entries, keys = Interval(0, whole.shape.batch), Interval(0, whole.shape.n_keys)
         part = CallBlock(entries, block.heads, block.queries, keys)
         # Where a block may have some of its rows' keys alone there is neither mask nor dropout.
         masked = (None, block.causal) if self.assignment.of.units == "pairs" else None

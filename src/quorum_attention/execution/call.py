@@ -204,12 +204,12 @@ def as_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
-def flatten_batch(tensor: torch.Tensor, work: CallShape) -> torch.Tensor:
+def flatten_batch(tensor: torch.Tensor, shape: CallShape) -> torch.Tensor:
     """``tensor`` (*batch, heads, ...) as (b, heads, ...); copied only where it has no such view."""
-    dims = len(work.batch_shape)
+    dims = len(shape.batch_shape)
     if dims == 1:
         return tensor
-    return tensor.reshape(work.batch, *tensor.shape[dims:]) if dims else tensor.unsqueeze(0)
+    return tensor.reshape(shape.batch, *tensor.shape[dims:]) if dims else tensor.unsqueeze(0)
 
 
 def have_flattened_views(*tensors: torch.Tensor) -> bool:
@@ -263,34 +263,34 @@ def rescale_upstream(
         the gradient, with any strides, and the powers of two that it was divided by, (*batch,
         kv_heads), in the state's dtype on ``device``; None if it was not divided.
     """
-    work = problem.work
-    if not exceeds_range_of(grad_out.dtype, work.dtype):
+    shape = problem.shape
+    if not exceeds_range_of(grad_out.dtype, shape.dtype):
         return grad_out, None
     # Rows that are not finite do not count.
     rows = torch.linalg.vector_norm(grad_out, ord=torch.inf, dim=-1)
     rows = rows.nan_to_num_(0.0, posinf=0.0)
-    largest = rows.unflatten(-2, (work.kv_heads, -1)).amax(dim=(-2, -1))
+    largest = rows.unflatten(-2, (shape.kv_heads, -1)).amax(dim=(-2, -1))
     # 2**(exponent - 1) <= largest < 2**exponent
     exponent = torch.frexp(largest.to(torch.float64)).exponent
     # Some kernels take one as large as fp16 holds: it is divided again for each unit, or meets
     # nothing narrower than fp32, as with dropout.
-    wide = problem.kernel.fp32_products or work.dtype in problem.kernel.scaled_backward
+    wide = problem.kernel.fp32_products or shape.dtype in problem.kernel.scaled_backward
     exponent -= _WIDE_LARGEST if wide else _PLAIN_LARGEST
     exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    by_query = power_of_two(-exponent.int()).repeat_interleave(work.queries_per_key_head, dim=-1)
-    tensor = torch.empty(grad_out.shape, dtype=work.dtype, device=grad_out.device)
+    by_query = power_of_two(-exponent.int()).repeat_interleave(shape.queries_per_key_head, dim=-1)
+    tensor = torch.empty(grad_out.shape, dtype=shape.dtype, device=grad_out.device)
     torch.mul(grad_out, by_query[..., None, None], out=tensor)
-    return tensor, power_of_two(exponent.int()).to(device=device, dtype=work.state_dtype)
+    return tensor, power_of_two(exponent.int()).to(device=device, dtype=shape.state_dtype)
 
 
-def rescaled_upstream_bytes(gradient: torch.dtype, work: CallShape, *, here: bool) -> int | None:
+def rescaled_upstream_bytes(gradient: torch.dtype, shape: CallShape, *, here: bool) -> int | None:
     """Bytes that ``rescale_upstream`` allocates on the device that computes, for a gradient that is
     there (``here``) or elsewhere; None if it is not divided."""
-    if not exceeds_range_of(gradient, work.dtype):
+    if not exceeds_range_of(gradient, shape.dtype):
         return None
     # The divided copy, and two numbers for each row.
-    per_row = work.value_dim * work.dtype.itemsize + 2 * gradient.itemsize
-    return work.batch * work.heads * work.n_queries * per_row if here else 0
+    per_row = shape.value_dim * shape.dtype.itemsize + 2 * gradient.itemsize
+    return shape.batch * shape.heads * shape.n_queries * per_row if here else 0
 
 
 # The state that begins with a sink instead of with no key.
@@ -329,9 +329,9 @@ class Job:
     progress: Progress | None = None
 
     @property
-    def work(self) -> CallShape:
+    def shape(self) -> CallShape:
         """The call's sizes."""
-        return self.problem.work
+        return self.problem.shape
 
     @property
     def kernel(self) -> InnerKernel:
@@ -358,11 +358,11 @@ class Job:
         part = group_part(self.tensors[item.name], group, item.axis)
         if not (copied and item.may_be_unreadable):
             return part
-        return as_kernel_readable(part, self.work.dtype)
+        return as_kernel_readable(part, self.shape.dtype)
 
     def dtype_of(self, state: StateSpec) -> torch.dtype:
         """The dtype of the result of ``state``."""
-        return self.work.state_dtype if state.over is None else self.problem.place.result_dtype
+        return self.shape.state_dtype if state.over is None else self.problem.place.result_dtype
 
     def make_results(self, home: torch.device | None = None) -> tuple[torch.Tensor, ...]:
         """All results, in the order of the pass's states; allocates those that do not exist.
@@ -377,7 +377,7 @@ class Job:
             if state.name not in self.results:
                 here = self.tensors["query"].device
                 where = here if state.over is not None or home is None else home
-                shape, dtype = state.shape(self.work), self.dtype_of(state)
+                shape, dtype = state.shape(self.shape), self.dtype_of(state)
                 self.results[state.name] = empty_result(
                     shape, dtype, where, state.words, self.device, self._input_of(state)
                 )
@@ -392,9 +392,9 @@ class Job:
     def store_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
         that the caller gave tensors for, or that have another dtype."""
-        work, results, states = self.problem.work, self.results, self.problem.spec.states
+        shape, results, states = self.problem.shape, self.results, self.problem.spec.states
         for state, part in zip(states, parts, strict=True):
-            result = part if len(work.batch_shape) == 1 else part.reshape(state.shape(work))
+            result = part if len(shape.batch_shape) == 1 else part.reshape(state.shape(shape))
             given, dtype = results.get(state.name), self.dtype_of(state)
             if given is not None:
                 result = given.copy_(result)
@@ -425,7 +425,7 @@ class Job:
 
     def entries(self, group: Group) -> tuple[int, ...]:
         """The indices of a group's batch entries when the batch dimensions are flattened."""
-        sizes = self.work.batch_shape
+        sizes = self.shape.batch_shape
         steps = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
         return tuple(sum(i * n for i, n in zip(e, steps, strict=True)) for e in group.entries)
 
@@ -439,7 +439,7 @@ class Job:
         """The function that gives the additive mask of each rectangle of ``task``."""
         if self.bias is None:
             return no_bias
-        return self.bias.bias(group, task, self.work.bias_dtype, self.device)
+        return self.bias.bias(group, task, self.shape.bias_dtype, self.device)
 
     def task(
         self,
@@ -467,7 +467,7 @@ class Job:
             key=three[1],
             value=three[2],
             scale=self.scale,
-            is_causal=self.work.is_causal,
+            is_causal=self.shape.is_causal,
             bias=self.bias_of(group, task),
             max_queries=limits[0],
             max_keys=limits[1],

@@ -221,13 +221,15 @@ class Engine:
 
     def _accumulate(self, unit: Unit, scaling: Scaling) -> None:
         """Add the pairs of a unit to the states in its slot, and in that of the rows that stay."""
-        job, work = self.job, self.job.work
+        job, shape = self.job, self.job.shape
         if unit.staying is not None:
             task, rectangles = unit.staying.task, unit.staying.rectangles
             fields = {**unit.staying.unit.fields, **unit.fields}
         else:
             task, fields = unit.visit.task, unit.fields
-            rectangles = task.rectangles(work.is_causal, work.n_queries, work.n_keys, *self.limits)
+            rectangles = task.rectangles(
+                shape.is_causal, shape.n_queries, shape.n_keys, *self.limits
+            )
 
         def tensor(name: str, spec: RowSpec) -> torch.Tensor:
             return fields[name].squeeze(-1) if spec.width == "one" else fields[name]

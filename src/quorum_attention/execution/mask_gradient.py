@@ -63,37 +63,37 @@ class Tile:
         return replace(self, queries=ceil_div(self.queries, 2)) if self.queries > 1 else None
 
 
-def tile_bytes(work: CallShape, tile: Tile, mask_bytes: int) -> int:
+def tile_bytes(shape: CallShape, tile: Tile, mask_bytes: int) -> int:
     """Upper bound of the device bytes that a tile takes.
 
     Args:
         mask_bytes: of an element of the mask.
     """
-    item, wide = work.dtype.itemsize, work.state_dtype.itemsize
+    item, wide = shape.dtype.itemsize, shape.state_dtype.itemsize
     lanes = tile.entries * tile.heads
     keys = lanes * tile.keys
-    rows = lanes * work.queries_per_key_head * tile.queries
-    widths = work.head_dim + work.value_dim
+    rows = lanes * shape.queries_per_key_head * tile.queries
+    widths = shape.head_dim + shape.value_dim
     # Inputs as they came, and in the state's dtype; the product of gradient and output.
-    found = (rows + keys) * widths * (item + wide) + rows * (2 * work.value_dim + 6) * wide
+    found = (rows + keys) * widths * (item + wide) + rows * (2 * shape.value_dim + 6) * wide
     # Scores, dP, a copy while one of them is summed; the mask, and the sums so far.
     pairs = rows * tile.keys
-    if work.dropout:
-        heads = tile.heads * work.queries_per_key_head
+    if shape.dropout:
+        heads = tile.heads * shape.queries_per_key_head
         found += dropped_bytes(tile.entries, heads, tile.queries, tile.keys)
-    bias = work.bias_dtype.itemsize
+    bias = shape.bias_dtype.itemsize
     return found + pairs * (6 * wide + bias + 2 * mask_bytes + 1) + _SLACK_BYTES
 
 
-def fitting(work: CallShape, device: torch.device, left: int | None, mask_bytes: int) -> Tile:
+def fitting(shape: CallShape, device: torch.device, left: int | None, mask_bytes: int) -> Tile:
     """The largest tile worth computing at once that takes at most ``left`` bytes (None: what is
     usual on ``device``); the smallest there is if none does."""
     usual = _DEVICE_BYTES if backend_of(device).own_memory else _HOST_BYTES
     most = usual if left is None else min(usual, left)
-    entries = work.batch_shape[-1] if work.batch_shape else 1
-    sides = min(work.n_queries, _MOST_QUERIES), min(work.n_keys, _MOST_KEYS)
-    tile = Tile(work.kv_heads, *sides, entries)
-    while tile_bytes(work, tile, mask_bytes) > most:
+    entries = shape.batch_shape[-1] if shape.batch_shape else 1
+    sides = min(shape.n_queries, _MOST_QUERIES), min(shape.n_keys, _MOST_KEYS)
+    tile = Tile(shape.kv_heads, *sides, entries)
+    while tile_bytes(shape, tile, mask_bytes) > most:
         after = tile.smaller()
         if after is None:
             break
@@ -125,11 +125,11 @@ def add_up_mask_gradient(
     walk = _Walk(job, given, target, job.problem.pairs)
     # What is tested of each pair takes a distance of 64 bits, and a few flags.
     tested = 8 if job.kernel.own_attention else 0
-    tile = fitting(job.work, job.device, left, mask.element_size() + tested)
+    tile = fitting(job.shape, job.device, left, mask.element_size() + tested)
     recoveries: list[str] = []
     for index in product(*(range(n) for n in mask.shape[:-4])):
         # Blocks are those of the tile that began; a failed one is computed by smaller tiles.
-        for block in _blocks(mask, job.work, tile):
+        for block in _blocks(mask, job.shape, tile):
             while True:
                 try:
                     walk.fill(index, block, tile)
@@ -160,10 +160,10 @@ class _MaskBlock(NamedTuple):
     keys: slice
 
 
-def _blocks(mask: torch.Tensor, work: CallShape, tile: Tile) -> Iterator[_MaskBlock]:
+def _blocks(mask: torch.Tensor, shape: CallShape, tile: Tile) -> Iterator[_MaskBlock]:
     """Blocks of the result: no larger than a tile in dimensions that the mask has."""
-    n_entries = work.batch_shape[-1] if work.batch_shape else 1
-    every = (n_entries, work.kv_heads, work.n_queries, work.n_keys)
+    n_entries = shape.batch_shape[-1] if shape.batch_shape else 1
+    every = (n_entries, shape.kv_heads, shape.n_queries, shape.n_keys)
     most = (tile.entries, tile.heads, tile.queries, tile.keys)
     sizes = zip(every, most, mask.shape[-4:], strict=True)
     cuts = [runs(slice(0, n), size if of_mask > 1 else n) for n, size, of_mask in sizes]
@@ -202,7 +202,7 @@ class _Walk:
                 if self.pairs.of(positions) is EMPTY:
                     continue
                 if rows is None:
-                    whole_rows = tile.keys >= self.job.work.n_keys
+                    whole_rows = tile.keys >= self.job.shape.n_keys
                     rows = self._rows(self._group(outer, entries, heads), queries, whole_rows)
                 part = self._tile(rows, keys)
                 if total is None and part.shape == shape:
@@ -219,20 +219,20 @@ class _Walk:
 
     def _outer(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Where, in all batch dimensions but the last, pairs get the mask at ``index``."""
-        sizes = zip(self.job.work.batch_shape[:-1], self.target.shape[:-4], index, strict=True)
+        sizes = zip(self.job.shape.batch_shape[:-1], self.target.shape[:-4], index, strict=True)
         return product(*(range(n) if m == 1 else (i,) for n, m, i in sizes))
 
     def _group(self, outer: tuple[int, ...], entries: slice, heads: slice) -> Group:
         """Some heads of a run of batch entries."""
         numbers = tuple((*outer, entry) for entry in range(entries.start, entries.stop))
-        if not self.job.work.batch_shape:
+        if not self.job.shape.batch_shape:
             numbers = ((),)
-        return Group(numbers, heads.start, heads.stop, self.job.work.queries_per_key_head)
+        return Group(numbers, heads.start, heads.stop, self.job.shape.queries_per_key_head)
 
     def _cuts(self, block: _MaskBlock, within: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[slice, ...]:
         """The mask's part for a block, in positions from ``within`` on; dimensions that it
         broadcasts over are whole."""
-        times = (1, self.job.work.queries_per_key_head, 1, 1)
+        times = (1, self.job.shape.queries_per_key_head, 1, 1)
         return tuple(
             slice((part.start - first) * factor, (part.stop - first) * factor)
             if n > 1
@@ -244,15 +244,15 @@ class _Walk:
 
     def _rows(self, group: Group, queries: slice, whole_rows: bool) -> BackwardRows:
         """Some queries of a head group, on the computing device."""
-        job, work = self.job, self.job.work
-        whole = Decomposition(work.n_tokens).task(())
-        task = job.task((work.n_queries, work.n_keys), group, Tools(Clock()), whole, ())
-        exact = whole_rows and work.dtype != torch.float32 and not (work.sinks or work.columns)
+        job, shape = self.job, self.job.shape
+        whole = Decomposition(shape.n_tokens).task(())
+        task = job.task((shape.n_queries, shape.n_keys), group, Tools(Clock()), whole, ())
+        exact = whole_rows and shape.dtype != torch.float32 and not (shape.sinks or shape.columns)
         transform = replace(
             job.kernel.scores_of_pairs() or PLAIN, whole_rows=exact, exact_delta=exact
         )
-        r = Rectangle(queries.start, queries.stop, 0, work.n_keys, work.is_causal)
-        like = torch.empty(0, dtype=work.state_dtype, device=job.device)
+        r = Rectangle(queries.start, queries.stop, 0, shape.n_keys, shape.is_causal)
+        like = torch.empty(0, dtype=shape.state_dtype, device=job.device)
         at = slice(0, len(group.entries)), slice(0, group.kv_stop - group.kv_start), queries
         given = self.given
         saved = (group_part(t, group, "query") for t in (given.grad_out, given.out, given.lse))

@@ -75,16 +75,16 @@ class Group:
         return slice(self.kv_start, self.kv_stop)
 
 
-def group_sizes(work: CallShape) -> list[GroupSize]:
+def group_sizes(shape: CallShape) -> list[GroupSize]:
     """Group sizes to choose from, largest first: batch entries are halved, then heads."""
-    if work.batch == 0 or work.kv_heads == 0:
+    if shape.batch == 0 or shape.kv_heads == 0:
         return []
     sizes = []
-    entries = work.batch
+    entries = shape.batch
     while entries > 1:
-        sizes.append(GroupSize(entries, work.kv_heads))
+        sizes.append(GroupSize(entries, shape.kv_heads))
         entries = ceil_div(entries, 2)
-    heads = work.kv_heads
+    heads = shape.kv_heads
     while heads > 1:
         sizes.append(GroupSize(1, heads))
         heads = ceil_div(heads, 2)
@@ -92,19 +92,19 @@ def group_sizes(work: CallShape) -> list[GroupSize]:
     return sizes
 
 
-def groups(work: CallShape, size: GroupSize) -> Iterator[Group]:
+def groups(shape: CallShape, size: GroupSize) -> Iterator[Group]:
     """The head groups of a call, none larger than ``size``, in order."""
-    entries = list(product(*(range(n) for n in work.batch_shape)))
-    shared = work.queries_per_key_head
+    entries = list(product(*(range(n) for n in shape.batch_shape)))
+    shared = shape.queries_per_key_head
     for first in range(0, len(entries), size.batch):
         chosen = tuple(entries[first : first + size.batch])
-        for head in range(0, work.kv_heads, size.kv_heads):
-            yield Group(chosen, head, min(head + size.kv_heads, work.kv_heads), shared)
+        for head in range(0, shape.kv_heads, size.kv_heads):
+            yield Group(chosen, head, min(head + size.kv_heads, shape.kv_heads), shared)
 
 
-def count_groups(work: CallShape, size: GroupSize) -> int:
+def count_groups(shape: CallShape, size: GroupSize) -> int:
     """How many groups ``groups`` yields."""
-    return ceil_div(work.batch, size.batch) * ceil_div(work.kv_heads, size.kv_heads)
+    return ceil_div(shape.batch, size.batch) * ceil_div(shape.kv_heads, size.kv_heads)
 
 
 Axis = Literal["query", "key"]
@@ -139,32 +139,32 @@ class RowSpec:
     axis: Axis
     width: Width
 
-    def columns(self, work: CallShape) -> int:
+    def columns(self, shape: CallShape) -> int:
         """How many numbers a row has."""
         if self.width == "one":
             return 1
-        return work.head_dim if self.width == "head_dim" else work.value_dim
+        return shape.head_dim if self.width == "head_dim" else shape.value_dim
 
-    def rows(self, work: CallShape) -> int:
+    def rows(self, shape: CallShape) -> int:
         """How many rows a head has."""
-        return work.n_queries if self.axis == "query" else work.n_keys
+        return shape.n_queries if self.axis == "query" else shape.n_keys
 
-    def heads(self, work: CallShape, kv_heads: int) -> int:
+    def heads(self, shape: CallShape, kv_heads: int) -> int:
         """How many heads belong to ``kv_heads`` key/value heads."""
-        return kv_heads * (work.queries_per_key_head if self.axis == "query" else 1)
+        return kv_heads * (shape.queries_per_key_head if self.axis == "query" else 1)
 
     def count(
-        self, work: CallShape, group: GroupSize | None = None, rows: int | None = None
+        self, shape: CallShape, group: GroupSize | None = None, rows: int | None = None
     ) -> int:
         """How many numbers ``rows`` rows (default: all) of a group (default: the call) have."""
-        size = GroupSize(work.batch, work.kv_heads) if group is None else group
-        rows = self.rows(work) if rows is None else rows
-        return size.batch * self.heads(work, size.kv_heads) * rows * self.columns(work)
+        size = GroupSize(shape.batch, shape.kv_heads) if group is None else group
+        rows = self.rows(shape) if rows is None else rows
+        return size.batch * self.heads(shape, size.kv_heads) * rows * self.columns(shape)
 
-    def shape(self, work: CallShape) -> tuple[int, ...]:
+    def shape(self, shape: CallShape) -> tuple[int, ...]:
         """The shape of the whole tensor: (*batch, heads, rows, width)."""
-        found = (*work.batch_shape, self.heads(work, work.kv_heads), self.rows(work))
-        return found if self.width == "one" else (*found, self.columns(work))
+        found = (*shape.batch_shape, self.heads(shape, shape.kv_heads), self.rows(shape))
+        return found if self.width == "one" else (*found, self.columns(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +180,9 @@ class InputSpec(RowSpec):
     may_be_unreadable: bool = False
     of_state: bool = False
 
-    def dtype(self, work: CallShape) -> torch.dtype:
+    def dtype(self, shape: CallShape) -> torch.dtype:
         """Its dtype as kernels get it."""
-        return work.state_dtype if self.of_state else work.dtype
+        return shape.state_dtype if self.of_state else shape.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,13 +331,13 @@ class Problem:
     """One pass of one call, without its tensors.
 
     Attributes:
-        work: the call's sizes.
+        shape: the call's sizes.
         kernel: the inner kernel.
         spec: which pass.
         place: where its tensors are.
     """
 
-    work: CallShape
+    shape: CallShape
     kernel: InnerKernel
     spec: PassSpec
     place: Placement
@@ -346,22 +346,22 @@ class Problem:
     def backend(self) -> Backend:
         """The backend of the device that computes. If it is the CPU's, the budget counts host
         memory."""
-        return BACKENDS[self.work.device_type]
+        return BACKENDS[self.shape.device_type]
 
     @property
     def without_kernel(self) -> tuple[CallShape, PassSpec, Placement]:
         """All but the kernel, which caches must not hold."""
-        return self.work, self.spec, self.place
+        return self.shape, self.spec, self.place
 
     @property
     def pairs(self) -> Pairs:
         """The pairs that the call keeps, by its lengths and the kernel's own mask."""
-        return self.kernel.kept_pairs(*self.work.lengths)
+        return self.kernel.kept_pairs(*self.shape.lengths)
 
     @property
     def scaled(self) -> bool:
         """Whether the pass is a scaled backward (execution/scaling.py)."""
-        return self.spec.rescaled_input is not None and scales(self.kernel, self.work)
+        return self.spec.rescaled_input is not None and scales(self.kernel, self.shape)
 
     def workspace(self, extent: Extent) -> int:
         """Most bytes that the kernel allocates at one time for work of ``extent``."""
@@ -372,13 +372,13 @@ class Problem:
     @property
     def call_shape(self) -> CallShape:
         """What kernels are asked about."""
-        return replace(self.work, needs_grad=self.spec.backward)
+        return replace(self.shape, needs_grad=self.spec.backward)
 
 
-def scales(kernel: InnerKernel, work: CallShape) -> bool:
+def scales(kernel: InnerKernel, shape: CallShape) -> bool:
     """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
     # Kernels that have dropout compute it in fp32, or scale by themselves.
-    return work.dtype in kernel.scaled_backward and not work.dropout
+    return shape.dtype in kernel.scaled_backward and not shape.dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,22 +466,22 @@ def result_bytes(problem: Problem) -> tuple[int, ...]:
     if problem.place.results_given or not problem.place.resident:
         return ()
     size = problem.place.result_dtype.itemsize
-    return tuple(s.count(problem.work) * size for s in problem.spec.states if s.over is not None)
+    return tuple(s.count(problem.shape) * size for s in problem.spec.states if s.over is not None)
 
 
 def final_bytes(problem: Problem) -> tuple[int, ...]:
     """Bytes of each state that is a result itself (the log-sum-exp), if the budget counts them."""
     if problem.place.lse_given:
         return ()
-    size = problem.work.state_dtype.itemsize
-    return tuple(s.count(problem.work) * size for s in problem.spec.states if s.over is None)
+    size = problem.shape.state_dtype.itemsize
+    return tuple(s.count(problem.shape) * size for s in problem.spec.states if s.over is None)
 
 
 def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     """Bytes of each state of a head group, without those that are results themselves."""
-    work = problem.work
+    shape = problem.shape
     return tuple(
-        state.count(work, group) * work.state_dtype.itemsize
+        state.count(shape, group) * shape.state_dtype.itemsize
         for state in problem.spec.states
         if state.over is not None
     )
@@ -491,7 +491,7 @@ def home_bytes(problem: Problem, group: GroupSize, home: str) -> tuple[int, ...]
     """Bytes of the states that wait at ``home``, "device" or "host", if the budget counts them."""
     if home == "host" and problem.backend.own_memory:
         return ()
-    own = problem.place.result_dtype == problem.work.state_dtype
+    own = problem.place.result_dtype == problem.shape.state_dtype
     return final_bytes(problem) + (() if own else state_bytes(problem, group))
 
 
@@ -499,15 +499,17 @@ def in_results(problem: Problem) -> bool:
     """Whether states over the inputs are the results themselves: results lie where compute is, and
     have the state's dtype."""
     place = problem.place
-    return not problem.backend.own_memory and place.result_dtype == problem.work.state_dtype
+    return not problem.backend.own_memory and place.result_dtype == problem.shape.state_dtype
 
 
 def moved_bytes(problem: Problem, axis: Axis | None = None) -> tuple[int, int]:
     """Bytes of all inputs together, and of all states together; of one side, or (None) of both."""
-    work, spec = problem.work, problem.spec
-    inputs = (i.count(work) * i.dtype(work).itemsize for i in spec.inputs if axis in (None, i.axis))
-    states = sum(s.count(work) for s in spec.states if axis in (None, s.axis))
-    return sum(inputs), states * work.state_dtype.itemsize
+    shape, spec = problem.shape, problem.spec
+    inputs = (
+        i.count(shape) * i.dtype(shape).itemsize for i in spec.inputs if axis in (None, i.axis)
+    )
+    states = sum(s.count(shape) for s in spec.states if axis in (None, s.axis))
+    return sum(inputs), states * shape.state_dtype.itemsize
 
 
 def copied_bytes(
@@ -519,8 +521,10 @@ def copied_bytes(
         most_rows: most rows of a head that are copied at a time; None: all.
     """
     sizes = [
-        item.count(problem.work, group, most_rows)
+        item.count(problem.shape, group, most_rows)
         for item in problem.spec.inputs
         if item.may_be_unreadable
     ]
-    return tuple(size * problem.work.dtype.itemsize for size in sizes[: problem.place.n_unreadable])
+    return tuple(
+        size * problem.shape.dtype.itemsize for size in sizes[: problem.place.n_unreadable]
+    )

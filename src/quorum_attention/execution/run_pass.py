@@ -37,7 +37,7 @@ def run_pass(
     started = time.perf_counter()
     try:
         if not schedule.runs(job.problem):
-            schedule = schedule.through_slots(job.work)
+            schedule = schedule.through_slots(job.shape)
         controller = _controller(job, schedule)
         while not controller.finished:
             schedule = _continued(schedule, controller)
@@ -56,7 +56,7 @@ def _controller(job: Job, schedule: Schedule) -> RecoveryController:
     route = schedule.route
 
     def fallback() -> tuple[TaskLevels, str, str]:
-        through_slots = route.fallback(schedule, job.work)
+        through_slots = route.fallback(schedule, job.shape)
         failed, instead = route.recovery
         return TaskLevels(through_slots, job.problem), failed, instead
 

@@ -78,14 +78,14 @@ class BackwardScaling:
 
     def __init__(
         self,
-        work: CallShape,
+        shape: CallShape,
         device: torch.device,
         heads: tuple[int, int],
         n_slots: int = 1,
         *,
         by_unit: bool = False,
     ) -> None:
-        self.by_unit, self._n_keys = by_unit, work.n_keys
+        self.by_unit, self._n_keys = by_unit, shape.n_keys
         own = n_slots if by_unit else 1
         pins = backend_of(device).own_memory
         # By slot, one for each key/value head of each entry; a head group's units share flags.

@@ -68,16 +68,16 @@ class Route(ABC):
     def words(self) -> str:
         """The route in words, for people."""
 
-    def parts(self, schedule: Schedule, work: CallShape) -> str:
+    def parts(self, schedule: Schedule, shape: CallShape) -> str:
         """What a head group is computed in, in words."""
         return counted(schedule.n_tasks, "task")
 
-    def task_rows(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
+    def task_rows(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
         """Query rows and key rows of the largest task that a kernel gets."""
-        return work.n_queries, work.n_keys
+        return shape.n_queries, shape.n_keys
 
     @abstractmethod
-    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
         """Most queries and keys of a rectangle, before any limit is put on them."""
 
     @abstractmethod
@@ -96,13 +96,13 @@ class Route(ABC):
     def slots(self, **changes: Any) -> Route:
         """The route through slots that replaces this one, with fields changed."""
 
-    def fallback(self, schedule: Schedule, work: CallShape) -> Schedule:
+    def fallback(self, schedule: Schedule, shape: CallShape) -> Schedule:
         """The schedule, through slots, to continue with when memory runs out for whole groups."""
-        return schedule.through_slots(work)
+        return schedule.through_slots(shape)
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """The head groups it computes, in order."""
-        return list(groups(job.work, schedule.group))
+        return list(groups(job.shape, schedule.group))
 
     def opened(self, job: Job, schedule: Schedule) -> AbstractContextManager[Attempt]:
         """What all attempts of a pass share; gives a function that makes one."""
@@ -157,31 +157,31 @@ class Schedule:
         trimmed = self.route.trimmed
         return self.decomposition.n_tasks if trimmed is None else trimmed.n_tasks
 
-    def visits(self, work: CallShape) -> float:
+    def visits(self, shape: CallShape) -> float:
         """How many tasks hold a row, on average."""
         if self.route.trimmed is not None:
-            return self.route.trimmed.tokens / max(1, work.n_tokens)
+            return self.route.trimmed.tokens / max(1, shape.n_tokens)
         return float(math.prod(quorum_size(c) for c in self.decomposition.levels))
 
-    def is_all(self, work: CallShape) -> bool:
+    def is_all(self, shape: CallShape) -> bool:
         """Whether one head group is the whole call."""
-        return self.group == GroupSize(work.batch, work.kv_heads)
+        return self.group == GroupSize(shape.batch, shape.kv_heads)
 
-    def task_rows(self, work: CallShape) -> tuple[int, int]:
+    def task_rows(self, shape: CallShape) -> tuple[int, int]:
         """Query rows and key rows of the largest task that a kernel gets."""
-        return self.route.task_rows(self.decomposition, work)
+        return self.route.task_rows(self.decomposition, shape)
 
-    def n_query_heads(self, work: CallShape) -> int:
+    def n_query_heads(self, shape: CallShape) -> int:
         """Query heads of a head group, of all its batch entries together."""
-        return self.group.batch * self.group.kv_heads * work.queries_per_key_head
+        return self.group.batch * self.group.kv_heads * shape.queries_per_key_head
 
-    def extent(self, work: CallShape) -> Extent:
+    def extent(self, shape: CallShape) -> Extent:
         """The sizes of the largest task that a kernel gets."""
         return Extent(
             batch=self.group.batch,
-            query_heads=self.group.kv_heads * work.queries_per_key_head,
+            query_heads=self.group.kv_heads * shape.queries_per_key_head,
             key_heads=self.group.kv_heads,
-            n_tokens=max(self.task_rows(work)),
+            n_tokens=max(self.task_rows(shape)),
             max_queries=self.max_queries,
             max_keys=self.max_keys,
         )
@@ -190,24 +190,24 @@ class Schedule:
         """Whether its route can run the pass ``problem``."""
         return self.route.runs(self, problem)
 
-    def through_slots(self, work: CallShape, **changes: Any) -> Schedule:
+    def through_slots(self, shape: CallShape, **changes: Any) -> Schedule:
         """The same decomposition through slots, with ``changes`` to their fields."""
         route = self.route.slots(**changes)
-        return schedule_of(work, self.decomposition, self.group, route, pinned=self.pinned)
+        return schedule_of(shape, self.decomposition, self.group, route, pinned=self.pinned)
 
     def changed(self, **changes: Any) -> Schedule:
         """The same through slots with ``changes`` to their fields; rectangle limits stay."""
         return replace(self, route=self.route.slots(**changes))
 
-    def deeper(self, work: CallShape) -> Schedule:
+    def deeper(self, shape: CallShape) -> Schedule:
         """One level more, through slots, with rectangle limits to match."""
         deeper = self.decomposition.deeper(DEEPEN_BY)
         route = self.route.slots(trimmed=None)
-        return schedule_of(work, deeper, self.group, route, pinned=self.pinned)
+        return schedule_of(shape, deeper, self.group, route, pinned=self.pinned)
 
 
 def schedule_of(
-    work: CallShape,
+    shape: CallShape,
     decomposition: Decomposition,
     group: GroupSize,
     route: Route,
@@ -221,7 +221,7 @@ def schedule_of(
     side is halved until the limits are within it.
     """
     unit = decomposition.tile if decomposition.layout == "aligned" else 1
-    queries, keys = (max(1, limit) for limit in route.limits(decomposition, work))
+    queries, keys = (max(1, limit) for limit in route.limits(decomposition, shape))
     while max_pairs is not None and queries * keys > max_pairs and max(queries, keys) > 1:
         if queries >= keys:
             queries = _half(queries, unit)

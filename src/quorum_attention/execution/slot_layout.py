@@ -130,7 +130,7 @@ class SlotLayout:
 @lru_cache(maxsize=64)
 def slot_layout(
     spec: PassSpec,
-    work: CallShape,
+    shape: CallShape,
     group: GroupSize,
     rows: tuple[int, int],
     result_dtype: torch.dtype,
@@ -156,21 +156,21 @@ def slot_layout(
         if axis not in (None, spec.axis):
             return
         most_rows = most_queries if spec.axis == "query" else most_keys
-        n_bytes = spec.count(work, group, most_rows) * dtype.itemsize
+        n_bytes = spec.count(shape, group, most_rows) * dtype.itemsize
         if over is not None and aligned(n_bytes) <= aligned(fields[over].n_bytes):
             offset = fields[over].offset
         else:
             over = None
             offset = slot_bytes
             slot_bytes += aligned(n_bytes)
-        columns = spec.columns(work)
+        columns = spec.columns(shape)
         fields[name] = SlotField(name, spec.axis, columns, dtype, offset, n_bytes, over)
 
     for item in spec.inputs:
-        add(item.name, item, item.dtype(work))
+        add(item.name, item, item.dtype(shape))
     for state in spec.states:
-        add(f"state_{state.name}", state, work.state_dtype)
+        add(f"state_{state.name}", state, shape.state_dtype)
     for state in spec.states:
-        if result_dtype != work.state_dtype and state.over is not None:
+        if result_dtype != shape.state_dtype and state.over is not None:
             add(f"final_{state.name}", state, result_dtype, state.over)
-    return SlotLayout(fields, slot_bytes, work.queries_per_key_head)
+    return SlotLayout(fields, slot_bytes, shape.queries_per_key_head)

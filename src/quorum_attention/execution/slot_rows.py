@@ -143,7 +143,7 @@ class SlotRows:
         mover: Mover,
     ) -> None:
         self._job = job
-        self._work = job.work
+        self._work = job.shape
         self._layout = layout
         self.slots = slots
         self.mover = mover
@@ -309,7 +309,7 @@ def open_pass_storage(
         result_device: where results that are their own state are allocated; None: where the inputs
             are.
     """
-    spec, work = job.spec, job.work
+    spec, shape = job.spec, job.shape
     given_results = {id(result) for result in job.results.values()}
     results = job.make_results(result_device)
     inputs: list[RowTensor] = []
@@ -318,16 +318,16 @@ def open_pass_storage(
     for item in spec.inputs:
         tensor = _with_columns(job.tensors[item.name], item)
         inputs.append(RowTensor(tensor, item))
-        needs_no_cast = tensor.dtype == item.dtype(work)
+        needs_no_cast = tensor.dtype == item.dtype(shape)
         copied.append(Copied(tensor, by_address=needs_no_cast, only_read=True))
     for state, result in zip(spec.states, results, strict=True):
         final = RowTensor(_with_columns(result, state), state)
         state_home = final
         copied.append(Copied(result, is_result=True, fresh=id(result) not in given_results))
-        if job.dtype_of(state) != work.state_dtype and state.axis in waiting:
-            heads = state.heads(work, group.kv_heads)
-            sizes = (group.batch, heads, state.rows(work), state.columns(work))
-            tensor = empty_accumulator(sizes, work.state_dtype, home, job.device)
+        if job.dtype_of(state) != shape.state_dtype and state.axis in waiting:
+            heads = state.heads(shape, group.kv_heads)
+            sizes = (group.batch, heads, state.rows(shape), state.columns(shape))
+            tensor = empty_accumulator(sizes, shape.state_dtype, home, job.device)
             state_home = RowTensor(tensor, state, of_group=True)
             copied.append(Copied(tensor))
         states.append(State(state, state_home, final))

@@ -26,7 +26,7 @@ class TaskLevels:
     def __init__(self, schedule: Schedule, problem: Problem) -> None:
         self.planned = schedule
         self.problem = problem
-        self.work = problem.work
+        self.shape = problem.shape
         self.depth = schedule.decomposition.depth
         self.n_cap = schedule.route.n_cap
         self.pairs = problem.pairs
@@ -53,7 +53,7 @@ class TaskLevels:
     def _add_level(self, depth: int) -> None:
         """Make all tasks of ``depth``, and the schedule whose slots hold them."""
         if depth > self.planned.decomposition.depth:
-            schedule = self.schedule(depth - 1).deeper(self.work)
+            schedule = self.schedule(depth - 1).deeper(self.shape)
         else:
             schedule = self.planned
         decomposition = schedule.decomposition
@@ -61,7 +61,7 @@ class TaskLevels:
             tasks, sizes = tuple(decomposition.tasks()), None
         else:
             kernel, backward = self.problem.kernel, self.problem.spec.backward
-            tasks, sizes = trimmed_tasks(decomposition, self.work.lengths, kernel, backward)
+            tasks, sizes = trimmed_tasks(decomposition, self.shape.lengths, kernel, backward)
         self._tasks[depth] = list(tasks)
         self._schedules[depth] = schedule.changed(trimmed=sizes)
 

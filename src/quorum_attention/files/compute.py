@@ -57,9 +57,9 @@ class FileCall:
     without_heads: bool
 
     @property
-    def work(self) -> CallShape:
+    def shape(self) -> CallShape:
         """Its sizes."""
-        return self.whole.work
+        return self.whole.shape
 
     @property
     def device(self) -> torch.device:
@@ -74,18 +74,18 @@ class FileCall:
         Args:
             lse: whether the log-sum-exp of a forward is wanted.
         """
-        work = self.work
-        rows = (*work.batch_shape, work.heads, work.n_queries)
-        keys = (*work.batch_shape, work.kv_heads, work.n_keys)
+        shape = self.shape
+        rows = (*shape.batch_shape, shape.heads, shape.n_queries)
+        keys = (*shape.batch_shape, shape.kv_heads, shape.n_keys)
         if self.backward:
-            sizes = (*rows, work.head_dim), (*keys, work.head_dim), (*keys, work.value_dim)
-            wanted = {n: (shape, self.out_dtype) for n, shape in zip(GRADIENTS, sizes, strict=True)}
+            sizes = (*rows, shape.head_dim), (*keys, shape.head_dim), (*keys, shape.value_dim)
+            wanted = {n: (size, self.out_dtype) for n, size in zip(GRADIENTS, sizes, strict=True)}
         else:
-            wanted = {"out": ((*rows, work.value_dim), self.out_dtype)}
+            wanted = {"out": ((*rows, shape.value_dim), self.out_dtype)}
             if lse:
-                wanted["lse"] = (rows, work.state_dtype)
+                wanted["lse"] = (rows, shape.state_dtype)
         if self.without_heads:
-            wanted = {name: (shape[1:], dtype) for name, (shape, dtype) in wanted.items()}
+            wanted = {name: (size[1:], dtype) for name, (size, dtype) in wanted.items()}
         return wanted
 
     def with_heads(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -98,10 +98,10 @@ class FileCall:
         Args:
             heads: key/value heads of each, from ``heads_of_part``.
         """
-        work = self.work
-        batch, kv_heads, share = work.batch, work.kv_heads, work.queries_per_key_head
+        shape = self.shape
+        batch, kv_heads, share = shape.batch, shape.kv_heads, shape.queries_per_key_head
         entries = max(1, heads // max(1, kv_heads))
-        rest = Interval(0, work.n_queries), Interval(0, work.n_keys)
+        rest = Interval(0, shape.n_queries), Interval(0, shape.n_keys)
         return [
             CallBlock(
                 Interval(entry, min(entry + entries, batch)),
@@ -115,10 +115,10 @@ class FileCall:
     def heads_of_part(self, wanted: int) -> int:
         """How many key/value heads a part has that should have about ``wanted``: some of one batch
         entry, or all of some entries."""
-        most = max(1, self.work.kv_heads)
-        if wanted < most or len(self.work.batch_shape) != 1:
+        most = max(1, self.shape.kv_heads)
+        if wanted < most or len(self.shape.batch_shape) != 1:
             return max(1, min(wanted, most))
-        return min(wanted // most, max(1, self.work.batch)) * most
+        return min(wanted // most, max(1, self.shape.batch)) * most
 
     def cut(self, tensors: Mapping[str, torch.Tensor], part: CallBlock) -> dict[str, torch.Tensor]:
         """The part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
@@ -172,7 +172,7 @@ def file_call(
     if mask is not None and not isinstance(mask, Mask):
         mask = Mask(bias=checked.bias)
     # A mask may have made it causal: the rest of the mask is cut as it was given.
-    whole = WholeCall(replace(request.work, is_causal=is_causal), mask, scale, request.dropout)
+    whole = WholeCall(replace(request.shape, is_causal=is_causal), mask, scale, request.dropout)
     return FileCall(
         inputs, whole, out_dtype or query.dtype, backward, written, request.without_heads
     )
@@ -213,7 +213,7 @@ class Settings:
             decisions, _ = _decided(call, 1)
             plans = [one.plan for one in decisions if one.plan is not None]
             seconds = max((plan.predicted_seconds for plan in plans), default=0.0)
-            every = call.work.batch * max(1, call.work.kv_heads)
+            every = call.shape.batch * max(1, call.shape.kv_heads)
             heads = min(every, max(1, int(SECONDS_OF_A_PART / max(seconds, 1e-9))))
         heads = call.heads_of_part(heads)
         _, in_file = _decided(call, heads)
@@ -256,7 +256,7 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
         BudgetError: a part cannot be run, also where others can.
     """
     parts = _unlike(call, call.parts(heads))
-    if not parts or 0 in (call.work.n_queries, call.work.n_keys, call.work.value_dim):
+    if not parts or 0 in (call.shape.n_queries, call.shape.n_keys, call.shape.value_dim):
         return [], False
     try:
         decisions = [_decision(call, part, in_file=False) for part in parts]
@@ -267,7 +267,7 @@ def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool]:
     if on_host(call.device) or all(plan.schedule.route.accumulator != "host" for plan in plans):
         return decisions, False
     numbers = sum(math.prod(shape) for shape, _ in call.results(lse=True).values())
-    needed = numbers * call.work.state_dtype.itemsize // len(call.parts(heads))
+    needed = numbers * call.shape.state_dtype.itemsize // len(call.parts(heads))
     if needed < _SHARE_OF_HOST * backend_of(HOST).free_bytes(HOST):
         return decisions, False
     return [_decision(call, part, in_file=True) for part in parts], True
@@ -283,7 +283,7 @@ def _unlike(call: FileCall, parts: Sequence[CallBlock]) -> list[CallBlock]:
 def _decision(call: FileCall, part: CallBlock, *, in_file: bool) -> Decision:
     """How a part would be run. Of results it matters only that they are given, and their dtype."""
     with torch.no_grad():
-        dtype = call.work.state_dtype if in_file else call.out_dtype
+        dtype = call.shape.state_dtype if in_file else call.out_dtype
         target = torch.empty(0, dtype=dtype, device="cpu")
         tensors, request, backward_inputs = request_of_block(
             call.whole, part, call.cut(call.tensors, part), call.written,
@@ -300,7 +300,7 @@ def _decision(call: FileCall, part: CallBlock, *, in_file: bool) -> Decision:
 
 def lse_given(call: FileCall, *, in_file: bool) -> bool:
     """Whether the log-sum-exp of a forward lies in a file from the start."""
-    return in_file or on_host(call.device) or call.out_dtype == call.work.state_dtype
+    return in_file or on_host(call.device) or call.out_dtype == call.shape.state_dtype
 
 
 def compute_here(work: Work, numbers: Sequence[int]) -> Iterator[int]:
@@ -321,7 +321,7 @@ def _shifted(bar: Any, number: int, parts: int) -> Any:
 
 def _compute(work: Work, part: CallBlock, written: CallOptions) -> None:
     call, in_file = work.call, work.settings.in_file
-    wanted, dtype = call.cut(work.results, part), call.work.state_dtype
+    wanted, dtype = call.cut(work.results, part), call.shape.state_dtype
     made: dict[str, Any] = dict(wanted)
     unlike = (n for n, t in wanted.items() if in_file and t.dtype != dtype)
     scratch = {name: (tuple(wanted[name].shape), dtype) for name in unlike}

@@ -112,21 +112,21 @@ class Fa4Kernel(RectangleKernel):
         capped.plain_variant = self
         return capped
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        reason = operator_refusal(call, "cuda", (torch.float16, torch.bfloat16), 256)
+        reason = operator_refusal(shape, "cuda", (torch.float16, torch.bfloat16), 256)
         if reason is not None:
             return reason
-        if call.bias is not None:
+        if shape.bias is not None:
             return "it takes no attention mask"
-        dims = call.head_dim, call.value_dim
+        dims = shape.head_dim, shape.value_dim
         if dims[0] != dims[1] and dims != (192, 128):
             return f"it takes equal head dimensions, or 192 and 128, not {dims[0]} and {dims[1]}"
-        if call.needs_grad:
-            if call.head_dim <= 128 and round_up(call.head_dim, 16) % 32:
+        if shape.needs_grad:
+            if shape.head_dim <= 128 and round_up(shape.head_dim, 16) % 32:
                 # Its parts disagree about the padded width (4.0.0b36).
-                return f"its gradient of query is wrong for head dimension {call.head_dim}"
-            if dims[0] != dims[1] and call.heads != call.kv_heads:
+                return f"its gradient of query is wrong for head dimension {shape.head_dim}"
+            if dims[0] != dims[1] and shape.heads != shape.kv_heads:
                 return "its backward takes equal head dimensions where heads are grouped"
         if version() is None:
             return f"it needs {_PACKAGE}, which is not installed: {install_hint('fa4')}"
@@ -177,19 +177,19 @@ class Fa4Kernel(RectangleKernel):
             **cap,
         }
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes(call, extent, limits=self.forward_limits)
+        sizes = RectangleSizes(shape, extent, limits=self.forward_limits)
         # What finds the rows that are not finite.
-        return sizes.forward_bytes(call.value_dim, 0) + _held(*[sizes.rows] * 3)
+        return sizes.forward_bytes(shape.value_dim, 0) + _held(*[sizes.rows] * 3)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes(call, extent, limits=self.backward_limits)
+        sizes = RectangleSizes(shape, extent, limits=self.backward_limits)
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse; so are the
         # gradients of keys that query heads share.
-        unit = 64 if call.head_dim > 128 else 32
-        width, value_width = round_up(call.head_dim, unit), round_up(call.value_dim, unit)
+        unit = 64 if shape.head_dim > 128 else 32
+        width, value_width = round_up(shape.head_dim, unit), round_up(shape.value_dim, unit)
         rows = sizes.lanes * round_up(sizes.extent.max_queries, _TILE)
         key_lanes = sizes.extent.batch * sizes.extent.key_heads
         keys = key_lanes * round_up(sizes.extent.max_keys, _TILE)
@@ -198,7 +198,7 @@ class Fa4Kernel(RectangleKernel):
             inside += _held(4 * keys * width, 4 * keys * value_width, keys // 4, keys // 4)
         if extent.direct:
             # Copies of an output and of its gradient that do not lie as its loads ask for.
-            inside += 2 * sizes.rows * call.value_dim * sizes.item
+            inside += 2 * sizes.rows * shape.value_dim * sizes.item
         return sizes.backward_bytes(inside)
 
 

@@ -470,15 +470,15 @@ class Kernel(ABC):
     sparse: bool = False
 
     @abstractmethod
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
 
     @abstractmethod
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
 
     @abstractmethod
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
 
     @abstractmethod
@@ -498,7 +498,7 @@ class Kernel(ABC):
 
     # --- Monolithic calls --------------------------------------------------------------------
 
-    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
         """Whether it takes such a call by ``whole_forward`` and ``whole_backward``.
 
         Args:
@@ -570,20 +570,20 @@ InnerKernel = Kernel
 """The public name."""
 
 
-def refusal(kernel: Kernel, call: CallShape) -> str | None:
+def refusal(kernel: Kernel, shape: CallShape) -> str | None:
     """Why a kernel cannot run such a call: by its own words, or because of dropout or of a wide
     mask; None if it can.
 
     Dropout and wide masks are asked about here, so that a kernel that does not know of them never
     leaves out the one, nor misreads the other.
     """
-    reason = kernel.refusal(call)
-    if reason is None and call.dropout and not kernel.dropout:
+    reason = kernel.refusal(shape)
+    if reason is None and shape.dropout and not kernel.dropout:
         return "it has no dropout by the position of a pair"
-    if reason is None and call.bias is not None and call.bias.wide and not kernel.wide_masks:
+    if reason is None and shape.bias is not None and shape.bias.wide and not kernel.wide_masks:
         return (
-            f"it adds attn_mask in the inputs' dtype {call.dtype}, which would round it: take "
-            f"kernel='auto', or give attn_mask.to({call.dtype}) if that is meant"
+            f"it adds attn_mask in the inputs' dtype {shape.dtype}, which would round it: take "
+            f"kernel='auto', or give attn_mask.to({shape.dtype}) if that is meant"
         )
     return reason
 

@@ -173,22 +173,22 @@ class RectangleKernel(CallsKernel):
         """Gradients of query, key and value of one rectangle, given the *global* out and lse of its
         rows; lse is finite everywhere."""
 
-    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
         """Whether a monolithic call can be handed to the operator as it is."""
-        limit = None if call.bias is None else self.masked_limit
-        if not (self.grouped or call.heads == call.kv_heads):
+        limit = None if shape.bias is None else self.masked_limit
+        if not (self.grouped or shape.heads == shape.kv_heads):
             return False
         if limit is not None and tokens > limit:
             return False
         sizes = CallSizes(
-            entries=max(1, call.batch),
-            key_heads=max(1, call.kv_heads),
-            group=max(1, call.queries_per_key_head),
-            queries=call.n_queries or tokens,
-            keys=call.n_keys or tokens,
-            width=max(call.head_dim, call.value_dim),
+            entries=max(1, shape.batch),
+            key_heads=max(1, shape.kv_heads),
+            group=max(1, shape.queries_per_key_head),
+            queries=shape.n_queries or tokens,
+            keys=shape.n_keys or tokens,
+            width=max(shape.head_dim, shape.value_dim),
         )
-        return self.call_limits(backward=call.needs_grad).largest(sizes)[1] > 0
+        return self.call_limits(backward=shape.needs_grad).largest(sizes)[1] > 0
 
     def call_limits(self, *, backward: bool) -> CallLimits:
         """The limits of one call of the operator in a pass."""
@@ -461,20 +461,20 @@ def _split(scale: float, exact: bool) -> tuple[float, float]:
 
 
 def operator_refusal(
-    call: CallShape, device: str, dtypes: Sequence[torch.dtype], widest: int | None = None
+    shape: CallShape, device: str, dtypes: Sequence[torch.dtype], widest: int | None = None
 ) -> str | None:
     """Why an operator for a kind of device and some dtypes cannot run a call; None if it can.
 
     Args:
         widest: the largest head and value dimension, which then are multiples of 8.
     """
-    if call.device_type != device:
+    if shape.device_type != device:
         where = "the CPU" if device == "cpu" else "NVIDIA GPUs"
-        return f"it runs on {where}, not on {call.device_type}"
-    if call.dtype not in dtypes:
+        return f"it runs on {where}, not on {shape.device_type}"
+    if shape.dtype not in dtypes:
         *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return f"it takes {', '.join(names)} and {last}, not {call.dtype}"
-    for what, width in (("head", call.head_dim), ("value", call.value_dim)):
+        return f"it takes {', '.join(names)} and {last}, not {shape.dtype}"
+    for what, width in (("head", shape.head_dim), ("value", shape.value_dim)):
         if width == 0:
             return f"it takes no {what} dimension of 0"
         if widest is not None and (width % 8 or width > widest):
@@ -515,9 +515,9 @@ def multiprocessors() -> int:
     return max(counts, default=160)
 
 
-def mask_bytes(call: CallShape, extent: Extent, multiple: int = 1) -> int:
+def mask_bytes(shape: CallShape, extent: Extent, multiple: int = 1) -> int:
     """Bytes of the mask of one rectangle; ``multiple``: what its rows are padded to, in bytes."""
-    mask, item = call.bias, call.bias_dtype.itemsize
+    mask, item = shape.bias, shape.bias_dtype.itemsize
     if mask is None:
         return 0
     size = (extent.batch if mask.batch else 1) * (extent.query_heads if mask.heads else 1)
@@ -548,15 +548,15 @@ class RectangleSizes:
 
     def __init__(
         self,
-        call: CallShape,
+        shape: CallShape,
         extent: Extent,
         grouped: bool = True,
         splits_scale: bool = False,
         limits: CallLimits = UNLIMITED,
     ) -> None:
-        self.call, self.task = call, extent
+        self.call, self.task = shape, extent
         group = extent.query_heads // max(1, extent.key_heads) if grouped else 1
-        self.extent = _largest_call(limits, call, extent, group)
+        self.extent = _largest_call(limits, shape, extent, group)
         self.heads = self.extent.query_heads if grouped else self.extent.key_heads
         self.shared = self.heads // max(1, self.extent.key_heads)
         self.lanes = self.extent.batch * self.heads
@@ -570,16 +570,16 @@ class RectangleSizes:
         if self.is_cut:
             self._joined_rows = extent.batch * extent.query_heads * self.extent.max_queries
             self._joined_key_rows = extent.batch * extent.key_heads * self.extent.max_keys
-        self.item = call.dtype.itemsize
-        self.work = call.state_dtype.itemsize
+        self.item = shape.dtype.itemsize
+        self.work = shape.state_dtype.itemsize
         self.aligned_bias_bytes = 0
-        if call.bias is not None:
-            whole = replace(call, bias=replace(call.bias, columns=True))
+        if shape.bias is not None:
+            whole = replace(shape, bias=replace(shape.bias, columns=True))
             self.aligned_bias_bytes = mask_bytes(whole, extent, 16)
         # The mask, and the queries of one call times a part of its scale.
-        split = splits_scale or not call.positive_scale or self.work == 8
-        signed = self.rows * call.head_dim * self.item if split else 0
-        self._held = mask_bytes(call, extent) + signed + SLACK_BYTES
+        split = splits_scale or not shape.positive_scale or self.work == 8
+        signed = self.rows * shape.head_dim * self.item if split else 0
+        self._held = mask_bytes(shape, extent) + signed + SLACK_BYTES
 
     def forward_bytes(
         self, out_width: int, inside: int, merging: int = MERGE_WORKSPACE_BYTES
@@ -615,12 +615,12 @@ class RectangleSizes:
         return (rows * self.call.head_dim + of_keys) * self.item
 
 
-def _largest_call(limits: CallLimits, call: CallShape, extent: Extent, group: int) -> Extent:
+def _largest_call(limits: CallLimits, shape: CallShape, extent: Extent, group: int) -> Extent:
     """The sizes of the largest call that ``limits`` leave of ``extent``; ``group``: query heads
     that share a key/value head in a call."""
     if limits is UNLIMITED or 0 in (extent.batch, extent.key_heads):
         return extent
-    width = max(call.head_dim, call.value_dim)
+    width = max(shape.head_dim, shape.value_dim)
     row_limits = limits.rows(width)
     queries = min(extent.max_queries, row_limits[0])
     keys = min(extent.max_keys, row_limits[1])

@@ -338,14 +338,14 @@ def runs(whole: slice, most: int) -> Iterator[slice]:
 
 
 def _tile_bytes(
-    call: CallShape, extent: Extent, transform: ScoreTransform, numbers: tuple[int, int, int]
+    shape: CallShape, extent: Extent, transform: ScoreTransform, numbers: tuple[int, int, int]
 ) -> tuple[int, int, int]:
     """Bytes of the largest tile; of its rows; and of a number.
 
     Args:
         numbers: how many there are of each query row, each key row and each pair.
     """
-    limits, item = transform.limits(call.device_type), call.state_dtype.itemsize
+    limits, item = transform.limits(shape.device_type), shape.state_dtype.itemsize
     shared = extent.query_heads // max(1, extent.key_heads)
     lanes, longest = extent.batch * extent.query_heads, transform.most_keys(extent.max_keys, limits)
     # Of rectangles of any size up to the largest: see ``_blocks``.
@@ -355,14 +355,16 @@ def _tile_bytes(
     pairs = min(lanes * extent.max_queries * extent.max_keys, most_pairs)
     of_rows = rows * numbers[0] * item
     inside = of_rows + (keys * numbers[1] + pairs * (numbers[2] + transform.matrices)) * item
-    if call.bias is not None:
+    if shape.bias is not None:
         # Made for all heads of the task at a time; what is added is of the dtype computed in.
-        every = extent.batch if call.bias.batch else 1
-        every *= extent.query_heads if call.bias.heads else 1
+        every = extent.batch if shape.bias.batch else 1
+        every *= extent.query_heads if shape.bias.heads else 1
         most = max(limits.pairs // max(1, shared), longest)
-        inside += every * min(extent.max_queries * extent.max_keys, most) * call.bias_dtype.itemsize
+        inside += (
+            every * min(extent.max_queries * extent.max_keys, most) * shape.bias_dtype.itemsize
+        )
         inside += 8 * pairs
-    if call.dropout:
+    if shape.dropout:
         inside += dropped_bytes(1, 1, rows, ceil_div(pairs, rows))
     return inside, of_rows, item
 
@@ -384,7 +386,7 @@ class TiledKernel(Kernel):
     def __init__(self, scores: ScoreTransform = PLAIN) -> None:
         self.scores = scores
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """None: it runs every call."""
         return None
 
@@ -408,27 +410,30 @@ class TiledKernel(Kernel):
         for block in _blocks(task, grads.grad_query, transform):
             _backward_block(block, grads)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        of_row, of_key = call.head_dim + 4 * call.value_dim + 8, max(call.head_dim, call.value_dim)
-        inside, rows, item = _tile_bytes(call, extent, self.scores, (of_row, of_key, 1))
+        of_row, of_key = (
+            shape.head_dim + 4 * shape.value_dim + 8,
+            max(shape.head_dim, shape.value_dim),
+        )
+        inside, rows, item = _tile_bytes(shape, extent, self.scores, (of_row, of_key, 1))
         results = 0
         if extent.direct:
             # In the dtype computed in, and in another that may be asked for.
             every = extent.batch * extent.query_heads * extent.max_queries
-            results = every * ((call.value_dim + 1) * item + call.value_dim * 8)
+            results = every * ((shape.value_dim + 1) * item + shape.value_dim * 8)
         return max(inside, rows + MERGE_WORKSPACE_BYTES) + results + SLACK_BYTES
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        both = call.head_dim + call.value_dim
-        numbers = 4 * both + 8, 2 * both, 2 + call.dropout
-        inside, _, item = _tile_bytes(call, extent, self.scores, numbers)
+        both = shape.head_dim + shape.value_dim
+        numbers = 4 * both + 8, 2 * both, 2 + shape.dropout
+        inside, _, item = _tile_bytes(shape, extent, self.scores, numbers)
         results = 0
         if extent.direct:
             queries = extent.batch * extent.query_heads * extent.max_queries
             others = extent.batch * extent.key_heads * extent.max_keys
-            results = (queries * call.head_dim + others * both) * (item + 8)
+            results = (queries * shape.head_dim + others * both) * (item + 8)
         return inside + results + SLACK_BYTES
 
 
@@ -458,13 +463,13 @@ class DenseKernel(TiledKernel):
         every = (Rectangle(0, n_queries, 0, n_keys),) if task.rectangles else ()
         return replace(task, rectangles=every), scores
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time; quadratic in tokens."""
-        return _mask_bytes(extent) + super().forward_workspace_bytes(call, _all_pairs(extent))
+        return _mask_bytes(extent) + super().forward_workspace_bytes(shape, _all_pairs(extent))
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time; quadratic in tokens."""
-        return _mask_bytes(extent) + super().backward_workspace_bytes(call, _all_pairs(extent))
+        return _mask_bytes(extent) + super().backward_workspace_bytes(shape, _all_pairs(extent))
 
 
 def _all_pairs(extent: Extent) -> Extent:

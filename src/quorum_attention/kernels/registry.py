@@ -114,15 +114,15 @@ def get_kernel(kernel: str | Kernel) -> Kernel:
     return kernel
 
 
-def why_not(kernel: Kernel, call: CallShape, device: torch.device | None = None) -> str | None:
+def why_not(kernel: Kernel, shape: CallShape, device: torch.device | None = None) -> str | None:
     """Why a kernel cannot run the call: its own refusal or a failed test on ``device``; or None."""
-    reason = refusal(kernel, call)
+    reason = refusal(kernel, shape)
     # The reference cannot be tested against itself, nor a kernel that computes other attention
     # (check_kernel is for those).
     if reason is not None or kernel.name == _LAST or kernel.own_attention:
         return reason
     # A kernel whose options change the scores is tested without them.
-    return probe(kernel.plain_variant or kernel, call, device)
+    return probe(kernel.plain_variant or kernel, shape, device)
 
 
 # Fastest first (measured on an H200). Kernels that users register come after these, in order.
@@ -142,13 +142,13 @@ LONG_FLOPS = 1e12
 
 def select_kernel(
     wanted: str | InnerKernel,
-    call: CallShape,
+    shape: CallShape,
     device: torch.device,
     *,
     tried: bool = True,
     flops: float = 0.0,
 ) -> InnerKernel:
-    """The kernel for ``call`` on ``device``.
+    """The kernel for ``shape`` on ``device``.
 
     A kernel asked for by name is never replaced by another. "auto" takes the first in order of
     preference that can run the call.
@@ -166,7 +166,7 @@ def select_kernel(
     present = tried and (device.type != "cuda" or torch.cuda.is_available())
     if present and device.type == "cuda" and flops >= LONG_FLOPS:
         warm_up()
-    why = partial(why_not, call=call, device=device) if present else partial(refusal, call=call)
+    why = partial(why_not, shape=shape, device=device) if present else partial(refusal, shape=shape)
     if wanted != "auto":
         kernel = get_kernel(wanted)
         if (reason := why(kernel)) is not None:
@@ -175,7 +175,7 @@ def select_kernel(
     found = []
     for kernel in kernels().values():
         if kernel.name == _LONG and not (flops >= LONG_FLOPS and _is_hopper(device)):
-            found.append(f"{kernel.name}: {refusal(kernel, call) or 'it is for longer calls'}")
+            found.append(f"{kernel.name}: {refusal(kernel, shape) or 'it is for longer calls'}")
             continue
         # One after the other: a test may have to build the kernel.
         if (reason := why(kernel)) is None:
@@ -185,31 +185,31 @@ def select_kernel(
 
 
 def unrounded_kernel(
-    wanted: str | InnerKernel, call: CallShape, device: torch.device, result: torch.dtype
+    wanted: str | InnerKernel, shape: CallShape, device: torch.device, result: torch.dtype
 ) -> str | InnerKernel:
     """The kernel for a result that is wider than its 16-bit inputs.
 
     For "auto" that is the kernel that does not round results to 16 bits, if it can run the call;
     otherwise, and in all other cases, ``wanted``.
     """
-    wider = result.itemsize > call.dtype.itemsize and call.head_dim == call.value_dim
+    wider = result.itemsize > shape.dtype.itemsize and shape.head_dim == shape.value_dim
     if wanted != "auto" or not wider or device.type != "cuda":
         return wanted
-    return _UNROUNDED if why_not(get_kernel(_UNROUNDED), call, device) is None else wanted
+    return _UNROUNDED if why_not(get_kernel(_UNROUNDED), shape, device) is None else wanted
 
 
 def rivals(
-    preferred: InnerKernel, call: CallShape, device: torch.device
+    preferred: InnerKernel, shape: CallShape, device: torch.device
 ) -> tuple[InnerKernel, ...]:
     """Kernels that a planner may choose for "auto" instead of ``preferred``: the native one, if its
     rates for such calls have been measured."""
-    native, plain = _KERNELS[_UNROUNDED], call.bias is None and not call.dropout
-    widths = {call.head_dim, call.value_dim}
-    measured = plain and call.dtype.itemsize == 2 and widths in ({64}, {128})
+    native, plain = _KERNELS[_UNROUNDED], shape.bias is None and not shape.dropout
+    widths = {shape.head_dim, shape.value_dim}
+    measured = plain and shape.dtype.itemsize == 2 and widths in ({64}, {128})
     if not measured or device.type != "cuda" or not _is_hopper(device):
         return ()
     able = (
-        native is not preferred and native.plain_variant is None and refusal(native, call) is None
+        native is not preferred and native.plain_variant is None and refusal(native, shape) is None
     )
     return (native,) if able else ()
 
@@ -250,12 +250,12 @@ _TOLERANCES = {
 _ANSWERS, _PASSED = 1024, "passed.json"
 
 
-def probe(kernel: Kernel, call: CallShape, device: torch.device | None = None) -> str | None:
+def probe(kernel: Kernel, shape: CallShape, device: torch.device | None = None) -> str | None:
     """Why ``kernel`` does not work for such calls on ``device``, or None; tested only once.
 
     Args:
         kernel: a kernel that does not refuse the call.
-        call: the kind of call.
+        shape: the kind of call.
         device: default the current device of the call's type.
 
     Raises:
@@ -263,22 +263,22 @@ def probe(kernel: Kernel, call: CallShape, device: torch.device | None = None) -
         RuntimeError: a CUDA graph is being captured, and no such call has been tested before.
     """
     if device is None:
-        device = torch.device(call.device_type)
+        device = torch.device(shape.device_type)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     # Compiled kernels may depend on how many query heads share a key head. Causal calls and others
     # are tested together.
-    group = max(1, call.heads // max(1, call.kv_heads))
-    call = replace(
-        call, heads=2 * group, kv_heads=2, is_causal=False, exact_scale=True, batch_shape=(),
+    group = max(1, shape.heads // max(1, shape.kv_heads))
+    shape = replace(
+        shape, heads=2 * group, kv_heads=2, is_causal=False, exact_scale=True, batch_shape=(),
         n_queries=0, n_keys=0, sinks=False, columns=0,
     )  # fmt: skip
-    return _answer(kernel, call, device, torch.are_deterministic_algorithms_enabled())
+    return _answer(kernel, shape, device, torch.are_deterministic_algorithms_enabled())
 
 
 @remembered(_ANSWERS)
 def _answer(
-    kernel: Kernel, call: CallShape, device: torch.device, deterministic: bool
+    kernel: Kernel, shape: CallShape, device: torch.device, deterministic: bool
 ) -> str | None:
     if capturing(device):
         raise RuntimeError(
@@ -287,22 +287,22 @@ def _answer(
         )
     # torch's own operators on a GPU are tested by one process for all others.
     kept = device.type == "cuda" and type(kernel).__module__ == CudnnKernel.__module__
-    name = _test_name(kernel, call, device, deterministic) if kept else ""
+    name = _test_name(kernel, shape, device, deterministic) if kept else ""
     if kept and name in _as_list(load(_PASSED)):
         return None
     with outside():
-        reason = _tried_with_memory(kernel, call, device)
+        reason = _tried_with_memory(kernel, shape, device)
     if kept and reason is None:
         with suppress(OSError):
             store(_PASSED, lambda known: [*_as_list(known), name][-_ANSWERS:])
     return reason
 
 
-def _test_name(kernel: Kernel, call: CallShape, device: torch.device, deterministic: bool) -> str:
+def _test_name(kernel: Kernel, shape: CallShape, device: torch.device, deterministic: bool) -> str:
     """Of a test of an operator of torch's, in all that may change its result."""
     versions = torch.__version__, torch.backends.cudnn.version(), flash_implementation()
     where = torch.cuda.get_device_name(device), deterministic
-    return repr((*versions, *where, kernel.name, call))
+    return repr((*versions, *where, kernel.name, shape))
 
 
 def _as_list(known: object) -> list[str]:
@@ -310,24 +310,24 @@ def _as_list(known: object) -> list[str]:
     return known if isinstance(known, list) else []
 
 
-def _tried_with_memory(kernel: Kernel, call: CallShape, device: torch.device) -> str | None:
+def _tried_with_memory(kernel: Kernel, shape: CallShape, device: torch.device) -> str | None:
     """``_tried``; where memory runs out, once more with all that torch's allocator held back:
     libraries and Triton do not ask it for that when they take memory themselves."""
     try:
-        return _tried(kernel, call, device)
+        return _tried(kernel, shape, device)
     except RuntimeError as error:
         if device.type != "cuda" or not is_out_of_memory(error):
             raise
     torch.cuda.empty_cache()
-    return _tried(kernel, call, device)
+    return _tried(kernel, shape, device)
 
 
-def _tried(kernel: Kernel, call: CallShape, device: torch.device) -> str | None:
-    usual = 1.0 / math.sqrt(max(1, call.head_dim))
-    scales = (usual,) if call.positive_scale else (-usual, 0.0)
+def _tried(kernel: Kernel, shape: CallShape, device: torch.device) -> str | None:
+    usual = 1.0 / math.sqrt(max(1, shape.head_dim))
+    scales = (usual,) if shape.positive_scale else (-usual, 0.0)
     for is_causal, scale in product((False, True), scales):
         try:
-            wrong = _compare(kernel, call, device, is_causal, scale)
+            wrong = _compare(kernel, shape, device, is_causal, scale)
         except (RuntimeError, AttributeError, TypeError) as error:
             # Another torch may lack an operator, or have other arguments for it.
             if is_out_of_memory(error):
@@ -341,13 +341,13 @@ def _tried(kernel: Kernel, call: CallShape, device: torch.device) -> str | None:
 
 
 def _compare(
-    kernel: Kernel, call: CallShape, device: torch.device, is_causal: bool, scale: float
+    kernel: Kernel, shape: CallShape, device: torch.device, is_causal: bool, scale: float
 ) -> str | None:
     """Compare the kernel with the reference: what is wrong with its results, or None."""
-    one, grad_out = _random_call(call, is_causal, scale)
-    exact = _run(DenseKernel(), call, one, grad_out, torch.Tensor.double)
-    found = _run(kernel, call, one, grad_out, lambda tensor: tensor.to(device))
-    tolerance = _TOLERANCES.get(call.dtype, 1e-1)
+    one, grad_out = _random_call(shape, is_causal, scale)
+    exact = _run(DenseKernel(), shape, one, grad_out, torch.Tensor.double)
+    found = _run(kernel, shape, one, grad_out, lambda tensor: tensor.to(device))
+    tolerance = _TOLERANCES.get(shape.dtype, 1e-1)
     for name, reference in exact.items():
         result = found[name].to("cpu", torch.float64)
         if result.isnan().any():
@@ -361,45 +361,45 @@ def _compare(
     return None
 
 
-def _random_call(call: CallShape, is_causal: bool, scale: float) -> tuple[Call, torch.Tensor]:
+def _random_call(shape: CallShape, is_causal: bool, scale: float) -> tuple[Call, torch.Tensor]:
     """A small call of a kind, and its upstream gradient."""
     generator = torch.Generator().manual_seed(0)
-    heads = call.heads
-    n_queries, n_keys = _probe_lengths(call)
+    heads = shape.heads
+    n_queries, n_keys = _probe_lengths(shape)
     if is_causal:
         n_keys = n_queries
 
-    def random(*shape: int, dtype: torch.dtype = call.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    def random(*sizes: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator, device="cpu").to(dtype)
 
     mask = None
-    if call.bias is not None:
+    if shape.bias is not None:
         # Some of it is -inf, and one row entirely.
-        shape = (heads if call.bias.heads else 1, n_queries if call.bias.rows else 1)
-        mask = random(1, *shape, n_keys if call.bias.columns else 1, dtype=call.bias_dtype)
-        if call.bias.wide:
+        sizes = (1, heads if shape.bias.heads else 1, n_queries if shape.bias.rows else 1)
+        mask = random(*sizes, n_keys if shape.bias.columns else 1, dtype=shape.bias_dtype)
+        if shape.bias.wide:
             mask.add_(_WIDE_MASK)
-        if call.bias.columns:
+        if shape.bias.columns:
             mask[torch.rand(mask.shape, generator=generator, device="cpu") < 0.2] = -torch.inf
-        if call.bias.rows and n_queries > 1:
+        if shape.bias.rows and n_queries > 1:
             mask[:, :, n_queries // 3] = -torch.inf
     inputs = Call(
-        random(1, heads, n_queries, call.head_dim),
-        random(1, 2, n_keys, call.head_dim),
-        random(1, 2, n_keys, call.value_dim),
+        random(1, heads, n_queries, shape.head_dim),
+        random(1, 2, n_keys, shape.head_dim),
+        random(1, 2, n_keys, shape.value_dim),
         is_causal,
         scale,
         mask,
-        dropout=Dropout(0.5, 0) if call.dropout else None,
+        dropout=Dropout(0.5, 0) if shape.dropout else None,
     )
-    return inputs, random(1, heads, n_queries, call.value_dim)
+    return inputs, random(1, heads, n_queries, shape.value_dim)
 
 
-def _probe_lengths(call: CallShape) -> tuple[int, int]:
+def _probe_lengths(shape: CallShape) -> tuple[int, int]:
     """Return how many queries and keys the test of a kind of call has."""
     # Kernels without grouped heads get keys for each query head.
-    most_rows = _MOST_ELEMENTS // (call.heads * max(call.head_dim, call.value_dim, 1))
-    n_queries = min(most_rows, _MOST_ROWS // call.heads, _QUERIES)
+    most_rows = _MOST_ELEMENTS // (shape.heads * max(shape.head_dim, shape.value_dim, 1))
+    n_queries = min(most_rows, _MOST_ROWS // shape.heads, _QUERIES)
     n_keys = min(most_rows, _KEYS)
     return max(1, n_queries), max(1, n_keys)
 

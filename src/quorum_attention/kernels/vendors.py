@@ -71,15 +71,15 @@ class FlashKernel(RectangleKernel):
         padded=True,
     )
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        reason = operator_refusal(call, "cuda", _NARROW, 256)
+        reason = operator_refusal(shape, "cuda", _NARROW, 256)
         if reason is not None:
             return reason
-        if call.bias is not None:
+        if shape.bias is not None:
             return "it takes no attention mask"
-        if call.value_dim != call.head_dim:
-            return f"it takes equal head dimensions, not {call.head_dim} and {call.value_dim}"
+        if shape.value_dim != shape.head_dim:
+            return f"it takes equal head dimensions, not {shape.head_dim} and {shape.value_dim}"
         instead = flash_implementation()
         if instead is not None:
             # Other bounds, other refusals, and gradients that may differ from run to run.
@@ -108,19 +108,19 @@ class FlashKernel(RectangleKernel):
         )  # fmt: skip
         return gradients
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes(call, extent, limits=self.forward_limits)
+        sizes = RectangleSizes(shape, extent, limits=self.forward_limits)
         # If the query tiles are too few to fill the GPU, the keys are split, and each split has its
         # own fp32 statistics. There are at most about two waves of 128-row tiles.
         split_rows = 2 * 2 * multiprocessors() * 128
-        inside = split_rows * (_padded_dim(call.head_dim) + 1) * 4
-        return sizes.forward_bytes(call.value_dim, inside)
+        inside = split_rows * (_padded_dim(shape.head_dim) + 1) * 4
+        return sizes.forward_bytes(shape.value_dim, inside)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes(call, extent, limits=self.backward_limits)
-        dim = call.head_dim
+        sizes = RectangleSizes(shape, extent, limits=self.backward_limits)
+        dim = shape.head_dim
         # Token-major copies of grad_out and out; dQ summed in fp32 over padded rows, and delta; the
         # gradients of grouped keys for every query head.
         inside = 2 * sizes.rows * dim * sizes.item
@@ -145,10 +145,10 @@ def _bounded(extent: Extent, least: int = 0, most: int = 1 << 62) -> Extent:
     return replace(extent, max_queries=queries, max_keys=keys)
 
 
-def _small_factor(call: CallShape) -> str | None:
+def _small_factor(shape: CallShape) -> str | None:
     """Why a kernel that multiplies gradients of scores by the factor before it rounds them to fp16
     cannot run a call: nothing would be left of them."""
-    if call.needs_grad and call.dtype == torch.float16 and not call.exact_scale:
+    if shape.needs_grad and shape.dtype == torch.float16 and not shape.exact_scale:
         return "its float16 gradients lose their digits where scale is below 2**-9"
     return None
 
@@ -172,9 +172,9 @@ class EfficientKernel(RectangleKernel):
         heads=GRID_BLOCKS, query_elements=INT32, key_elements=INT32, scope="entry"
     )
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return operator_refusal(call, "cuda", (*_NARROW, torch.float32)) or _small_factor(call)
+        return operator_refusal(shape, "cuda", (*_NARROW, torch.float32)) or _small_factor(shape)
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -209,31 +209,31 @@ class EfficientKernel(RectangleKernel):
         )[:3]
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
-    def _sizes(self, call: CallShape, extent: Extent) -> RectangleSizes:
-        if call.bias is not None:
+    def _sizes(self, shape: CallShape, extent: Extent) -> RectangleSizes:
+        if shape.bias is not None:
             extent = _bounded(extent, most=self.masked_limit)
-        return RectangleSizes(call, extent, grouped=False, limits=self.forward_limits)
+        return RectangleSizes(shape, extent, grouped=False, limits=self.forward_limits)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = self._sizes(call, extent)
-        head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
+        sizes = self._sizes(shape, extent)
+        head_dim, value_dim = (_aligned(n, sizes.item) for n in (shape.head_dim, shape.value_dim))
         inside = sizes.aligned_bias_bytes + _near_copy_bytes(sizes)
-        inside += _pad_bytes(call, sizes, (head_dim, value_dim), backward=False)
+        inside += _pad_bytes(shape, sizes, (head_dim, value_dim), backward=False)
         if sizes.item == 2 and value_dim > 64:
             inside += sizes.rows * value_dim * 4  # the output is summed in fp32
         inside += sizes.lanes * _LSE_ROWS * 4
         return sizes.forward_bytes(value_dim, inside)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = self._sizes(call, extent)
-        head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
+        sizes = self._sizes(shape, extent)
+        head_dim, value_dim = (_aligned(n, sizes.item) for n in (shape.head_dim, shape.value_dim))
         widths = head_dim + value_dim
         gradients = (sizes.rows * head_dim + sizes.key_rows * widths) * sizes.item
         # grad_out and out token-major; lse padded.
         inside = sizes.aligned_bias_bytes + _near_copy_bytes(sizes)
-        inside += _pad_bytes(call, sizes, (head_dim, value_dim), backward=True)
+        inside += _pad_bytes(shape, sizes, (head_dim, value_dim), backward=True)
         inside += 2 * sizes.rows * value_dim * sizes.item
         inside += sizes.lanes * round_up(sizes.extent.max_queries, _LSE_ROWS) * 8
         if sizes.item == 4:
@@ -297,13 +297,13 @@ def _expanded(call: Call) -> torch.Tensor | None:
 
 
 def _pad_bytes(
-    call: CallShape, sizes: RectangleSizes, widths: tuple[int, int], backward: bool
+    shape: CallShape, sizes: RectangleSizes, widths: tuple[int, int], backward: bool
 ) -> int:
     """Bytes of copies of rows that are padded to these head and value dimensions."""
     padded = 0
-    if widths[0] != call.head_dim:
+    if widths[0] != shape.head_dim:
         padded += (sizes.rows + sizes.key_rows) * widths[0]
-    if widths[1] != call.value_dim:
+    if widths[1] != shape.value_dim:
         padded += ((2 * sizes.rows if backward else 0) + sizes.key_rows) * widths[1]
     return padded * sizes.item
 
@@ -335,14 +335,14 @@ class CudnnKernel(RectangleKernel):
     # an error: by 15 to 70 per cent in the last heads.
     backward_limits = CallLimits(entries=GRID_BLOCKS, heads=GRID_BLOCKS, query_elements=INT32)
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        reason = operator_refusal(call, "cuda", _NARROW, 256 if call.needs_grad else 512)
+        reason = operator_refusal(shape, "cuda", _NARROW, 256 if shape.needs_grad else 512)
         if reason is not None:
             return reason
         if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
-        return _small_factor(call)
+        return _small_factor(shape)
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
@@ -392,23 +392,23 @@ class CudnnKernel(RectangleKernel):
             return min(r.n_queries, _whole_tiles(rows // min(batch * heads, 2))), r.n_keys
         return r.n_queries, r.n_keys
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         extent = _bounded(extent, least=_SHORTEST)
-        sizes = RectangleSizes(call, extent, limits=self.forward_limits)
-        return sizes.forward_bytes(call.value_dim, _CUDNN_BYTES + sizes.aligned_bias_bytes)
+        sizes = RectangleSizes(shape, extent, limits=self.forward_limits)
+        return sizes.forward_bytes(shape.value_dim, _CUDNN_BYTES + sizes.aligned_bias_bytes)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         extent = _bounded(extent, least=_WHOLE_TILE)
-        sizes = RectangleSizes(call, extent, limits=self.backward_limits)
-        copies = 2 * sizes.rows * call.value_dim * sizes.item
+        sizes = RectangleSizes(shape, extent, limits=self.backward_limits)
+        copies = 2 * sizes.rows * shape.value_dim * sizes.item
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse. The gradients of
         # grouped keys are first computed for every query head.
         padded_rows = sizes.lanes * round_up(sizes.extent.max_queries, 128)
-        internal = padded_rows * (round_up(call.head_dim, 32) + 2) * 4 + _CUDNN_BYTES
+        internal = padded_rows * (round_up(shape.head_dim, 32) + 2) * 4 + _CUDNN_BYTES
         if sizes.shared > 1:
-            internal += sizes.shared_key_rows * (call.head_dim + call.value_dim) * sizes.item
+            internal += sizes.shared_key_rows * (shape.head_dim + shape.value_dim) * sizes.item
         return sizes.backward_bytes(copies + internal + sizes.aligned_bias_bytes)
 
 
@@ -518,9 +518,9 @@ class CpuKernel(RectangleKernel):
     wide_masks = True
     thread_per_head = True
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return operator_refusal(call, "cpu", DTYPES)
+        return operator_refusal(shape, "cpu", DTYPES)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place; with dropout by the reference."""
@@ -530,7 +530,7 @@ class CpuKernel(RectangleKernel):
         """Add the task's gradients into ``grads``, in place; with dropout by the reference."""
         (super().backward if task.dropout is None else _TILES.backward)(task, grads)
 
-    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
         """Any call: grouped heads go to the operator as views."""
         return True
 
@@ -585,13 +585,13 @@ class CpuKernel(RectangleKernel):
             parts += 1
         return parts
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        if call.dropout:
-            return _TILES.forward_workspace_bytes(call, extent)
-        sizes = _sizes(call, extent)
+        if shape.dropout:
+            return _TILES.forward_workspace_bytes(shape, extent)
+        sizes = _sizes(shape, extent)
         shared = sizes.shared
-        width = max(call.head_dim, call.value_dim)
+        width = max(shape.head_dim, shape.value_dim)
         tile_queries, tile_keys = _tile(extent)
         # For each thread: scores, row maxima and sums, and output of one tile. For 16-bit inputs
         # also the probabilities and operands in 16 bits.
@@ -602,15 +602,15 @@ class CpuKernel(RectangleKernel):
             if "AVX512" in torch.backends.cpu.get_cpu_capability():
                 # Here torch may repack all keys and values for the matrix units, once for each
                 # head of its call: see ``grouped_forward``.
-                by_query_head = call.is_causal or call.bias is not None
+                by_query_head = shape.is_causal or shape.bias is not None
                 packed = extent.batch * (sizes.heads if by_query_head else extent.key_heads)
                 packed *= round_up(extent.max_keys, _PACKED_SIDE)
                 packed *= (round_up(width, 2) + round_up(width, _PACKED_SIDE)) * 2
         inside = torch.get_num_threads() * tiles + packed
-        inside += _pad_bytes(call, sizes, (width, width), backward=False)
-        if extent.direct and call.head_dim != call.value_dim:
+        inside += _pad_bytes(shape, sizes, (width, width), backward=False)
+        if extent.direct and shape.head_dim != shape.value_dim:
             # A copy of the output that lies as the query does.
-            inside += sizes.rows * call.value_dim * sizes.item
+            inside += sizes.rows * shape.value_dim * sizes.item
         if shared > 1:
             # Copies of the queries by group, and of the results in the order of the heads.
             inside += sizes.rows * (2 * width * sizes.item + sizes.work)
@@ -618,18 +618,18 @@ class CpuKernel(RectangleKernel):
         merging = min(MERGE_WORKSPACE_BYTES, sizes.rows * (3 * sizes.work + 2))
         merging = max(merging, sizes.rows * sizes.work)
         mended = sizes.lanes * min(_MENDED.rows, extent.max_queries)
-        mended *= call.value_dim * (sizes.work + 2 * sizes.item) + 4 * sizes.work
+        mended *= shape.value_dim * (sizes.work + 2 * sizes.item) + 4 * sizes.work
         merging += MEND_WORKSPACE_BYTES + mended + sizes.rows * MEND_ROW_BYTES
-        merging += _widened(sizes, sizes.rows * call.value_dim)
+        merging += _widened(sizes, sizes.rows * shape.value_dim)
         return max(_TRIAL_BYTES, sizes.forward_bytes(width, inside, merging))
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        if call.dropout:
-            return _TILES.backward_workspace_bytes(call, extent)
-        sizes = _sizes(call, extent)
+        if shape.dropout:
+            return _TILES.backward_workspace_bytes(shape, extent)
+        sizes = _sizes(shape, extent)
         shared = sizes.shared
-        width = max(call.head_dim, call.value_dim)
+        width = max(shape.head_dim, shape.value_dim)
         tile_queries, tile_keys = _tile(extent)
         tiles = tile_queries * (2 * tile_keys + 1) * sizes.work
         if sizes.item == 2:
@@ -637,7 +637,7 @@ class CpuKernel(RectangleKernel):
             # of a matrix product.
             tiles += 4 * tile_queries * tile_keys * 2
             tiles += (tile_queries + tile_keys) * width * 8
-        parts = 1 if call.bias is not None else self.backward_parts(sizes.lanes)
+        parts = 1 if shape.bias is not None else self.backward_parts(sizes.lanes)
         gradients = (sizes.rows + 2 * parts * sizes.key_rows) * width * sizes.item
         if shared > 1:
             # Key gradients of every query head before they are summed; copies of the rows by
@@ -646,7 +646,7 @@ class CpuKernel(RectangleKernel):
             gradients += sizes.rows * (4 * width * sizes.item + 2 * sizes.work)
         # The operator copies a grad_out that is not token-major.
         inside = torch.get_num_threads() * tiles + sizes.rows * width * sizes.item
-        inside += _pad_bytes(call, sizes, (width, width), backward=True)
+        inside += _pad_bytes(shape, sizes, (width, width), backward=True)
         adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
         return max(_TRIAL_BYTES, sizes.backward_bytes(inside, gradients, adding))
 
@@ -659,9 +659,9 @@ def _of_one_width(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch
     return [pad_last(tensor, max(head_dim, value_dim)) for tensor in tensors]
 
 
-def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:
-    split = call.dtype == torch.float32 and not call.exact_scale
-    return RectangleSizes(call, extent, extent.direct, split)
+def _sizes(shape: CallShape, extent: Extent) -> RectangleSizes:
+    split = shape.dtype == torch.float32 and not shape.exact_scale
+    return RectangleSizes(shape, extent, extent.direct, split)
 
 
 def _widened(sizes: RectangleSizes, numbers: int) -> int:

@@ -226,8 +226,8 @@ class _Bench:
         return {**found, "causal": self.causal(), **self.copies(), **self.calls()}
 
     def kernel(self, head_dim: int) -> InnerKernel:
-        call = CallShape(self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True)
-        chosen = select_kernel("auto", call, self.device)
+        shape = CallShape(self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True)
+        chosen = select_kernel("auto", shape, self.device)
         if not chosen.operator:
             raise NotImplementedError(
                 f"only kernels that work on rectangles can be calibrated, not {chosen.name!r}"

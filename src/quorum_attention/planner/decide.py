@@ -41,20 +41,20 @@ class Decision:
     Attributes:
         problem: the pass, with the kernel that computes it.
         options: what its caller asked for.
-        call_shape: what kernels were asked about, to be chosen.
+        asked_shape: what kernels were asked about, to be chosen.
         any_kernel: whether another kernel may be chosen instead.
         plan: None runs the pass as one kernel call on the inputs as they lie, without a report.
     """
 
     problem: Problem
     options: PlannerOptions
-    call_shape: CallShape
+    asked_shape: CallShape
     any_kernel: bool
     plan: Plan | None = None
 
 
 def decide(
-    work: CallShape,
+    shape: CallShape,
     place: Placement,
     options: PlannerOptions,
     result: torch.dtype,
@@ -74,12 +74,12 @@ def decide(
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
     device = options.device
-    shape = replace(work, needs_grad=needs_grad or backward)
+    asked_shape = replace(shape, needs_grad=needs_grad or backward)
     # A plan asks for its own kernel.
-    wanted = unrounded_kernel(options.kernel, shape, device, result)
-    kernel = select_kernel(wanted, shape, device, flops=forward_flops(work))
-    problem = Problem(work, kernel, spec_of(backward), place)
-    decision = Decision(problem, options, shape, wanted == "auto")
+    wanted = unrounded_kernel(options.kernel, asked_shape, device, result)
+    kernel = select_kernel(wanted, asked_shape, device, flops=forward_flops(shape))
+    problem = Problem(shape, kernel, spec_of(backward), place)
+    decision = Decision(problem, options, asked_shape, wanted == "auto")
     free = options.free and place.rescaled_grad_bytes is None
     free = free and not (options.watched or place.results_given)
     if free and place.lse_here and place.same_dtype and is_small(problem, device):
@@ -93,18 +93,18 @@ def with_plan(decision: Decision) -> Decision:
     # Plans assume that the log-sum-exp is where the device computes; where it is not, a route that
     # reads it in place is left (execution/run_pass.py).
     problem = replace(decision.problem, place=replace(decision.problem.place, lse_here=True))
-    work, kernel = problem.work, problem.kernel
-    hardware = hardware_of(device, work.dtype, work.head_dim)
+    shape, kernel = problem.shape, problem.kernel
+    hardware = hardware_of(device, shape.dtype, shape.head_dim)
     given = options.plan
     if given is not None and given.backward == problem.spec.backward:
         plan = replace(refitted(given, problem, hardware), budget_bytes=given.budget_bytes)
         _check_budget(plan, options.budget_bytes)
         return replace(decision, plan=plan)
-    shape = decision.call_shape
+    asked_shape = decision.asked_shape
     kernel, plan = choose_plan(
         problem, _constraints(options),
-        rivals(kernel, shape, device) if decision.any_kernel else (),
-        hardware, kernel_works=lambda kernel: why_not(kernel, shape, device) is None,
+        rivals(kernel, asked_shape, device) if decision.any_kernel else (),
+        hardware, kernel_works=lambda kernel: why_not(kernel, asked_shape, device) is None,
     )  # fmt: skip
     plan = replace(plan, budget_bytes=options.budget_bytes)
     return replace(decision, problem=replace(decision.problem, kernel=kernel), plan=plan)
@@ -140,25 +140,25 @@ def is_small(problem: Problem, device: torch.device) -> bool:
     A model that decodes makes a call of a new length every time, so lengths are rounded up before
     answers are looked up or remembered.
     """
-    work = problem.work
+    shape = problem.shape
     if not problem.place.in_place:
         return False
     # A kernel's own mask is defined for these lengths only: they cannot be rounded.
     if problem.pairs.verdict is None:
-        problem = replace(problem, work=_rounded(work))
-    return short_call(problem, hardware_of(device, work.dtype, work.head_dim)) is not None
+        problem = replace(problem, shape=_rounded(shape))
+    return short_call(problem, hardware_of(device, shape.dtype, shape.head_dim)) is not None
 
 
-def _rounded(work: CallShape) -> CallShape:
-    """``work`` with its lengths rounded up to powers of two. A causal call that is not square is
+def _rounded(shape: CallShape) -> CallShape:
+    """``shape`` with its lengths rounded up to powers of two. A causal call that is not square is
     returned as it is: other lengths would keep other pairs."""
-    if work.is_causal and work.n_queries != work.n_keys:
-        return work
+    if shape.is_causal and shape.n_queries != shape.n_keys:
+        return shape
     n_queries, n_keys = (
         max(policy.MIN_ROUNDED_TOKENS, 1 << (n - 1).bit_length())
-        for n in (work.n_queries, work.n_keys)
+        for n in (shape.n_queries, shape.n_keys)
     )
-    return replace(work, n_queries=n_queries, n_keys=n_keys)
+    return replace(shape, n_queries=n_queries, n_keys=n_keys)
 
 
 # --- With a plan ------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def plan(
     )
     check_dtype(dtype, "dtype")
     where = _device(device)
-    work = CallShape(
+    shape = CallShape(
         where.type, dtype, counts["heads"], counts["kv_heads"], counts["head_dim"],
         counts["value_dim"], switch(is_causal, "is_causal"), batch_shape=(counts["batch"],),
         n_queries=counts["n_tokens"], n_keys=counts["n_keys"],
@@ -135,7 +135,7 @@ def plan(
         exact_scale=scale_is_exact(counts["head_dim"] ** -0.5, dtype),
     )  # fmt: skip
     backward = switch(backward, "backward")
-    given, (work, kernel) = work, _under(attn_mask, work, kernel, where, backward)
+    given, (shape, kernel) = shape, _under(attn_mask, shape, kernel, where, backward)
     bytes_given = None if budget is None else parse_bytes(budget)
     levels = _levels(levels)
     depth = None if depth is None else whole_number(depth, "depth", 0)
@@ -149,7 +149,7 @@ def plan(
         layout=one_of(layout, "layout", ("aligned", "balanced")),
         tile=whole_number(tile, "tile", 1),
         accumulator=one_of(accumulator, "accumulator", (None, "device", "host")),
-        group=_group(work, heads_per_group),
+        group=_group(shape, heads_per_group),
         n_cap=None if n_cap is None else whole_number(n_cap, "n_cap", 1),
         streams=None if streams is None else whole_number(streams, "streams", 1, 2),
         over_inputs=None if over_inputs is None else switch(over_inputs, "over_inputs"),
@@ -162,17 +162,17 @@ def plan(
         raise ValueError("inputs must be 'device' when the CPU computes")
     # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
     place = Placement(resident, results_given, dtype, n_unreadable=1 if backward else 0)
-    shape = replace(work, needs_grad=backward)
-    preferred = select_kernel(kernel, shape, where, tried=False, flops=forward_flops(work))
+    asked_shape = replace(shape, needs_grad=backward)
+    preferred = select_kernel(kernel, asked_shape, where, tried=False, flops=forward_flops(shape))
     # Kernels are not tried out.
     chosen, found = choose_plan(
-        Problem(work, preferred, spec_of(backward), place), constraints,
-        rivals(preferred, shape, where) if kernel == "auto" else (),
-        hardware_of(where, work.dtype, work.head_dim), kernel_works=lambda _: True,
+        Problem(shape, preferred, spec_of(backward), place), constraints,
+        rivals(preferred, asked_shape, where) if kernel == "auto" else (),
+        hardware_of(where, shape.dtype, shape.head_dim), kernel_works=lambda _: True,
     )  # fmt: skip
     pairs = None
     if chosen.sparse:
-        pairs = chosen.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
+        pairs = chosen.kept_pairs(shape.n_queries, shape.n_keys, shape.is_causal)
     kept = words_of(attn_mask, given.is_causal)
     return replace(found, budget_bytes=bytes_given, pairs=pairs, kept=kept)
 
@@ -197,21 +197,21 @@ def words_of(mask: Mask | None, is_causal: bool) -> str:
 
 def _under(
     mask: Mask | None,
-    work: CallShape,
+    shape: CallShape,
     kernel: str | InnerKernel,
     where: torch.device,
     backward: bool,
 ) -> tuple[CallShape, str | InnerKernel]:
     """The call and its kernel under ``mask``."""
     if mask is None:
-        return work, kernel
+        return shape, kernel
     if not isinstance(mask, Mask):
         raise TypeError(f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}")
     bias = None
     if mask.bias is not None:
-        bias = bias_shape(mask.bias, len(work.batch_shape), work.dtype)
-    work = replace(work, bias=bias, sinks=mask.sinks is not None)
-    return kernel_for_mask(mask, kernel, work, where, needs_grad=backward, tried=False)
+        bias = bias_shape(mask.bias, len(shape.batch_shape), shape.dtype)
+    shape = replace(shape, bias=bias, sinks=mask.sinks is not None)
+    return kernel_for_mask(mask, kernel, shape, where, needs_grad=backward, tried=False)
 
 
 def _counts(**given: int) -> dict[str, int]:
@@ -238,15 +238,15 @@ def _levels(levels: Iterable[int] | None) -> tuple[int, ...] | None:
     return numbers
 
 
-def _group(work: CallShape, heads_per_group: int | None) -> GroupSize | None:
+def _group(shape: CallShape, heads_per_group: int | None) -> GroupSize | None:
     if heads_per_group is None:
         return None
-    shared = work.queries_per_key_head
+    shared = shape.queries_per_key_head
     heads_per_group = whole_number(heads_per_group, "heads_per_group", 1)
-    if heads_per_group < shared or heads_per_group > work.heads or heads_per_group % shared:
+    if heads_per_group < shared or heads_per_group > shape.heads or heads_per_group % shared:
         raise ValueError(
             f"heads_per_group must be a multiple of {shared} (query heads that share a key/value "
-            f"head) up to {work.heads}, got {heads_per_group}"
+            f"head) up to {shape.heads}, got {heads_per_group}"
         )
     return GroupSize(1, heads_per_group // shared)
 
@@ -328,7 +328,7 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -
         lambda back: plan(n_tokens, budget=budget, backward=back, **call)
     )
     limit = None if budget is None else parse_bytes(budget)
-    room = limit if limit is not None else usable_bytes(torch.device(forward.work.device_type))
+    room = limit if limit is not None else usable_bytes(torch.device(forward.shape.device_type))
     whole = forward.peak_bytes
     if is_cut(forward) and forward.uncut_bytes is not None:
         whole = forward.uncut_bytes

@@ -71,7 +71,7 @@ class Plan(InWords):
     """How one pass of one call will be run; made by ``quorum_attention.plan``.
 
     Attributes:
-        work: the call's sizes.
+        shape: the call's sizes.
         place: where the call's tensors are assumed to be.
         kernel: name of the inner kernel.
         backward: whether it is the plan of a backward pass.
@@ -80,11 +80,11 @@ class Plan(InWords):
         why: what else there was, in words; empty where nothing was compared.
         uncut_bytes: device bytes of the whole call at once; None where a search did not say.
         budget_bytes: the budget that the plan was made for; None where none was given.
-        pairs: the pairs that the call keeps; None is what ``work`` says.
+        pairs: the pairs that the call keeps; None is what ``shape`` says.
         kept: them in words, such as "causal, window 4096"; "" is all pairs.
     """
 
-    work: CallShape
+    shape: CallShape
     place: Placement
     kernel: str
     backward: bool
@@ -120,7 +120,7 @@ class Plan(InWords):
     @property
     def n_groups(self) -> int:
         """Number of head groups; there are ``n_groups * n_tasks`` units."""
-        return count_groups(self.work, self.schedule.group)
+        return count_groups(self.shape, self.schedule.group)
 
     @property
     def peak_bytes(self) -> int:
@@ -144,11 +144,11 @@ class Plan(InWords):
         return census(self._trimmed() or self.tasks(), self._pairs())
 
     def _pairs(self) -> Pairs:
-        work = self.work
-        return self.pairs or Pairs(work.n_queries, work.n_keys, work.is_causal)
+        shape = self.shape
+        return self.pairs or Pairs(shape.n_queries, shape.n_keys, shape.is_causal)
 
     def _kept(self) -> str:
-        return self.kept or ("causal" if self.work.is_causal else "")
+        return self.kept or ("causal" if self.shape.is_causal else "")
 
     def _trimmed(self) -> list[Task] | None:
         """The tasks as they are run; None where they are those of the decomposition."""
@@ -171,14 +171,14 @@ class Plan(InWords):
 
     def _lines(self) -> list[tuple[str, str]]:
         """(what, words about it), the call itself first."""
-        work, schedule, cost = self.work, self.schedule, self.cost
+        shape, schedule, cost = self.shape, self.schedule, self.cost
         cut, kept = self.decomposition, self._kept()
-        dtype = str(work.dtype).removeprefix("torch.")
+        dtype = str(shape.dtype).removeprefix("torch.")
         call = (
             f"{'backward' if self.backward else 'forward'} of "
-            f"{counted(work.n_queries, 'query', 'queries')} x {counted(work.n_keys, 'key')}, "
-            f"{work.batch} x {counted(work.heads, 'head')} ({work.kv_heads} key/value), "
-            f"head_dim {work.head_dim}, {dtype}{f', {kept}' if kept else ''}"
+            f"{counted(shape.n_queries, 'query', 'queries')} x {counted(shape.n_keys, 'key')}, "
+            f"{shape.batch} x {counted(shape.heads, 'head')} ({shape.kv_heads} key/value), "
+            f"head_dim {shape.head_dim}, {dtype}{f', {kept}' if kept else ''}"
         )
         levels = "none, one uncut task for each head group"
         if cut.levels:
@@ -192,7 +192,7 @@ class Plan(InWords):
         units = (
             f"{counted(self.n_groups, 'head group')} of {schedule.group.batch} x "
             f"{counted(schedule.group.kv_heads, 'key/value head')} x "
-            f"{schedule.route.parts(schedule, work)}, "
+            f"{schedule.route.parts(schedule, shape)}, "
             f"{schedule.route.n_cap} at a time, "
             f"{counted(schedule.route.streams, 'kernel call')} in flight"
         )
@@ -207,7 +207,7 @@ class Plan(InWords):
             ("call", call),
             ("levels", levels),
             ("units", units),
-            ("kernel", f"{self.kernel} on {self.work.device_type}, {schedule.route.words}"),
+            ("kernel", f"{self.kernel} on {self.shape.device_type}, {schedule.route.words}"),
             (
                 "peak memory",
                 f"{format_bytes(self.peak_bytes)}{within} ({self.footprint.words})",

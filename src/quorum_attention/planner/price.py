@@ -127,7 +127,7 @@ def _device_seconds(
     sample: _Sample, problem: Problem, schedule: Schedule, hardware: HardwareModel, *, uncut: bool
 ) -> float:
     """Seconds of the sample's calls for a head group."""
-    work, spec, n_heads = problem.work, problem.spec, schedule.n_query_heads(problem.work)
+    shape, spec, n_heads = problem.shape, problem.spec, schedule.n_query_heads(problem.shape)
     seconds = 0.0
     for call, times in sample.calls:
         r = call.first
@@ -137,11 +137,11 @@ def _device_seconds(
         if uncut or r.causal:
             # The plain rectangles of a task are cut so that the cache holds their inner operand.
             inner = r.n_queries if spec.backward else r.n_keys
-            bytes_of_row = (work.head_dim + work.value_dim) * work.dtype.itemsize
+            bytes_of_row = (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
             share *= hardware.cached_share(inner * bytes_of_row)
         if uncut and problem.kernel.thread_per_head:
             share *= hardware.busy_share(n_heads, causal=r.causal, backward=spec.backward)
-        flops = _flops_of_pair(work, spec) * r.pairs * call.count * n_heads
+        flops = _flops_of_pair(shape, spec) * r.pairs * call.count * n_heads
         seconds += times * (flops / (_rate(hardware, spec) * share) + hardware.call_device_seconds)
     return seconds
 
@@ -150,19 +150,19 @@ def _launch_seconds(
     sample: _Sample, problem: Problem, n_heads: int, hardware: HardwareModel
 ) -> float:
     """Seconds of the sample's tasks, each in one launch that takes its longest rows first."""
-    work, spec = problem.work, problem.spec
+    shape, spec = problem.shape, problem.spec
     rows = max(1.0, sample.rows * n_heads)
     # While its last rows finish, a part of the device is idle: about a third of a wave.
     idle = hardware.wave_rows / 3 if hardware.wave_rows else hardware.filling_rows
-    flops = _flops_of_pair(work, spec) * sample.pairs * n_heads
+    flops = _flops_of_pair(shape, spec) * sample.pairs * n_heads
     whole = flops * (rows + idle) / (_rate(hardware, spec) * rows)
     return whole + hardware.call_device_seconds * sample.tasks
 
 
 def least_seconds(problem: Problem, hardware: HardwareModel) -> float:
     """Seconds that no schedule's cost is below: the arithmetic alone, at the full rate."""
-    work = problem.work
-    flops = _flops_of_pair(work, problem.spec) * work.pairs * work.batch * work.heads
+    shape = problem.shape
+    flops = _flops_of_pair(shape, problem.spec) * shape.pairs * shape.batch * shape.heads
     return flops / _rate(hardware, problem.spec)
 
 
@@ -176,7 +176,7 @@ def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     share = kept_share(problem.pairs)
     forward, backward = kernel.rates
     if kernel.rates_on is not None:
-        hardware = kernel.rates_on(hardware, problem.work.head_dim, problem.spec.backward)
+        hardware = kernel.rates_on(hardware, problem.shape.head_dim, problem.spec.backward)
     return replace(
         hardware,
         flops=hardware.flops * forward / share,
@@ -184,9 +184,9 @@ def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     )
 
 
-def forward_flops(work: CallShape) -> float:
+def forward_flops(shape: CallShape) -> float:
     """Operations of the two products of a forward; a kernel's own mask is not counted."""
-    return 2.0 * (work.head_dim + work.value_dim) * work.pairs * work.batch * work.heads
+    return 2.0 * (shape.head_dim + shape.value_dim) * shape.pairs * shape.batch * shape.heads
 
 
 # What a pair's random word costs, in operations of a matrix product that take as long. (Counted:
@@ -194,9 +194,9 @@ def forward_flops(work: CallShape) -> float:
 _DROPOUT_FLOPS = 256.0
 
 
-def _flops_of_pair(work: CallShape, spec: PassSpec) -> float:
-    products = 2.0 * (work.head_dim + work.value_dim) * (spec.products / 2)
-    return products + _DROPOUT_FLOPS * (1 + spec.backward) * work.dropout
+def _flops_of_pair(shape: CallShape, spec: PassSpec) -> float:
+    products = 2.0 * (shape.head_dim + shape.value_dim) * (spec.products / 2)
+    return products + _DROPOUT_FLOPS * (1 + spec.backward) * shape.dropout
 
 
 def _rate(hardware: HardwareModel, spec: PassSpec) -> float:
@@ -205,18 +205,18 @@ def _rate(hardware: HardwareModel, spec: PassSpec) -> float:
 
 def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     """The predicted cost of a pass run by ``schedule``."""
-    work, spec, kernel = problem.work, problem.spec, problem.kernel
+    shape, spec, kernel = problem.shape, problem.spec, problem.kernel
     group, load = schedule.group, schedule.route.work_counts(schedule, problem)
-    n_heads = schedule.n_query_heads(work)
+    n_heads = schedule.n_query_heads(shape)
     together = schedule.limits if group.batch == 1 else None
     if load.calls is None:
-        sample = _sample(schedule.decomposition, work.lengths, together, load.pieces)
+        sample = _sample(schedule.decomposition, shape.lengths, together, load.pieces)
     else:
         # The calls of a head come one by one; each unit copies one run.
-        units = load.units // max(1, count_groups(work, group))
+        units = load.units // max(1, count_groups(shape, group))
         sample = _Sample(load.calls, 1.0, max(1, units), 0.0)
     # Pairs of the whole pass over those of the sample.
-    scale = work.pairs * (work.batch * work.heads) / max(1, sample.pairs * n_heads)
+    scale = shape.pairs * (shape.batch * shape.heads) / max(1, sample.pairs * n_heads)
     call_seconds = hardware.backward_call_seconds if spec.backward else hardware.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.route.streams > 1)
     merged = 0.0
@@ -228,7 +228,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         calls = call_seconds * sum(n for _, n in sample.calls) / sample.tasks * load.units
         preparation = len(sample.calls) * hardware.plan_seconds
         if load.merges:
-            width = work.value_dim * (2 * work.state_dtype.itemsize + work.dtype.itemsize)
+            width = shape.value_dim * (2 * shape.state_dtype.itemsize + shape.dtype.itemsize)
             merged = sample.merged * n_heads * scale * width * spec.combined
     up, down = _copy_seconds(load, hardware)
     copies = sample.runs * load.run_copies * group.batch * group.kv_heads
@@ -269,7 +269,7 @@ def least_cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) ->
 def price(schedule: Schedule, problem: Problem, hardware: HardwareModel, why: str = "") -> Plan:
     """A schedule with its bytes and seconds; ``why``: as that of a plan."""
     return Plan(
-        work=problem.work,
+        shape=problem.shape,
         place=problem.place,
         kernel=problem.kernel.name,
         backward=problem.spec.backward,

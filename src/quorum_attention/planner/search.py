@@ -83,7 +83,7 @@ def refitted(plan: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
     The kernel may be another one, whose mask leaves out more or less; results may be of a wider
     dtype than was planned for; and what cannot run on the inputs as they lie goes through slots.
     """
-    schedule, here, work = plan.schedule, problem.place, problem.work
+    schedule, here, shape = plan.schedule, problem.place, problem.shape
     place = replace(
         plan.place,
         result_dtype=here.result_dtype,
@@ -92,14 +92,14 @@ def refitted(plan: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
         flattenable=here.flattenable,
     )
     if not schedule.runs(problem):
-        schedule, place = schedule.through_slots(work), here
+        schedule, place = schedule.through_slots(shape), here
     if isinstance(schedule.route, Slots):
         trimmed = _trimmed_sizes(schedule.decomposition, problem)
         schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
         # An uncut schedule goes through no slots where one call can run a head group as it lies.
         whole = replace(schedule, route=Whole(schedule.route.n_cap, schedule.route.accumulator))
         schedule = whole if not plan.depth and whole.runs(problem) else schedule
-    same_work = replace(plan.work, batch_shape=work.batch_shape) == work
+    same_work = replace(plan.shape, batch_shape=shape.batch_shape) == shape
     if same_work and place == plan.place and schedule == plan.schedule:
         return plan
     there = replace(problem, place=place)
@@ -123,7 +123,7 @@ def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareMod
     trims = _trims(problem.pairs)
     few, enough = policy.PRICED_TRIMMED if trims else policy.PRICED
     fitting = 0
-    for decomposition in _decompositions(problem.work.n_tokens, constraints):
+    for decomposition in _decompositions(problem.shape.n_tokens, constraints):
         looked = search.smallest is not None and not constraints.enforce_budget
         if decomposition.n_tasks > few and (looked or fitting >= enough):
             break
@@ -165,7 +165,7 @@ class _Search:
         """Price the schedules that fit and may be faster than the best one. A monolithic call that
         needs no comparison is returned."""
         for schedule in schedules:
-            every = schedule.is_all(self.problem.work) and isinstance(schedule.route, Whole)
+            every = schedule.is_all(self.problem.shape) and isinstance(schedule.route, Whole)
             self.tried += not every
             if self.best is not None and not every:
                 # Most take longer than the best one by their copies alone.
@@ -214,7 +214,7 @@ class _Search:
         needed, budget = footprint.total, self.constraints.budget_bytes
         raise BudgetError(
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call on "
-            f"{self.problem.work.device_type}; the smallest that works is {format_least(needed)} "
+            f"{self.problem.shape.device_type}; the smallest that works is {format_least(needed)} "
             f"({needed} bytes){_pinned_words(self.constraints)}: {footprint.words}",
             smallest_bytes=needed,
         )
@@ -234,29 +234,29 @@ class _Search:
         return reason
 
 
-def uncut(work: CallShape) -> Schedule:
+def uncut(shape: CallShape) -> Schedule:
     """The whole call in one kernel call."""
-    group = GroupSize(work.batch, work.kv_heads)
-    return schedule_of(work, Decomposition(work.n_tokens), group, Whole())
+    group = GroupSize(shape.batch, shape.kv_heads)
+    return schedule_of(shape, Decomposition(shape.n_tokens), group, Whole())
 
 
 def uncut_bytes(problem: Problem) -> int:
     """Device bytes of the whole call at once, through one slot where it cannot run as it lies."""
-    schedule = uncut(problem.work)
+    schedule = uncut(problem.shape)
     if not schedule.runs(problem):
-        schedule = schedule.through_slots(problem.work, accumulator="host")
+        schedule = schedule.through_slots(problem.shape, accumulator="host")
     return schedule.route.memory_use(schedule, problem).total
 
 
 @remembered(256)
 def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
     """The monolithic call, where it is so short and small that no search is worth its time."""
-    work, backend = problem.work, problem.backend
+    shape, backend = problem.shape, problem.backend
     # With several batch dimensions there may be several calls: those that are complete when memory
     # runs out must not be repeated, so such a pass needs a plan.
-    if not group_sizes(work) or len(work.batch_shape) > 1:
+    if not group_sizes(shape) or len(shape.batch_shape) > 1:
         return None
-    schedule = uncut(work)
+    schedule = uncut(shape)
     if not schedule.runs(problem):
         return None
     why = _SHORT if backend.own_memory else _ON_A_CPU
@@ -282,15 +282,15 @@ def _schedules(
     problem: Problem, constraints: PlanConstraints, decomposition: Decomposition
 ) -> Iterator[Schedule]:
     """Every schedule of a decomposition that is worth a price."""
-    work, pinned = problem.work, constraints.pinned
+    shape, pinned = problem.shape, constraints.pinned
     pairs = problem.pairs
-    sizes = [constraints.group] if constraints.group is not None else group_sizes(work)
-    sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
+    sizes = [constraints.group] if constraints.group is not None else group_sizes(shape)
+    sizes = sizes or [GroupSize(max(1, shape.batch), max(1, shape.kv_heads))]
     offered = _over_inputs(problem, constraints, decomposition)
     routes = [r for r in offered if Schedule(decomposition, sizes[-1], r).runs(problem)]
     for size, route in product(sizes, routes):
         if size.batch == 1:
-            yield schedule_of(work, decomposition, size, route, pinned=pinned)
+            yield schedule_of(shape, decomposition, size, route, pinned=pinned)
     # Tasks of two chunks of three save little memory, but under a kernel's own mask.
     worth_it = (
         decomposition.levels != (3,) or constraints.levels is not None or pairs.verdict is not None
@@ -302,17 +302,17 @@ def _schedules(
         # No ``max_pairs``: a monolithic call is one rectangle under a mask too, as in torch.
         kinds = dict.fromkeys((slots.n_cap, slots.accumulator) for slots in every)
         for size, kind in product(sizes, kinds):
-            made = schedule_of(work, decomposition, size, Whole(*kind), pinned=pinned)
-            yield made if made.runs(problem) else made.through_slots(work)
+            made = schedule_of(shape, decomposition, size, Whole(*kind), pinned=pinned)
+            yield made if made.runs(problem) else made.through_slots(shape)
         return
     max_pairs = None
-    if work.bias is not None and work.bias.rows and work.bias.columns:
+    if shape.bias is not None and shape.bias.rows and shape.bias.columns:
         max_pairs = policy.MAX_BIAS_PAIRS
     few = policy.MAX_TRIMMED_TASKS if constraints.levels is None else math.inf
     trimmed = _trimmed_sizes(decomposition, problem) if decomposition.n_tasks <= few else None
     for size, slots in product(sizes, every):
         route = replace(slots, trimmed=trimmed)
-        yield schedule_of(work, decomposition, size, route, pinned=pinned, max_pairs=max_pairs)
+        yield schedule_of(shape, decomposition, size, route, pinned=pinned, max_pairs=max_pairs)
 
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
@@ -388,7 +388,9 @@ def _trimmed_sizes(decomposition: Decomposition, problem: Problem) -> TrimmedSiz
     pairs = problem.pairs
     if decomposition.depth == 0 or not _trims(pairs):
         return None
-    return trimmed_sizes(decomposition, problem.work.lengths, problem.kernel, problem.spec.backward)
+    return trimmed_sizes(
+        decomposition, problem.shape.lengths, problem.kernel, problem.spec.backward
+    )
 
 
 def _trims(pairs: Pairs) -> bool:
@@ -422,15 +424,15 @@ def _streamed(plan: Plan, search: _Search) -> Iterator[Schedule]:
         plan: what takes over if memory runs out; through slots.
     """
     problem, hardware, instead = search.problem, search.hardware, plan.schedule
-    route, work = instead.route, problem.work
+    route, shape = instead.route, problem.shape
     nearly = least_seconds(problem, hardware) * policy.MIN_TIME_OVER_ARITHMETIC
     if not isinstance(route, Slots) or not instead.decomposition.depth:
         return
     if problem.place.resident or plan.predicted_seconds <= nearly:
         return
     stays: Axis = "key" if problem.spec.backward else "query"
-    length = work.n_keys if problem.spec.backward else work.n_queries
-    for group in group_sizes(work):
+    length = shape.n_keys if problem.spec.backward else shape.n_queries
+    for group in group_sizes(shape):
         if group.batch > 1:
             continue
         made = replace(instead, group=group)
@@ -447,7 +449,7 @@ def _stream_chunks(
     group: GroupSize, length: int, problem: Problem, hardware: HardwareModel
 ) -> Iterator[int]:
     """Sizes of a chunk: whole waves of rows, all heads of the group together."""
-    n_heads = group.kv_heads * problem.work.queries_per_key_head
+    n_heads = group.kv_heads * problem.shape.queries_per_key_head
     rows = (hardware.wave_rows or policy.ASSUMED_WAVE_ROWS) // n_heads
     wave = max(policy.MIN_STREAMED_ROWS, rows // policy.TILE * policy.TILE)
     most = round_up(length, policy.TILE)
@@ -462,7 +464,7 @@ def _largest_block(
     schedule: Schedule, route: Streaming, budget: int, problem: Problem
 ) -> Schedule | None:
     """The schedule whose blocks are the largest part of a chunk that fits."""
-    work, chunk = problem.work, route.rows(route.resident_axis)
+    shape, chunk = problem.shape, route.rows(route.resident_axis)
     for parts in policy.STREAMED_PARTS:
         block, rest = divmod(chunk, parts)
         # Otherwise the rectangles at the diagonal would have many sizes.
@@ -472,11 +474,11 @@ def _largest_block(
             return None
         sizes = (chunk, block) if route.resident_axis == "query" else (block, chunk)
         one = replace(route, queries=sizes[0], keys=sizes[1])
-        units = count_groups(work, schedule.group) * one.stream(work).n_units
+        units = count_groups(shape, schedule.group) * one.stream(shape).n_units
         if units > policy.MAX_PASSAGES:
             return None
         made = schedule_of(
-            work, schedule.decomposition, schedule.group, one, pinned=schedule.pinned
+            shape, schedule.decomposition, schedule.group, one, pinned=schedule.pinned
         )
         if made.route.memory_use(made, problem).total <= budget:
             return made

@@ -82,18 +82,18 @@ def tasks(chunk: int, chunks: int) -> frozenset[int]:
     return frozenset((chunk - at) % chunks for at in interest_set(quorum_size(chunks)))
 
 
-def rows_of(work: CallShape, chunk: int, chunks: int, n: int) -> Interval:
+def rows_of(shape: CallShape, chunk: int, chunks: int, n: int) -> Interval:
     """The rows of a chunk, of ``n`` queries or keys. Chunks are equal, up to a tile where tiles are
     small beside them."""
     # A causal rule compares positions, so chunks of queries and keys begin at the same ones.
-    span = work.n_tokens if work.is_causal else n
+    span = shape.n_tokens if shape.is_causal else n
     tile = _TILE if span >= 8 * chunks * _TILE else 1
     low, high = (span * at // (chunks * tile) * tile for at in (chunk, chunk + 1))
     return Interval(min(low, n), n if chunk + 1 == chunks else min(high, n))
 
 
 def chunks_of(
-    work: CallShape, heads: int, workers: int, head_bytes: int, chunks: int | None
+    shape: CallShape, heads: int, workers: int, head_bytes: int, chunks: int | None
 ) -> int:
     """Into how many chunks to cut each head for so many workers; 1: heads stay whole.
 
@@ -107,7 +107,7 @@ def chunks_of(
         ValueError: there is no interest set of so many chunks, or heads may not be cut.
     """
     if chunks is None:
-        longest = 0 if work.dropout else min(work.n_queries, work.n_keys) // _FEWEST_TOKENS
+        longest = 0 if shape.dropout else min(shape.n_queries, shape.n_keys) // _FEWEST_TOKENS
         sizes = map(chunk_count, quorum_sizes(_LARGEST_QUORUM))
         # Three chunks in three tasks of two: as many rows as two heads, so no cut is worth less.
         every = [1, *(c for c in sizes if 3 < c <= longest)]
@@ -115,7 +115,7 @@ def chunks_of(
         every = [c for c in every if quorum_size(c) * head_bytes <= c * _WHOLE_BYTES]
         chunks = next((c for c in every if heads * c >= _UNITS * workers), last)
     quorum_size(chunks)
-    if chunks > 1 and work.dropout:
+    if chunks > 1 and shape.dropout:
         raise ValueError(f"chunks must be 1 for a call with dropout_p, got {chunks}")
     return chunks
 
@@ -144,12 +144,12 @@ class FarmPass:
 
     def block(self, unit: FarmUnit, queries: int, keys: int) -> CallBlock:
         """A chunk of queries and one of keys of a unit's head."""
-        work, share = self.call.work, self.call.work.queries_per_key_head
+        shape, share = self.call.shape, self.call.shape.queries_per_key_head
         return CallBlock(
             Interval(unit.entry, unit.entry + 1),
             Interval(unit.head * share, (unit.head + 1) * share),
-            rows_of(work, queries, self.chunks, work.n_queries),
-            rows_of(work, keys, self.chunks, work.n_keys),
+            rows_of(shape, queries, self.chunks, shape.n_queries),
+            rows_of(shape, keys, self.chunks, shape.n_keys),
         )
 
     def state_path(self, unit: FarmUnit, task: int, chunk: int) -> Path:
@@ -263,7 +263,7 @@ class _UnitRun:
             if own == other != number or not block.rows.length or not block.keys.length:
                 continue
             masked = self._call.mask_of(block)
-            if _keeps_nothing(job.call.work, block, *masked):
+            if _keeps_nothing(job.call.shape, block, *masked):
                 continue
             for n in {own, other} - states.keys():
                 inputs[n], states[n] = self._read(n, place), self._empty(n, place)
@@ -301,7 +301,7 @@ class _UnitRun:
         """
         call = self._job.call
         whole = self._unit.kind == "head"
-        results = BlockResults(out_dtype=call.out_dtype if whole else call.work.state_dtype)
+        results = BlockResults(out_dtype=call.out_dtype if whole else call.shape.state_dtype)
         written = call.written._replace(
             budget=self._left, devices=self._device, report=self._report
         )
@@ -311,7 +311,7 @@ class _UnitRun:
     def _empty(self, chunk: int, place: torch.device) -> _State:
         """The state of a chunk without any pair."""
         read, call = self._read(chunk), self._job.call
-        new = partial(torch.full, dtype=call.work.state_dtype, device=place)
+        new = partial(torch.full, dtype=call.shape.state_dtype, device=place)
         if call.backward:
             return [new(read[name].shape, 0.0) for name in ("query", "key", "value")]
         rows = read["query"].shape[:3]
@@ -340,12 +340,12 @@ class _UnitRun:
         return self._device
 
 
-def _keeps_nothing(work: CallShape, block: CallBlock, mask: Mask | None, is_causal: bool) -> bool:
+def _keeps_nothing(shape: CallShape, block: CallBlock, mask: Mask | None, is_causal: bool) -> bool:
     """Whether a mask is known to keep no pair of a block."""
     if mask is None or not mask.is_structured:
         return False
     rows, keys = block.rows.length, block.keys.length
-    sizes = replace(work, batch_shape=(1,), n_queries=rows, n_keys=keys, is_causal=is_causal)
+    sizes = replace(shape, batch_shape=(1,), n_queries=rows, n_keys=keys, is_causal=is_causal)
     every = Ranges.of(0, rows, 0, keys)
     return all(one.verdict(every) == EMPTY for one in resolve(mask, sizes).geometries)
 

@@ -250,7 +250,7 @@ class Farm(AbstractContextManager["Farm"]):
         """
         chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
         check_options(call.written)
-        work, mappings, mask = call.work, Mappings.now(), call.whole.mask
+        shape, mappings, mask = call.shape, Mappings.now(), call.whole.mask
         inputs: dict[str, torch.Tensor | InFile] = {
             name: _located(name, tensor, mappings, False) if tensor.numel() else tensor
             for name, tensor in call.tensors.items()
@@ -269,11 +269,11 @@ class Farm(AbstractContextManager["Farm"]):
             for number, block in parts.items()
             for entry, head in product(range(*block.entries), range(*call.whole.key_heads(block)))
         }
-        head_bytes = sum(t.nbytes for t in results.values()) // (work.batch * work.kv_heads)
+        head_bytes = sum(t.nbytes for t in results.values()) // (shape.batch * shape.kv_heads)
         written = CallOptions(self._budget, depth=call.written.depth, kernel=call.written.kernel)
         call = replace(call, tensors={}, whole=replace(call.whole, mask=mask), written=written)
         workers = self._most or max(1, self._held())
-        chunks = chunks_of(call.work, len(heads), workers, head_bytes, chunks)
+        chunks = chunks_of(call.shape, len(heads), workers, head_bytes, chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
             job = FarmPass(call, chunks, inputs, files, states, self._cpus, self._gpus)

@@ -31,7 +31,7 @@ def laid_out(pieces: Pieces, n: int, backward: bool, **sizes: Any) -> qa.Plan:
     route = plan.schedule.route
     assert isinstance(route, Blockwise)
     schedule = schedule_of(
-        plan.work, plan.decomposition, plan.schedule.group, replace(route, pieces=pieces)
+        plan.shape, plan.decomposition, plan.schedule.group, replace(route, pieces=pieces)
     )
     return replace(plan, schedule=schedule)
 

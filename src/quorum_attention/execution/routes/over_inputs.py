@@ -53,10 +53,10 @@ from quorum_attention.kernels.torch_private import capturing
 
 
 def all_rectangles(
-    work: CallShape, decomposition: Decomposition, pieces: Pieces = "halves"
+    shape: CallShape, decomposition: Decomposition, pieces: Pieces = "halves"
 ) -> tuple[Task, tuple[Rectangle, ...]]:
     """The whole sequence as one task, and rectangles of it that hold every pair of a call."""
-    return pieces_of(decomposition, pieces, work.is_causal, work.n_queries, work.n_keys)
+    return pieces_of(decomposition, pieces, shape.is_causal, shape.n_queries, shape.n_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,59 +96,61 @@ class Whole(InPlace):
     accumulators = "none"
     measured = False
 
-    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
         """All queries and all keys: there is one rectangle."""
-        return work.n_queries, work.n_keys
+        return shape.n_queries, shape.n_keys
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether one kernel call can take all of a head group and give its results."""
-        work = problem.work
+        shape = problem.shape
         if not problem.place.in_place or (problem.spec.backward and not _gives_results(problem)):
             return False
         every = _is_one_call(schedule, problem)
-        if not problem.kernel.takes_whole(problem.call_shape, work.n_tokens, every):
+        if not problem.kernel.takes_whole(problem.call_shape, shape.n_tokens, every):
             return False
         # One rectangle has to hold all queries and keys. With more keys than queries a causal one
         # leaves keys out, and operators differ on what they do with those.
-        _, rectangles = all_rectangles(work, schedule.decomposition)
-        return [(r.n_queries, r.n_keys) for r in rectangles] == [(work.n_queries, work.n_keys)]
+        _, rectangles = all_rectangles(shape, schedule.decomposition)
+        return [(r.n_queries, r.n_keys) for r in rectangles] == [(shape.n_queries, shape.n_keys)]
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """Results take nothing more where the kernel's own are returned: those of all head groups
         in one call, in the right dtype."""
-        work = problem.work
-        workspace = problem.workspace(replace(schedule.extent(work), direct=True))
+        shape = problem.shape
+        workspace = problem.workspace(replace(schedule.extent(shape), direct=True))
         accumulators: list[int] = []
         for item in problem.spec.inputs:
             if item.of_state:
                 # The lse: two copies with -inf replaced, and the mask that finds it.
-                size = item.count(work) * work.state_dtype.itemsize
-                accumulators += [size, size, item.count(work)]
+                size = item.count(shape) * shape.state_dtype.itemsize
+                accumulators += [size, size, item.count(shape)]
         if problem.scaled:
             # If the kernel's gradients are not finite, they are computed again head by head.
             one = replace(schedule, group=GroupSize(1, 1))
             accumulators += allocated_bytes(problem, one.group)
-            workspace = max(workspace, problem.workspace(one.extent(work)))
+            workspace = max(workspace, problem.workspace(one.extent(shape)))
         results = result_bytes(problem)
-        if not schedule.is_all(work):
+        if not schedule.is_all(shape):
             results += final_bytes(problem)
-        elif problem.place.result_dtype == work.dtype and not (problem.scaled or _widened(problem)):
+        elif problem.place.result_dtype == shape.dtype and not (
+            problem.scaled or _widened(problem)
+        ):
             results = ()
         given = (problem.place.rescaled_grad_bytes or 0, *copied_bytes(problem, schedule.group))
         if _is_one_call(schedule, problem) and not problem.place.flattenable:
-            given += tuple(i.count(work) * i.dtype(work).itemsize for i in problem.spec.inputs)
+            given += tuple(i.count(shape) * i.dtype(shape).itemsize for i in problem.spec.inputs)
         return Footprint(
-            problem.work.device_type, workspace, 0, tuple(accumulators), (*given, *results)
+            problem.shape.device_type, workspace, 0, tuple(accumulators), (*given, *results)
         )
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Kernel calls, and nothing else."""
-        units = count_groups(problem.work, schedule.group)
+        units = count_groups(problem.shape, schedule.group)
         return WorkCounts(units=units, uncut=True, merges=False)
 
-    def fallback(self, schedule: Schedule, work: CallShape) -> Schedule:
+    def fallback(self, schedule: Schedule, shape: CallShape) -> Schedule:
         """One level of tasks, through one slot."""
-        return schedule.deeper(work).changed(n_cap=1)
+        return schedule.deeper(shape).changed(n_cap=1)
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """One for each kernel call.
@@ -156,19 +158,19 @@ class Whole(InPlace):
         Those of several batch dimensions, if they are not one call, have entries along the last of
         these dimensions: such a run is a view.
         """
-        work, size = job.work, schedule.group
-        if len(work.batch_shape) > 1 and not _is_one_call(schedule, job.problem):
-            size = replace(size, batch=_largest_divisor(work.batch_shape[-1], size.batch))
-        return list(groups(work, size))
+        shape, size = job.shape, schedule.group
+        if len(shape.batch_shape) > 1 and not _is_one_call(schedule, job.problem):
+            size = replace(size, batch=_largest_divisor(shape.batch_shape[-1], size.batch))
+        return list(groups(shape, size))
 
     def compute(self, job: Job, schedule: Schedule, group: Group, tools: Tools) -> Iterator[int]:
         """One kernel call; the scaled backward, head by head, where its gradients overflow."""
-        work = job.work
-        task, (rectangle,) = all_rectangles(work, schedule.decomposition)
+        shape = job.shape
+        task, (rectangle,) = all_rectangles(shape, schedule.decomposition)
         alone = None if _is_one_call(schedule, job.problem) else group
         bias: torch.Tensor | None
         if alone is None and job.bias is not None:
-            bias = job.bias.whole(work.bias_dtype, job.device, work.batch_shape)
+            bias = job.bias.whole(shape.bias_dtype, job.device, shape.batch_shape)
         else:
             bias = job.bias_of(group, task)(rectangle)
         parts = _of_call(job, alone, rectangle.causal, bias)
@@ -191,14 +193,14 @@ def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
     """Whether a head group is the whole call, in one kernel call. Inputs that have no view
     (b, heads, n, d) are copied, if that takes less than a call for each run of entries along the
     last batch dimension."""
-    work = problem.work
-    if not schedule.is_all(work):
+    shape = problem.shape
+    if not schedule.is_all(shape):
         return False
     if problem.place.flattenable:
         return True
-    numbers = sum(item.count(work) for item in problem.spec.inputs)
-    n_runs = max(1, math.prod(work.batch_shape[:-1]))
-    return numbers * work.dtype.itemsize <= _CALL_BYTES * n_runs
+    numbers = sum(item.count(shape) for item in problem.spec.inputs)
+    n_runs = max(1, math.prod(shape.batch_shape[:-1]))
+    return numbers * shape.dtype.itemsize <= _CALL_BYTES * n_runs
 
 
 def _largest_divisor(number: int, most: int) -> int:
@@ -208,8 +210,8 @@ def _largest_divisor(number: int, most: int) -> int:
 
 def _widened(problem: Problem) -> bool:
     """Whether a kernel is asked for an output in the state's dtype, which is then rounded."""
-    work = problem.work
-    return work.sinks and not problem.spec.backward and work.dtype != work.state_dtype
+    shape = problem.shape
+    return shape.sinks and not problem.spec.backward and shape.dtype != shape.state_dtype
 
 
 def _gives_results(problem: Problem) -> bool:
@@ -218,7 +220,7 @@ def _gives_results(problem: Problem) -> bool:
     They cannot if the gradient is divided, or if a backward that has to be scaled returns more than
     the kernel's 16 bits.
     """
-    exact = problem.place.result_dtype == problem.work.dtype or not problem.scaled
+    exact = problem.place.result_dtype == problem.shape.dtype or not problem.scaled
     return exact and problem.place.rescaled_grad_bytes is None
 
 
@@ -233,8 +235,8 @@ def single_kernel_call(job: Job) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    mask = None if job.bias is None else job.bias.whole(job.work.bias_dtype, job.device)
-    parts = _of_call(job, None, job.work.is_causal, mask)
+    mask = None if job.bias is None else job.bias.whole(job.shape.bias_dtype, job.device)
+    parts = _of_call(job, None, job.shape.is_causal, mask)
     return None if parts is None else job.store_results(parts)
 
 
@@ -247,18 +249,18 @@ def _of_call(
         None if gradients that may have to be scaled are not finite.
     """
     problem, given = job.problem, job.tensors
-    work, backward, kernel = problem.work, problem.spec.backward, problem.kernel
+    shape, backward, kernel = problem.shape, problem.spec.backward, problem.kernel
     if group is not None:
         axes = {item.name: item.axis for item in problem.spec.inputs}
         given = {name: group_part(t, group, axes[name]) for name, t in given.items()}
-    elif len(work.batch_shape) != 1:
-        given = {name: flatten_batch(t, work) for name, t in given.items()}
+    elif len(shape.batch_shape) != 1:
+        given = {name: flatten_batch(t, shape) for name, t in given.items()}
     dropout = job.dropout if group is None else job.dropout_of(group)
     joins = not backward and job.sinks is not None
     one = Call(
         given["query"], given["key"], given["value"], causal, job.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
-        work.state_dtype if joins else problem.place.result_dtype, dropout,
+        shape.state_dtype if joins else problem.place.result_dtype, dropout,
         first_entry=0 if group is None else job.entries(group)[0],
     )  # fmt: skip
     parts: tuple[torch.Tensor, ...]
@@ -268,8 +270,8 @@ def _of_call(
         lse = given["lse"].to(job.device)
         lse = lse if kernel.accepts_inf_lse else without_empty_rows(lse)
         grad_out, out = (
-            as_kernel_readable(given["grad_out"], work.dtype),
-            as_kernel_readable(given["out"], work.dtype),
+            as_kernel_readable(given["grad_out"], shape.dtype),
+            as_kernel_readable(given["out"], shape.dtype),
         )
         parts = kernel.whole_backward(one, Saved(grad_out, out, lse))
     if joins and job.sinks is not None:
@@ -292,7 +294,7 @@ def _scaled(job: Job, schedule: Schedule, group: Group, tools: Tools) -> None:
     # Where the forward's state was in host memory, so is its lse.
     here = job.tensors["lse"].to(job.device)
     job = replace(job, tensors={**job.tensors, "lse": here})
-    task, rectangles = all_rectangles(job.work, schedule.decomposition)
+    task, rectangles = all_rectangles(job.shape, schedule.decomposition)
     job.make_results()
     for entry in group.entries:
         for head in range(group.kv_start, group.kv_stop):
@@ -317,22 +319,22 @@ class Blockwise(InPlace):
     words = "inputs in place, all tasks of a head group at once"
     recovery = "inputs in place: out of memory", "through slots"
 
-    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
         """Halved rectangles are as they come; others have a chunk of queries, or of both."""
         if self.pieces == "halves":
-            _, rectangles = all_rectangles(work, decomposition)
+            _, rectangles = all_rectangles(shape, decomposition)
             return (
                 max((r.n_queries for r in rectangles), default=1),
                 max((r.n_keys for r in rectangles), default=1),
             )
         chunk = decomposition.chunk_tokens
-        keys = chunk if self.pieces == "blocks" else work.n_keys
-        return min(chunk, work.n_queries), min(keys, work.n_keys)
+        keys = chunk if self.pieces == "blocks" else shape.n_keys
+        return min(chunk, shape.n_queries), min(keys, shape.n_keys)
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether all inputs can be read where they lie. Under a mask only small rectangles are
         of use: each may have a copy of its part of the mask."""
-        maskless = problem.work.bias is None or self.pieces != "halves"
+        maskless = problem.shape.bias is None or self.pieces != "halves"
         return maskless and problem.place.in_place and problem.place.lse_here
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
@@ -340,8 +342,8 @@ class Blockwise(InPlace):
         rows = schedule.max_queries if self._copied_by_kernel(problem) else None
         copied = copied_bytes(problem, schedule.group, rows)
         return Footprint(
-            problem.work.device_type,
-            self.streams * problem.workspace(schedule.extent(problem.work)),
+            problem.shape.device_type,
+            self.streams * problem.workspace(schedule.extent(problem.shape)),
             0,
             (*allocated_bytes(problem, schedule.group), *final_bytes(problem)),
             (problem.place.rescaled_grad_bytes or 0, *copied, *result_bytes(problem)),
@@ -354,13 +356,13 @@ class Blockwise(InPlace):
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Each head group is one unit."""
-        units = count_groups(problem.work, schedule.group)
+        units = count_groups(problem.shape, schedule.group)
         return WorkCounts(units=units, pieces=self.pieces)
 
     def compute(self, job: Job, schedule: Schedule, group: Group, tools: Tools) -> Iterator[int]:
         """All tasks as one."""
         job.make_results()
-        task, rectangles = all_rectangles(job.work, schedule.decomposition, self.pieces)
+        task, rectangles = all_rectangles(job.shape, schedule.decomposition, self.pieces)
         tensors = job.task(schedule.limits, group, tools, task, rectangles)
         copied = not self._copied_by_kernel(job.problem)
         compute_group(job, tensors, group, tools, copied=copied)
@@ -374,7 +376,7 @@ def allocated_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     if not problem.scaled:
         return states
     divided = next(item for item in problem.spec.inputs if item.name == problem.spec.rescaled_input)
-    copy = divided.count(problem.work, group) * problem.work.dtype.itemsize
+    copy = divided.count(problem.shape, group) * problem.shape.dtype.itemsize
     return (*states, copy, *(SMALL_BYTES,) * 4)
 
 
@@ -392,22 +394,22 @@ def compute_group(
         task: all of the head group.
         copied: whether to copy inputs that operators cannot read; if not, the kernel does.
     """
-    work, spec = job.work, job.spec
+    shape, spec = job.shape, job.spec
     divides = spec.rescaled_input if job.problem.scaled else None
     # An input that is divided is not copied: dividing it makes a copy anyway.
     given = {i.name: job.read(i, group, copied and i.name != divides) for i in spec.inputs[3:]}
     scaling = upstream = None
     if divides is not None:
         upstream = given[divides]
-        divided = given[divides] = torch.empty(upstream.shape, dtype=work.dtype, device=job.device)
-        scaling = BackwardScaling(work, job.device, (task.value.shape[0], task.value.shape[1]))
+        divided = given[divides] = torch.empty(upstream.shape, dtype=shape.dtype, device=job.device)
+        scaling = BackwardScaling(shape, job.device, (task.value.shape[0], task.value.shape[1]))
     targets = job.targets(group)
     own = in_results(job.problem)
     states = [
         # A result in the state's dtype is its own state.
         _begun(target, job.fill(state, group))
         if state.over is None or own
-        else torch.zeros(target.shape, dtype=work.state_dtype, device=job.device)
+        else torch.zeros(target.shape, dtype=shape.state_dtype, device=job.device)
         for state, target in zip(spec.states, targets, strict=True)
     ]
     runs = (0,) if scaling is None else scaling.runs(lambda: what_is_read(job.tensors, group))

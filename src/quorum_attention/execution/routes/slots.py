@@ -54,22 +54,22 @@ class Slots(Route):
         """A description of the route for people."""
         return f"through slots, accumulators: {self.accumulator}"
 
-    def task_rows(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
+    def task_rows(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
         """Rows of the largest task."""
         tokens = decomposition.max_task_tokens if self.trimmed is None else self.trimmed.largest
-        return min(tokens, work.n_queries), min(tokens, work.n_keys)
+        return min(tokens, shape.n_queries), min(tokens, shape.n_keys)
 
-    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
         """A monolithic task is one rectangle. Any other task is halved at chunks, so that no side
         of a rectangle has more than half its chunks, rounded up."""
         if decomposition.depth == 0:
-            return work.n_queries, work.n_keys
+            return shape.n_queries, shape.n_keys
         # Half of an odd number of chunks is rounded up.
         chunks = quorum_size(decomposition.levels[-1])
         half = ceil_div(decomposition.max_task_tokens * ceil_div(chunks, 2), chunks)
         unit = decomposition.tile if decomposition.layout == "aligned" else 1
         half = round_up(half, unit)
-        queries, keys = self.task_rows(decomposition, work)
+        queries, keys = self.task_rows(decomposition, shape)
         return min(half, queries), min(half, keys)
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
@@ -78,13 +78,13 @@ class Slots(Route):
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """The arena, workspace, results, and the accumulators if the budget counts them."""
-        work, group = problem.work, schedule.group
+        shape, group = problem.shape, schedule.group
         homes = home_bytes(problem, group, self.accumulator)
         # What a scaled backward has for each key/value head of a slot (execution/scaling.py).
         scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if problem.scaled else 0)
         return Footprint(
-            problem.work.device_type,
-            self.streams * problem.workspace(schedule.extent(work)),
+            problem.shape.device_type,
+            self.streams * problem.workspace(schedule.extent(shape)),
             self.n_cap * layout_of(schedule, problem).slot_bytes,
             (*homes, *scaling),
             (problem.place.rescaled_grad_bytes or 0, *result_bytes(problem)),
@@ -92,9 +92,9 @@ class Slots(Route):
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Inputs are copied in at every visit of a row, states in and out."""
-        units = count_groups(problem.work, schedule.group) * schedule.n_tasks
+        units = count_groups(problem.shape, schedule.group) * schedule.n_tasks
         inputs, states = moved_bytes(problem)
-        visits = schedule.visits(problem.work)
+        visits = schedule.visits(problem.shape)
         up, down = visits * inputs, float(states)
         if self.accumulator == "host":
             # Trimmed tasks may leave out rows altogether, so there may be less than one visit.
@@ -141,7 +141,7 @@ def _attempt(
     scaling = None
     if job.problem.scaled:
         heads = (schedule.group.batch, schedule.group.kv_heads)
-        scaling = BackwardScaling(job.work, job.device, heads, n_slots, by_unit=True)
+        scaling = BackwardScaling(job.shape, job.device, heads, n_slots, by_unit=True)
     n_done = controller.units_done
     n_units = controller.units_done + controller.units_left
     layout = layout_of(schedule, job.problem)
@@ -156,9 +156,9 @@ def _attempt(
 
 def layout_of(schedule: Schedule, problem: Problem, axis: Axis | None = None) -> SlotLayout:
     """The memory of a task, or of its rows of one side."""
-    rows = schedule.task_rows(problem.work)
+    rows = schedule.task_rows(problem.shape)
     result_dtype = problem.place.result_dtype
-    return slot_layout(problem.spec, problem.work, schedule.group, rows, result_dtype, axis=axis)
+    return slot_layout(problem.spec, problem.shape, schedule.group, rows, result_dtype, axis=axis)
 
 
 def _has_headroom(job: Job, controller: RecoveryController) -> bool:

@@ -84,9 +84,9 @@ class Streaming(Route):
             chunk, block = block, chunk
         return f"{chunk} stay, {block} at a time stream by (tasks only if that fails)"
 
-    def parts(self, schedule: Schedule, work: CallShape) -> str:
+    def parts(self, schedule: Schedule, shape: CallShape) -> str:
         """How often a block streams past."""
-        return f"{counted(self.stream(work).n_units, 'time')} a block and a chunk"
+        return f"{counted(self.stream(shape).n_units, 'time')} a block and a chunk"
 
     @property
     def streamed_axis(self) -> Axis:
@@ -97,34 +97,34 @@ class Streaming(Route):
         """Rows of a chunk or block of this side."""
         return self.queries if axis == "query" else self.keys
 
-    def task_rows(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
+    def task_rows(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
         """A chunk and a block."""
-        return min(self.queries, work.n_queries), min(self.keys, work.n_keys)
+        return min(self.queries, shape.n_queries), min(self.keys, shape.n_keys)
 
-    def limits(self, decomposition: Decomposition, work: CallShape) -> tuple[int, int]:
+    def limits(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
         """A chunk and a block are one rectangle."""
-        return self.task_rows(decomposition, work)
+        return self.task_rows(decomposition, shape)
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether the kernel takes rectangles one by one, wherever they are, and nothing else
         depends on where they are."""
-        work, kernel = problem.work, problem.kernel
+        shape, kernel = problem.shape, problem.kernel
         if not kernel.operator or not kernel.several_streams or kernel.own_attention:
             return False
-        if work.bias is not None or work.dropout or kernel.sparse:
+        if shape.bias is not None or shape.dropout or kernel.sparse:
             return False
         resident_axis = "key" if problem.spec.backward else "query"
-        return self.resident_axis == resident_axis and min(work.n_queries, work.n_keys) > 0
+        return self.resident_axis == resident_axis and min(shape.n_queries, shape.n_keys) > 0
 
-    def stream(self, work: CallShape) -> ChunkStream:
+    def stream(self, shape: CallShape) -> ChunkStream:
         """The pairs of a head, chunk by chunk and block by block."""
         return ChunkStream(
             self.resident_axis,
-            work.n_queries,
-            work.n_keys,
+            shape.n_queries,
+            shape.n_keys,
             self.queries,
             self.keys,
-            work.is_causal,
+            shape.is_causal,
         )
 
     def _layouts(self, schedule: Schedule, problem: Problem) -> tuple[SlotLayout, SlotLayout]:
@@ -140,8 +140,8 @@ class Streaming(Route):
         homes = home_bytes(problem, schedule.group, "host")
         scaling = (SMALL_BYTES,) * 4 if problem.scaled else ()
         return Footprint(
-            problem.work.device_type,
-            workspace=problem.workspace(schedule.extent(problem.work)),
+            problem.shape.device_type,
+            workspace=problem.workspace(schedule.extent(problem.shape)),
             slots=chunk.slot_bytes + self.n_cap * block.slot_bytes,
             accumulators=(*homes, *scaling),
             results=(problem.place.rescaled_grad_bytes or 0, *result_bytes(problem)),
@@ -149,12 +149,12 @@ class Streaming(Route):
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Rows that stay are copied once; rows that stream past, for every chunk that they meet."""
-        work, spec = problem.work, problem.spec
-        stream = self.stream(work)
+        shape, spec = problem.shape, problem.spec
+        stream = self.stream(shape)
         resident_inputs, _ = moved_bytes(problem, self.resident_axis)
         streamed_inputs, streamed_states = moved_bytes(problem, self.streamed_axis)
         result_size = problem.place.result_dtype.itemsize
-        results = sum(state.count(work) for state in spec.states) * result_size
+        results = sum(state.count(shape) for state in spec.states) * result_size
         n_units = stream.n_units
         visits = n_units / max(1, stream.n_blocks)
         waiting_states = max(0.0, visits - 1) * streamed_states
@@ -165,7 +165,7 @@ class Streaming(Route):
         streamed_copies = sum(item.axis == self.streamed_axis for item in spec.inputs)
         state_copies = sum(state.axis == self.streamed_axis for state in spec.states)
         return WorkCounts(
-            units=count_groups(work, schedule.group) * n_units,
+            units=count_groups(shape, schedule.group) * n_units,
             calls=_calls(stream),
             up=up,
             down=down,
@@ -184,12 +184,12 @@ class Streaming(Route):
     ) -> Iterator[int]:
         """Compute the head groups that are left, one after the other."""
         home = home_device("host", job.device)
-        waiting = (self.streamed_axis,) if self.stream(job.work).n_chunks > 1 else ()
+        waiting = (self.streamed_axis,) if self.stream(job.shape).n_chunks > 1 else ()
         chunk, block = self._layouts(schedule, job.problem)
         scaling = None
         if job.problem.scaled:
             heads = (1, schedule.group.kv_heads)
-            scaling = BackwardScaling(job.work, job.device, heads, self.n_cap)
+            scaling = BackwardScaling(job.shape, job.device, heads, self.n_cap)
         with (
             open_pass_storage(job, schedule.group, home, waiting) as storage,
             # The last slot is the chunk's.
@@ -226,9 +226,9 @@ class Streaming(Route):
         """Every block of every chunk of one head group."""
         blocks, chunks = engine.rows, engine.staying_rows
         assert chunks is not None
-        work = engine.job.work
-        stream = self.stream(work)
-        sequence = Decomposition(work.n_tokens).task(())
+        shape = engine.job.shape
+        stream = self.stream(shape)
+        sequence = Decomposition(shape.n_tokens).task(())
         number = 0
         # The number of the last unit of each block.
         last_units: dict[int | None, int] = {}

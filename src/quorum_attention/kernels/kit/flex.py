@@ -87,9 +87,9 @@ class ScoreModKernel(UserModKernel):
             for causal, kept in self._under.items()
         }
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.bias is not None:
+        if shape.bias is not None:
             return "it takes no attention mask: give it as mask_mod or score_mod"
         return None
 
@@ -98,13 +98,13 @@ class ScoreModKernel(UserModKernel):
         unknown = self.geometry.keeps_all or self.geometry.functions
         return Pairs(n_queries, n_keys, is_causal, None if unknown else self.geometry.verdict)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        return self._by_parts[True].forward_workspace_bytes(call, extent)
+        return self._by_parts[True].forward_workspace_bytes(shape, extent)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        return self._by_parts[True].backward_workspace_bytes(call, extent)
+        return self._by_parts[True].backward_workspace_bytes(shape, extent)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -355,37 +355,37 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         super().__init__(score_mod, mask_mod, name)
         self._lists: Cache[list[torch.Tensor]] = Cache(_CACHE_BYTES, _lists_bytes)
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.bias is None and call.dtype == torch.float64:
+        if shape.bias is None and shape.dtype == torch.float64:
             return "compiled FlexAttention takes no float64: compiled=False"
-        if call.bias is None and call.device_type == "cpu":
+        if shape.bias is None and shape.device_type == "cpu":
             return "compiled FlexAttention has no lse and no backward on the CPU: compiled=False"
-        if call.heads > GRID_BLOCKS:
+        if shape.heads > GRID_BLOCKS:
             return f"compiled FlexAttention takes {GRID_BLOCKS} heads at most: compiled=False"
-        return super().refusal(call)
+        return super().refusal(shape)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         # The output, and lse in base 2 and base e.
-        return self._bytes(call, extent, call.value_dim * call.dtype.itemsize + 8, 0)
+        return self._bytes(shape, extent, shape.value_dim * shape.dtype.itemsize + 8, 0)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        item, d, dv = call.dtype.itemsize, call.head_dim, call.value_dim
+        item, d, dv = shape.dtype.itemsize, shape.head_dim, shape.value_dim
         # For each query: the task's own output, the gradient of it, a contiguous copy of that, and
         # grad_query; in fp32 forms of lse, its gradient, and delta.
-        return self._bytes(call, extent, item * (3 * dv + d) + 5 * 8, item * (d + dv))
+        return self._bytes(shape, extent, item * (3 * dv + d) + 5 * 8, item * (d + dv))
 
-    def _bytes(self, call: CallShape, extent: Extent, by_query: int, by_key: int) -> int:
+    def _bytes(self, shape: CallShape, extent: Extent, by_query: int, by_key: int) -> int:
         """Of so many bytes for each query and key of a head; of copies of the inputs, positions,
         pieces and lists, of evaluating a mask, and of merging."""
         several = extent.batch == 1 or min(extent.query_heads, extent.key_heads) > 1
-        in_words = call.head_dim % _ELEMENTS == call.value_dim % _ELEMENTS == 0
+        in_words = shape.head_dim % _ELEMENTS == shape.value_dim % _ELEMENTS == 0
         if extent.direct or not several or not in_words:
             # Slots of usual widths are not copied, unless they hold one head of several entries.
-            by_query += call.head_dim * call.dtype.itemsize
-            by_key += (call.head_dim + call.value_dim) * call.dtype.itemsize
+            by_query += shape.head_dim * shape.dtype.itemsize
+            by_key += (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
         rows = extent.query_heads * by_query + extent.key_heads * by_key
         lanes = extent.batch * extent.query_heads if self.geometry.functions else 1
         blocks = ceil_div(extent.n_tokens, BLOCK) + 1
@@ -427,9 +427,9 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             )
         return found
 
-    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
         """All heads and entries are needed, because the modifications are given their numbers."""
-        return every and call.bias is None and call.batch <= self.entries_limit
+        return every and shape.bias is None and shape.batch <= self.entries_limit
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""

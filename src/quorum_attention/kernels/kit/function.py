@@ -115,23 +115,23 @@ class FunctionKernel(CallsKernel):
             found += self._called(query[:, heads], key, value, **_for_heads(named, heads))
         return found
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.bias is not None:
+        if shape.bias is not None:
             return "it takes no attention mask: let the function itself apply it, by positions"
-        if self.positive_scale and not call.positive_scale:
+        if self.positive_scale and not shape.positive_scale:
             return "its function is for a scale above 0"
         return None
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        return (self.workspace or quadratic_workspace)(call, extent) + MERGE_WORKSPACE_BYTES
+        return (self.workspace or quadratic_workspace)(shape, extent) + MERGE_WORKSPACE_BYTES
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         # What autograd saves in the forward, and as much for the gradients.
         workspace = self.workspace or quadratic_workspace
-        return 2 * workspace(call, extent) + MERGE_WORKSPACE_BYTES
+        return 2 * workspace(shape, extent) + MERGE_WORKSPACE_BYTES
 
     def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
         """See ``CallsKernel``."""
@@ -250,13 +250,13 @@ def upstream_of(
     return by_out, by_lse
 
 
-def quadratic_workspace(call: CallShape, extent: Extent) -> int:
+def quadratic_workspace(shape: CallShape, extent: Extent) -> int:
     """Bytes of four score matrices in fp32 (fp64 for fp64 inputs), and of copies of the rows."""
-    item = max(4, call.dtype.itemsize)
+    item = max(4, shape.dtype.itemsize)
     lanes = extent.batch * extent.query_heads
     pairs = lanes * extent.max_queries * extent.max_keys
     rows = lanes * (extent.max_queries + extent.max_keys)
-    return 4 * pairs * item + 2 * rows * (call.head_dim + call.value_dim + 2) * item
+    return 4 * pairs * item + 2 * rows * (shape.head_dim + shape.value_dim + 2) * item
 
 
 def _parameters(function: Callable[..., Any], what: str) -> tuple[str, ...]:

@@ -79,34 +79,34 @@ class LongNetKernel(CallsKernel):
                 found = PARTIAL
         return found
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        if call.bias is not None:
+        if shape.bias is not None:
             return "it takes no attention mask"
-        if call.heads != call.kv_heads:
+        if shape.heads != shape.kv_heads:
             return "it takes as many key heads as query heads: a head's offset is its own"
-        return None if self._operator(call) is not None else "no kernel can run its rectangles"
+        return None if self._operator(shape) is not None else "no kernel can run its rectangles"
 
-    def _operator(self, call: CallShape) -> Kernel | None:
+    def _operator(self, shape: CallShape) -> Kernel | None:
         """The kernel that runs the rectangles of such calls; None if none can."""
         from quorum_attention.kernels.registry import kernels
 
-        if self.full_precision and call.dtype.itemsize < 4:
+        if self.full_precision and shape.dtype.itemsize < 4:
             return TiledKernel()
         every = kernels().values()
-        return next((k for k in every if k.operator and k.refusal(call) is None), None)
+        return next((k for k in every if k.operator and k.refusal(shape) is None), None)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        inner = self._operator(call) or TiledKernel()
-        return inner.forward_workspace_bytes(call, self._inside(extent))
+        inner = self._operator(shape) or TiledKernel()
+        return inner.forward_workspace_bytes(shape, self._inside(extent))
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        inner = self._operator(call) or TiledKernel()
+        inner = self._operator(shape) or TiledKernel()
         # A copy of lse without -inf.
         own = 9 * extent.batch * extent.query_heads * extent.n_tokens
-        return own + inner.backward_workspace_bytes(call, self._inside(extent))
+        return own + inner.backward_workspace_bytes(shape, self._inside(extent))
 
     def _inside(self, extent: Extent) -> Extent:
         return replace(extent, direct=extent.direct or self.full_precision)

@@ -145,58 +145,59 @@ class PartwiseKernel(Kernel):
         self._has_ragged = bool(geometry.rules) or not all(band.keeps_all for band in bands)
         self._known: Cache[_Parts] = Cache(_MOST_TASKS)
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return self._operator.refusal(call)
+        return self._operator.refusal(shape)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        most = self._bytes(call, extent, backward=False)
+        most = self._bytes(shape, extent, backward=False)
         if extent.direct:
             rows = extent.batch * extent.query_heads * extent.n_tokens
             most += (
-                rows * (call.value_dim + 1) * call.state_dtype.itemsize + rows * call.value_dim * 4
+                rows * (shape.value_dim + 1) * shape.state_dtype.itemsize
+                + rows * shape.value_dim * 4
             )
         return most
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        most = self._bytes(call, extent, backward=True)
+        most = self._bytes(shape, extent, backward=True)
         rows = extent.batch * extent.query_heads * extent.n_tokens
         if isinstance(self._operator, RectangleKernel):
-            most += rows * 2 * call.state_dtype.itemsize  # the lse without rows that have no key
-        by_tiles = self._kernel_for(replace(call, bias=_ragged_mask(call))) is self._tiles
-        if by_tiles and call.dtype in self._operator.scaled_backward:
-            most += rows * 4 * call.value_dim  # an upstream gradient that is not scaled
+            most += rows * 2 * shape.state_dtype.itemsize  # the lse without rows that have no key
+        by_tiles = self._kernel_for(replace(shape, bias=_ragged_mask(shape))) is self._tiles
+        if by_tiles and shape.dtype in self._operator.scaled_backward:
+            most += rows * 4 * shape.value_dim  # an upstream gradient that is not scaled
         if extent.direct:
             keys = extent.batch * extent.key_heads * extent.n_tokens
-            numbers = rows * call.head_dim + keys * (call.head_dim + call.value_dim)
-            most += numbers * (call.state_dtype.itemsize + 4)
+            numbers = rows * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
+            most += numbers * (shape.state_dtype.itemsize + 4)
         return most
 
-    def _bytes(self, call: CallShape, extent: Extent, *, backward: bool) -> int:
+    def _bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
         """Of the calls of plain and causal parts, and of ragged ones with their masks."""
 
-        def ask(call: CallShape, queries: int, keys: int) -> int:
-            kernel = self._kernel_for(call)
+        def ask(shape: CallShape, queries: int, keys: int) -> int:
+            kernel = self._kernel_for(shape)
             inside = replace(extent, max_queries=queries, max_keys=keys, direct=False)
             if backward:
-                return kernel.backward_workspace_bytes(call, inside)
-            return kernel.forward_workspace_bytes(call, inside)
+                return kernel.backward_workspace_bytes(shape, inside)
+            return kernel.forward_workspace_bytes(shape, inside)
 
         lanes, key_lanes = extent.batch * extent.query_heads, extent.batch * extent.key_heads
-        queries, keys = self._limits((extent.max_queries, extent.max_keys), call)
-        most = ask(replace(call, is_causal=True), queries, keys)
+        queries, keys = self._limits((extent.max_queries, extent.max_keys), shape)
+        most = ask(replace(shape, is_causal=True), queries, keys)
         if isinstance(self._operator, RectangleKernel):
             # Copies of a triangle's rows in the other order.
             copies = lanes * queries * (2 if backward else 1) + key_lanes * keys
-            most += 2 * copies * (call.head_dim + call.value_dim) * call.dtype.itemsize
+            most += 2 * copies * (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
             most += 8 * lanes * queries + MERGE_WORKSPACE_BYTES
         if self._has_ragged:
             rules = self._geometry.rules
             queries = min(BLOCK if rules else _LEAF, queries)
             keys = min(_WIDEST if rules else _LEAF, keys)
-            masked = replace(call, bias=_ragged_mask(call), is_causal=False)
+            masked = replace(shape, bias=_ragged_mask(shape), is_causal=False)
             pair_bytes = lanes * (2 + 2 * masked.bias_dtype.itemsize) + (64 if rules else 16)
             tests = pair_bytes * queries * keys
             most = max(most, tests + ask(masked, queries, keys))
@@ -204,22 +205,22 @@ class PartwiseKernel(Kernel):
             most = max(most, evaluated_bytes(lanes, _EVALUATED_BYTES))
         return most
 
-    def _limits(self, limits: tuple[int, int], call: CallShape) -> tuple[int, int]:
+    def _limits(self, limits: tuple[int, int], shape: CallShape) -> tuple[int, int]:
         """The most queries and keys of one call: of the largest part, or of parts joined."""
         queries, keys = limits
         if not self._geometry.rules:
-            queries, keys = self._geometry.largest_part(*limits, bands=self._takes_bands(call))
+            queries, keys = self._geometry.largest_part(*limits, bands=self._takes_bands(shape))
         return max(queries, min(limits[0], _JOINED)), max(keys, min(limits[1], _JOINED))
 
-    def _takes_bands(self, call: CallShape) -> bool:
+    def _takes_bands(self, shape: CallShape) -> bool:
         # What drops, and what takes a mask, knows no bands.
-        return self._bands is not None and call.bias is None and not call.dropout
+        return self._bands is not None and shape.bias is None and not shape.dropout
 
-    def _kernel_for(self, call: CallShape) -> Kernel:
+    def _kernel_for(self, shape: CallShape) -> Kernel:
         """The operator, or ``TiledKernel`` for a call's mask that it does not take."""
-        if call.bias is None:
+        if shape.bias is None:
             return self._operator
-        masked = replace(call, bias=_ragged_mask(call))
+        masked = replace(shape, bias=_ragged_mask(shape))
         return self._operator if refusal(self._operator, masked) is None else self._tiles
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -256,15 +257,15 @@ class PartwiseKernel(Kernel):
             kernel = self._kernel_for(replace(call, bias=_ragged_mask(call)))
             yield kernel, replace(inside, rectangles=ragged, bias=masks)
 
-    def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], call: CallShape) -> _Parts:
+    def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], shape: CallShape) -> _Parts:
         """What the geometry keeps of rectangles; it has the call's own causal rule."""
-        geometry, bands = self._geometry, self._takes_bands(call)
+        geometry, bands = self._geometry, self._takes_bands(shape)
         if geometry.rules:
             key = blocks_key(geometry, task, live)
             return self._known.get(key, lambda: _by_blocks(task, live, geometry))
         # What computes a whole task takes no triangles off its diagonal.
         triangles = task.dropout is None and isinstance(self._operator, RectangleKernel)
-        kinds = {"lower": triangles, "upper": triangles and call.bias is None}
+        kinds = {"lower": triangles, "upper": triangles and shape.bias is None}
         key = (task.task, live, *kinds.values(), bands)
         return self._known.get(key, lambda: _by_bands(task, live, geometry, kinds, bands))
 
@@ -358,9 +359,9 @@ def _cut(triangle: BandPart) -> Iterator[BandPart]:
             yield BandPart(q + a, q + b, k + first, k + last)
 
 
-def _ragged_mask(call: CallShape) -> BiasShape:
+def _ragged_mask(shape: CallShape) -> BiasShape:
     """The mask of a ragged part: it has all dimensions, and is as wide as the call's own."""
-    return replace(_ANY_MASK, wide=call.bias is not None and call.bias.wide)
+    return replace(_ANY_MASK, wide=shape.bias is not None and shape.bias.wide)
 
 
 def _unscaled(grads: Gradients) -> Gradients:
@@ -412,9 +413,9 @@ class MaskedKernel(UserModKernel):
             return self._parts[geometry]
         return native
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return self.base.refusal(replace(call, is_causal=True))
+        return self.base.refusal(replace(shape, is_causal=True))
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
@@ -438,19 +439,19 @@ class MaskedKernel(UserModKernel):
         n_heads = max(kept.shape[1] for _, kept in parts)
         return torch.cat([kept.expand(n, n_heads, -1, -1) for n, kept in parts])
 
-    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
         """Numbers of heads and entries are needed where the mask may depend on them."""
         return every or (self._uniform and not self.mask_mods)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        kernels = (self._kernel(g, drops=call.dropout) for g in self._distinct)
-        return self._times(extent) * max(k.forward_workspace_bytes(call, extent) for k in kernels)
+        kernels = (self._kernel(g, drops=shape.dropout) for g in self._distinct)
+        return self._times(extent) * max(k.forward_workspace_bytes(shape, extent) for k in kernels)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        kernels = (self._kernel(g, drops=call.dropout) for g in self._distinct)
-        return self._times(extent) * max(k.backward_workspace_bytes(call, extent) for k in kernels)
+        kernels = (self._kernel(g, drops=shape.dropout) for g in self._distinct)
+        return self._times(extent) * max(k.backward_workspace_bytes(shape, extent) for k in kernels)
 
     def _times(self, extent: Extent) -> int:
         """2 where results are computed in fp32 first, and the native kernel's bound has one."""
@@ -548,7 +549,7 @@ def entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
 def kernel_for_mask(
     mask: Mask,
     wanted: str | Kernel,
-    call: CallShape,
+    shape: CallShape,
     device: torch.device,
     *,
     needs_grad: bool,
@@ -568,13 +569,13 @@ def kernel_for_mask(
         ValueError: a tensor of the mask does not fit the call, by name.
         NotImplementedError: the kernel asked for cannot run it.
     """
-    found = resolve(mask, call)
+    found = resolve(mask, shape)
     if found.keeps_all and mask.softcap is None:
-        return replace(call, is_causal=found.is_causal), wanted
-    base = _base(found, wanted, replace(call, needs_grad=needs_grad), device, tried=tried)
+        return replace(shape, is_causal=found.is_causal), wanted
+    base = _base(found, wanted, replace(shape, needs_grad=needs_grad), device, tried=tried)
     if id(base) not in found.kernels:
         found.kernels[id(base)] = _kernel_of(found, base)
-    return replace(call, is_causal=found.is_causal), found.kernels[id(base)]
+    return replace(shape, is_causal=found.is_causal), found.kernels[id(base)]
 
 
 def _kernel_of(mask: ResolvedMask, base: Kernel) -> Kernel:
@@ -594,16 +595,16 @@ def _kernel_by_blocks(resolve_blocks: Callable[[], ResolvedMask], base: Kernel) 
 
 
 def _base(
-    mask: ResolvedMask, wanted: str | Kernel, call: CallShape, device: torch.device, *, tried: bool
+    mask: ResolvedMask, wanted: str | Kernel, shape: CallShape, device: torch.device, *, tried: bool
 ) -> Kernel:
     """Choose the kernel for the parts of a mask, with the mask's soft cap.
 
     Raises:
         NotImplementedError: the kernel asked for cannot run them.
     """
-    select = partial(select_kernel, call=call, device=device, tried=tried)
+    select = partial(select_kernel, shape=shape, device=device, tried=tried)
     if wanted == "auto":
-        return _preferred_base(mask, call, device, select)
+        return _preferred_base(mask, shape, device, select)
     if wanted == "tiles" or isinstance(get_kernel(wanted), DenseKernel):
         return _tiles(mask.softcap)
     kernel = select(wanted)
@@ -622,14 +623,14 @@ def _base(
 
 
 def _preferred_base(
-    mask: ResolvedMask, call: CallShape, device: torch.device, select: Callable[..., Kernel]
+    mask: ResolvedMask, shape: CallShape, device: torch.device, select: Callable[..., Kernel]
 ) -> Kernel:
     """Choose the kernel for a call that asked for none: the first that can run the parts."""
     if mask.few_bands:
         # The preferred kernel of a call that keeps so many pairs, if it takes bands.
-        pairs = mask.kept_pairs * call.batch * call.heads
+        pairs = mask.kept_pairs * shape.batch * shape.heads
         with suppress(NotImplementedError):
-            kernel = select("auto", flops=2.0 * (call.head_dim + call.value_dim) * pairs)
+            kernel = select("auto", flops=2.0 * (shape.head_dim + shape.value_dim) * pairs)
             capped = _with_softcap(kernel, mask.softcap)
             if isinstance(capped, RectangleKernel) and capped.bands:
                 return capped

@@ -236,14 +236,14 @@ class PackedKernel(Kernel):
     def __init__(
         self,
         packing: Packing,
-        sizes: CallShape,
+        shape: CallShape,
         base: Kernel,
         by_blocks: Callable[[], Kernel],
         scores: ScoreTransform,
     ) -> None:
         self.name, self.packing, self.base = base.name, packing, base
-        self._sizes, self._by_blocks, self._scores = sizes, by_blocks, scores
-        self._share = packing.pairs / (sizes.batch * sizes.n_queries * sizes.n_keys)
+        self._sizes, self._by_blocks, self._scores = shape, by_blocks, scores
+        self._share = packing.pairs / (shape.batch * shape.n_queries * shape.n_keys)
         self.whole_tasks = base.whole_tasks
         self.several_streams = not base.whole_tasks
         self.rates, self.rates_on = base.rates, base.rates_on
@@ -252,9 +252,9 @@ class PackedKernel(Kernel):
         self.dropout, self.accepts_inf_lse = base.dropout, base.accepts_inf_lse
         self.wide_masks = base.wide_masks
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return self.base.refusal(replace(call, is_causal=True))
+        return self.base.refusal(replace(shape, is_causal=True))
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
@@ -275,9 +275,9 @@ class PackedKernel(Kernel):
         pairs = block.indices(keys)
         return self.packing.kept(pairs.entries % self._sizes.batch, pairs.queries, pairs.keys)
 
-    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
         """Calls are told which entries they have."""
-        return every or not call.dropout
+        return every or not shape.dropout
 
     def _is_packed(self, call: Call) -> bool:
         # torch.vmap may add entries, which are those of the batch over and over.
@@ -304,14 +304,14 @@ class PackedKernel(Kernel):
         """Add the task's gradients into ``grads``, in place."""
         self._by_blocks().backward(task, grads)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        if not extent.direct or call.dropout:
-            return self._by_blocks().forward_workspace_bytes(call, extent)
-        return self.packing.workspace_bytes(self.base, call, extent, backward=False)
+        if not extent.direct or shape.dropout:
+            return self._by_blocks().forward_workspace_bytes(shape, extent)
+        return self.packing.workspace_bytes(self.base, shape, extent, backward=False)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        if not extent.direct or call.dropout:
-            return self._by_blocks().backward_workspace_bytes(call, extent)
-        return self.packing.workspace_bytes(self.base, call, extent, backward=True)
+        if not extent.direct or shape.dropout:
+            return self._by_blocks().backward_workspace_bytes(shape, extent)
+        return self.packing.workspace_bytes(self.base, shape, extent, backward=True)

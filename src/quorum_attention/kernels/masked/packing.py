@@ -180,16 +180,16 @@ class Bucket:
             n_cells, extent.query_heads, extent.key_heads, max(longest), *longest, direct=True
         )
 
-    def cell_bytes(self, call: CallShape, heads: int, kv_heads: int) -> int:
+    def cell_bytes(self, shape: CallShape, heads: int, kv_heads: int) -> int:
         """Bytes of a cell's gathered rows and results in a backward, of their indices, and of its
         mask."""
-        both = call.head_dim + call.value_dim
-        item = max(call.dtype.itemsize, call.bias_dtype.itemsize)
-        rows = heads * self.queries.longest * ((2 * both + call.value_dim) * item + 32)
+        both = shape.head_dim + shape.value_dim
+        item = max(shape.dtype.itemsize, shape.bias_dtype.itemsize)
+        rows = heads * self.queries.longest * ((2 * both + shape.value_dim) * item + 32)
         rows += kv_heads * self.keys.longest * (2 * both * item + 32)
         n_pairs = self.keys.longest * (1 if self.rule is None else self.queries.longest)
         tests = 48 if self.rule is not None else 16
-        if call.bias is not None:
+        if shape.bias is not None:
             n_pairs = self.keys.longest * self.queries.longest
             tests += heads * (2 * item + 16)
         return rows + n_pairs * (tests + item)
@@ -222,7 +222,7 @@ class Packing:
         """Pairs that calls compute, those with copies of tokens among them."""
         return sum(b.entries.size * b.queries.longest * b.keys.longest for b in self.buckets)
 
-    def chunks(self, call: CallShape, heads: tuple[int, int], entries: slice) -> Iterator[Bucket]:
+    def chunks(self, shape: CallShape, heads: tuple[int, int], entries: slice) -> Iterator[Bucket]:
         """The cells of some entries, by the calls that compute them.
 
         Args:
@@ -230,36 +230,36 @@ class Packing:
         """
         for bucket in self.buckets:
             first, last = np.searchsorted(bucket.entries, (entries.start, entries.stop)).tolist()
-            most = self.cells_of_a_call(bucket, call, heads)
+            most = self.cells_of_a_call(bucket, shape, heads)
             for start in range(first, last, most):
                 yield bucket.part(slice(start, min(start + most, last)))
 
-    def cells_of_a_call(self, bucket: Bucket, call: CallShape, heads: tuple[int, int]) -> int:
+    def cells_of_a_call(self, bucket: Bucket, shape: CallShape, heads: tuple[int, int]) -> int:
         """The most cells of a bucket that are computed at a time."""
-        most = _HOST_BYTES if call.device_type == "cpu" else _DEVICE_BYTES
-        n_cells: int = max(1, most // bucket.cell_bytes(call, *heads))
+        most = _HOST_BYTES if shape.device_type == "cpu" else _DEVICE_BYTES
+        n_cells: int = max(1, most // bucket.cell_bytes(shape, *heads))
         return n_cells
 
     def workspace_bytes(
-        self, kernel: Kernel, call: CallShape, extent: Extent, *, backward: bool
+        self, kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
         """Upper bound of the device bytes of a whole call whose parts ``kernel`` computes."""
         heads, largest = (extent.query_heads, extent.key_heads), 0
         for bucket in self.buckets:
-            most = self.cells_of_a_call(bucket, call, heads)
+            most = self.cells_of_a_call(bucket, shape, heads)
             n_cells = min(most, bucket.most_cells(extent.batch))
             inside, mask = bucket.extent(extent, n_cells), bucket.bias_shape
-            if call.bias is not None:
-                mask = replace(call.bias, batch=True, rows=True)
-            part = replace(call, bias=mask, is_causal=bucket.causal)
+            if shape.bias is not None:
+                mask = replace(shape.bias, batch=True, rows=True)
+            part = replace(shape, bias=mask, is_causal=bucket.causal)
             run = kernel.backward_workspace_bytes if backward else kernel.forward_workspace_bytes
-            gathered = n_cells * bucket.cell_bytes(call, *heads)
+            gathered = n_cells * bucket.cell_bytes(shape, *heads)
             largest = max(largest, gathered + run(part, inside))
         # Results, and rows that have to be copied to lie one after the other.
         rows = extent.batch * extent.query_heads * (self.by_query.shape[1] + 1)
         key_rows = extent.batch * extent.key_heads * (self.by_key.shape[1] + 1)
-        widths = call.head_dim + 3 * call.value_dim + 1, 2 * (call.head_dim + call.value_dim)
-        item = max(call.dtype.itemsize, call.state_dtype.itemsize)
+        widths = shape.head_dim + 3 * shape.value_dim + 1, 2 * (shape.head_dim + shape.value_dim)
+        item = max(shape.dtype.itemsize, shape.state_dtype.itemsize)
         total: int = largest + (rows * widths[0] + key_rows * widths[1]) * item
         return total
 
@@ -285,24 +285,24 @@ class Packing:
         return equal.unsqueeze(1)
 
 
-def packing_of(by_query: Ids, by_key: Ids, rule: PlaceRule, call: CallShape) -> Packing | None:
+def packing_of(by_query: Ids, by_key: Ids, rule: PlaceRule, shape: CallShape) -> Packing | None:
     """The packing of a mask that keeps pairs of equal ids, as far as a rule of positions keeps
     them; None where it would not be clearly faster than blocks of neighbouring tokens.
 
     Args:
         by_query, by_key: (1 or batch, n); of keys ``NO_KEY`` in those that no query keeps.
     """
-    if 0 in (call.batch, call.heads, call.n_queries, call.n_keys):
+    if 0 in (shape.batch, shape.heads, shape.n_queries, shape.n_keys):
         return None
-    n_calls, n_pairs = _cost_of_blocks(by_query, by_key, call)
-    on_host = call.device_type == "cpu"
+    n_calls, n_pairs = _cost_of_blocks(by_query, by_key, shape)
+    on_host = shape.device_type == "cpu"
     block_call, packed_call = (
         (_BLOCK_CALL, _PACKED_CALL) if on_host else (_DEVICE_CALL, _DEVICE_CALL)
     )
-    cost = n_calls * block_call + n_pairs * call.heads
+    cost = n_calls * block_call + n_pairs * shape.heads
     if n_calls <= _CLEARLY:
         return None
-    batch = call.batch
+    batch = shape.batch
     of_query, of_key = (np.broadcast_to(ids, (batch, ids.shape[1])) for ids in (by_query, by_key))
     packing = Packing(_buckets(of_query, of_key, rule), by_query, by_key, rule)
     if any(
@@ -310,17 +310,17 @@ def packing_of(by_query: Ids, by_key: Ids, rule: PlaceRule, call: CallShape) -> 
         for bucket in packing.buckets
     ):
         return None
-    heads = call.heads, call.kv_heads
+    heads = shape.heads, shape.kv_heads
     n_chunks = sum(
-        ceil_div(len(bucket.entries), packing.cells_of_a_call(bucket, call, heads))
+        ceil_div(len(bucket.entries), packing.cells_of_a_call(bucket, shape, heads))
         for bucket in packing.buckets
     )
-    rows = batch * (call.n_queries + call.n_keys) * _PAIRS_OF_A_ROW
-    packed = n_chunks * packed_call + (packing.computed_pairs + rows) * call.heads
+    rows = batch * (shape.n_queries + shape.n_keys) * _PAIRS_OF_A_ROW
+    packed = n_chunks * packed_call + (packing.computed_pairs + rows) * shape.heads
     return packing if packed * _CLEARLY <= cost else None
 
 
-def _cost_of_blocks(by_query: Ids, by_key: Ids, call: CallShape) -> tuple[int, int]:
+def _cost_of_blocks(by_query: Ids, by_key: Ids, shape: CallShape) -> tuple[int, int]:
     """About how many calls blocks of neighbouring tokens take, and pairs of one head, rows that are
     merged among them."""
     query_runs, key_runs = _count_runs(by_query), _count_runs(by_key)
@@ -335,16 +335,16 @@ def _cost_of_blocks(by_query: Ids, by_key: Ids, call: CallShape) -> tuple[int, i
     # Runs that meet many others are no blocks, but tested pair by pair.
     is_tested = query_runs * key_runs > _MANY_RUNS * names * (query_runs + key_runs)
     n_blocks = np.maximum(query_runs, key_runs)
-    if call.device_type != "cpu":
+    if shape.device_type != "cpu":
         # There one launch takes all blocks, but short ones are as slow as tests.
         is_tested |= n_blocks > _MANY_RUNS * names
         n_blocks = np.ones_like(n_blocks)
-    area = call.n_queries * call.n_keys
+    area = shape.n_queries * shape.n_keys
     calls = np.where(is_tested, _CALLS_OF_A_TEST, n_blocks)
-    merged = call.n_queries * np.maximum(1, key_runs // names) * _PAIRS_OF_A_ROW
+    merged = shape.n_queries * np.maximum(1, key_runs // names) * _PAIRS_OF_A_ROW
     pairs = np.where(is_tested, area, area // names + merged)
     n_calls = int(np.broadcast_to(calls, n_entries)[begins].sum())
-    n_pairs = int(np.broadcast_to(pairs, n_entries).sum()) * (call.batch // n_entries)
+    n_pairs = int(np.broadcast_to(pairs, n_entries).sum()) * (shape.batch // n_entries)
     return n_calls, n_pairs
 
 

@@ -54,19 +54,19 @@ class ResolvedMask:
         kernels: those made for it (``kernel.py``), by the id of the kernel that each computes with.
     """
 
-    def __init__(self, mask: Mask, call: CallShape, *, packs: bool = True) -> None:
-        self.sizes, self.softcap = call, mask.softcap
+    def __init__(self, mask: Mask, shape: CallShape, *, packs: bool = True) -> None:
+        self.sizes, self.softcap = shape, mask.softcap
         self.kernels: dict[int, Kernel] = {}
         with outside():
-            self.packing = _packing(mask, call) if packs else None
+            self.packing = _packing(mask, shape) if packs else None
         if self.packing is not None:
             self.functions: tuple[MaskMod, ...] = ()
             self.is_causal = self.keeps_all = False
             # The caller's tensors may have changed when blocks are asked for.
             copied = map_tensors(replace(mask, bias=None, sinks=None), _copied)
-            self.by_blocks = cache(partial(ResolvedMask, copied, call, packs=False))
+            self.by_blocks = cache(partial(ResolvedMask, copied, shape, packs=False))
             return
-        self._geometries = geometries(mask, call, call.is_causal)
+        self._geometries = geometries(mask, shape, shape.is_causal)
         # By their ids: a callable may have no hash.
         self.functions = tuple({id(f): f for g in self.geometries for f in g.functions}.values())
         bands = [band for geometry in self.geometries for band in geometry.block_bands]
@@ -98,7 +98,7 @@ class ResolvedMask:
         )
 
 
-def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
+def resolve(mask: Mask, shape: CallShape) -> ResolvedMask:
     """``mask`` for a call, without its bias and its sinks; remembered as long as none of its
     tensors changes, and shared by masks of the same tensors.
 
@@ -107,17 +107,17 @@ def resolve(mask: Mask, call: CallShape) -> ResolvedMask:
     """
     tensors = [tensor for _, tensor in tensors_of(mask)]
     ids = tuple(map(id, tensors))
-    key = (described(mask), call.device_type, call.batch, call.lengths, ids)
+    key = (described(mask), shape.device_type, shape.batch, shape.lengths, ids)
 
     # Before they are read: what another thread writes meanwhile is a change.
     held = list(map(_contents, tensors))
-    known = _SHARED if call.batch < _MANY_ENTRIES else _OF_MANY_ENTRIES
+    known = _SHARED if shape.batch < _MANY_ENTRIES else _OF_MANY_ENTRIES
     if any(one.keeps is not None for one in masks_in(mask)):
         # The geometries hold them: in the shared cache they would outlive their mask.
         known = _BY_MASK.setdefault(mask, Cache(1))
-    then, resolved = known.get(key, lambda: (held, ResolvedMask(mask, call)))
+    then, resolved = known.get(key, lambda: (held, ResolvedMask(mask, shape)))
     if then != held:  # an id may be used again, too
-        resolved = ResolvedMask(mask, call)
+        resolved = ResolvedMask(mask, shape)
         known.put(key, (held, resolved))
     return resolved
 
@@ -151,20 +151,20 @@ def _relative_band(mask: Mask) -> Band:
     return Band(-left if left >= 0 else None, min(highs, default=None))
 
 
-def geometries(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
+def geometries(mask: Mask, shape: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
     """One geometry for each batch entry, or one for all of them.
 
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
     with outside():
-        own = _own(mask, sizes, is_causal)
+        own = _own(mask, shape, is_causal)
         if mask.keeps is not None:
             own = _both(own, (geometry_of(mask.keeps),))
         for nested in mask.every:
-            own = _both(own, geometries(nested, sizes, False))
+            own = _both(own, geometries(nested, shape, False))
         if mask.either:
-            each = [geometries(nested, sizes, False) for nested in mask.either]
+            each = [geometries(nested, shape, False) for nested in mask.either]
             alternatives = (
                 AnyOf(tuple(one[i % len(one)] for one in each)) for i in range(max(map(len, each)))
             )
@@ -176,18 +176,18 @@ def _copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _packing(mask: Mask, sizes: CallShape) -> Packing | None:
+def _packing(mask: Mask, shape: CallShape) -> Packing | None:
     """The packing of a mask of ids, lengths, padding and positions; None if it has others."""
     if mask.keeps is not None or mask.every or mask.either:
         return None
     by_tokens = (mask.documents, mask.key_lengths, mask.key_padding)
-    if all(field is None for field in by_tokens) or not sizes.batch:
+    if all(field is None for field in by_tokens) or not shape.batch:
         return None
-    by_query, by_key = _ids(mask, sizes)
-    by_key = np.where(_kept_keys(mask, sizes), by_key, NO_KEY)
-    places = np.arange(sizes.n_queries) + query_offsets(mask, sizes)
-    rule = PlaceRule(_relative_band(mask), places, mask.chunk, sizes.is_causal)
-    return packing_of(by_query, by_key, rule, sizes)
+    by_query, by_key = _ids(mask, shape)
+    by_key = np.where(_kept_keys(mask, shape), by_key, NO_KEY)
+    places = np.arange(shape.n_queries) + query_offsets(mask, shape)
+    rule = PlaceRule(_relative_band(mask), places, mask.chunk, shape.is_causal)
+    return packing_of(by_query, by_key, rule, shape)
 
 
 def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geometry, ...]:
@@ -196,12 +196,12 @@ def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geome
     return tuple(meeting(one[i % len(one)], other[i % len(other)]) for i in range(count))
 
 
-def _own(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
+def _own(mask: Mask, shape: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
     """The geometries of a mask's own fields, without the masks that it holds."""
-    if not sizes.batch:
-        return (_at_offset(mask, sizes, is_causal, 0),)
-    every = (*_ids(mask, sizes), _kept_keys(mask, sizes), query_offsets(mask, sizes))
-    at_offset = cache(partial(_at_offset, mask, sizes, is_causal))
+    if not shape.batch:
+        return (_at_offset(mask, shape, is_causal, 0),)
+    every = (*_ids(mask, shape), _kept_keys(mask, shape), query_offsets(mask, shape))
+    at_offset = cache(partial(_at_offset, mask, shape, is_causal))
     known: dict[bytes, Geometry] = {}
     found = []
     for entry in range(max(map(len, every))):
@@ -213,22 +213,22 @@ def _own(mask: Mask, sizes: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
                 own = at_offset(int(offsets[0]) if len(offsets) else 0)
                 known[name] = own & _equal_numbers(by_query, by_key)
             else:
-                known[name] = _at_offsets(mask, sizes, is_causal, (by_query, by_key, offsets))
+                known[name] = _at_offsets(mask, shape, is_causal, (by_query, by_key, offsets))
         found.append(known[name])
     return tuple(found) if len(known) > 1 else (found[0],)
 
 
-def _at_offset(mask: Mask, sizes: CallShape, is_causal: bool, offset: int) -> Geometry:
+def _at_offset(mask: Mask, shape: CallShape, is_causal: bool, offset: int) -> Geometry:
     """What causal rule, window and chunk keep where all queries stand ``offset`` keys further."""
     band = _relative_band(mask).moved(offset) & Band(None, 0 if is_causal else None)
     # Bounds that cut nothing are none.
-    low = None if band.low is None or band.low <= 1 - sizes.n_queries else band.low
-    high = None if band.high is None or band.high >= sizes.n_keys - 1 else band.high
-    return Geometry(Band(low, high)) & _in_chunk(mask, sizes, np.array(offset))
+    low = None if band.low is None or band.low <= 1 - shape.n_queries else band.low
+    high = None if band.high is None or band.high >= shape.n_keys - 1 else band.high
+    return Geometry(Band(low, high)) & _in_chunk(mask, shape, np.array(offset))
 
 
 def _at_offsets(
-    mask: Mask, sizes: CallShape, is_causal: bool, numbers: tuple[Ids, Ids, Ids]
+    mask: Mask, shape: CallShape, is_causal: bool, numbers: tuple[Ids, Ids, Ids]
 ) -> Geometry:
     """What a mask's own fields keep where queries stand at different offsets.
 
@@ -236,18 +236,18 @@ def _at_offsets(
         numbers: the ids of queries and of keys, and the offset of each query.
     """
     by_query, by_key, offsets = numbers
-    band = Band(None, 0 if is_causal and sizes.n_keys > 1 else None)
-    own = Geometry(band) & _in_chunk(mask, sizes, offsets)
+    band = Band(None, 0 if is_causal and shape.n_keys > 1 else None)
+    own = Geometry(band) & _in_chunk(mask, shape, offsets)
     if _relative_band(mask).keeps_all:
         return own & _equal_numbers(by_query, by_key)
     return own & _equal_numbers(by_query, by_key, offsets, _relative_band(mask))
 
 
-def _in_chunk(mask: Mask, sizes: CallShape, offsets: Ids) -> Geometry:
+def _in_chunk(mask: Mask, shape: CallShape, offsets: Ids) -> Geometry:
     """Pairs within one chunk; all, if the mask has no chunks."""
     if mask.chunk is None:
         return Geometry()
-    places, keys = np.arange(sizes.n_queries) + offsets, np.arange(sizes.n_keys)
+    places, keys = np.arange(shape.n_queries) + offsets, np.arange(shape.n_keys)
     return _equal_numbers(places // mask.chunk, keys // mask.chunk)
 
 
@@ -295,20 +295,20 @@ def _runs(*numbers: Ids) -> NDArray[np.int64]:
     return np.stack((edges[:-1], edges[1:]), axis=1).astype(np.int64)
 
 
-def query_offsets(mask: Mask, sizes: CallShape) -> Ids:
+def query_offsets(mask: Mask, shape: CallShape) -> Ids:
     """The place of queries among the keys, less their own numbers, (1 or batch, 1 or n_queries).
 
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
     if isinstance(mask.offset, torch.Tensor):
-        return _offset_rows(mask.offset, sizes)
+        return _offset_rows(mask.offset, shape)
     if not mask.counts_from_last:
         return np.full((1, 1), 0 if mask.offset is None else mask.offset, np.int64)
-    lengths = _key_lengths(mask, sizes)
+    lengths = _key_lengths(mask, shape)
     if mask.documents is None:
-        return (lengths - sizes.n_queries)[:, None]
-    by_query, by_key = _ids(mask, sizes)
+        return (lengths - shape.n_queries)[:, None]
+    by_query, by_key = _ids(mask, shape)
     if mask.key_lengths is None and by_query is by_key:
         return np.zeros((1, 1), np.int64)
     entries = range(max(map(len, (by_query, by_key, lengths))))
@@ -322,7 +322,7 @@ def query_offsets(mask: Mask, sizes: CallShape) -> Ids:
     return np.stack(rows) if rows else np.zeros((0, 1), np.int64)
 
 
-def with_offsets(mask: Mask, sizes: CallShape) -> Mask:
+def with_offsets(mask: Mask, shape: CallShape) -> Mask:
     """The mask with numbers in place of each "lower_right", also in the masks that it holds.
 
     Raises:
@@ -331,21 +331,21 @@ def with_offsets(mask: Mask, sizes: CallShape) -> Mask:
     changes: dict[str, Any] = {}
     for name in ("either", "every"):
         inner = getattr(mask, name)
-        numbered = tuple(with_offsets(each, sizes) for each in inner)
+        numbered = tuple(with_offsets(each, shape) for each in inner)
         if any(new is not old for new, old in zip(numbered, inner, strict=True)):
             changes[name] = numbered
     if mask.counts_from_last:
         with outside():
-            offsets = query_offsets(mask, sizes)
+            offsets = query_offsets(mask, shape)
             single = offsets.size == 1
             changes["offset"] = int(offsets[0, 0]) if single else torch.from_numpy(offsets)
     return replace(mask, **changes) if changes else mask
 
 
-def _offset_rows(tensor: torch.Tensor, sizes: CallShape) -> Ids:
+def _offset_rows(tensor: torch.Tensor, shape: CallShape) -> Ids:
     """``Mask.offset`` as a tensor, (1 or batch, 1 or n_queries)."""
     found: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
-    batch, n = sizes.batch, sizes.n_queries
+    batch, n = shape.batch, shape.n_queries
     if len(found) not in (1, batch) or found.shape[1] not in (1, n):
         raise ValueError(
             f"Mask.offset must have shape ({n},), ({batch}, {n}) or ({batch}, 1) for "
@@ -360,49 +360,49 @@ def _offset_rows(tensor: torch.Tensor, sizes: CallShape) -> Ids:
     return found
 
 
-def _ids(mask: Mask, sizes: CallShape) -> tuple[Ids, Ids]:
+def _ids(mask: Mask, shape: CallShape) -> tuple[Ids, Ids]:
     """The ids of queries and keys, (1 or batch, n) each; 0 without documents."""
     if mask.documents is None:
-        return np.zeros((1, sizes.n_queries), np.int64), np.zeros((1, sizes.n_keys), np.int64)
+        return np.zeros((1, shape.n_queries), np.int64), np.zeros((1, shape.n_keys), np.int64)
     both = mask.documents
-    if not isinstance(both, tuple) and sizes.n_queries != sizes.n_keys:
+    if not isinstance(both, tuple) and shape.n_queries != shape.n_keys:
         raise ValueError(
             f"Mask.documents must be two tensors, of "
-            f"{counted(sizes.n_queries, 'query', 'queries')} and of "
-            f"{counted(sizes.n_keys, 'key')}, where these differ, got one"
+            f"{counted(shape.n_queries, 'query', 'queries')} and of "
+            f"{counted(shape.n_keys, 'key')}, where these differ, got one"
         )
     of_query, of_key = both if isinstance(both, tuple) else (both, both)
-    queries = _rows_of(of_query, "Mask.documents", sizes.batch, sizes.n_queries, "queries")
+    queries = _rows_of(of_query, "Mask.documents", shape.batch, shape.n_queries, "queries")
     keys = queries
-    if of_key is not of_query or sizes.n_queries != sizes.n_keys:
-        keys = _rows_of(of_key, "Mask.documents", sizes.batch, sizes.n_keys, "keys")
+    if of_key is not of_query or shape.n_queries != shape.n_keys:
+        keys = _rows_of(of_key, "Mask.documents", shape.batch, shape.n_keys, "keys")
     for ids in (queries, keys):
         if ids.size and int(ids.min()) <= _NO_QUERY:
             raise ValueError(f"Mask.documents must be above {_NO_QUERY}, got {int(ids.min())}")
     return queries, keys
 
 
-def _key_lengths(mask: Mask, sizes: CallShape) -> Ids:
+def _key_lengths(mask: Mask, shape: CallShape) -> Ids:
     """How many keys there are, (1 or batch,)."""
     if mask.key_lengths is None:
-        return np.full(1, sizes.n_keys, np.int64)
+        return np.full(1, shape.n_keys, np.int64)
     lengths: Ids = mask.key_lengths.detach().cpu().numpy().astype(np.int64)
-    if lengths.shape != (sizes.batch,):
-        raise ValueError(f"Mask.key_lengths must have shape {(sizes.batch,)}, got {lengths.shape}")
-    if sizes.batch and (lengths.min() < 0 or lengths.max() > sizes.n_keys):
+    if lengths.shape != (shape.batch,):
+        raise ValueError(f"Mask.key_lengths must have shape {(shape.batch,)}, got {lengths.shape}")
+    if shape.batch and (lengths.min() < 0 or lengths.max() > shape.n_keys):
         raise ValueError(
-            f"Mask.key_lengths must be from 0 to the {counted(sizes.n_keys, 'key')}, got "
+            f"Mask.key_lengths must be from 0 to the {counted(shape.n_keys, 'key')}, got "
             f"{int(lengths.min())} to {int(lengths.max())}"
         )
     return lengths
 
 
-def _kept_keys(mask: Mask, sizes: CallShape) -> NDArray[np.bool_]:
+def _kept_keys(mask: Mask, shape: CallShape) -> NDArray[np.bool_]:
     """Which keys padding and lengths keep, (1 or batch, n_keys)."""
-    found = np.arange(sizes.n_keys) < _key_lengths(mask, sizes)[:, None]
+    found = np.arange(shape.n_keys) < _key_lengths(mask, shape)[:, None]
     if mask.key_padding is not None:
         padding = mask.key_padding
-        rows = _rows_of(padding, "Mask.key_padding", sizes.batch, sizes.n_keys, "keys") != 0
+        rows = _rows_of(padding, "Mask.key_padding", shape.batch, shape.n_keys, "keys") != 0
         found = found & rows
     return found
 

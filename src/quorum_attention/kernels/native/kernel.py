@@ -179,23 +179,23 @@ class NativeKernel(Kernel):
             return None
         return -band.low, UNLIMITED if band.high is None else band.high
 
-    def refusal(self, call: CallShape) -> str | None:
+    def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        device = call.device_type if interpreted() else "cuda"
-        if (reason := operator_refusal(call, device, _DTYPES)) is not None:
+        device = shape.device_type if interpreted() else "cuda"
+        if (reason := operator_refusal(shape, device, _DTYPES)) is not None:
             return reason
-        if call.device_type != "cuda" and call.dtype == torch.bfloat16:
+        if shape.device_type != "cuda" and shape.dtype == torch.bfloat16:
             return "Triton's interpreter has no bfloat16"
-        largest = max(call.head_dim, call.value_dim)
-        limit = _LARGEST_BACKWARD if call.needs_grad else _LARGEST_FORWARD
+        largest = max(shape.head_dim, shape.value_dim)
+        limit = _LARGEST_BACKWARD if shape.needs_grad else _LARGEST_FORWARD
         if largest > limit:
-            kind = "with gradients" if call.needs_grad else "without gradients"
+            kind = "with gradients" if shape.needs_grad else "without gradients"
             return f"it takes head dimensions from 1 to {limit} {kind}, not {largest}"
-        if self.slopes is not None and self.slopes.numel() != call.heads:
-            return f"it has {self.slopes.numel()} alibi_slopes for {call.heads} query heads"
+        if self.slopes is not None and self.slopes.numel() != shape.heads:
+            return f"it has {self.slopes.numel()} alibi_slopes for {shape.heads} query heads"
         return None if triton_available() else "it needs Triton, which is not installed"
 
-    def takes_whole(self, call: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
         """Whether a monolithic call can be run on the inputs as they are."""
         # Given only some heads, it cannot know which slopes are theirs.
         return every or self.slopes is None
@@ -204,42 +204,42 @@ class NativeKernel(Kernel):
         """The pairs of a call that are within the window."""
         return Pairs(n_queries, n_keys, is_causal, self._verdict)
 
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         rows = extent.batch * extent.query_heads * extent.max_queries
         # The output may be asked for in fp32; with rules there is one in fp32 beside it.
-        results = rows * (call.value_dim * 4 * self._copies + 4) + 3 * UNSPLIT_BYTES
-        tables = self._table_bytes(call, extent) + self._room_bytes(call, extent)
-        return tables + results * extent.direct + mask_bytes(call, extent)
+        results = rows * (shape.value_dim * 4 * self._copies + 4) + 3 * UNSPLIT_BYTES
+        tables = self._table_bytes(shape, extent) + self._room_bytes(shape, extent)
+        return tables + results * extent.direct + mask_bytes(shape, extent)
 
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         item = 4 * self._copies  # gradients may be asked for in fp32
         # The only other tensor, delta, may be a block that the allocator does not split.
-        tables = 2 * self._table_bytes(call, extent) + UNSPLIT_BYTES
+        tables = 2 * self._table_bytes(shape, extent) + UNSPLIT_BYTES
         rows = extent.batch * extent.query_heads * extent.n_tokens
         results = 0
         if extent.direct:
             key_rows = extent.batch * extent.key_heads * extent.max_keys
-            results = rows * call.head_dim * item + 3 * UNSPLIT_BYTES * self._copies
-            results += key_rows * (call.head_dim + call.value_dim) * item
-        tables += self._room_bytes(call, extent)
-        return tables + 4 * rows + results + mask_bytes(call, extent)
+            results = rows * shape.head_dim * item + 3 * UNSPLIT_BYTES * self._copies
+            results += key_rows * (shape.head_dim + shape.value_dim) * item
+        tables += self._room_bytes(shape, extent)
+        return tables + 4 * rows + results + mask_bytes(shape, extent)
 
     @property
     def _copies(self) -> int:
         return 2 if self.geometry.rules else 1
 
-    def _room_bytes(self, call: CallShape, extent: Extent) -> int:
+    def _room_bytes(self, shape: CallShape, extent: Extent) -> int:
         """For evaluating rules."""
         geometry, lanes, n = self.geometry, extent.batch * extent.query_heads, extent.n_tokens
         if not geometry.rules:
             return 0
-        row_bytes = (call.head_dim + call.value_dim) * call.dtype.itemsize
+        row_bytes = (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
         room = Room.of(lanes * n * row_bytes, lanes if geometry.functions else 1, n, n)
         return room.device_bytes + geometry.placed_bytes
 
-    def _table_bytes(self, call: CallShape, extent: Extent) -> int:
+    def _table_bytes(self, shape: CallShape, extent: Extent) -> int:
         # A single rectangle cannot be launched in parts: it has one run for every block.
         blocks = math.ceil(extent.n_tokens / 16) + 2
         entries = max(self._most_entries(extent.n_tokens), blocks)
