@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from quorum_attention.execution.device.backend import Backend
+from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.device.mover import Clock, HostClock, Mover
+from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 
 

@@ -18,9 +18,10 @@ import pytest
 import torch
 from helpers_fake_device import FakeDevice, FakeEvent, FakeStream
 
-from quorum_attention.execution.device import cuda_mover, page_locks
+from quorum_attention.execution.device import cuda_mover, page_locks, staging
+from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
-from quorum_attention.execution.device.mover import Clock, Mover
+from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 
 GPU = torch.device("cuda", 0)
@@ -178,9 +179,9 @@ def stand_in(
 
     monkeypatch.setattr(cuda_mover, "cuda_runtime", lambda: driver)
     monkeypatch.setattr(cuda_mover, "_locked_memory", memory)
-    monkeypatch.setattr(cuda_mover, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr(cuda_mover, "WORTH_BUFFERS_BYTES", 1)
-    monkeypatch.setattr(cuda_mover, "_LEAST_SHARE", 200)
+    monkeypatch.setattr(staging, "_LEAST_SHARE", 200)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for name in ("WORTH_LOCKING_BYTES", "PIECE_BYTES"):
         monkeypatch.setattr(page_locks, name, piece_bytes)

@@ -22,7 +22,7 @@ from quorum_attention.devices.buffers import (
     share,
     shared_memory,
 )
-from quorum_attention.execution.device.page_locks import Locker
+from quorum_attention.execution.device.pinned_pool import Locker
 
 
 def files() -> set[str]:

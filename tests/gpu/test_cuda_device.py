@@ -13,11 +13,11 @@ from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stor
 from helpers_processes import until
 
 from quorum_attention.execution.control.visits import Rows
-from quorum_attention.execution.device import page_locks
+from quorum_attention.execution.device import host_memory, page_locks
 from quorum_attention.execution.device.allocate import empty_accumulator, home_device
+from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
-from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.device.page_locks import Copied
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.kernels.merge import add_
@@ -41,11 +41,11 @@ def test_what_is_locked_of_memory_of_which_others_lock_the_beginning(gpu: torch.
     runtime = torch.cuda.cudart()
     assert int(runtime.cudaHostRegister(second.data_ptr(), second.nbytes, 0)) == 0
     try:
-        assert page_locks.is_locked(second)
-        assert not page_locks.is_locked(first)
+        assert host_memory.is_locked(second)
+        assert not host_memory.is_locked(first)
     finally:
         runtime.cudaHostUnregister(second.data_ptr())
-    assert not page_locks.is_locked(second)
+    assert not host_memory.is_locked(second)
 
 
 def unit(mover, slot, source, target, pieces, compute, stored=None, carried: int = 0) -> None:  # type: ignore[no-untyped-def]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quorum_attention.execution.device.host_memory import MappedRange, address_range, mapped_ranges
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.execution.device.page_locks import MappedRange, address_range, mapped_ranges
 
 # NumPy gives up after so many steps, about a millisecond; the answer is then yes, to be safe. The
 # layouts of ordinary views take a few steps.

@@ -32,15 +32,14 @@ import torch.multiprocessing
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.call.overlap import Mappings
-from quorum_attention.execution.device.lookup import BACKENDS, HOST, on_host
-from quorum_attention.execution.device.page_locks import (
+from quorum_attention.execution.device.host_memory import (
     PAGE_BYTES,
-    WORTH_LOCKING_BYTES,
-    Locker,
-    PinnedPool,
     ask_for_huge_pages,
-    of_host,
+    bytes_of_host,
 )
+from quorum_attention.execution.device.lookup import BACKENDS, HOST, on_host
+from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
+from quorum_attention.execution.device.pinned_pool import Locker, PinnedPool
 from quorum_attention.threads import NO_THREAD
 
 # How much memory is kept at most, also of the host's.
@@ -253,7 +252,7 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
     return InFile.of(tensor, path, offset, written, now)
 
 
-_MOST_KEPT = min(_MOST_BYTES, of_host(_MOST_OF_HOST))
+_MOST_KEPT = min(_MOST_BYTES, bytes_of_host(_MOST_OF_HOST))
 # Workers lock it, each for itself: here there is nothing to lock, and nobody to wait for. No worker
 # reads or writes after its pass.
 _UNLOCKED = Locker(lambda address, n: True, lambda address: None, lambda: None)

@@ -27,8 +27,8 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.counts import shown
 from quorum_attention.devices.buffers import Handles, MappedBuffers, prefaulting
 from quorum_attention.errors import BudgetError, is_out_of_memory
+from quorum_attention.execution.device.host_memory import bytes_of_host, is_locked
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.page_locks import is_locked, of_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.functions import boolean, indexing
 from quorum_attention.kernels.masked.resolve import masks_in
@@ -292,7 +292,7 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
 
 def _obey(place: torch.device, pipe: Connection) -> None:
     kept = backend_of(place).pinned
-    mapped = MappedBuffers(None if kept is None else kept.locker, of_host(_MOST_OF_HOST))
+    mapped = MappedBuffers(None if kept is None else kept.locker, bytes_of_host(_MOST_OF_HOST))
     worker, waited = BlockWorker(place, mapped), 0.0
     while True:
         # Soon lets go of what the pool's process has freed, after a while of what is held on the

@@ -26,7 +26,7 @@ from quorum_attention.call.options import CallOptions, filled
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.partition import Assignment, RowSlice, ShardBlock, Side
-from quorum_attention.execution.device.cuda import TwoStreams
+from quorum_attention.execution.device.streams import TwoStreams
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import state_dtype

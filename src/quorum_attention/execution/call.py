@@ -17,9 +17,9 @@ import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.device.allocate import empty_result
-from quorum_attention.execution.device.cuda import KernelStreams
+from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.mover import Clock
+from quorum_attention.execution.device.streams import KernelStreams
 from quorum_attention.execution.problem import (
     Axis,
     Group,

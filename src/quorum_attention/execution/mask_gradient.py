@@ -28,8 +28,8 @@ from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import EMPTY, Decomposition, Pairs, Ranges, Rectangle
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.call import Job, Tools
+from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.problem import Group, group_part
 from quorum_attention.kernels.dropout import dropped_bytes
 from quorum_attention.kernels.protocol import CallShape, Saved

@@ -114,7 +114,7 @@ class PassReport:
             (execution/scaling.py).
         dropout_p, dropout_seed: chance and seed of the call's dropout; None without dropout.
         timed: whether ``stages`` are measured.
-        stages: device seconds by stage (execution/device/mover.py); empty for an uncut call.
+        stages: device seconds by stage (execution/device/clock.py); empty for an uncut call.
         recoveries: one line for each recovery.
         recovery_seconds: time lost to failures: from the last unit done before each failure until
             the next attempt began.

@@ -9,8 +9,8 @@ import torch
 from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
 from quorum_attention.execution.call import Job, Progress, Tools
 from quorum_attention.execution.control.controller import RecoveryController
+from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.mover import Clock
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import Attempt, Schedule
 from quorum_attention.execution.task_levels import TaskLevels

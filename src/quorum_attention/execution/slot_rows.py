@@ -16,8 +16,9 @@ from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.call import Job
 from quorum_attention.execution.control.visits import Carried, Visit
 from quorum_attention.execution.device.allocate import empty_accumulator
+from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.mover import Clock, Mover
+from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.problem import Axis, Group, GroupSize, RowSpec, StateSpec
 from quorum_attention.execution.slot_layout import SlotLayout

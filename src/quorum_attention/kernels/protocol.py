@@ -26,7 +26,7 @@ from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick, positions
 
 if TYPE_CHECKING:
-    from quorum_attention.execution.device.cuda import KernelStreams
+    from quorum_attention.execution.device.streams import KernelStreams
 
 Bias = Callable[[Rectangle], torch.Tensor | None]
 Timed = Callable[[str], AbstractContextManager[None]]

@@ -19,7 +19,8 @@ from quorum_attention.execution.device import allocate
 from quorum_attention.execution.device.allocate import empty, empty_accumulator
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Locker, PinnedPool
+from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
+from quorum_attention.execution.device.pinned_pool import Locker, PinnedPool
 
 MIB = 1 << 20
 

@@ -18,11 +18,11 @@ from helpers_passes import both_passes
 from helpers_plans import passing
 
 import quorum_attention as qa
-from quorum_attention.execution.device import cuda_mover
-from quorum_attention.execution.device import cuda_mover as staging
-from quorum_attention.execution.device.cuda_mover import BatchedCopies, Staging
-from quorum_attention.execution.device.mover import Clock, Mover
+from quorum_attention.execution.device import cuda_mover, staging
+from quorum_attention.execution.device.clock import Clock
+from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
+from quorum_attention.execution.device.staging import BatchedCopies, Staging
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

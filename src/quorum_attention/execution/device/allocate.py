@@ -1,4 +1,4 @@
-"""Where tensors lie, and how to allocate them there."""
+"""Allocates results and accumulators where they lie: on the device, or in host memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 
 from quorum_attention.errors import OutOfMemoryError, is_out_of_memory
-from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
-from quorum_attention.execution.device.page_locks import (
+from quorum_attention.execution.device.host_memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
-    WORTH_LOCKING_BYTES,
     ask_for_huge_pages,
-    lock_until_freed,
 )
+from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
+from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
+from quorum_attention.execution.device.pinned_pool import PinnedPool, lock_until_freed
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.sizes import format_bytes
 
@@ -37,10 +37,10 @@ def empty(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    what: str,
+    purpose: str,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """An uninitialised tensor on ``device``; messages call it ``what``.
+    """An uninitialised tensor on ``device``; messages call it ``purpose``.
 
     Args:
         like: the input whose order of dimensions the tensor has; None: dimensions in order.
@@ -54,7 +54,7 @@ def empty(
         free = backend.free_bytes(device)
         if needed > free:
             raise OutOfMemoryError(
-                f"{what} takes {format_bytes(needed)} of host memory and "
+                f"{purpose} takes {format_bytes(needed)} of host memory and "
                 f"{format_bytes(needed - free)} of that is missing; pass a preallocated "
                 f"tensor instead (out=, or grads= of attention_backward), which may be "
                 f"memory-mapped"
@@ -68,7 +68,7 @@ def empty_result(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    what: str,
+    purpose: str,
     compute: torch.device,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -86,17 +86,55 @@ def empty_result(
     """
     n_bytes = dtype.itemsize * math.prod(shape)
     is_lockable = _is_lockable(device, compute)
-    kept = backend_of(compute).pinned if is_lockable else None
-    if n_bytes < WORTH_LOCKING_BYTES or kept is None:
-        return empty(shape, dtype, device, what, None if is_lockable else like)
-    found = kept.take(n_bytes)
-    if found is None:
+    pool = backend_of(compute).pinned
+    if not is_lockable:
+        return empty(shape, dtype, device, purpose, like)
+    if pool is None or n_bytes < WORTH_LOCKING_BYTES:
+        return empty(shape, dtype, device, purpose)
+    memory = pool.take(n_bytes)
+    if memory is None:
+        memory = pool.lend(_fresh_or_given_back(n_bytes, purpose, pool))
+    return memory.view(dtype).view(shape)
+
+
+def _fresh_or_given_back(n_bytes: int, purpose: str, pool: PinnedPool) -> torch.Tensor:
+    """``_fresh``; if host memory is short, what ``pool`` keeps is given back first."""
+    try:
+        return _fresh(n_bytes, purpose)
+    except OutOfMemoryError:
+        pool.give_back()
+    return _fresh(n_bytes, purpose)
+
+
+def _fresh(n_bytes: int, purpose: str) -> torch.Tensor:
+    """(n_bytes,) uint8 of host memory that begins at a page, of a large one at a huge page."""
+    page = PAGE_BYTES if n_bytes < _WORTH_HUGE_PAGES else HUGE_PAGE_BYTES
+    memory = empty((n_bytes + page,), torch.uint8, HOST, purpose)
+    first_page = -memory.data_ptr() % page
+    memory = memory[first_page : first_page + n_bytes]
+    if page == HUGE_PAGE_BYTES:
+        ask_for_huge_pages(memory)
+    return memory
+
+
+def empty_accumulator(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, compute: torch.device
+) -> torch.Tensor:
+    """An uninitialised tensor on ``device`` for a state that waits between tasks on ``compute``.
+
+    Where page-locking helps, torch's own allocator locks it and keeps the memory for the next call;
+    to lock a new gibibyte takes half a second.
+
+    Raises:
+        OutOfMemoryError: as ``empty``.
+    """
+    if _is_lockable(device, compute):
         try:
-            found = kept.lend(_fresh(n_bytes, what))
-        except OutOfMemoryError:
-            kept.give_back()
-            found = kept.lend(_fresh(n_bytes, what))
-    return found.view(dtype).view(shape)
+            return torch.empty(shape, dtype=dtype, device=device, pin_memory=True)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+    return empty(shape, dtype, device, "the accumulator")
 
 
 def page_locked(n_bytes: int, compute: torch.device, owner: str) -> torch.Tensor:
@@ -128,42 +166,12 @@ def page_locked(n_bytes: int, compute: torch.device, owner: str) -> torch.Tensor
 
 @functools.cache
 def _warn_of_refused_locks() -> None:
+    """Warn, once in a process, that host memory is ordinary."""
     warnings.warn(
         "the system refused to page-lock host memory: copies from it are several times slower "
         "(a limit on locked memory, such as ulimit -l, may be the cause)",
         stacklevel=2,
     )
-
-
-def _fresh(n_bytes: int, what: str) -> torch.Tensor:
-    """(n_bytes,) uint8 of host memory that begins at a page, of a large one at a huge page."""
-    page = PAGE_BYTES if n_bytes < _WORTH_HUGE_PAGES else HUGE_PAGE_BYTES
-    room = empty((n_bytes + page,), torch.uint8, HOST, what)
-    at = -room.data_ptr() % page
-    found = room[at : at + n_bytes]
-    if page == HUGE_PAGE_BYTES:
-        ask_for_huge_pages(found)
-    return found
-
-
-def empty_accumulator(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, compute: torch.device
-) -> torch.Tensor:
-    """An uninitialised tensor on ``device`` for a state that waits between tasks on ``compute``.
-
-    Where page-locking helps, torch's own allocator locks it and keeps the memory for the next call;
-    to lock a new gibibyte takes half a second.
-
-    Raises:
-        OutOfMemoryError: as ``empty``.
-    """
-    if _is_lockable(device, compute):
-        try:
-            return torch.empty(shape, dtype=dtype, device=device, pin_memory=True)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-    return empty(shape, dtype, device, "the accumulator")
 
 
 def _is_lockable(device: torch.device, compute: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""What is asked of a kind of device, for planning and running passes on it, and the CPU's answers.
+"""The interface of a kind of device, for planning and running passes; and the CPU, which is one.
 
 Rates that are assumed for a device until it is calibrated are good enough to rank plans on machines
 like those measured. Sources: docs/planner.md.
@@ -12,23 +12,27 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.mover import Clock, HostClock, Mover
-from quorum_attention.execution.device.page_locks import Copied, PageLocks, PinnedPool
+from quorum_attention.execution.device.clock import Clock, HostClock
+from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.page_locks import Copied, PageLocks
+from quorum_attention.execution.device.pinned_pool import PinnedPool
+from quorum_attention.execution.device.streams import KernelStreams
 from quorum_attention.kernels.fa4 import rates_at_head_dim
 from quorum_attention.sizes import counted
 
-if TYPE_CHECKING:
-    from quorum_attention.execution.device.cuda import KernelStreams
-
 # FLOP/s of cuDNN on an H200, forward and backward, by head dimension.
 _H200 = {
-    64: (450e12, 446e12), 96: (455e12, 430e12), 128: (600e12, 530e12), 192: (620e12, 315e12),
+    64: (450e12, 446e12),
+    96: (455e12, 430e12),
+    128: (600e12, 530e12),
+    192: (620e12, 315e12),
     256: (640e12, 370e12),
-}  # fmt: skip
+}
+_H200_WIDE = (45e12, 35e12)
 _WIDE = (torch.float32, torch.float64)
 # FLOP/s of a thread of a server's CPU, forward and backward: fp16 has no matrix instructions there.
 _CPU = {
@@ -42,7 +46,10 @@ _CPU = {
 def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     """The FLOP/s of an H200, as fields of ``planner.hardware.HardwareModel``, whose defaults are
     its other rates."""
-    forward, backward = (45e12, 35e12) if dtype in _WIDE else rates_at_head_dim(_H200, head_dim)
+    if dtype in _WIDE:
+        forward, backward = _H200_WIDE
+    else:
+        forward, backward = rates_at_head_dim(_H200, head_dim)
     return {"flops": forward, "backward_flops": backward}
 
 
@@ -215,16 +222,26 @@ class Backend:
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
         """A function that copies ``n_bytes`` to the device and as many back at the same time; here,
         where there is one direction, once."""
-        source, target = (torch.empty(n_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
+        source = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        target = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         return lambda: target.copy_(source)
 
 
 @lru_cache(maxsize=1)
 def cpu_name() -> str:
     """The system's name for the CPU's model, on one line."""
-    name = ""
+    fields = _cpu_fields()
+    # On ARM, Linux gives numbers instead of a name.
+    name = fields.get("model name") or fields.get("CPU part")
+    name = name or platform.processor() or platform.machine() or "unknown"
+    return " ".join(name.split())
+
+
+def _cpu_fields() -> dict[str, str]:
+    """The fields that Linux lists for the CPU; none on other systems."""
+    fields: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        # On ARM, Linux gives numbers instead of a name.
-        known = {what.strip(): value for what, _, value in (line.partition(":") for line in lines)}
-        name = known.get("model name") or known.get("CPU part", "")
-    return " ".join((name or platform.processor() or platform.machine() or "unknown").split())
+        for line in lines:
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value
+    return fields

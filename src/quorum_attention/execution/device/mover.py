@@ -1,18 +1,13 @@
-"""Moves rows between tensors and slots, keeps the stages of units in order, and measures them.
+"""Moves rows between tensors and slots, and keeps the stages of units in order.
 
 A unit goes through three stages: *load* (inputs and travelling state into a slot), *compute*, and
 *store* (state and results out of the slot). On a device with streams each stage has its own stream,
 so the next unit loads and the last unit stores while a unit computes. On the CPU the stages follow
 one another: its streams have nothing to wait for.
-
-Seconds are measured on the device that spends them, by the paper's six stages: *gather* (state
-handed on between slots, and scaling), *h2d* (copies from the host to the device), *compute* (the
-inner kernel), *merge*, *d2h* (copies back), and *scatter* (finished rows into their final dtype).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,46 +15,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Rows
-
-STAGES = ("gather", "h2d", "compute", "merge", "d2h", "scatter")
-
-
-class Clock:
-    """Adds up seconds by stage; this one measures nothing."""
-
-    def timed(self, stage: str) -> AbstractContextManager[None]:
-        """A context: what runs on the current stream in it counts as ``stage``."""
-        return nullcontext()
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds by stage so far, after all work is done; ``compute`` is without its merges."""
-        return {}
-
-
-class HostClock(Clock):
-    """Measures the host's time, for devices whose work is done when a call returns."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-
-    def add(self, stage: str, seconds: float) -> None:
-        """Count ``seconds`` more for ``stage``."""
-        self._sums[stage] = self._sums.get(stage, 0.0) + seconds
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """A context: the time spent in it counts as ``stage``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(stage, time.perf_counter() - started)
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds by stage so far, for all stages; ``compute`` is without its merges."""
-        net = {stage: self._sums.get(stage, 0.0) for stage in STAGES}
-        net["compute"] = max(0.0, net["compute"] - net["merge"])
-        return net
+from quorum_attention.execution.device.clock import Clock
 
 
 class ImmediateStream:
@@ -69,7 +25,7 @@ class ImmediateStream:
     """
 
     def record(self, stream: Any) -> None:
-        """Of an event: happen after all work that ``stream`` was given so far."""
+        """Let the event happen after all work that ``stream`` was given so far."""
 
     def wait_event(self, event: Any) -> None:
         """Let later work wait for the event; do nothing if none was recorded."""
@@ -107,9 +63,12 @@ class Mover:
         # Work given before this call may still write the inputs or use the arena's memory.
         self.up.wait_stream(self.compute)
         self.down.wait_stream(self.compute)
-        self._ready, self._computed, self._stored, self._handed_on = (
-            [event() for _ in range(n_slots)] for _ in range(4)
-        )
+        # Events of each slot: its unit is loaded, computed, stored; the next unit has read what it
+        # carries over.
+        self._ready = [event() for _ in range(n_slots)]
+        self._computed = [event() for _ in range(n_slots)]
+        self._stored = [event() for _ in range(n_slots)]
+        self._handed_on = [event() for _ in range(n_slots)]
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which what is launched goes to ``stream``."""
@@ -157,8 +116,9 @@ class Mover:
         for event in after:
             stream.wait_event(event)
         failed = True
+        clock = nullcontext() if timed is None else self._clock.timed(timed)
         try:
-            with self.on(stream), nullcontext() if timed is None else self._clock.timed(timed):
+            with self.on(stream), clock:
                 try:
                     yield
                     failed = False
@@ -188,9 +148,13 @@ class Mover:
         """Copy rows into a slot (``up``) or out of it; returns how many bytes that is."""
         n_bytes = 0
         for piece in pieces:
-            part, other = local_part(slot, piece), far[:, piece.start : piece.stop]
-            self.copy(*((part, other) if up else (other, part)))
-            n_bytes += part.nbytes
+            near_rows = rows_in_slot(slot, piece)
+            far_rows = far[:, piece.start : piece.stop]
+            if up:
+                self.copy(near_rows, far_rows)
+            else:
+                self.copy(far_rows, near_rows)
+            n_bytes += near_rows.nbytes
         return n_bytes
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -210,6 +174,6 @@ class Mover:
             self.compute.synchronize()
 
 
-def local_part(slot: torch.Tensor, piece: Rows) -> torch.Tensor:
+def rows_in_slot(slot: torch.Tensor, piece: Rows) -> torch.Tensor:
     """The rows of ``piece`` in a slot's field (heads, n, width)."""
     return slot[:, piece.local : piece.local + piece.stop - piece.start]

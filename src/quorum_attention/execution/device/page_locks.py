@@ -12,26 +12,21 @@ cut at any page if they are copied by address: such a copy is cut there too (``p
 
 While the driver locks memory, every other call to it waits, and not for its turn. So the thread may
 begin late, when the device has something to do (``begin``), and rests between pieces unless
-a copy waits for one. Until a piece is locked its copies go through buffers (cuda_mover.py).
+a copy waits for one. Until a piece is locked its copies go through buffers (staging.py).
 
 A call of 0.1 s cannot hide that. So the memory of results is kept for the next call when they are
-freed, touched and locked as one piece, up to a limit (``PinnedPool``).
+freed, touched and locked as one piece, up to a limit (pinned_pool.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import sys
 import threading
 import time
-import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -39,24 +34,26 @@ from typing import Any, NamedTuple
 import torch
 
 from quorum_attention.arithmetic import round_up
+from quorum_attention.execution.device.host_memory import (
+    PAGE_BYTES,
+    address_range,
+    is_locked,
+    mapped_ranges,
+    touch,
+)
 from quorum_attention.threads import started
 
 # Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory that is not
 # locked also makes the host wait for all that the device has to do before it.
 WORTH_LOCKING_BYTES = 1 << 20
-# How often it is looked whether copies have been made.
+# The thread looks this often whether copies have been made.
 _POLL_SECONDS = 5e-4
-# What is locked at a time, at least: a copy may have to wait for so much.
+# The least that is locked at a time: a copy may have to wait for so much.
 PIECE_BYTES = 16 << 20
-# After a piece the thread rests for so many times as long as that took.
+# After a piece the thread rests for so many times as long as the piece took.
 _REST = 2.0
 # cudaHostRegisterReadOnly: memory that the device only reads, such as a file mapped to be read.
 _ONLY_READ = 8
-PAGE_BYTES = 4096
-_TABLE = "/proc/self/maps"
-# Of Linux on x86-64; elsewhere asking for them may do nothing.
-HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +101,18 @@ class _LockedPiece:
     locked: bool = False
     urgent: bool = False
 
+    @property
+    def n_bytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
+
+class _LockJob(NamedTuple):
+    """A piece, and whether the thread is to lock it or to unlock it."""
+
+    piece: _LockedPiece
+    lock: bool
+
 
 class PageLocks:
     """Page-locks host tensors for the length of a ``with`` block, one piece after the other.
@@ -120,33 +129,36 @@ class PageLocks:
     """
 
     def __init__(self, tensors: Iterable[Copied], *, late: bool = False) -> None:
-        self._pieces = _pieces(tensors)
+        self._pieces = _pieces_worth_locking(tensors)
         self._starts = [piece.start for piece in self._pieces]
-        self._turns = deque(sorted(self._pieces, key=lambda piece: (piece.share, piece.fresh)))
+        self._to_lock = deque(sorted(self._pieces, key=lambda piece: (piece.share, piece.fresh)))
         self._changed = threading.Condition()
-        # What is not needed any more once something has happened.
-        self._leaving: deque[tuple[Callable[[], bool], _LockedPiece]] = deque()
-        # Whether the thread is at a piece; together with what is left, under the lock.
+        # Pieces that are not needed any more once something has happened.
+        self._to_unlock: deque[tuple[Callable[[], bool], _LockedPiece]] = deque()
+        # Whether the thread is at a piece; changed together with the queues, under the lock.
         self._at_work = False
-        self._closed, self._begun = False, not late
+        self._closed = False
+        self._begun = not late
         # Until when the thread rests.
         self._rests_until = 0.0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> PageLocks:
-        if self._pieces:
-            runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
-            self._thread = threading.Thread(
-                target=self._work, args=(runtime, device), name="page locks", daemon=True
-            )
-            try:
-                if not started(self._thread):
-                    self._lock_nothing()
-            except BaseException:
-                # An interrupt, maybe: the thread may be at a piece already.
-                self._let_go()
-                raise
+        if not self._pieces:
+            return self
+        runtime = torch.cuda.cudart()
+        device = torch.cuda.current_device()
+        self._thread = threading.Thread(
+            target=self._work, args=(runtime, device), name="page locks", daemon=True
+        )
+        try:
+            if not started(self._thread):
+                self._lock_nothing()
+        except BaseException:
+            # An interrupt, maybe: the thread may be at a piece already.
+            self._let_go()
+            raise
         return self
 
     def _lock_nothing(self) -> None:
@@ -154,7 +166,7 @@ class PageLocks:
         self._thread = None
         self._pieces.clear()
         self._starts.clear()
-        self._turns.clear()
+        self._to_lock.clear()
 
     def __exit__(
         self,
@@ -178,26 +190,31 @@ class PageLocks:
         interrupt: BaseException | None = None
         while True:
             try:
-                with self._changed:
-                    self._closed = True
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: not self._at_work)
-                for piece in self._pieces:
-                    if piece.locked:
-                        piece.locked = False
-                        runtime.cudaHostUnregister(piece.start)
+                self._close(runtime)
                 break
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
+    def _close(self, runtime: Any) -> None:
+        """Stop the thread after its piece, and unlock everything; may be called again."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._at_work)
+        for piece in self._pieces:
+            if piece.locked:
+                piece.locked = False
+                runtime.cudaHostUnregister(piece.start)
+
     def begin(self) -> None:
         """Lock one piece after the other from now on."""
-        if not self._begun:
-            with self._changed:
-                self._begun = True
-                self._changed.notify_all()
+        if self._begun:
+            return
+        with self._changed:
+            self._begun = True
+            self._changed.notify_all()
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` (on the host) is page-locked, here or by its owner.
@@ -205,13 +222,13 @@ class PageLocks:
         It waits until that is decided.
         """
         start, stop = address_range(tensor)
-        if not self._pieces_of(start, stop):
+        if not self._pieces_in(start, stop):
             return is_locked(tensor)
         return all(locked for _, _, locked in self.parts(start, stop - start, wait=True))
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
-        return bool(self._pieces_of(*address_range(tensor)))
+        return bool(self._pieces_in(*address_range(tensor)))
 
     def release(self, tensors: Iterable[torch.Tensor], happened: Callable[[], bool]) -> None:
         """Unlock what only belongs to ``tensors``, which no copy will touch from now on.
@@ -220,21 +237,32 @@ class PageLocks:
             tensors: heads of what is locked, (heads, n, width); each head is named once.
             happened: whether the copies that were given before have been made.
         """
-        free: list[_LockedPiece] = []
+        unneeded: list[_LockedPiece] = []
         for tensor in tensors:
-            start, stop = address_range(tensor)
-            for piece in self._pieces_of(start, stop) if tensor.device.type == "cpu" else ():
-                if piece.needed is not None:
-                    piece.needed -= min(stop, piece.stop) - max(start, piece.start)
-                    if piece.needed == 0:
-                        free.append(piece)
-        if free:
-            with self._changed:
-                for piece in [piece for piece in free if piece in self._turns]:
-                    self._turns.remove(piece)
+            if tensor.device.type == "cpu":
+                unneeded += self._pieces_freed_by(tensor)
+        if not unneeded:
+            return
+        with self._changed:
+            for piece in unneeded:
+                if piece in self._to_lock:
+                    self._to_lock.remove(piece)
                     piece.settled = True
-                self._leaving.extend((happened, piece) for piece in free)
-                self._changed.notify_all()
+            self._to_unlock.extend((happened, piece) for piece in unneeded)
+            self._changed.notify_all()
+
+    def _pieces_freed_by(self, tensor: torch.Tensor) -> list[_LockedPiece]:
+        """Count down what is needed of the pieces of ``tensor``; returns those that no copy needs
+        any more."""
+        start, stop = address_range(tensor)
+        freed: list[_LockedPiece] = []
+        for piece in self._pieces_in(start, stop):
+            if piece.needed is None:
+                continue
+            piece.needed -= min(stop, piece.stop) - max(start, piece.start)
+            if piece.needed == 0:
+                freed.append(piece)
+        return freed
 
     def parts(self, start: int, n_bytes: int, *, wait: bool = False) -> list[tuple[int, int, bool]]:
         """The memory from address ``start`` on, cut where two pieces meet.
@@ -245,23 +273,25 @@ class PageLocks:
         Returns:
             (address, bytes, whether it is locked here) of each part.
         """
-        found, stop = [], start + n_bytes
-        pieces = self._pieces_of(start, stop)
-        unsettled = [p for p in pieces if not p.settled and (wait or p.fresh)]
+        stop = start + n_bytes
+        pieces = self._pieces_in(start, stop)
+        unsettled = [piece for piece in pieces if not piece.settled and (wait or piece.fresh)]
         if unsettled:
             self._await(unsettled)
+        parts: list[tuple[int, int, bool]] = []
         for piece in pieces:
-            if piece.start > start:  # before the piece
-                found.append((start, piece.start - start, False))
+            if piece.start > start:
+                parts.append((start, piece.start - start, False))
                 start = piece.start
             end = min(piece.stop, stop)
-            found.append((start, end - start, piece.locked))
+            parts.append((start, end - start, piece.locked))
             start = end
         if start < stop:
-            found.append((start, stop - start, False))
-        return found
+            parts.append((start, stop - start, False))
+        return parts
 
-    def _pieces_of(self, start: int, stop: int) -> list[_LockedPiece]:
+    def _pieces_in(self, start: int, stop: int) -> list[_LockedPiece]:
+        """The pieces that have any address of [start, stop)."""
         first = max(0, bisect_right(self._starts, start) - 1)
         last = bisect_left(self._starts, stop)
         return [piece for piece in self._pieces[first:last] if piece.stop > start]
@@ -269,107 +299,109 @@ class PageLocks:
     def _await(self, pieces: list[_LockedPiece]) -> None:
         """Have ``pieces`` locked before all others, and wait until they are settled."""
         with self._changed:
-            waiting = [piece for piece in pieces if piece in self._turns]
+            waiting = [piece for piece in pieces if piece in self._to_lock]
             for piece in waiting:
-                self._turns.remove(piece)
+                self._to_lock.remove(piece)
                 piece.urgent = True
-            self._turns.extendleft(reversed(waiting))
+            self._to_lock.extendleft(reversed(waiting))
             self._changed.notify_all()
             self._changed.wait_for(lambda: all(piece.settled for piece in pieces))
 
     def _work(self, runtime: Any, device: int) -> None:
-        """Lock piece after piece, and unlock what is left; run by the thread."""
+        """Lock piece after piece, and unlock those that are not needed; run by the thread."""
         try:
             torch.cuda.set_device(device)
-            private: list[tuple[int, int]] | None = None
-            while (found := self._next()) is not None:
-                piece, lock = found
-                began, locked = time.monotonic(), False
-                if not lock:
+            private_files: list[tuple[int, int]] | None = None
+            while (job := self._next_job()) is not None:
+                piece = job.piece
+                started_at = time.monotonic()
+                locked = False
+                if not job.lock:
                     runtime.cudaHostUnregister(piece.start)
+                elif piece.fresh:
+                    touch(piece.start, piece.n_bytes)
+                    locked = _lock(runtime, piece)
                 else:
-                    if piece.fresh:
-                        _touch(piece)
-                    elif private is None:
-                        private = private_files()
-                    if not any(a < piece.stop and piece.start < b for a, b in private or ()):
-                        locked = _lock(runtime, piece)
-                with self._changed:
-                    piece.locked, piece.settled = locked, True
-                    self._at_work = False
-                    now = time.monotonic()
-                    self._rests_until = now + _REST * (now - began)
-                    self._changed.notify_all()
+                    if private_files is None:
+                        private_files = _privately_mapped_files()
+                    locked = not _overlaps(piece, private_files) and _lock(runtime, piece)
+                self._finish_job(piece, locked, time.monotonic() - started_at)
         except BaseException as error:
             self._failure = error
         finally:
             # After an error nothing more is locked, so waiting for it would not end.
             with self._changed:
-                self._turns.clear()
+                self._to_lock.clear()
                 self._at_work = False
                 for piece in self._pieces:
                     piece.settled = True
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[_LockedPiece, bool] | None:
-        """The next piece, and whether to lock or to unlock it; waits for one. None at the end."""
+    def _finish_job(self, piece: _LockedPiece, locked: bool, seconds: float) -> None:
+        """Note what became of a piece, and begin to rest."""
+        with self._changed:
+            piece.locked = locked
+            piece.settled = True
+            self._at_work = False
+            self._rests_until = time.monotonic() + _REST * seconds
+            self._changed.notify_all()
+
+    def _next_job(self) -> _LockJob | None:
+        """The next piece to lock or to unlock; waits for one. None at the end."""
         with self._changed:
             while not self._closed:
-                rest = self._rests_until - time.monotonic()
-                if self._turns and (self._turns[0].urgent or (self._begun and rest <= 0)):
+                job = self._job_now()
+                if job is not None:
                     self._at_work = True
-                    return self._turns.popleft(), True
-                if self._leaving and self._leaving[0][0]():
-                    piece = self._leaving.popleft()[1]
-                    if piece.locked:
-                        piece.locked = False
-                        self._at_work = True
-                        return piece, False
-                else:
-                    until = [_POLL_SECONDS] if self._leaving else []
-                    until += [rest] if self._turns and self._begun else []
-                    self._changed.wait(min(until, default=None))
+                    return job
+                self._changed.wait(self._seconds_to_wait())
             return None
 
+    def _job_now(self) -> _LockJob | None:
+        """A piece that can be locked or unlocked now; None if there is none."""
+        rests = self._rests_until > time.monotonic()
+        if self._to_lock and (self._to_lock[0].urgent or (self._begun and not rests)):
+            return _LockJob(self._to_lock.popleft(), lock=True)
+        while self._to_unlock:
+            happened, piece = self._to_unlock[0]
+            if not happened():
+                return None
+            self._to_unlock.popleft()
+            if piece.locked:
+                piece.locked = False
+                return _LockJob(piece, lock=False)
+        return None
 
-def address_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses [start, stop) that ``tensor`` spans."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+    def _seconds_to_wait(self) -> float | None:
+        """How long until there may be something to do; None: until something changes."""
+        seconds: list[float] = []
+        if self._to_unlock:
+            seconds.append(_POLL_SECONDS)
+        if self._to_lock and self._begun:
+            seconds.append(self._rests_until - time.monotonic())
+        return min(seconds, default=None)
 
 
-def is_locked(tensor: torch.Tensor) -> bool:
-    """Whether a host tensor is page-locked at both ends.
-
-    torch's ``is_pinned`` asks about the first byte of the storage, which need not be the tensor's:
-    of memory that several processes share, each locks its own part.
-    """
-    if not tensor.nbytes:
-        return bool(tensor.is_pinned())
-    start, stop = address_range(tensor)
-    return all(
-        torch.frombuffer((ctypes.c_char * 1).from_address(at), dtype=torch.uint8).is_pinned()
-        for at in (start, stop - 1)
-    )
-
-
-def _pieces(tensors: Iterable[Copied]) -> list[_LockedPiece]:
-    """What is worth locking of ``tensors``, by address. Where some overlap they are one range."""
-    ranges: list[tuple[int, int, list[Copied]]] = []
+def _pieces_worth_locking(tensors: Iterable[Copied]) -> list[_LockedPiece]:
+    """The pieces of the memory of ``tensors`` that is worth locking, by address. Tensors that
+    overlap are one range."""
     # Small tensors are asked as well: they may be parts of large ones.
-    host = [c for c in tensors if c.tensor.device.type == "cpu" and c.tensor.nbytes]
-    for one in sorted(host, key=lambda copied: address_range(copied.tensor)):
-        if is_locked(one.tensor):
+    on_host = [c for c in tensors if c.tensor.device.type == "cpu" and c.tensor.nbytes]
+    ranges: list[tuple[int, int, list[Copied]]] = []
+    for copied in sorted(on_host, key=lambda copied: address_range(copied.tensor)):
+        if is_locked(copied.tensor):
             continue
-        start, stop = address_range(one.tensor)
+        start, stop = address_range(copied.tensor)
         if ranges and start < ranges[-1][1]:
-            first, last, others = ranges.pop()
-            ranges.append((first, max(last, stop), [*others, one]))
+            first, last, overlapping = ranges.pop()
+            ranges.append((first, max(last, stop), [*overlapping, copied]))
         else:
-            ranges.append((start, stop, [one]))
-    large = [found for found in ranges if found[1] - found[0] >= WORTH_LOCKING_BYTES]
-    return [piece for found in large for piece in _cut(*found)]
+            ranges.append((start, stop, [copied]))
+    pieces: list[_LockedPiece] = []
+    for start, stop, overlapping in ranges:
+        if stop - start >= WORTH_LOCKING_BYTES:
+            pieces += _cut(start, stop, overlapping)
+    return pieces
 
 
 def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]:
@@ -379,286 +411,74 @@ def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]
     copy reaches across. One that is locked as a whole, or head by head, is not needed before the
     inputs of these heads.
     """
-    one, alone = tensors[0], len(tensors) == 1
-    fresh, dense = alone and one.fresh, alone and one.tensor.is_contiguous()
-    head = 0
-    if fresh or (dense and one.is_result):
-        head = math.prod(one.tensor.shape[-2:]) * one.tensor.element_size()
-    cuts = range(0)
-    if head > 0 and start % PAGE_BYTES == 0 and head % PAGE_BYTES == 0:
-        size = round_up(PIECE_BYTES, head)
-        cuts = range(start + size, stop, size)
-    elif head == 0 and all(tensor.by_address for tensor in tensors):
-        # The last piece takes what is left: nothing shorter than a piece.
-        cuts = range(start - start % PAGE_BYTES + PIECE_BYTES, stop - PIECE_BYTES + 1, PIECE_BYTES)
-    only_read = all(tensor.only_read for tensor in tensors)
-    return [
-        _LockedPiece(
-            low,
-            high,
-            ((high if head > 0 and not fresh else low) - start) / (stop - start),
-            fresh,
-            only_read,
-            high - low if dense else None,
-        )
-        for low, high in pairwise([start, *cuts, stop])
-    ]
+    if len(tensors) > 1:
+        # Tensors that overlap have no heads of their own, and are locked to the end.
+        cuts = _cuts_at_pages(start, stop, tensors)
+        fresh = is_by_head = is_dense = False
+    else:
+        (copied,) = tensors
+        fresh = copied.fresh
+        is_dense = copied.tensor.is_contiguous()
+        is_by_head = fresh or (is_dense and copied.is_result)
+        if is_by_head:
+            cuts = _cuts_between_heads(start, stop, copied.tensor)
+        else:
+            cuts = _cuts_at_pages(start, stop, tensors)
+    only_read = all(copied.only_read for copied in tensors)
+    pieces: list[_LockedPiece] = []
+    for low, high in pairwise([start, *cuts, stop]):
+        reached_at = high if is_by_head and not fresh else low
+        share = (reached_at - start) / (stop - start)
+        needed = high - low if is_dense else None
+        pieces.append(_LockedPiece(low, high, share, fresh, only_read, needed))
+    return pieces
+
+
+def _cuts_at_pages(start: int, stop: int, tensors: Sequence[Copied]) -> range:
+    """Addresses within [start, stop) between pages, a piece apart; none if one of ``tensors`` is not
+    copied by address."""
+    if not all(copied.by_address for copied in tensors):
+        return range(0)
+    # The last piece takes what is left: nothing shorter than a piece.
+    first_cut = start - start % PAGE_BYTES + PIECE_BYTES
+    return range(first_cut, stop - PIECE_BYTES + 1, PIECE_BYTES)
+
+
+def _cuts_between_heads(start: int, stop: int, tensor: torch.Tensor) -> range:
+    """Addresses within [start, stop) between whole heads of ``tensor``, at least a piece apart;
+    none if heads do not begin at pages."""
+    head_bytes = math.prod(tensor.shape[-2:]) * tensor.element_size()
+    if start % PAGE_BYTES or head_bytes % PAGE_BYTES:
+        return range(0)
+    piece_bytes = round_up(PIECE_BYTES, head_bytes)
+    return range(start + piece_bytes, stop, piece_bytes)
 
 
 def _lock(runtime: Any, piece: _LockedPiece) -> bool:
-    """Page-lock ``piece``, if that can be done.
+    """Page-lock ``piece``; returns whether that could be done.
 
     A refusal sets CUDA's last error, but only for this thread, which runs no kernel.
     """
-    ways = (0, _ONLY_READ) if piece.only_read else (0,)
-    n_bytes = piece.stop - piece.start
-    return any(int(runtime.cudaHostRegister(piece.start, n_bytes, way)) == 0 for way in ways)
+    if int(runtime.cudaHostRegister(piece.start, piece.n_bytes, 0)) == 0:
+        return True
+    if not piece.only_read:
+        return False
+    return int(runtime.cudaHostRegister(piece.start, piece.n_bytes, _ONLY_READ)) == 0
 
 
-class MappedRange(NamedTuple):
-    """A run of addresses that are mapped alike.
-
-    Attributes:
-        start, stop: first address, and the one after the last.
-        writable: whether it may be written.
-        shared: whether writes go to the file.
-        file: device and inode of the mapped file; None where there is none.
-        offset: position of ``start`` in the file, in bytes.
-        path: of the file, as it was called when it was mapped; None where there is none.
-    """
-
-    start: int
-    stop: int
-    writable: bool
-    shared: bool
-    file: tuple[str, int] | None
-    offset: int
-    path: str | None = None
-
-
-def mapped_ranges() -> list[MappedRange]:
-    """All mappings of this process, by ascending address; none where no table of them is."""
-    try:
-        with open(_TABLE, encoding="utf-8", errors="replace") as lines:
-            return [_parsed(line) for line in lines]
-    except OSError:
-        return []
-
-
-def _parsed(line: str) -> MappedRange:
-    fields = line.split(maxsplit=5)
-    start, stop = (int(part, 16) for part in fields[0].split("-"))
-    path = fields[5].strip() if len(fields) > 5 else ""
-    # Mappings of device nodes are a driver's memory: their offsets are no positions in a file.
-    device_node = path.startswith("/dev/") and not path.startswith("/dev/shm/")
-    is_file = path.startswith("/") and not device_node and fields[4] != "0"
-    return MappedRange(
-        start, stop, fields[1][1] == "w", fields[1][3] == "s",
-        (fields[3], int(fields[4])) if is_file else None, int(fields[2], 16),
-        path if is_file else None,
-    )  # fmt: skip
-
-
-def private_files() -> list[tuple[int, int]]:
+def _privately_mapped_files() -> list[tuple[int, int]]:
     """The addresses [start, stop) of large files that this process has mapped privately.
 
     To lock such memory makes the system copy it. Where the system does not say: nothing.
     """
-    found = [(m.start, m.stop) for m in mapped_ranges() if m.file is not None and not m.shared]
-    return [(start, stop) for start, stop in found if stop - start >= WORTH_LOCKING_BYTES]
+    ranges: list[tuple[int, int]] = []
+    for mapped in mapped_ranges():
+        is_private_file = mapped.file is not None and not mapped.shared
+        if is_private_file and mapped.stop - mapped.start >= WORTH_LOCKING_BYTES:
+            ranges.append((mapped.start, mapped.stop))
+    return ranges
 
 
-def ask_for_huge_pages(memory: torch.Tensor) -> None:
-    """Ask the system to back ``memory``, which has not been touched, by huge pages.
-
-    With those a gibibyte is touched in 0.03 s instead of 0.04, locked in 0.02 instead of 0.04, and
-    freed in 0.002 instead of 0.04 (one H200's host, 16 threads). It is advice: the system may not
-    follow it, and systems without it are not asked.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):
-        advise = ctypes.CDLL(None).madvise
-        advise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _MADV_HUGEPAGE)
-
-
-def _touch(piece: _LockedPiece) -> None:
-    """Write to all bytes of ``piece``, with as many threads as torch has. (Four of Python's threads
-    made short calls slower.)"""
-    count = piece.stop - piece.start
-    memory = (ctypes.c_char * count).from_address(piece.start)
-    torch.frombuffer(memory, dtype=torch.uint8).zero_()
-
-
-# What is kept at most, and of the host's memory.
-_MOST_BYTES = 4 << 30
-_MOST_OF_HOST = 1 / 32
-# What no call has used for so many seconds is given back by the next.
-_SECONDS = 10.0
-# A result takes memory of at most so many times its size.
-_LARGEST_ROOM = 1.25
-
-
-@dataclass(slots=True, eq=False)
-class _ResultMemory:
-    """Memory of one result after another.
-
-    Attributes:
-        memory: (n_bytes,) uint8, in host memory.
-        locked: whether it is page-locked.
-        freed: when its last result was freed.
-    """
-
-    memory: torch.Tensor
-    locked: bool = False
-    freed: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Locker:
-    """How memory is page-locked: ``lock`` (address, bytes) says whether it did, ``unlock`` undoes
-    it, ``wait`` holds the host until no device copies any more."""
-
-    lock: Callable[[int, int], bool]
-    unlock: Callable[[int], object]
-    wait: Callable[[], object]
-
-
-def lock_until_freed(memory: torch.Tensor, locker: Locker) -> torch.Tensor | None:
-    """Page-lock ``memory`` for as long as the returned tensor, or a view of it, lives.
-
-    Args:
-        memory: (n_bytes,) uint8 in host memory, at least one byte; it begins at a page.
-
-    Returns:
-        A tensor over the same memory; None if the system refuses to lock it.
-    """
-    address = memory.data_ptr()
-    if not locker.lock(address, memory.nbytes):
-        return None
-    buffer = (ctypes.c_char * memory.nbytes).from_address(address)
-    # The tensor's storage holds the buffer. The finalizer holds the memory until it is unlocked.
-    weakref.finalize(buffer, _unlock_and_free, memory, locker).atexit = False
-    return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def _unlock_and_free(memory: torch.Tensor, locker: Locker) -> None:
-    # A copy that nobody waited for may still be under way.
-    locker.wait()
-    locker.unlock(memory.data_ptr())
-
-
-def of_host(share: float) -> int:
-    """Bytes that are such a share of the host's memory; 0 where that is not known."""
-    try:
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * share)
-    except (AttributeError, ValueError, OSError):  # not Unix
-        return 0
-
-
-@dataclass(eq=False)
-class PinnedPool:
-    """The memory that is kept of results, for as long as later calls use it.
-
-    A result that lies in it is page-locked for as long as it lives. A copy to a device that its
-    owner began without waiting for it may still be under way when the result is freed: so before
-    memory is used again, or unlocked, the host waits for every device.
-
-    Args:
-        locker: how it is page-locked.
-        most_bytes: how much is kept at most.
-        clock: seconds.
-        may_keep: called when memory is freed; returns whether it may be used again.
-    """
-
-    locker: Locker
-    most_bytes: int = min(_MOST_BYTES, of_host(_MOST_OF_HOST))
-    clock: Callable[[], float] = time.monotonic
-    may_keep: Callable[[torch.Tensor], bool] = lambda memory: True
-    # Appended to by whatever thread frees a result, in the middle of anything: no lock is taken, so
-    # it is changed by single operations of the list only.
-    _free: list[_ResultMemory] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-
-    def lend(self, memory: torch.Tensor) -> torch.Tensor:
-        """``memory`` (n_bytes,) uint8 as a tensor whose memory is kept when it is freed, if it is
-        not too large for that."""
-        return (
-            memory
-            if memory.nbytes > self.most_bytes
-            else self._lent(_ResultMemory(memory), memory.nbytes)
-        )
-
-    def take(self, n_bytes: int) -> torch.Tensor | None:
-        """(n_bytes,) uint8 that is page-locked and was touched; None if nothing fits.
-
-        What has been free for long is given back, and the oldest of what is too much.
-        """
-        out: list[_ResultMemory] = []
-        with self._lock:
-            free = sorted(self._free, key=lambda block: block.freed)
-            most = n_bytes * _LARGEST_ROOM
-            fitting = [block for block in free if n_bytes <= block.memory.nbytes <= most]
-            # The smallest that is large enough, and not too large.
-            chosen = min(fitting, key=lambda b: (b.memory.nbytes, not b.locked), default=None)
-            if chosen is not None:
-                free.remove(chosen)
-            too_much = sum(block.memory.nbytes for block in free) - self.most_bytes
-            for block in free:
-                if too_much > 0 or self.clock() - block.freed > _SECONDS:
-                    out.append(block)
-                    too_much -= block.memory.nbytes
-            for block in out if chosen is None else (*out, chosen):
-                self._free.remove(block)
-        try:
-            if out or (chosen is not None and chosen.locked):
-                self.locker.wait()
-            self._unlock(out)
-            if chosen is None:
-                return None
-            if not chosen.locked:
-                memory = chosen.memory
-                chosen.locked = self.locker.lock(memory.data_ptr(), memory.nbytes)
-        except BaseException:
-            # An interrupt, maybe: what is locked must not be freed as it is.
-            self._free.extend(out if chosen is None else (*out, chosen))
-            raise
-        return self._lent(chosen, n_bytes) if chosen.locked else None
-
-    def give_back(self) -> None:
-        """Unlock and free all that is not in use."""
-        out: list[_ResultMemory] = []
-        with self._lock:
-            while self._free:
-                out.append(self._free.pop())
-        if out:
-            self.locker.wait()
-            self._unlock(out)
-
-    def _lent(self, block: _ResultMemory, n_bytes: int) -> torch.Tensor:
-        held = (ctypes.c_char * n_bytes).from_address(block.memory.data_ptr())
-        # The tensor's storage holds this object, and frees it.
-        weakref.finalize(held, self._came_back, block).atexit = False
-        return torch.frombuffer(held, dtype=torch.uint8)
-
-    def _came_back(self, block: _ResultMemory) -> None:
-        if not self.may_keep(block.memory):
-            return
-        free = sum(other.memory.nbytes for other in tuple(self._free))
-        if block.locked or free + block.memory.nbytes <= self.most_bytes:
-            block.freed = self.clock()
-            self._free.append(block)
-
-    def _unlock(self, blocks: Iterable[_ResultMemory]) -> None:
-        for block in blocks:
-            if block.locked:
-                block.locked = False
-                self.locker.unlock(block.memory.data_ptr())
-
-    def _forget(self) -> None:
-        """In a child, which has the parent's memory, but neither its locks nor its devices."""
-        self._free, self._lock = [], threading.Lock()
+def _overlaps(piece: _LockedPiece, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether any address of ``piece`` lies in one of ``ranges``."""
+    return any(start < piece.stop and piece.start < stop for start, stop in ranges)
