@@ -21,9 +21,9 @@ import torch
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.errors import OutOfMemoryError, is_out_of_memory
-from quorum_attention.execution.device.lookup import HOST, backend_of, on_host, present
-from quorum_attention.execution.device.page_locks import PAGE_BYTES
-from quorum_attention.execution.device.residency import page_locked
+from quorum_attention.execution.device.allocate import page_locked
+from quorum_attention.execution.device.host_memory import PAGE_BYTES
+from quorum_attention.execution.device.lookup import HOST, available_device, backend_of, on_host
 from quorum_attention.sizes import format_bytes, parse_bytes
 from quorum_attention.writing import reserve
 
@@ -66,7 +66,7 @@ class CachePlaces:
         host_memory: int | str | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.device = present(device, "device")
+        self.device = available_device(device, "device")
         self._limits = {
             Place.DEVICE: _bytes_or_none(device_memory, "device_memory"),
             Place.HOST: _bytes_or_none(host_memory, "host_memory"),

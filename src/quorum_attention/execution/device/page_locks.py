@@ -435,8 +435,8 @@ def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]
 
 
 def _cuts_at_pages(start: int, stop: int, tensors: Sequence[Copied]) -> range:
-    """Addresses within [start, stop) between pages, a piece apart; none if one of ``tensors`` is not
-    copied by address."""
+    """Addresses within [start, stop) between pages, a piece apart; none if one of the tensors is
+    not copied by address."""
     if not all(copied.by_address for copied in tensors):
         return range(0)
     # The last piece takes what is left: nothing shorter than a piece.
