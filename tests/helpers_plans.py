@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.problem import GroupSize, Problem, spec_of
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
@@ -16,6 +15,7 @@ from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.price import price
+from quorum_attention.planner.rates import assumed_hardware
 
 
 def shape_of(
@@ -35,7 +35,7 @@ def shape_of(
 
 def assumed(device: str, dtype: torch.dtype, head_dim: int = 64) -> HardwareModel:
     """The rates of a kind of device where none were measured; those of CUDA are an H200's."""
-    return HardwareModel(**BACKENDS[device].rates(None, dtype, head_dim))
+    return assumed_hardware(torch.device(device), dtype, head_dim)
 
 
 def unpinned(plan: qa.Plan) -> qa.Plan:

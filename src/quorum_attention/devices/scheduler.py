@@ -28,6 +28,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner.calibration import calibrated_flops
+from quorum_attention.planner.rates import assumed_hardware
 from quorum_attention.sizes import counted
 
 # Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
@@ -250,9 +251,10 @@ def expected_speed(
     measured = calibrated_flops(backend, name, dtype, head_dim)
     if measured is not None:
         return measured[backward] / head_dim
-    usual = backend.rates(None, dtype, head_dim)
+    typical = assumed_hardware(place, dtype, head_dim)
+    flops = typical.backward_flops if backward else typical.flops
     relative = next((speed for known, speed in SPEEDS.items() if known in name), 1.0)
-    return float(relative * usual["backward_flops" if backward else "flops"] / head_dim)
+    return relative * flops / head_dim
 
 
 def simulate(shape: CallShape, devices: Sequence[tuple[str, float]], seconds: float) -> PoolPass:

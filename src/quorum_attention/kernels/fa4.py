@@ -12,12 +12,10 @@ import importlib.metadata
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from quorum_attention.arithmetic import round_up
@@ -33,20 +31,6 @@ from quorum_attention.kernels.rectangles import (
     operator_refusal,
 )
 
-
-def rates_at_head_dim(
-    table: Mapping[int, tuple[float, float]], head_dim: int
-) -> tuple[float, float]:
-    """The (forward, backward) rates of ``table`` for ``head_dim``, interpolated linearly between
-    its entries; beyond them, those of the nearest entry."""
-    known = sorted(table)
-    forward, backward = (
-        float(np.interp(head_dim, known, rates))
-        for rates in zip(*(table[dim] for dim in known), strict=True)
-    )
-    return forward, backward
-
-
 _on = torch.cuda.device
 _PACKAGE = "flash-attn-4"
 _SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
@@ -54,29 +38,6 @@ _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _DSL_FOLDERS = ("CUTE_DSL_CACHE_DIR", "CUTE_EXPERIMENTAL_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
 # The largest tile of queries, and of keys, to which its backward rounds up (4.0.0b36, Hopper).
 _TILE = 128
-# Its rates as shares of those that plans are made with, which are cuDNN's (docs/kernels.md).
-_RATES = {
-    64: (1.16, 1.17), 96: (1.36, 1.30), 128: (1.12, 1.16), 192: (1.12, 1.60), 256: (1.10, 1.0),
-}  # fmt: skip
-
-
-def rates_on(machine: Any, head_dim: int, backward: bool) -> Any:
-    """The rates of an H200 (``planner.hardware.HardwareModel``) as this kernel reaches them.
-
-    It begins a causal call with the longest rows, walks keys in an order that suits the cache, and
-    has nothing to prepare for a new shape.
-    """
-    forward, back = rates_at_head_dim(_RATES, head_dim)
-    wide = head_dim <= 96 and not backward
-    return replace(
-        machine,
-        flops=machine.flops * forward,
-        backward_flops=machine.backward_flops * back,
-        wave_rows=machine.wave_rows * 192 // 128 if wide else machine.wave_rows,
-        filling_causal=4_000,
-        cache_penalty=0.0,
-        plan_seconds=0.0,
-    )
 
 
 class Fa4Kernel(RectangleKernel):
@@ -103,7 +64,6 @@ class Fa4Kernel(RectangleKernel):
         scope="head",
         padded=True,
     )
-    rates_on = staticmethod(rates_on)
 
     def with_softcap(self, softcap: float) -> Fa4Kernel:
         """See ``Kernel``."""

@@ -426,8 +426,6 @@ class Kernel(ABC):
         launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
             tasks.
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
-        rates_on: ``rates_on(machine, head_dim, backward)`` returns this kernel's rates as a
-            ``planner.hardware.HardwareModel``; None: the device's rates times ``rates``.
         scaled_backward: dtypes for which a scaled backward is more exact; the kernel undoes the
             scaling (kernels/scaling.py). With other dtypes, or dropout, nothing is scaled.
         fp32_products: its backward takes fp16 upstream gradients of up to 2**15 without overflow,
@@ -456,7 +454,6 @@ class Kernel(ABC):
     several_streams: bool = False
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
     rates: tuple[float, float] = (1.0, 1.0)
-    rates_on: Callable[..., Any] | None = None
     scaled_backward: frozenset[torch.dtype] = frozenset()
     fp32_products: bool = False
     dropout: bool = False

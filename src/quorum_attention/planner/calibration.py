@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import available_device, backend_of, best_device
 from quorum_attention.execution.problem import check_dtype
 from quorum_attention.kernels.cache import cache_folder, load, private_folder, store
-from quorum_attention.kernels.fa4 import rates_at_head_dim
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
 from quorum_attention.kernels.registry import select_kernel
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner.hardware import HardwareModel
+from quorum_attention.planner.rates import assumed_hardware, rates_at_head_dim
 from quorum_attention.writing import check_target
 
 _FILE = "calibration.json"
@@ -68,7 +68,7 @@ def calibrated_flops(
     return None if rates is None else (rates["flops"], rates["backward_flops"])
 
 
-def _measured_rates(key: str, head_dim: int) -> dict[str, float] | None:
+def _measured_rates(key: str, head_dim: int) -> dict[str, Any] | None:
     """The fields of a ``HardwareModel`` that were measured; None: not measured, or the entry is
     broken or of an older version."""
     try:
@@ -102,13 +102,15 @@ def _entries(said: Any) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def hardware_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> HardwareModel:
     """The rates of ``device``: calibrated where it has been, assumed where not."""
+    hardware = assumed_hardware(device, dtype, head_dim)
     backend = backend_of(device)
-    rates: dict[str, Any] = backend.rates(device, dtype, head_dim)
-    if backend.is_here():
-        measured = _measured_rates(device_key(device, dtype), head_dim)
-        if measured is not None:
-            rates = {**rates, **measured, "measured": True}
-    return HardwareModel(**rates)
+    if not backend.is_here():
+        return hardware
+    hardware = replace(hardware, **backend.known_rates(device))
+    measured = _measured_rates(device_key(device, dtype), head_dim)
+    if measured is None:
+        return hardware
+    return replace(hardware, **measured, measured=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from quorum_attention.execution.schedule import Schedule
 from quorum_attention.kernels.protocol import CallShape, Lengths
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Cost, Plan
+from quorum_attention.planner.rates import fa4_hardware
 from quorum_attention.quorums import interest_set, quorum_size
 
 # A copy within a device takes the host as long as so many others: those are issued in batches.
@@ -175,8 +176,9 @@ def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     kernel = problem.kernel
     share = kept_share(problem.pairs)
     forward, backward = kernel.rates
-    if kernel.rates_on is not None:
-        hardware = kernel.rates_on(hardware, problem.shape.head_dim, problem.spec.backward)
+    if kernel.name == "fa4":
+        is_backward = problem.spec.backward
+        hardware = fa4_hardware(hardware, problem.shape.head_dim, backward=is_backward)
     return replace(
         hardware,
         flops=hardware.flops * forward / share,

@@ -1,8 +1,4 @@
-"""The interface of a kind of device, for planning and running passes; and the CPU, which is one.
-
-Rates that are assumed for a device until it is calibrated are good enough to rank plans on machines
-like those measured. Sources: docs/planner.md.
-"""
+"""The interface of a kind of device, for planning and running passes; and the CPU, which is one."""
 
 from __future__ import annotations
 
@@ -21,67 +17,7 @@ from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.pinned_pool import PinnedPool
 from quorum_attention.execution.device.streams import KernelStreams
-from quorum_attention.kernels.fa4 import rates_at_head_dim
 from quorum_attention.sizes import counted
-
-# FLOP/s of cuDNN on an H200, forward and backward, by head dimension.
-_H200 = {
-    64: (450e12, 446e12),
-    96: (455e12, 430e12),
-    128: (600e12, 530e12),
-    192: (620e12, 315e12),
-    256: (640e12, 370e12),
-}
-_H200_WIDE = (45e12, 35e12)
-_WIDE = (torch.float32, torch.float64)
-# FLOP/s of a thread of a server's CPU, forward and backward: fp16 has no matrix instructions there.
-_CPU = {
-    torch.float64: (20e9, 18e9),
-    torch.float32: (70e9, 65e9),
-    torch.bfloat16: (50e9, 65e9),
-    torch.float16: (25e9, 4.5e9),
-}
-
-
-def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """The FLOP/s of an H200, as fields of ``planner.hardware.HardwareModel``, whose defaults are
-    its other rates."""
-    if dtype in _WIDE:
-        forward, backward = _H200_WIDE
-    else:
-        forward, backward = rates_at_head_dim(_H200, head_dim)
-    return {"flops": forward, "backward_flops": backward}
-
-
-def cpu_rates(dtype: torch.dtype) -> dict[str, Any]:
-    """The rates of a CPU with as many threads as torch has, as fields of
-    ``planner.hardware.HardwareModel``."""
-    threads = torch.get_num_threads()
-    forward, backward = _CPU[dtype]
-    return {
-        "flops": forward * threads,
-        "backward_flops": backward * threads,
-        "wave_rows": 0,
-        "filling_rows": 200.0,
-        "filling_causal": 300.0,
-        "exposed_idle": 1.0,
-        "throttle": 0.0,
-        "cache_bytes": 0,
-        "cache_penalty": 0.0,
-        "call_device_seconds": 0.0,
-        "merge_bytes_per_second": 20e9,
-        "up_bytes_per_second": 8e9,
-        "down_bytes_per_second": 8e9,
-        "call_seconds": 100e-6,
-        "backward_call_seconds": 200e-6,
-        "copy_seconds": 10e-6,
-        "unit_seconds": 200e-6,
-        "pass_seconds": 300e-6,
-        "plan_seconds": 0.0,
-        "overlaps": False,
-        "threads": threads,
-    }
-
 
 ROUNDING_BYTES = 512
 """Allocators round sizes up to multiples of this."""
@@ -206,14 +142,9 @@ class Backend:
         name = str(dtype).removeprefix("torch.")
         return name if dtype.itemsize == 2 else f"{dtype.itemsize * 8} bit"
 
-    def rates(
-        self, device: torch.device | None, dtype: torch.dtype, head_dim: int
-    ) -> dict[str, Any]:
-        """Assumed rates, as fields of a ``planner.hardware.HardwareModel``.
-
-        They are for ``device``; for None, or where it is not here, for a typical one.
-        """
-        return cpu_rates(dtype)
+    def known_rates(self, device: torch.device) -> dict[str, Any]:
+        """Return the fields of a ``HardwareModel`` that torch knows of a device that is here."""
+        return {}
 
     def trial_sizes(self, device: torch.device) -> TrialSizes:
         """How large a calibration's measurements have to be: short calls, copies of 32 MiB."""

@@ -1,4 +1,4 @@
-"""The backend of CUDA devices: memory, streams, copies, page locks and rates, by torch."""
+"""The backend of CUDA devices: memory, streams, copies, page locks, by torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.backend import Backend, TrialSizes, h200_rates
+from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.clock import Clock, CudaClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
 from quorum_attention.execution.device.mover import Mover
@@ -104,16 +104,13 @@ class Cuda(Backend):
         """Its name, according to torch."""
         return torch.cuda.get_device_name(device)
 
-    def rates(
-        self, device: torch.device | None, dtype: torch.dtype, head_dim: int
-    ) -> dict[str, Any]:
-        """The rates of an H200, with the multiprocessors and cache of ``device`` if it is here."""
-        rates = h200_rates(dtype, head_dim)
-        if device is not None and self.is_here():
-            properties = torch.cuda.get_device_properties(device)
-            rates["wave_rows"] = properties.multi_processor_count * _TILE_ROWS
-            rates["cache_bytes"] = int(properties.L2_cache_size) // 3
-        return rates
+    def known_rates(self, device: torch.device) -> dict[str, Any]:
+        """Return the rows that occupy the multiprocessors once, and the cache for one operand."""
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "wave_rows": properties.multi_processor_count * _TILE_ROWS,
+            "cache_bytes": int(properties.L2_cache_size) // 3,
+        }
 
     def trial_sizes(self, device: torch.device) -> TrialSizes:
         """Calls of whole waves: a last wave that is not full would make the rate look lower."""

@@ -246,7 +246,7 @@ class PackedKernel(Kernel):
         self._share = packing.pairs / (shape.batch * shape.n_queries * shape.n_keys)
         self.whole_tasks = base.whole_tasks
         self.several_streams = not base.whole_tasks
-        self.rates, self.rates_on = base.rates, base.rates_on
+        self.rates = base.rates
         self.launch_seconds = base.launch_seconds
         self.scaled_backward, self.fp32_products = base.scaled_backward, base.fp32_products
         self.dropout, self.accepts_inf_lse = base.dropout, base.accepts_inf_lse
