@@ -7,7 +7,6 @@ head, and the finished gradients are multiplied by it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
@@ -98,9 +97,10 @@ class BiasView:
         """Views (entries, heads|1, rows|1, columns|1): one for each run of entries along the last
         batch dimension, or one of a single entry for all of them."""
         batch_sizes = self.mask.shape[:-3]
-        entries = group.entries
+        numbers_of_entries = group.entry_numbers
         if all(n == 1 for n in batch_sizes):
-            entries = entries[:1]
+            numbers_of_entries = numbers_of_entries[:1]
+        entries = map(group.index_of, numbers_of_entries)
         blocks = []
         for outer, run in groupby(entries, itemgetter(slice(None, -1))):
             numbers = list(run)
@@ -423,17 +423,11 @@ class Job:
         if self.progress is not None:
             self.progress(done, total, self.spec.name)
 
-    def entries(self, group: Group) -> tuple[int, ...]:
-        """The indices of a group's batch entries when the batch dimensions are flattened."""
-        sizes = self.shape.batch_shape
-        steps = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
-        return tuple(sum(i * n for i, n in zip(e, steps, strict=True)) for e in group.entries)
-
     def dropout_of(self, group: Group) -> Dropout | None:
         """The dropout of a head group, numbered in the whole call."""
         if self.dropout is None:
             return None
-        return self.dropout.at(group.query_heads.start, self.entries(group)[0])
+        return self.dropout.at(group.query_heads.start, group.entry_numbers.start)
 
     def bias_of(self, group: Group, task: Task) -> Bias:
         """The function that gives the additive mask of each rectangle of ``task``."""
@@ -474,6 +468,6 @@ class Job:
             timed=tools.clock.timed,
             streams=tools.streams,
             first_head=group.query_heads.start,
-            entries=self.entries(group),
+            entries=tuple(group.entry_numbers),
             dropout=self.dropout_of(group),
         )

@@ -224,10 +224,17 @@ class _Walk:
 
     def _group(self, outer: tuple[int, ...], entries: slice, heads: slice) -> Group:
         """Some heads of a run of batch entries."""
-        numbers = tuple((*outer, entry) for entry in range(entries.start, entries.stop))
-        if not self.job.shape.batch_shape:
-            numbers = ((),)
-        return Group(numbers, heads.start, heads.stop, self.job.shape.queries_per_key_head)
+        shape = self.job.shape
+        numbers = range(1)
+        if shape.batch_shape:
+            first = 0
+            for place, size in zip(outer, shape.batch_shape[:-1], strict=True):
+                first = first * size + place
+            first *= shape.batch_shape[-1]
+            numbers = range(first + entries.start, first + entries.stop)
+        return Group(
+            numbers, shape.batch_shape, heads.start, heads.stop, shape.queries_per_key_head
+        )
 
     def _cuts(self, block: _MaskBlock, within: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[slice, ...]:
         """The mask's part for a block, in positions from ``within`` on; dimensions that it
@@ -253,7 +260,7 @@ class _Walk:
         )
         r = Rectangle(queries.start, queries.stop, 0, shape.n_keys, shape.is_causal)
         like = torch.empty(0, dtype=shape.state_dtype, device=job.device)
-        at = slice(0, len(group.entries)), slice(0, group.kv_stop - group.kv_start), queries
+        at = slice(0, len(group.entry_numbers)), slice(0, group.kv_stop - group.kv_start), queries
         given = self.given
         saved = (group_part(t, group, "query") for t in (given.grad_out, given.out, given.lse))
         return BackwardRows(QueryBlock(task, r, transform, at, like), Saved(*saved))

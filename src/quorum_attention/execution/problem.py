@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -56,12 +55,38 @@ class GroupSize:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One head group: batch entries by index, and a range of key/value heads."""
+    """One head group: a run of batch entries, and a range of key/value heads.
 
-    entries: tuple[tuple[int, ...], ...]
+    Attributes:
+        entry_numbers: of its batch entries, all batch dimensions as one.
+        batch_shape: the batch dimensions of the call.
+        kv_start, kv_stop: its key/value heads.
+        queries_per_key_head: query heads that share one of them.
+    """
+
+    entry_numbers: range
+    batch_shape: tuple[int, ...]
     kv_start: int
     kv_stop: int
     queries_per_key_head: int
+
+    @property
+    def first_entry(self) -> tuple[int, ...]:
+        """The index of the first batch entry, one number for each batch dimension."""
+        return self.index_of(self.entry_numbers.start)
+
+    @property
+    def entries(self) -> list[tuple[int, ...]]:
+        """The indices of all its batch entries."""
+        return [self.index_of(number) for number in self.entry_numbers]
+
+    def index_of(self, number: int) -> tuple[int, ...]:
+        """The index of a batch entry, one number for each batch dimension."""
+        index = list[int]()
+        for size in reversed(self.batch_shape):
+            number, place = divmod(number, size)
+            index.append(place)
+        return tuple(reversed(index))
 
     @property
     def query_heads(self) -> slice:
@@ -94,12 +119,12 @@ def group_sizes(shape: CallShape) -> list[GroupSize]:
 
 def groups(shape: CallShape, size: GroupSize) -> Iterator[Group]:
     """The head groups of a call, none larger than ``size``, in order."""
-    entries = list(product(*(range(n) for n in shape.batch_shape)))
     shared = shape.queries_per_key_head
-    for first in range(0, len(entries), size.batch):
-        chosen = tuple(entries[first : first + size.batch])
+    for first in range(0, shape.batch, size.batch):
+        numbers = range(first, min(first + size.batch, shape.batch))
         for head in range(0, shape.kv_heads, size.kv_heads):
-            yield Group(chosen, head, min(head + size.kv_heads, shape.kv_heads), shared)
+            last = min(head + size.kv_heads, shape.kv_heads)
+            yield Group(numbers, shape.batch_shape, head, last, shared)
 
 
 def count_groups(shape: CallShape, size: GroupSize) -> int:
@@ -114,7 +139,7 @@ def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
     """A head group's part of (*batch, heads, ...), as a view (entries, heads, ...). Its entries
     follow each other in the last batch dimension."""
     heads = group.query_heads if axis == "query" else group.key_heads
-    first, n_entries = group.entries[0], len(group.entries)
+    first, n_entries = group.first_entry, len(group.entry_numbers)
     if not first:
         return tensor[heads].unsqueeze(0)
     outer = tensor[first[:-1]] if len(first) > 1 else tensor

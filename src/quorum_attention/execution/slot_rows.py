@@ -45,7 +45,7 @@ class RowTensor:
         heads = group.query_heads if self.spec.axis == "query" else group.key_heads
         if self.of_group:
             n_heads = heads.stop - heads.start
-            return [self.tensor[number, :n_heads] for number in range(len(group.entries))]
+            return [self.tensor[number, :n_heads] for number in range(len(group.entry_numbers))]
         return [self.tensor[entry][heads] for entry in group.entries]
 
 
@@ -167,7 +167,7 @@ class SlotRows:
             "query": visit.task.count_below(self._work.n_queries),
             "key": visit.task.count_below(self._work.n_keys),
         }
-        entries = len(group.entries)
+        entries = len(group.entry_numbers)
         kv_heads = group.kv_stop - group.kv_start
         key = (slot, entries, kv_heads, rows["query"], rows["key"])
         if key not in self._views:

@@ -185,8 +185,8 @@ class Whole(InPlace):
         yield 1
 
 
-# A kernel call takes the host about as long as copying so many bytes.
-_CALL_BYTES = 1 << 20
+# A kernel call takes the host about as long as copying so many bytes, there or on a GPU.
+_HOST_CALL_BYTES, _DEVICE_CALL_BYTES = 1 << 20, 64 << 20
 
 
 def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
@@ -200,7 +200,8 @@ def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
         return True
     numbers = sum(item.count(shape) for item in problem.spec.inputs)
     n_runs = max(1, math.prod(shape.batch_shape[:-1]))
-    return numbers * shape.dtype.itemsize <= _CALL_BYTES * n_runs
+    call_bytes = _DEVICE_CALL_BYTES if problem.backend.own_memory else _HOST_CALL_BYTES
+    return numbers * shape.dtype.itemsize <= call_bytes * n_runs
 
 
 def _largest_divisor(number: int, most: int) -> int:
@@ -261,7 +262,7 @@ def _of_call(
         given["query"], given["key"], given["value"], causal, job.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
         shape.state_dtype if joins else problem.place.result_dtype, dropout,
-        first_entry=0 if group is None else job.entries(group)[0],
+        first_entry=0 if group is None else group.entry_numbers.start,
     )  # fmt: skip
     parts: tuple[torch.Tensor, ...]
     if not backward:
@@ -296,11 +297,17 @@ def _scaled(job: Job, schedule: Schedule, group: Group, tools: Tools) -> None:
     job = replace(job, tensors={**job.tensors, "lse": here})
     task, rectangles = all_rectangles(job.shape, schedule.decomposition)
     job.make_results()
-    for entry in group.entries:
+    for entry in _single_entries(group):
         for head in range(group.kv_start, group.kv_stop):
-            one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
+            one = replace(group, entry_numbers=entry, kv_start=head, kv_stop=head + 1)
             tensors = job.task(schedule.limits, one, tools, task, rectangles)
             compute_group(job, tensors, one, tools)
+
+
+def _single_entries(group: Group) -> Iterator[range]:
+    """The numbers of the batch entries of a head group, one at a time."""
+    for number in group.entry_numbers:
+        yield range(number, number + 1)
 
 
 # --- All tasks at once ----------------------------------------------------------------------------
