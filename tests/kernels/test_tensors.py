@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed.tensor  # looks at cuDNN's operators, which a test replaces
 from helpers_attention import attention, gradients
+from helpers_memory import usage
 
 from quorum_attention.kernels import vendors
-from quorum_attention.kernels.protocol import Call, Saved
+from quorum_attention.kernels.protocol import BiasShape, Call, CallShape, Extent, Saved
 from quorum_attention.kernels.tensors import BASE_TWO_LOWEST, dead_rows
 from quorum_attention.kernels.vendors import CudnnKernel
 
@@ -64,6 +65,46 @@ def test_a_padded_rectangle_has_no_nan_of_its_own(
     assert bool(exact[1].isfinite().all() and exact[2].isfinite().all())
     for one, other in zip(grads, exact, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [None, "of keys", "of rows"])
+@pytest.mark.parametrize(
+    "sizes", [(3, 6), (4, 4), (1, 63), (63, 65), (70, 40), (100, 100)], ids=str
+)
+def test_copies_of_short_rows_are_counted(
+    causal: bool, bias: str | None, sizes: tuple[int, int], made_up_cudnn: CudnnKernel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Thousands of entries of three tokens took twice what was planned."""
+    monkeypatch.setattr(vendors, "_CUDNN_BYTES", 0)
+    n, m = (sizes[0], sizes[0]) if causal else sizes
+    query, grad_out = torch.randn(2, 2000, 2, n, 16).half()
+    key, value = torch.randn(2, 2000, 1, m, 16).half()
+    mask = None
+    if bias is not None:
+        mask = torch.randn(2000, 1, n if bias == "of rows" else 1, m).half()
+
+    def results(query, key, value):  # type: ignore[no-untyped-def]
+        return (torch.empty_like(t) for t in (query, key, value))
+
+    def forward(query, key, value, bias, _lse, _p, causal, _debug, *, scale):  # type: ignore[no-untyped-def]
+        return torch.empty_like(query), torch.empty(query.shape[:3]), *[None] * 7
+
+    prefix = "_scaled_dot_product_cudnn_attention"
+    monkeypatch.setattr(torch.ops.aten, prefix, forward, raising=False)
+    monkeypatch.setattr(
+        torch.ops.aten, f"{prefix}_backward", lambda _, *given, scale: results(*given[:3])
+    )
+    of_mask = None if mask is None else BiasShape(True, False, bias == "of rows")
+    shape = CallShape("cuda", torch.float16, 2, 1, 16, 16, causal, bias=of_mask)
+    extent = Extent(2000, 2, 1, max(n, m), n, m, direct=True)
+    call = Call(query, key, value, causal, 0.5, mask)
+    out, lse = torch.zeros_like(query), torch.zeros(query.shape[:3])
+    used = usage(lambda: made_up_cudnn.rectangle_forward(call))
+    assert used.peak <= made_up_cudnn.forward_workspace_bytes(shape, extent)
+    used = usage(lambda: made_up_cudnn.rectangle_backward(call, Saved(grad_out, out, lse)))
+    assert used.peak <= made_up_cudnn.backward_workspace_bytes(shape, extent)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -394,14 +394,16 @@ class CudnnKernel(RectangleKernel):
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        extent = _bounded(extent, least=_SHORTEST)
-        sizes = RectangleSizes(shape, extent, limits=self.forward_limits)
-        return sizes.forward_bytes(shape.value_dim, _CUDNN_BYTES + sizes.aligned_bias_bytes)
+        least = _bounded(extent, least=_SHORTEST)
+        sizes = RectangleSizes(shape, least, limits=self.forward_limits)
+        inside = _CUDNN_BYTES + sizes.aligned_bias_bytes
+        inside += _lengthened_bytes(sizes, extent, _SHORTEST, backward=False)
+        return sizes.forward_bytes(shape.value_dim, inside)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        extent = _bounded(extent, least=_WHOLE_TILE)
-        sizes = RectangleSizes(shape, extent, limits=self.backward_limits)
+        least = _bounded(extent, least=_WHOLE_TILE)
+        sizes = RectangleSizes(shape, least, limits=self.backward_limits)
         copies = 2 * sizes.rows * shape.value_dim * sizes.item
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse. The gradients of
         # grouped keys are first computed for every query head.
@@ -409,7 +411,36 @@ class CudnnKernel(RectangleKernel):
         internal = padded_rows * (round_up(shape.head_dim, 32) + 2) * 4 + _CUDNN_BYTES
         if sizes.shared > 1:
             internal += sizes.shared_key_rows * (shape.head_dim + shape.value_dim) * sizes.item
-        return sizes.backward_bytes(copies + internal + sizes.aligned_bias_bytes)
+        inside = copies + internal + sizes.aligned_bias_bytes
+        inside += _lengthened_bytes(sizes, extent, _WHOLE_TILE, backward=True)
+        return sizes.backward_bytes(inside)
+
+
+def _lengthened_bytes(sizes: RectangleSizes, extent: Extent, least: int, *, backward: bool) -> int:
+    """Bytes of copies of rows and of a mask that are made ``least`` long because they are shorter.
+
+    The rows of a large extent may be short as well. They take less than its longest ones, unless
+    these are hardly longer than ``least``.
+
+    Args:
+        sizes: of the longest call, in which all rows have at least ``least`` tokens.
+        extent: the same without that.
+    """
+    shape = sizes.call
+    numbers = 0
+    inside = 0
+    if extent.max_queries < 2 * least:
+        # Query; in a backward output, its gradient, and the statistics twice.
+        numbers += sizes.lanes * least * shape.head_dim
+        if backward:
+            numbers += sizes.lanes * least * 2 * shape.value_dim
+            inside += sizes.lanes * least * 2 * sizes.work
+    if extent.max_keys < 2 * least:
+        key_lanes = sizes.extent.batch * sizes.extent.key_heads
+        numbers += key_lanes * least * (shape.head_dim + shape.value_dim)
+    if numbers:
+        inside += numbers * sizes.item + 2 * sizes.aligned_bias_bytes
+    return inside
 
 
 def _padded(call: Call, least: tuple[int, int]) -> tuple[Three, torch.Tensor | None]:
