@@ -138,11 +138,11 @@ def attention(
             out_dtype=out_dtype,
             **options,
         )
-    call = Arguments(
+    arguments = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         call_options(attention, options),
     )  # fmt: skip
-    return attention_results(query, key, value, call)[0]
+    return attention_results(query, key, value, arguments)[0]
 
 
 def attention_with_lse(
@@ -190,11 +190,11 @@ def attention_with_lse(
             out_dtype=out_dtype,
             **options,
         )
-    call = Arguments(
+    arguments = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
         call_options(attention_with_lse, options),
     )  # fmt: skip
-    return attention_results(query, key, value, call)
+    return attention_results(query, key, value, arguments)
 
 
 @uncompiled
@@ -247,12 +247,12 @@ def attention_backward(
         >>> [tuple(grad.shape) for grad in grads]
         [(1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16)]
     """
-    call = Arguments(
+    arguments = Arguments(
         attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
-        written=call_options(attention_backward, options),
+        options=call_options(attention_backward, options),
     )  # fmt: skip
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    tensors, request = checked_request("attention_backward", *originals, call)
+    tensors, request = checked_request("attention_backward", *originals, arguments)
     backward_inputs = BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse)
     backward_inputs = check_backward_inputs(tensors, request, backward_inputs, originals)
     made = run_backward(tensors, request, backward_inputs)

@@ -179,5 +179,5 @@ def attend(
     # the result for a view of that input.
     recorded = request.records
     made = Attention.apply(*tensors, Pass(request)) if recorded else run_forward(tensors, request)
-    given = None if recorded or out is None else as_tensor(out, "out", written=True)
+    given = None if recorded or out is None else as_tensor(out, "out", for_writing=True)
     return request.back(made[0]) if given is None else given, request.back(made[1])

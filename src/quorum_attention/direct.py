@@ -47,13 +47,13 @@ _CACHE: dict[Hashable, Request] = {}
 
 
 @uncompiled
-def cache_key(query: Any, key: Any, value: Any, call: Arguments) -> Hashable | None:
+def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashable | None:
     """What a call is looked up by; None if it is none that is remembered, as one with options.
     Calls of one key differ in their numbers only, and on a CPU in how many keys they have where no
     gradients are recorded: a model that decodes has one more in every call."""
-    attn_mask, dropout_p, seed, is_causal, scale, enable_gqa, out, out_dtype, written = call
+    attn_mask, dropout_p, seed, is_causal, scale, enable_gqa, out, out_dtype, options = arguments
     if not (
-        type(dropout_p) is float and dropout_p == 0.0 and written.says_nothing
+        type(dropout_p) is float and dropout_p == 0.0 and options.says_nothing
         and out is None and out_dtype is None and seed is None
         and type(is_causal) is bool and type(enable_gqa) is bool
         and (scale is None or type(scale) is float)
@@ -136,40 +136,40 @@ def _is_unusual(kind: str) -> bool:
 
 
 def attention_results(
-    query: Any, key: Any, value: Any, call: Arguments
+    query: Any, key: Any, value: Any, arguments: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): by the request of an earlier call if there is one, by an operator where the call
     is traced and one can make it, else by a request of its own."""
-    name = None if torch.compiler.is_dynamo_compiling() else cache_key(query, key, value, call)
+    name = None if torch.compiler.is_dynamo_compiling() else cache_key(query, key, value, arguments)
     known = None if name is None else _CACHE.get(name)
     if known is not None:  # of a call without ``out``
-        mask = call.attn_mask if isinstance(call.attn_mask, torch.Tensor) else None
+        mask = arguments.attn_mask if isinstance(arguments.attn_mask, torch.Tensor) else None
         return attend(Tensors(query, key, value, mask), known, None)
     if is_traced(query, key, value):
-        results = as_operator(query, key, value, call)
+        results = as_operator(query, key, value, arguments)
         if results is not None:
             return results
-    return _anew(query, key, value, call, name)
+    return _anew(query, key, value, arguments, name)
 
 
 @uncompiled
 def _anew(
-    query: Any, key: Any, value: Any, call: Arguments, name: Hashable | None
+    query: Any, key: Any, value: Any, arguments: Arguments, name: Hashable | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by a request of the call's own, which is kept under ``name``, if it has one."""
-    tensors, request = checked_request("attention", query, key, value, call)
+    tensors, request = checked_request("attention", query, key, value, arguments)
     # Of tensors that were broadcast, others like the given ones are not.
     same = tensors.query is query and tensors.key is key and tensors.value is value
     if name is not None and same:
         if len(_CACHE) >= _MOST:
             _CACHE.clear()
         _CACHE[name] = request = replace(request, decisions={})
-    return attend(tensors, request, call.out)
+    return attend(tensors, request, arguments.out)
 
 
 @restores_grad_and_autocast
 def checked_request(
-    function: str, query: Any, key: Any, value: Any, call: Arguments
+    function: str, query: Any, key: Any, value: Any, arguments: Arguments
 ) -> tuple[Tensors, Request]:
     """``request_of`` with the settings here, of a call for which several devices may be named.
 
@@ -178,9 +178,9 @@ def checked_request(
         Errors as of ``request_of``.
     """
     refuse_traces(function, query, key, value)
-    call = call._replace(written=filled(call.written))
-    if several(call.written.devices):
+    arguments = arguments._replace(options=filled(arguments.options))
+    if several(arguments.options.devices):
         from quorum_attention.devices import pool  # processes, only where they are used
 
-        return pool.request_on_devices(function, query, key, value, call)
-    return request_of(function, query, key, value, call)
+        return pool.request_on_devices(function, query, key, value, arguments)
+    return request_of(function, query, key, value, arguments)

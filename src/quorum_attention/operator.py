@@ -76,7 +76,7 @@ _SCHEMAS = {
 
 
 def as_operator(
-    query: Any, key: Any, value: Any, call: Arguments
+    query: Any, key: Any, value: Any, arguments: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(out, lse) of a call by the operator; None if it cannot make it: the graph of torch's
     compiler has to break there, and other traces refuse the call.
@@ -84,21 +84,21 @@ def as_operator(
     Raises:
         TypeError, ValueError: query, key and value do not fit each other.
     """
-    arguments = _arguments(query, key, value, call)
-    if arguments is None:
+    encoded = _arguments(query, key, value, arguments)
+    if encoded is None:
         return None
-    mask, sinks, options, numbers, parts = arguments
+    mask, sinks, options, numbers, parts = encoded
     seed = None
-    if call.dropout_p > 0.0:
+    if arguments.dropout_p > 0.0:
         # Drawn by an operator of its own, so that whoever recomputes a graph takes care of it as of
         # any other random numbers; the same seed goes to the backward.
         kind: Any = {"dtype": torch.int64, "device": "cpu"}
-        if call.dropout_seed is None:
+        if arguments.dropout_seed is None:
             seed = torch.randint(1 << 62, (), **kind)
         else:
-            seed = torch.full((), call.dropout_seed, **kind)
+            seed = torch.full((), arguments.dropout_seed, **kind)
     query, key, value, grouped, without_heads, _ = broadcast_inputs(
-        query, key, value, call.enable_gqa
+        query, key, value, arguments.enable_gqa
     )
     sizes_of(query, key, value, grouped)
     for tensor in (mask, sinks, *parts):
@@ -122,11 +122,11 @@ def as_operator(
         sinks,
         seed,
         parts or None,
-        float(call.dropout_p),
-        call.scale,
-        call.is_causal,
+        float(arguments.dropout_p),
+        arguments.scale,
+        arguments.is_causal,
         grouped,
-        call.out_dtype,
+        arguments.out_dtype,
         options,
         numbers or None,
         recorded,
@@ -136,22 +136,27 @@ def as_operator(
 
 
 def _arguments(
-    query: Any, key: Any, value: Any, call: Arguments
+    query: Any, key: Any, value: Any, arguments: Arguments
 ) -> tuple[Any, Any, str, list[int], list[torch.Tensor]] | None:
     """Mask, sinks, options, numbers and parts of a call as an operator takes them; None if it takes
     only others."""
-    attn_mask, written = as_mask(call.attn_mask, query, key), call.written
+    attn_mask, call_options = as_mask(arguments.attn_mask, query, key), arguments.options
     # A graph of torch's compiler may drop tangents. Where it breaks, the call refuses them.
     if torch.compiler.is_dynamo_compiling() and torch.autograd.forward_ad._current_level >= 0:
         return None
     # torch.jit.trace would keep what one call did.
-    if call.out is not None or several(written.devices) or has_transforms() or is_tracing():
+    if (
+        arguments.out is not None
+        or several(call_options.devices)
+        or has_transforms()
+        or is_tracing()
+    ):
         return None
     kinds = (
         ((query, key, value), torch.Tensor),
         ((attn_mask,), (torch.Tensor, Mask, type(None))),
-        ((call.is_causal, call.enable_gqa), bool),
-        ((call.dropout_p, 0.0 if call.scale is None else call.scale), (int, float)),
+        ((arguments.is_causal, arguments.enable_gqa), bool),
+        ((arguments.dropout_p, 0.0 if arguments.scale is None else arguments.scale), (int, float)),
     )
     if not all(isinstance(value, kind) for values, kind in kinds for value in values):
         return None
@@ -159,9 +164,9 @@ def _arguments(
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
     options = ""
-    if described is not None or not written.says_nothing:
+    if described is not None or not call_options.says_nothing:
         try:
-            options = _text(_encode((*written[:-1], described), numbers, parts))
+            options = _text(_encode((*call_options[:-1], described), numbers, parts))
         except NotImplementedError:
             return None
     if described is None:
@@ -285,11 +290,11 @@ def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
     """The tensors of a call, and its request."""
     query, key, value, mask, sinks, seed, parts, *call, recorded, of_mask = args
     dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call
-    written, described = CallOptions(), None
+    call_options, described = CallOptions(), None
     if options:
         *fields, described = _decode(_parsed(options), numbers or [], parts or [])
-        written = CallOptions(*fields)
-    named = written.kernel
+        call_options = CallOptions(*fields)
+    named = call_options.kernel
     if named != "auto" and get_kernel(named).called_back():
         raise NotImplementedError(
             f"kernel {named!r} computes by a function of the program, which a graph cannot hold: "
@@ -299,12 +304,12 @@ def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
         mask = replace(described, bias=mask, sinks=sinks)
     # A forward that is recorded takes kernels that have gradients, as a backward does.
     function = "attention_backward" if recorded else "attention"
-    said = Arguments(
+    arguments = Arguments(
         mask, dropout_p, None if seed is None else int(seed), is_causal, scale, enable_gqa, None,
-        out_dtype, fill(settings, written),
+        out_dtype, fill(settings, call_options),
     )  # fmt: skip
     with torch.no_grad():  # ``recorded`` says whether these tensors get gradients
-        tensors, request = request_of(function, query, key, value, said)
+        tensors, request = request_of(function, query, key, value, arguments)
     return tensors, replace(request, records=recorded, mask_grad=of_mask)
 
 

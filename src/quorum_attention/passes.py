@@ -212,11 +212,11 @@ def compute_block(
     call: WholeCall,
     block: CallBlock,
     inputs: Mapping[str, torch.Tensor],
-    written: CallOptions,
+    options: CallOptions,
     results: BlockResults | None = None,
     masked: Masked | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute a block in this process, on ``written.devices``.
+    """Compute a block in this process, on ``options.devices``.
 
     Args:
         inputs, masked: as for ``request_of_block``.
@@ -228,7 +228,7 @@ def compute_block(
     """
     results = results or BlockResults()
     tensors, request, backward_inputs = request_of_block(
-        call, block, inputs, written, results, masked
+        call, block, inputs, options, results, masked
     )
     if backward_inputs is None:
         return run_forward(tensors, request)
@@ -246,7 +246,7 @@ def check_forward(
     call: WholeCall,
     block: CallBlock,
     inputs: Mapping[str, torch.Tensor],
-    written: CallOptions,
+    options: CallOptions,
     blocks: int = 1,
 ) -> None:
     """Check that a log-sum-exp, which comes from elsewhere, is that of this call: a few rows of a
@@ -261,13 +261,13 @@ def check_forward(
     Raises:
         ValueError: some rows, computed again, have another.
     """
-    kernel = None if written.kernel == "auto" else get_kernel(written.kernel)
+    kernel = None if options.kernel == "auto" else get_kernel(options.kernel)
     other = kernel is not None and (kernel.own_attention or kernel.plain_variant is not None)
     if other or 0 in (inputs["query"].numel(), inputs["value"].numel()):
         return
     # The log-sum-exp is the same without dropout.
     call = replace(call, dropout=None)
-    written = CallOptions(written.budget, devices=written.devices)
+    options = CallOptions(options.budget, devices=options.devices)
     key, width = inputs["key"], inputs["query"].shape[-1]
     scale = width**-0.5 if call.scale is None else call.scale
     # Scores are at most as large as products of norms.
@@ -283,7 +283,7 @@ def check_forward(
         read["query"], lse = (inputs[name][:, :, at : at + 1] for name in ("query", "lse"))
         one = block._replace(rows=Interval(row, row + 1), keys=keys)
         try:
-            now = compute_block(call, one, read, written)[1]
+            now = compute_block(call, one, read, options)[1]
         except BudgetError:
             return  # where the backward fits none the less, it is not checked
         # Of a GPU's TF32 products ten bits are right. What has overflowed says nothing.

@@ -171,8 +171,8 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
         scale: Any = None,
         enable_gqa: Any = False,
     ) -> torch.Tensor:
-        call = Arguments(attn_mask, dropout_p, None, is_causal, scale, enable_gqa)
-        taken = _taken(query, key, value, call)
+        arguments = Arguments(attn_mask, dropout_p, None, is_causal, scale, enable_gqa)
+        taken = _taken(query, key, value, arguments)
         if taken is not None:
             return taken
         # Torch's CausalBias looks for the name in torch.nn.functional, which is ours.
@@ -210,19 +210,19 @@ _REPLACEMENTS = {
 # --- Which calls are taken --------------------------------------------------------------------
 
 
-def _taken(query: Any, key: Any, value: Any, call: Arguments) -> torch.Tensor | None:
+def _taken(query: Any, key: Any, value: Any, arguments: Arguments) -> torch.Tensor | None:
     """The result of a call; None if it is torch's, or refused before any work: torch's own can do
     it, or says why not in its own words."""
     compiled = torch.compiler.is_dynamo_compiling()
     least = _least() if compiled else _tokens(current())
-    if not _is_long(query, key, value, call, least) or (not compiled and _is_special(query)):
+    if not _is_long(query, key, value, arguments, least) or (not compiled and _is_special(query)):
         return None
     try:
         if is_traced(query, key, value):
-            results = as_operator(query, key, value, call)
+            results = as_operator(query, key, value, arguments)
             if results is not None or compiled:
                 return results and results[0]
-        tensors, request = checked_request("attention", query, key, value, call)
+        tensors, request = checked_request("attention", query, key, value, arguments)
     except (TypeError, ValueError, NotImplementedError):
         return None
     try:
@@ -231,10 +231,10 @@ def _taken(query: Any, key: Any, value: Any, call: Arguments) -> torch.Tensor | 
         return None
 
 
-def _is_long(query: Any, key: Any, value: Any, call: Arguments, least: int) -> bool:
+def _is_long(query: Any, key: Any, value: Any, arguments: Arguments, least: int) -> bool:
     """Whether a call is of plain tensors, at least so long, and has more than one query."""
-    mask = call.attn_mask
-    if least == sys.maxsize or (mask is not None and call.is_causal):  # refused by torch's own
+    mask = arguments.attn_mask
+    if least == sys.maxsize or (mask is not None and arguments.is_causal):  # refused by torch's own
         return False
     given = [query, key, value, *([] if mask is None or is_causal_bias(mask) else [mask])]
     # torch's compiler says of its own fake tensors that they are plain ones.

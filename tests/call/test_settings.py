@@ -195,7 +195,7 @@ def test_a_recomputation_in_a_thread_of_autograd_s_has_the_settings_too(
 @pytest.mark.parametrize("function", [qa.attention, Pool.attention, file_call])
 def test_the_same_defaults_everywhere(function) -> None:  # type: ignore[no-untyped-def]
     usual = {**Arguments._field_defaults, **CallOptions._field_defaults}
-    usual.pop("written")
+    usual.pop("options")
     known = {n: p.default for n, p in signature(function).parameters.items() if n in usual}
     assert {"attn_mask", "dropout_p", "dropout_seed", "is_causal"} <= known.keys()
     assert known == {name: usual[name] for name in known}

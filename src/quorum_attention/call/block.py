@@ -208,7 +208,7 @@ def request_of_block(
     call: WholeCall,
     block: CallBlock,
     inputs: Mapping[str, torch.Tensor],
-    written: CallOptions,
+    options: CallOptions,
     results: BlockResults,
     masked: Masked | None = None,
 ) -> tuple[Tensors, Request, BackwardInputs | None]:
@@ -224,10 +224,10 @@ def request_of_block(
     p, seed = (0.0, None) if dropout is None else (dropout.p, dropout.seed)
     three = inputs["query"], inputs["key"], inputs["value"]
     function = "attention_backward" if backward else "attention"
-    said = Arguments(
-        mask, p, seed, causal, call.scale, True, results.out, results.out_dtype, written
+    arguments = Arguments(
+        mask, p, seed, causal, call.scale, True, results.out, results.out_dtype, options
     )
-    tensors, request = request_of(function, *three, said)
+    tensors, request = request_of(function, *three, arguments)
     if dropout is not None:
         assert block.rows.start == block.keys.start == 0, "dropout counts positions from 0"
         dropout = dropout.at(block.heads.start, block.entries.start)

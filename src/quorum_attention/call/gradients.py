@@ -94,11 +94,11 @@ def check_backward_inputs(  # noqa: C901
     if not filled:
         return backward_inputs._replace(**read)
     for name, result in filled.items():
-        filled[name] = as_tensor(result, name, written=True)
+        filled[name] = as_tensor(result, name, for_writing=True)
     for name, like in zip((*_NAMES, "grad_mask"), tensors[:4], strict=True):
         if name in filled and like is not None:
             dtype = filled[_NAMES[0]].dtype if name in _NAMES else None
-            check_tensor(filled[name], tuple(like.shape), name, home, dtype, written=True)
+            check_tensor(filled[name], tuple(like.shape), name, home, dtype, for_writing=True)
     every = {"query": query, "key": key, "value": value, "attn_mask": mask}
     check_apart(filled, {**every, **read})
     grads = None if backward_inputs.grads is None else tuple(filled[name] for name in _NAMES)

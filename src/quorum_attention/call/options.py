@@ -124,7 +124,7 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
-    written: CallOptions = _DEFAULTS
+    options: CallOptions = _DEFAULTS
 
 
 def several(devices: Any) -> bool:
@@ -134,7 +134,7 @@ def several(devices: Any) -> bool:
     return isinstance(devices, Several) or (isinstance(devices, (list, tuple)) and len(devices) > 1)
 
 
-def options_of(written: CallOptions, home: torch.device) -> PlannerOptions:
+def options_of(options: CallOptions, home: torch.device) -> PlannerOptions:
     """The options of a call.
 
     Args:
@@ -143,7 +143,7 @@ def options_of(written: CallOptions, home: torch.device) -> PlannerOptions:
     Raises:
         TypeError, ValueError, NotImplementedError: an option that makes no sense, by name.
     """
-    budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
+    budget, plan, depth, kernel, accumulator, devices, progress, report, _ = options
     for name, value, kind in (("plan", plan, Plan), ("report", report, Report)):
         if not (value is None or isinstance(value, kind)):
             raise TypeError(
@@ -237,18 +237,18 @@ def current() -> Layer | None:
     return {name: value for layer in layers for name, value in layer.items()}
 
 
-def filled(written: CallOptions) -> CallOptions:
+def filled(options: CallOptions) -> CallOptions:
     """The options of a call, with the settings here where it says nothing."""
-    return fill(current(), written)
+    return fill(current(), options)
 
 
-def fill(settings: Layer | None, written: CallOptions) -> CallOptions:
+def fill(settings: Layer | None, options: CallOptions) -> CallOptions:
     """The options of a call, with ``settings`` where it says nothing."""
     if settings is None:
-        return written
-    free = _FREE if written.plan is not None else (*_PINNED, *_FREE)
-    mine = {n: settings[n] for n in free if n in settings and _is_default(getattr(written, n))}
-    return written._replace(**mine, total=settings.get("total"))
+        return options
+    free = _FREE if options.plan is not None else (*_PINNED, *_FREE)
+    mine = {n: settings[n] for n in free if n in settings and _is_default(getattr(options, n))}
+    return options._replace(**mine, total=settings.get("total"))
 
 
 def _handed_over() -> tuple[Layer, ...]:

@@ -103,7 +103,7 @@ def request_of(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    call: Arguments,
+    arguments: Arguments,
 ) -> tuple[Tensors, Request]:
     """The tensors that a call reads, and its request.
 
@@ -115,54 +115,59 @@ def request_of(
         ValueError, TypeError, NotImplementedError: arguments that do not fit, by name. Nothing has
             been allocated by then but the casts of autocast.
     """
-    backward, written, scale = function == "attention_backward", call.written, call.scale
-    p = chance(call.dropout_p, "dropout_p")
-    if call.out is not None and has_transforms():
+    backward, options, scale = function == "attention_backward", arguments.options, arguments.scale
+    p = chance(arguments.dropout_p, "dropout_p")
+    if arguments.out is not None and has_transforms():
         raise NotImplementedError("out cannot be given under torch.func transformations")
     tensors, out, described, sizes, without_heads, cast_bytes = check_tensors(
-        query, key, value, call
+        query, key, value, arguments
     )
     query, key, value, mask, sinks, _ = tensors
-    options = options_of(written, query.device)
-    check_capture(options.device, query, mask, described)
+    planner_options = options_of(options, query.device)
+    check_capture(planner_options.device, query, mask, described)
     factor = sizes.head_dim**-0.5 if scale is None else _factor_of(scale)
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
     shape = None if mask is None else bias_shape(mask, len(sizes.batch_shape), query.dtype)
     work = replace(
-        sizes, device_type=options.device.type, is_causal=switch(call.is_causal, "is_causal"),
-        bias=shape, dropout=p > 0.0, positive_scale=factor > 0, sinks=sinks is not None,
+        sizes,
+        device_type=planner_options.device.type,
+        is_causal=switch(arguments.is_causal, "is_causal"),
+        bias=shape,
+        dropout=p > 0.0,
+        positive_scale=factor > 0,
+        sinks=sinks is not None,
         exact_scale=scale_is_exact(factor, query.dtype),
-    )  # fmt: skip
-    kernel, recorded = options.kernel, records(query, key, value, sinks)
+    )
+    kernel, recorded = planner_options.kernel, records(query, key, value, sinks)
     if described is not None:
         described = map_tensors(described, _readable)
         work, kernel = kernel_for_mask(
-            described, kernel, work, options.device, needs_grad=backward or recorded
+            described, kernel, work, planner_options.device, needs_grad=backward or recorded
         )
     if kernel != "auto":
         # The object: by the backward another kernel may have been registered under its name.
         kernel = get_kernel(kernel)
-        keep_for_replays(kernel, options.device)
+        keep_for_replays(kernel, planner_options.device)
         if torch.is_grad_enabled() or records():
-            refuse_learned(kernel, query, key, value, options.device)
-    options = replace(options, kernel=kernel)
-    if options.plan is not None:
-        check_plan(options.plan, work)
-    dropout = _dropout_of(p, call.dropout_seed, options.device, draws=not backward)
-    if dropout is not None and call.dropout_seed is None and has_transforms():
+            refuse_learned(kernel, query, key, value, planner_options.device)
+    planner_options = replace(planner_options, kernel=kernel)
+    if planner_options.plan is not None:
+        check_plan(planner_options.plan, work)
+    dropout = _dropout_of(p, arguments.dropout_seed, planner_options.device, draws=not backward)
+    if dropout is not None and arguments.dropout_seed is None and has_transforms():
         # As torch draws: vmap says whether entries have one seed, or their own, or refuses.
         seed = torch.randint(LARGEST_SEED, (), dtype=torch.int64, device="cpu")
         tensors = tensors._replace(seed=seed)
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     request = Request(
-        work, factor, options, out,
-        out_dtype=out.dtype if out is not None else (call.out_dtype or query.dtype),
+        work, factor, planner_options, out,
+        out_dtype=out.dtype if out is not None else (arguments.out_dtype or query.dtype),
         records=learned or recorded,
         mask_grad=learned,
-        cast_bytes=cast_bytes if query.device == options.device else 0,
+        cast_bytes=cast_bytes if query.device == planner_options.device else 0,
         without_heads=without_heads,
-        progress=written.progress, report=written.report, sums=written.sums,
+        progress=options.progress, report=options.report, sums=options.sums,
         dropout=dropout,
     )  # fmt: skip
     return tensors, request

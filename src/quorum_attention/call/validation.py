@@ -51,7 +51,7 @@ class Tensors(NamedTuple):
 
 
 def check_tensors(
-    query: Any, key: Any, value: Any, call: Arguments
+    query: Any, key: Any, value: Any, arguments: Arguments
 ) -> tuple[Tensors, torch.Tensor | None, Mask | None, CallShape, bool, int]:
     """The tensors of a call, checked and broadcast.
 
@@ -64,17 +64,17 @@ def check_tensors(
         ValueError, TypeError, NotImplementedError: one does not fit, by name.
     """
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    attn_mask: Any = as_mask(call.attn_mask, query, key)
+    attn_mask: Any = as_mask(arguments.attn_mask, query, key)
     described = attn_mask if isinstance(attn_mask, Mask) else None
     attn_mask = attn_mask if described is None else described.bias
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_kind(tensor, name)
     query, key, value, shared, without_heads, cast_bytes = broadcast_inputs(
-        query, key, value, call.enable_gqa
+        query, key, value, arguments.enable_gqa
     )
     sizes = sizes_of(query, key, value, switch(shared, "enable_gqa"))
-    out, out_dtype = call.out, call.out_dtype
+    out, out_dtype = arguments.out, arguments.out_dtype
     if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
     if mask is not None:
@@ -87,21 +87,21 @@ def check_tensors(
             raise ValueError(f"Mask.sinks must be {each}, got {tuple(sinks.shape)}")
         _check_place(sinks, "Mask.sinks", query.device)
     if out is not None:
-        out = as_tensor(out, "out", written=True)
+        out = as_tensor(out, "out", for_writing=True)
         out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
         shape = (*query.shape[:-1], value.shape[-1])
-        check_tensor(out, shape, "out", query.device, out_dtype, written=True)
+        check_tensor(out, shape, "out", query.device, out_dtype, for_writing=True)
         every = {"query": query, "key": key, "value": value, "attn_mask": mask}
         check_apart({"out": out}, every)
     read = Tensors(query, key, value, mask, sinks)
     return read, out, described, sizes, without_heads, cast_bytes
 
 
-def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
+def as_tensor(value: Any, name: str, *, for_writing: bool = False) -> torch.Tensor:
     """``value`` as a tensor; a NumPy array (np.memmap too) is shared, not copied.
 
     Args:
-        written: whether the call writes to it.
+        for_writing: whether the call writes to it.
 
     Raises:
         TypeError: it is neither, or an array of a dtype that torch lacks.
@@ -109,14 +109,14 @@ def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
     """
     if isinstance(value, torch.Tensor):
         # Kernels read memory as it is, and would miss a lazy negation.
-        return value if written or not value.is_neg() else value.resolve_neg()
+        return value if for_writing or not value.is_neg() else value.resolve_neg()
     if not isinstance(value, np.ndarray):
         raise TypeError(
             f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}"
         )
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must not be a masked array: its mask would be ignored")
-    if written and not value.flags.writeable:
+    if for_writing and not value.flags.writeable:
         raise ValueError(f"{name} must be writable (it is written to), got a read-only array")
     with warnings.catch_warnings():
         # torch warns of read-only arrays; this one is only read.
@@ -273,7 +273,7 @@ def check_tensor(
     home: torch.device,
     dtype: torch.dtype | None = None,
     *,
-    written: bool = False,
+    for_writing: bool = False,
 ) -> None:
     """Check a tensor beside the inputs, which are on ``home``: shape, dtype (None: any floating
     one) and place; of one that is written to, that it can be.
@@ -282,20 +282,20 @@ def check_tensor(
     computed there.
     """
     check_kind(tensor, name)
-    if written or home.type != "cpu" or tensor.device.type not in BACKENDS:
+    if for_writing or home.type != "cpu" or tensor.device.type not in BACKENDS:
         _check_place(tensor, name, home)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if dtype is not None and tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
     check_dtype(tensor.dtype, name)
-    if written and tensor.requires_grad:
+    if for_writing and tensor.requires_grad:
         raise ValueError(f"{name} must not require a gradient")
-    if written and has_tangent(tensor):
+    if for_writing and has_tangent(tensor):
         raise ValueError(f"{name} must not have a forward-mode tangent")
-    if written and tensor.is_inference() and not torch.is_inference_mode_enabled():
+    if for_writing and tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name} must not be a tensor of inference mode outside of it")
-    if written and tensor.is_neg():
+    if for_writing and tensor.is_neg():
         raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
 
 

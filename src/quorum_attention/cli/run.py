@@ -128,7 +128,7 @@ def _run(options: argparse.Namespace) -> int:
     device = shared.default_device(options.device)
     if options.kernel != "auto":
         get_kernel(options.kernel)
-    written = CallOptions(
+    call_options = CallOptions(
         budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
     )
     mask, is_causal, sources = masks.mask_of(options, inputs.tensors.get("mask"))
@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
     _check_forward(options, inputs)
     tensors = {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"}
     call = file_call(
-        written, tensors, mask, is_causal, options.scale, enable_gqa=True,
+        call_options, tensors, mask, is_causal, options.scale, enable_gqa=True,
         out_dtype=options.out_dtype,
     )  # fmt: skip
     wanted = call.results(lse=options.lse)

@@ -194,11 +194,11 @@ class Pool(Several, AbstractContextManager["Pool"]):
         """
         check_names("Pool.attention", options, _OPTIONS)
         filled = None if report is None else Report(pool=report)
-        said = Arguments(
+        arguments = Arguments(
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
-            written=CallOptions(**options, devices=self, report=filled),
+            options=CallOptions(**options, devices=self, report=filled),
         )  # fmt: skip
-        return attend(*request_on_devices("attention", query, key, value, said), out)[0]
+        return attend(*request_on_devices("attention", query, key, value, arguments), out)[0]
 
 
 _every: WeakSet[Pool] = WeakSet()
@@ -255,40 +255,40 @@ def close() -> None:
 
 
 def request_on_devices(
-    function: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Arguments
+    function: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments
 ) -> tuple[Tensors, Request]:
     """``request_of``, where ``devices`` may be several or a pool.
 
     Raises:
         Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
     """
-    written = call.written
-    pool: Any = written.devices
+    options = arguments.options
+    pool: Any = options.devices
     if isinstance(pool, Pool):
         count, pool_of = len(pool.workers), lambda: pool
     else:
         names = tuple(names_of(pool))
         count, pool_of = len(names), partial(kept_pool, names)
         if count == 1:
-            one = written._replace(devices=names[0])
-            return request_of(function, query, key, value, call._replace(written=one))
-    budgets = _budgets(written.budget, count)
-    check_options(written)
+            one = options._replace(devices=names[0])
+            return request_of(function, query, key, value, arguments._replace(options=one))
+    budgets = _budgets(options.budget, count)
+    check_options(options)
     if isinstance(query, torch.Tensor) and capturing(query.device):
         raise NotImplementedError(
             "devices cannot be several while a CUDA graph is captured: every replay would give the "
             "results of now, because other processes compute them; name one device"
         )
     query, key = as_tensor(query, "query"), as_tensor(key, "key")
-    attn_mask, home = as_mask(call.attn_mask, query, key), query.device
+    attn_mask, home = as_mask(arguments.attn_mask, query, key), query.device
     mask = attn_mask if isinstance(attn_mask, Mask) else None
     if mask is not None:
         # Bias and sinks are tensors of the request; the rest is sent as it is.
         attn_mask = Mask(bias=mask.bias, sinks=mask.sinks)
     # This process computes nothing: its own request is of where the inputs are.
-    here = written._replace(budget=None, kernel="auto", devices=home)
-    call = call._replace(attn_mask=attn_mask, written=here)
-    tensors, request = request_of(function, query, key, value, call)
+    here = options._replace(budget=None, kernel="auto", devices=home)
+    arguments = arguments._replace(attn_mask=attn_mask, options=here)
+    tensors, request = request_of(function, query, key, value, arguments)
     sent = None
     if mask is not None:
         mask, shape = replace(mask, bias=None, sinks=None), request.shape
@@ -296,22 +296,22 @@ def request_on_devices(
         # Now: the caller may write to its tensors before the backward.
         mask = map_tensors(mask, lambda tensor, name: tensor.detach().cpu())
         sent = pickled(mask, shape, home.type)
-    options = CallOptions(
-        depth=written.depth, kernel=written.kernel, accumulator=written.accumulator
+    worker_options = CallOptions(
+        depth=options.depth, kernel=options.kernel, accumulator=options.accumulator
     )
     steady = mask is None or not mask.is_structured
-    runner = PoolCall(pool_of, budgets, options, sent, steady)
+    runner = PoolCall(pool_of, budgets, worker_options, sent, steady)
     return tensors, replace(request, runner=runner)
 
 
-def check_options(written: CallOptions) -> None:
+def check_options(options: CallOptions) -> None:
     """Raise NotImplementedError for options that several devices cannot have."""
-    if written.plan is not None:
+    if options.plan is not None:
         raise NotImplementedError(
             "plan is for one device; several plan their parts by themselves: give budget, depth "
             "or kernel"
         )
-    kernel = written.kernel
+    kernel = options.kernel
     if not isinstance(kernel, str):
         raise NotImplementedError(
             f"kernel must be a name where several devices compute, got {shown(kernel)}: other "
@@ -371,14 +371,14 @@ class PoolCall:
     Attributes:
         pool_of: gives the pool, for each pass.
         budgets: one for each device of the pool; None: what is free there.
-        written: depth, kernel and accumulator.
+        options: depth, kernel and accumulator.
         mask: what is masked beside a bias, pickled for workers.
         steady: whether blocks take as long as their pairs say.
     """
 
     pool_of: Callable[[], Pool]
     budgets: tuple[int | None, ...]
-    written: CallOptions
+    options: CallOptions
     mask: bytes | None
     steady: bool
     _kept: dict[str, tuple[InFile, torch.Tensor]] = field(default_factory=dict)
@@ -463,7 +463,7 @@ class PoolCall:
                 results[name] = given, own
             spec = WorkerPass(
                 next(pool.numbers), sums is not None, self._whole(request), self.mask, handles,
-                self.written,
+                self.options,
             )  # fmt: skip
             with progress_of(request) as progress, pool.alone() as workers:
                 budgets = [self._budget(n, w, request, home) for n, w in enumerate(workers)]

@@ -61,7 +61,7 @@ class WorkerPass:
         mask: the mask without bias and sinks, ``pickled``; None: there is none.
         tensors: handles by name: query, key, value, bias, sinks, out, lse; grad_out, grad_query,
             grad_key, grad_value, grad_lse.
-        written: depth, kernel and accumulator.
+        options: depth, kernel and accumulator.
     """
 
     number: int
@@ -69,7 +69,7 @@ class WorkerPass:
     call: WholeCall
     mask: bytes | None = None
     tensors: Handles = field(default_factory=dict)
-    written: CallOptions = field(default_factory=CallOptions)
+    options: CallOptions = field(default_factory=CallOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +366,7 @@ class BlockWorker:
         }
         names = _INPUTS if spec.backward else _INPUTS[:3]
         inputs = {name: views[name] for name in names if name in views}
-        written = spec.written._replace(
+        options = spec.options._replace(
             devices=self._device, budget=message.budget, total=report, report=report,
         )  # fmt: skip
         # Pages of results that are new are made beside; not those of ordinary files.
@@ -377,7 +377,7 @@ class BlockWorker:
         with prefaulting(fresh if backend_of(self._device).own_memory else ()):
             if not spec.backward:
                 results = BlockResults(out=views["out"])
-                _, lse = compute_block(self._call, block, inputs, written, results)
+                _, lse = compute_block(self._call, block, inputs, options, results)
                 views["lse"].copy_(lse)
                 return
             targets = views | {name: handle.open() for name, handle in message.sums.items()}
@@ -387,7 +387,7 @@ class BlockWorker:
             results = BlockResults(
                 grads=(query, key, value), grad_mask=targets.get("grad_bias", False)
             )
-            compute_block(self._call, block, inputs, written, results)
+            compute_block(self._call, block, inputs, options, results)
             if query is not targets["grad_query"]:
                 targets["grad_query"].copy_(query)
 

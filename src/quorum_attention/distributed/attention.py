@@ -108,16 +108,16 @@ def attention(
             the group's time limit ends, or that rank's connection.
     """
     group = agreement.member_of(group)
-    written = CallOptions(budget, None, depth, kernel)
+    options = CallOptions(budget, None, depth, kernel)
     mask = _checked_mask(attn_mask)
-    said = Arguments(
-        None, dropout_p, dropout_seed, is_causal, scale, enable_gqa, written=filled(written)
+    arguments = Arguments(
+        None, dropout_p, dropout_seed, is_causal, scale, enable_gqa, options=filled(options)
     )
-    inputs, shard = _checked_shard(query, key, value, said, report)
-    written = written._replace(kernel=shard.options.kernel)
+    inputs, shard = _checked_shard(query, key, value, arguments, report)
+    options = options._replace(kernel=shard.options.kernel)
     query, shape, dropout = inputs.query, shard.shape, shard.dropout
     of_sizes = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
-    arguments: agreement.Signature = {
+    signature: agreement.Signature = {
         **{name: getattr(shape, name) for name in of_sizes},
         "scale": shard.scale, "attn_mask": _signature_of(mask),
         "dropout_p": 0.0 if dropout is None else dropout.p,
@@ -126,7 +126,7 @@ def attention(
     }  # fmt: skip
     columns = [t.shape[-1] for name, t in _tensors_of(mask) if name in _PER_TOKEN]
     sizes = agreement.agreed_sizes(
-        group, query, {"call": "attention", **arguments}, columns, lengths
+        group, query, {"call": "attention", **signature}, columns, lengths
     )
     tokens, kept = sum(sizes), None
     every = replace(shape, batch_shape=(shape.batch,), n_queries=tokens, n_keys=tokens)
@@ -145,8 +145,8 @@ def attention(
         # Whole heads in turns, where nothing limits a call's memory.
         two_streams = assignment.whole_heads and assignment.n_stages > 1
         call = Sharded(
-            assignment, whole, weakref.ref(group), group.rank(), written, arguments, report,
-            two_streams and written.says_nothing and current() is None,
+            assignment, whole, weakref.ref(group), group.rank(), options, signature, report,
+            two_streams and options.says_nothing and current() is None,
         )  # fmt: skip
         if report is not None:
             report.fill(
@@ -245,7 +245,7 @@ def decode(
 
 
 def _checked_shard(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, said: Arguments, report: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments, report: Any
 ) -> tuple[Tensors, Request]:
     """The tensors of this rank as a call of their own, with the kernel that now has that name.
 
@@ -254,7 +254,7 @@ def _checked_shard(
     """
     if report is not None and not isinstance(report, ShardedReport):
         raise TypeError(f"report must be a distributed.ShardedReport, got {shown(report)}")
-    tensors, request = request_of("attention", query, key, value, said)
+    tensors, request = request_of("attention", query, key, value, arguments)
     shape = request.shape
     if shape.n_queries != shape.n_keys or not shape.heads:
         raise ValueError(

@@ -252,7 +252,7 @@ class Sharded:
 
     Attributes:
         whole: the call of all ranks.
-        written: budget, depth and kernel of every attention call.
+        options: budget, depth and kernel of every attention call.
         arguments: what the ranks have agreed on.
         two_streams: whether stages are computed on two streams.
     """
@@ -261,7 +261,7 @@ class Sharded:
     whole: WholeCall
     _group: weakref.ref[dist.ProcessGroup]
     rank: int
-    written: CallOptions
+    options: CallOptions
     arguments: Signature
     report: ShardedReport | None
     two_streams: bool
@@ -470,8 +470,8 @@ class Sharded:
         part = CallBlock(entries, block.heads, block.queries, keys)
         # Where a block may have some of its rows' keys alone there is neither mask nor dropout.
         masked = (None, block.causal) if self.assignment.of.units == "pairs" else None
-        written = filled(self.written._replace(report=report))
-        made = list(compute_block(whole, part, inputs, written, results, masked))
+        options = filled(self.options._replace(report=report))
+        made = list(compute_block(whole, part, inputs, options, results, masked))
         if sinks is not None:
             sinks[slice(*block.heads)] += made.pop()
         if bias is not None:

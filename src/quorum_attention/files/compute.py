@@ -45,7 +45,7 @@ class FileCall:
         whole: the call that parts are blocks of.
         out_dtype: of all results but the lse.
         backward: whether it gives gradients.
-        written: its options.
+        options: its options.
         without_heads: inputs were (tokens, head_dim), and so are results.
     """
 
@@ -53,7 +53,7 @@ class FileCall:
     whole: WholeCall
     out_dtype: torch.dtype
     backward: bool
-    written: CallOptions
+    options: CallOptions
     without_heads: bool
 
     @property
@@ -64,7 +64,7 @@ class FileCall:
     @property
     def device(self) -> torch.device:
         """What computes it."""
-        device = self.written.devices
+        device = self.options.devices
         assert isinstance(device, torch.device)
         return device
 
@@ -126,7 +126,7 @@ class FileCall:
 
 
 def file_call(
-    written: CallOptions,
+    options: CallOptions,
     tensors: Mapping[str, torch.Tensor],
     attn_mask: torch.Tensor | Mask | None = None,
     is_causal: bool = False,
@@ -140,7 +140,7 @@ def file_call(
     """A call on ``tensors``, checked as a call of ``attention`` is.
 
     Args:
-        written: its options.
+        options: its options.
         tensors: query, key and value; with grad_out, out and lse it is a backward.
         attn_mask and so on: as there.
 
@@ -151,10 +151,10 @@ def file_call(
     query, key, value = three = tuple(tensors[name] for name in ("query", "key", "value"))
     mask = as_mask(attn_mask, query, key)
     function = "attention_backward" if backward else "attention"
-    said = Arguments(
-        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, out_dtype, written
+    arguments = Arguments(
+        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, out_dtype, options
     )
-    checked, request = request_of(function, query, key, value, said)
+    checked, request = request_of(function, query, key, value, arguments)
     if request.records:
         raise NotImplementedError(
             "query, key, value and attn_mask must require no gradient: gradients of files are "
@@ -174,7 +174,7 @@ def file_call(
     # A mask may have made it causal: the rest of the mask is cut as it was given.
     whole = WholeCall(replace(request.shape, is_causal=is_causal), mask, scale, request.dropout)
     return FileCall(
-        inputs, whole, out_dtype or query.dtype, backward, written, request.without_heads
+        inputs, whole, out_dtype or query.dtype, backward, options, request.without_heads
     )
 
 
@@ -204,10 +204,10 @@ class Settings:
         Raises:
             BudgetError, NotImplementedError: a part cannot be run.
         """
-        budget = call.written.budget
+        budget = call.options.budget
         if budget is None:
             budget = usable_bytes(call.device)
-            call = replace(call, written=call.written._replace(budget=budget))
+            call = replace(call, options=call.options._replace(budget=budget))
         assert isinstance(budget, int)
         if heads is None:
             decisions, _ = _decided(call, 1)
@@ -286,7 +286,7 @@ def _decision(call: FileCall, part: CallBlock, *, in_file: bool) -> Decision:
         dtype = call.shape.state_dtype if in_file else call.out_dtype
         target = torch.empty(0, dtype=dtype, device="cpu")
         tensors, request, backward_inputs = request_of_block(
-            call.whole, part, call.cut(call.tensors, part), call.written,
+            call.whole, part, call.cut(call.tensors, part), call.options,
             BlockResults(out_dtype=None if call.backward else call.out_dtype),
         )  # fmt: skip
         if backward_inputs is not None:
@@ -309,8 +309,8 @@ def compute_here(work: Work, numbers: Sequence[int]) -> Iterator[int]:
     with progress_bar() as bar, torch.no_grad():
         for number in numbers:
             progress = _shifted(bar, number, len(parts))
-            written = call.written._replace(report=work.report, progress=progress)
-            _compute(work, parts[number], written)
+            options = call.options._replace(report=work.report, progress=progress)
+            _compute(work, parts[number], options)
             yield number
 
 
@@ -319,7 +319,7 @@ def _shifted(bar: Any, number: int, parts: int) -> Any:
     return lambda done, total, label: bar(number * total + done, parts * total, label)
 
 
-def _compute(work: Work, part: CallBlock, written: CallOptions) -> None:
+def _compute(work: Work, part: CallBlock, options: CallOptions) -> None:
     call, in_file = work.call, work.settings.in_file
     wanted, dtype = call.cut(work.results, part), call.shape.state_dtype
     made: dict[str, Any] = dict(wanted)
@@ -336,7 +336,7 @@ def _compute(work: Work, part: CallBlock, written: CallOptions) -> None:
     if not lse_given(call, in_file=in_file):
         made.pop("lse", None)
     results = BlockResults(made.get("out"), made.get("lse"))
-    block = call.whole, part, call.cut(call.tensors, part), written
+    block = call.whole, part, call.cut(call.tensors, part), options
     if call.backward:
         results = BlockResults(grads=(made["dq"], made["dk"], made["dv"]))
         passes.check_forward(*block, work.settings.parts)

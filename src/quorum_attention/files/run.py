@@ -262,7 +262,7 @@ def run_call(
         if not folder.progress["settings"]:
             folder.progress["settings"] = asdict(Settings.of(call, heads))
         settings = Settings(**folder.progress["settings"])
-        call = replace(call, written=call.written._replace(budget=settings.budget_bytes))
+        call = replace(call, options=call.options._replace(budget=settings.budget_bytes))
         done = list(folder.progress["done"])
         left = [number for number in range(settings.parts) if number not in done]
         if folder.resumed:

@@ -246,7 +246,7 @@ class _UnitRun:
             self._sinks = mask.sinks
             mask = replace(mask, bias=bias, sinks=mask.sinks if unit.kind == "head" else None)
         self._inputs, self._call = inputs, replace(call, mask=mask)
-        self._left: int | None = job.call.written.budget  # type: ignore[assignment]
+        self._left: int | None = job.call.options.budget  # type: ignore[assignment]
         if self._left is None and not on_host(device):
             free = backend_of(device).free_bytes(device)
             self._left = int(free * _OF_FREE * min(1.0, job.gpus))
@@ -302,11 +302,11 @@ class _UnitRun:
         call = self._job.call
         whole = self._unit.kind == "head"
         results = BlockResults(out_dtype=call.out_dtype if whole else call.shape.state_dtype)
-        written = call.written._replace(
+        options = call.options._replace(
             budget=self._left, devices=self._device, report=self._report
         )
         read = self._read(0) if read is None else read
-        return compute_block(self._call, block, read, written, results, masked)
+        return compute_block(self._call, block, read, options, results, masked)
 
     def _empty(self, chunk: int, place: torch.device) -> _State:
         """The state of a chunk without any pair."""

@@ -211,15 +211,15 @@ class Farm(AbstractContextManager["Farm"]):
         """
         check_names("Farm.attention", dropout, _OPTIONS)
         tensors = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
-        found = {n: as_tensor(result, n, written=True) for n, result in results.items()}
+        found = {n: as_tensor(result, n, for_writing=True) for n, result in results.items()}
         # This process computes nothing of it.
         here, dtype = CallOptions(depth=depth, devices="cpu"), next(iter(found.values())).dtype
         made = file_call(here, tensors, *call, out_dtype=dtype, **dropout)
-        made, ran = replace(made, written=here._replace(kernel=kernel)), PoolPass()
+        made, ran = replace(made, options=here._replace(kernel=kernel)), PoolPass()
         if report is not None:
             setattr(report, "backward" if made.backward else "forward", ran)
         for name, (shape, dtype) in made.results(lse="lse" in found).items():
-            check_tensor(found[name], shape, name, tensors["query"].device, dtype, written=True)
+            check_tensor(found[name], shape, name, tensors["query"].device, dtype, for_writing=True)
         mask = made.whole.mask
         check_apart(found, {**made.tensors, "attn_mask": None if mask is None else mask.bias})
         parts = dict(enumerate(made.parts(1)))
@@ -249,7 +249,7 @@ class Farm(AbstractContextManager["Farm"]):
             the number of each part whose results are complete.
         """
         chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
-        check_options(call.written)
+        check_options(call.options)
         shape, mappings, mask = call.shape, Mappings.now(), call.whole.mask
         inputs: dict[str, torch.Tensor | InFile] = {
             name: _located(name, tensor, mappings, False) if tensor.numel() else tensor
@@ -270,8 +270,8 @@ class Farm(AbstractContextManager["Farm"]):
             for entry, head in product(range(*block.entries), range(*call.whole.key_heads(block)))
         }
         head_bytes = sum(t.nbytes for t in results.values()) // (shape.batch * shape.kv_heads)
-        written = CallOptions(self._budget, depth=call.written.depth, kernel=call.written.kernel)
-        call = replace(call, tensors={}, whole=replace(call.whole, mask=mask), written=written)
+        options = CallOptions(self._budget, depth=call.options.depth, kernel=call.options.kernel)
+        call = replace(call, tensors={}, whole=replace(call.whole, mask=mask), options=options)
         workers = self._most or max(1, self._held())
         chunks = chunks_of(call.shape, len(heads), workers, head_bytes, chunks)
         folder, name = os.path.split(next(iter(files.values())).path)
