@@ -21,7 +21,7 @@ from quorum_attention.checking.diagnosis import (
     wrong_weights,
 )
 from quorum_attention.checking.result import Broken, CaseResult, CheckResult, Verdict
-from quorum_attention.checking.trial import TrialSizes, distance, limit, repeated, size
+from quorum_attention.checking.trial import CheckSizes, distance, limit, repeated, size
 from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import available_device, best_device
@@ -107,7 +107,7 @@ def check_kernel(
         backward=backward,
     ).shape  # fmt: skip
     numbers = {field.name: getattr(shape, field.name) for field in fields(shape)}
-    sizes = TrialSizes(**numbers | {"needs_grad": backward}, device=where)
+    sizes = CheckSizes(**numbers | {"needs_grad": backward}, device=where)
     if is_causal is not None:
         is_causal = switch(is_causal, "is_causal")
     levels = [_checked(cut) for cut in levels]
@@ -144,7 +144,7 @@ class _Comparison:
     """
 
     name: str
-    sizes: TrialSizes
+    sizes: CheckSizes
     is_causal: bool
     levels: Sequence[tuple[int, ...]]
 
@@ -157,7 +157,7 @@ class _Comparison:
 class _Check:
     result: CheckResult
     kernel: InnerKernel
-    sizes: TrialSizes
+    sizes: CheckSizes
     seed: int
     factor: float
     show: Callable[[int, int, str], object] | None = None
@@ -287,7 +287,7 @@ class _Check:
             found.append(Broken(cause, str(wrong[0])))
         return found
 
-    def _laws(self, sizes: TrialSizes, causal: bool) -> None:
+    def _laws(self, sizes: CheckSizes, causal: bool) -> None:
         """What holds for every attention, whatever its scores, tried on an uncut call."""
         if self.kernel.refusal(replace(sizes, is_causal=causal)) is not None:
             return
@@ -314,7 +314,7 @@ class _Check:
                 self.result.skipped.append(reason)
 
     def _run(
-        self, sizes: TrialSizes, inputs: list[torch.Tensor], causal: bool, cut: Cut
+        self, sizes: CheckSizes, inputs: list[torch.Tensor], causal: bool, cut: Cut
     ) -> Results:
         """Results of a call."""
         query, key, value, grad = inputs
@@ -341,7 +341,7 @@ def _lengths(queries: int, keys: int) -> str:
     return f"{counted(queries, 'query', 'queries')}, {counted(keys, 'key')}"
 
 
-def _grouped(sizes: TrialSizes) -> TrialSizes:
+def _grouped(sizes: CheckSizes) -> CheckSizes:
     """The same sizes with half as many key heads as query heads, or with one, where each query head
     has its own."""
     if sizes.heads != sizes.kv_heads:
@@ -361,7 +361,7 @@ def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(levels)
 
 
-def _cuts(sizes: TrialSizes, levels: Sequence[tuple[int, ...]]) -> Iterator[Cut]:
+def _cuts(sizes: CheckSizes, levels: Sequence[tuple[int, ...]]) -> Iterator[Cut]:
     """A cut of the heads alone, then two cuts of the tokens for each of ``levels``.
 
     The chunks of these are aligned and balanced. All heads and entries are together, but for the

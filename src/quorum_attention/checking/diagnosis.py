@@ -15,8 +15,8 @@ import torch
 from quorum_attention.checking import causes
 from quorum_attention.checking.result import Broken
 from quorum_attention.checking.trial import (
+    CheckSizes,
     Trial,
-    TrialSizes,
     distance,
     exceeds,
     limit,
@@ -49,13 +49,13 @@ _STEPS = {torch.float64: 2e-3, torch.float32: 3e-2, torch.float16: 6e-2, torch.b
 _LIMITS = {torch.float64: 1e-3, torch.float32: 5e-3, torch.float16: 0.1, torch.bfloat16: 0.4}
 
 
-def small(sizes: TrialSizes) -> TrialSizes:
+def small(sizes: CheckSizes) -> CheckSizes:
     """The sizes of experiments: square, and short."""
     n = min(_TOKENS, sizes.n_queries, sizes.n_keys)
     return replace(sizes, n_queries=n, n_keys=n)
 
 
-def writes_into_inputs(kernel: InnerKernel, sizes: TrialSizes, causal: bool, seed: int) -> bool:
+def writes_into_inputs(kernel: InnerKernel, sizes: CheckSizes, causal: bool, seed: int) -> bool:
     """Whether a call writes into what it is handed, which may be the caller's."""
     handed = list(sizes.inputs(seed))
     trial = Trial(kernel, tuple(handed), square(sizes.n_keys), causal)
@@ -70,7 +70,7 @@ def writes_into_inputs(kernel: InnerKernel, sizes: TrialSizes, causal: bool, see
     return not same
 
 
-def views_differ(kernel: InnerKernel, sizes: TrialSizes, causal: bool, seed: int) -> bool:
+def views_differ(kernel: InnerKernel, sizes: CheckSizes, causal: bool, seed: int) -> bool:
     """Whether views of larger tensors, whose other elements are quite different, change results."""
     inputs = sizes.inputs(seed)
 
@@ -88,7 +88,7 @@ def views_differ(kernel: InnerKernel, sizes: TrialSizes, causal: bool, seed: int
     return any(exceeds(a, b, most) for a, b in zip(*found, strict=True))
 
 
-def scale_is_ignored(kernel: InnerKernel, sizes: TrialSizes, causal: bool, seed: int) -> str:
+def scale_is_ignored(kernel: InnerKernel, sizes: CheckSizes, causal: bool, seed: int) -> str:
     """What is wrong where twice the scale changes nothing, and twice the queries do; or ""."""
     query, *rest = sizes.inputs(seed)
     scale, task = sizes.head_dim**-0.5, square(sizes.n_keys)
@@ -101,7 +101,7 @@ def scale_is_ignored(kernel: InnerKernel, sizes: TrialSizes, causal: bool, seed:
     return "the scale is ignored" if ignored and exceeds(out(2 * query, scale), usual, 1e-2) else ""
 
 
-def causal_is_not_plain(kernel: InnerKernel, sizes: TrialSizes, causal: bool, seed: int) -> str:
+def causal_is_not_plain(kernel: InnerKernel, sizes: CheckSizes, causal: bool, seed: int) -> str:
     """What is wrong where the last row of a causal call, which sees all keys, is not that of a
     plain one; or "" (as where the kernel does not take both)."""
     if not causal or kernel.refusal(replace(sizes, is_causal=False)) is not None:
@@ -114,7 +114,7 @@ def causal_is_not_plain(kernel: InnerKernel, sizes: TrialSizes, causal: bool, se
 
 
 def wrong_weights(
-    kernel: InnerKernel, sizes: TrialSizes, kinds: list[bool], seed: int
+    kernel: InnerKernel, sizes: CheckSizes, kinds: list[bool], seed: int
 ) -> list[Broken]:
     """What is wrong with the forward of tasks.
 
@@ -128,7 +128,7 @@ class _Weights:
     """Weights and scores of one batch entry."""
 
     def __init__(
-        self, kernel: InnerKernel, sizes: TrialSizes, kinds: list[bool], seed: int
+        self, kernel: InnerKernel, sizes: CheckSizes, kinds: list[bool], seed: int
     ) -> None:
         self.kernel, self.sizes, self.kinds = kernel, replace(sizes, batch_shape=(1,)), kinds
         self.inputs, self.n = self.sizes.inputs(seed), sizes.n_keys
@@ -232,7 +232,7 @@ def _parts(n: int) -> Iterator[Task]:
     yield Task((0,), (Span(0, first // 2, 1), Span(first, second, 1), Span(second, n, 2)))
 
 
-def wrong_gradients(kernel: InnerKernel, sizes: TrialSizes, causal: bool, seed: int) -> str:
+def wrong_gradients(kernel: InnerKernel, sizes: CheckSizes, causal: bool, seed: int) -> str:
     """Which gradient of an uncut call is none of its forward, and how far off; "" if all are right.
 
     The change of ``sum(grad_out * out)`` between two inputs is compared with the change by the

@@ -22,7 +22,7 @@ _ULPS, _ULPS_16_BITS = 6.0, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialSizes(CallShape):
+class CheckSizes(CallShape):
     """The sizes of the calls that a kernel is tried with, causal or not."""
 
     device: torch.device
@@ -43,7 +43,7 @@ class TrialSizes(CallShape):
             drawn(self.heads, self.n_queries, self.value_dim),
         )
 
-    def finest(self, kernel: InnerKernel, is_causal: bool) -> TrialSizes:
+    def finest(self, kernel: InnerKernel, is_causal: bool) -> CheckSizes:
         """The same sizes in the widest dtype that the kernel takes."""
         for dtype in (torch.float64, torch.float32):
             wider = replace(self, dtype=dtype)
