@@ -21,8 +21,16 @@ from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.execution.call import no_bias
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit import document, flex, from_score_mod, prefix_lm, sliding_window
-from quorum_attention.kernels.kit.flex import FlexKernel, assume_stride_multiple, layout, sixteenth
+from quorum_attention.kernels.kit import (
+    document,
+    flex,
+    from_score_mod,
+    prefix_lm,
+    sliding_window,
+    word_layout,
+)
+from quorum_attention.kernels.kit.flex import FlexKernel
+from quorum_attention.kernels.kit.word_layout import assume_stride_multiple, head_stride_sixteenth
 from quorum_attention.kernels.masked.block_table import sides
 from quorum_attention.kernels.masked.functions import over_pairs
 
@@ -120,8 +128,8 @@ def eager_flex(query, key, value, block_mask, *, score_mod, scale):
     """What ``compiled_flex`` makes, on the CPU."""
     for tensor in (query, key, value):
         assert tensor.storage_offset() == 0
-        assert layout(tensor) is not None
-        assume_stride_multiple(tensor, sixteenth(tensor))
+        assert word_layout.word_layout(tensor) is not None
+        assume_stride_multiple(tensor, head_stride_sixteenth(tensor))
     counts = block_mask.kv_num_blocks, block_mask.full_kv_num_blocks
     if int(counts[0].sum() + counts[1].sum()):
         check_lists(block_mask)
@@ -269,7 +277,7 @@ def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:  # 
         given = TaskTensors(task, rectangles, tensors, tensors, tensors, 1.0, is_causal, no_bias)
         found = torch.zeros_like(wanted)
         for region, some in flex.regions(given):
-            launch = kernel._launch(given, region, some)
+            launch = kernel._flex_call(given, region, some)
             if launch is None:
                 continue
             block_mask = launch.block_mask()
@@ -431,8 +439,8 @@ def test_what_lies_in_words_is_not_copied(where: str) -> None:
         "tokens first": whole.transpose(1, 2).contiguous().transpose(1, 2),
         "columns": whole[..., 1:],
     }[where]  # fmt: skip
-    found = flex.laid_out(tensor)
+    found = word_layout.as_word_layout(tensor)
     assert (found.data_ptr() == tensor.data_ptr()) == (where != "columns")
     assert found.storage_offset() == 0
     assert torch.equal(found, tensor)
-    assert (flex.sixteenth(found) is not None) == where.startswith("some")
+    assert (head_stride_sixteenth(found) is not None) == where.startswith("some")

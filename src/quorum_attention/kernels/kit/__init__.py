@@ -6,6 +6,13 @@ from quorum_attention.kernels.kit.longnet import DilatedSetting, LongNetKernel
 from quorum_attention.kernels.kit.masks import causal, document, prefix_lm, sliding_window
 
 __all__ = [
-    "DilatedSetting", "FunctionKernel", "LongNetKernel", "causal", "document", "from_lse_function",
-    "from_score_mod", "prefix_lm", "sliding_window",
-]  # fmt: skip
+    "DilatedSetting",
+    "FunctionKernel",
+    "LongNetKernel",
+    "causal",
+    "document",
+    "from_lse_function",
+    "from_score_mod",
+    "prefix_lm",
+    "sliding_window",
+]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import shown, switch
+from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import CallShape, Extent, Indices, Saved, TaskTensors, Three
 from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
@@ -87,33 +88,39 @@ class FunctionKernel(CallsKernel):
     ) -> None:
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}")
-        for what, given in (("backward", backward), ("workspace", workspace)):
-            if given is not None and not callable(given):
-                raise TypeError(f"{what} must be callable or None, got {shown(given)}")
+        for argument_name, argument in (("backward", backward), ("workspace", workspace)):
+            if argument is not None and not callable(argument):
+                raise TypeError(f"{argument_name} must be callable or None, got {shown(argument)}")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str or None, got {shown(name)}")
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        self.function, self.explicit_backward, self.workspace = function, backward, workspace
+        self.function = function
+        self.explicit_backward = backward
+        self.workspace = workspace
         self.grouped = switch(grouped, "grouped")
         self.positive_scale = switch(positive_scale, "positive_scale")
-        self._wants = _parameters(function, "function")
-        self._backward_wants = () if backward is None else _parameters(backward, "backward")
-        self.position_free = not (self._wants or self._backward_wants)
+        self._optional_names = _optional_parameters(function, "function")
+        self._backward_optional_names: tuple[str, ...] = ()
+        if backward is not None:
+            self._backward_optional_names = _optional_parameters(backward, "backward")
+        self.position_free = not (self._optional_names or self._backward_optional_names)
 
     def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``Kernel``."""
-        own = self.explicit_backward
-        return (self.function,) if own is None else (self.function, own)
+        if self.explicit_backward is None:
+            return (self.function,)
+        return (self.function, self.explicit_backward)
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""
-        named = {"is_causal": False, "scale": 1.0, **_named(self._wants, at)}
-        found: list[torch.Tensor] = []
+        numbers = _optional_arguments(self._optional_names, at)
+        options = {"is_causal": False, "scale": 1.0, **numbers}
+        results: list[torch.Tensor] = []
         for heads in self._heads(query, key):
-            found += self._called(query[:, heads], key, value, **_for_heads(named, heads))
-        return found
+            results += self._called(query[:, heads], key, value, **_for_heads(options, heads))
+        return results
 
     def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -129,52 +136,75 @@ class FunctionKernel(CallsKernel):
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        # What autograd saves in the forward, and as much for the gradients.
+        # Autograd saves the forward's tensors; the gradients need as much.
         workspace = self.workspace or quadratic_workspace
         return 2 * workspace(shape, extent) + MERGE_WORKSPACE_BYTES
 
     def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
-        """See ``CallsKernel``."""
-        own = backward and self.explicit_backward is not None
-        wants = self._backward_wants if own else self._wants
-        for r in task.rectangles:
-            numbers = _named(wants, task.indices(r)) if wants else {}
-            named = {"is_causal": r.causal, "scale": task.scale, **numbers}
-            columns = itemgetter((slice(None), slice(None), slice(r.key_start, r.key_stop)))
+        """Yield a call for each rectangle and each of the heads that one call takes."""
+        names = self._optional_names
+        if backward and self.explicit_backward is not None:
+            names = self._backward_optional_names
+        for rectangle in task.rectangles:
+            numbers = _optional_arguments(names, task.indices(rectangle)) if names else {}
+            options = {"is_causal": rectangle.causal, "scale": task.scale, **numbers}
             for heads in self._heads(task.query, task.key):
-                rows = itemgetter((slice(None), heads, slice(r.query_start, r.query_stop)))
-                inputs = rows(task.query), columns(task.key), columns(task.value)
-                mine = _for_heads(named, heads)
-                forward = partial(self._forward, *inputs, **mine)
-                yield (TaskCall(rows, columns, forward, partial(self._gradients, inputs, mine)),)
+                yield (self._task_call(task, rectangle, heads, _for_heads(options, heads)),)
 
-    def _forward(self, *inputs: torch.Tensor, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _task_call(
+        self, task: TaskTensors, rectangle: Rectangle, heads: slice, options: dict[str, Any]
+    ) -> TaskCall:
+        query_rows = slice(rectangle.query_start, rectangle.query_stop)
+        key_rows = slice(rectangle.key_start, rectangle.key_stop)
+        pick_queries = itemgetter((slice(None), heads, query_rows))
+        pick_keys = itemgetter((slice(None), slice(None), key_rows))
+        inputs = (pick_queries(task.query), pick_keys(task.key), pick_keys(task.value))
+        return TaskCall(
+            rows=pick_queries,
+            keys=pick_keys,
+            forward=partial(self._forward, *inputs, **options),
+            backward=partial(self._gradients, inputs, options),
+        )
+
+    def _forward(self, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            out, lse = self._called(*inputs, **named)
-        return out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0), lse
+            out, lse = self._called(*inputs, **options)
+        has_no_key = (lse == -torch.inf).unsqueeze(-1)
+        return out.masked_fill(has_no_key, 0.0), lse
 
-    def _gradients(self, inputs: Three, named: dict[str, Any], saved: Saved) -> Three:
-        if self.explicit_backward is not None:
-            return self.explicit_backward(saved.grad_out, *inputs, saved.out, saved.lse, **named)
-        plain = {name: recordable(value) for name, value in named.items()}
-        return gradients_by_autograd(partial(self._called, **plain), inputs, saved)
+    def _gradients(self, inputs: Three, options: dict[str, Any], saved: Saved) -> Three:
+        if self.explicit_backward is None:
+            recorded = {name: recordable(value) for name, value in options.items()}
+            return gradients_by_autograd(partial(self._called, **recorded), inputs, saved)
+        return self.explicit_backward(
+            saved.grad_out,
+            *inputs,
+            saved.out,
+            saved.lse,
+            **options,
+        )
 
     def _called(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.function(query, key, value, **named)
-        says = f"kernel {self.name!r} must return"
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise TypeError(f"{says} (out, lse), got {type(found)}")
+        """Call the function, and check what it returns."""
+        results = self.function(query, key, value, **options)
+        if not isinstance(results, tuple) or len(results) != 2:
+            raise TypeError(f"kernel {self.name!r} must return (out, lse), got {type(results)}")
+        out, lse = results
         rows = tuple(query.shape[:3])
-        for what, tensor, shape in zip(
-            ("out", "lse"), found, ((*rows, value.shape[-1]), rows), strict=True
-        ):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{says} a tensor as {what}, got {shown(tensor)}")
-            if tensor.shape != shape:
-                raise ValueError(f"{says} {what} of shape {shape}, got {tuple(tensor.shape)}")
-        return found
+        self._check_result("out", out, (*rows, value.shape[-1]))
+        self._check_result("lse", lse, rows)
+        return out, lse
+
+    def _check_result(self, result_name: str, result: object, shape: tuple[int, ...]) -> None:
+        must_return = f"kernel {self.name!r} must return"
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"{must_return} a tensor as {result_name}, got {shown(result)}")
+        if result.shape != shape:
+            raise ValueError(
+                f"{must_return} {result_name} of shape {shape}, got {tuple(result.shape)}"
+            )
 
 
 from_lse_function = FunctionKernel
@@ -190,95 +220,120 @@ def gradients_by_autograd(
     Args:
         run: ``run(query, key, value) -> (out, lse)`` of the part.
         inputs: query, key and value of the part.
-        saved: of the whole rows.
+        saved: the results of the whole rows.
 
     Raises:
         TypeError: ``run`` has no gradient.
     """
     # Gradients have to be recorded here, also if the caller has turned that off.
     with torch.inference_mode(False), torch.enable_grad():
-        leaves = [recordable(t).detach().requires_grad_() for t in inputs]
-        own_out, own_lse = run(*leaves)
-        if not (own_out.requires_grad and own_lse.requires_grad):
-            which = "an lse" if own_out.requires_grad else "an out"
+        leaves = [recordable(tensor).detach().requires_grad_() for tensor in inputs]
+        part_out, part_lse = run(*leaves)
+        if not (part_out.requires_grad and part_lse.requires_grad):
+            which = "an lse" if part_out.requires_grad else "an out"
             raise TypeError(
                 f"the kernel's function returns {which} without a gradient: both must be "
                 "differentiable, or give backward="
             )
-        upstream = upstream_of(own_out, own_lse, saved)
-        grads = torch.autograd.grad((own_out, own_lse), leaves, upstream, allow_unused=True)
+        grads = torch.autograd.grad(
+            (part_out, part_lse),
+            leaves,
+            upstream_of(part_out, part_lse, saved),
+            allow_unused=True,
+        )
     query, key, value = (
-        torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)
+        torch.zeros_like(leaf) if grad is None else grad
+        for grad, leaf in zip(grads, leaves, strict=True)
     )
     return query, key, value
 
 
 def recordable(value: Any) -> Any:
     """A copy of a tensor of inference mode, which autograd refuses; anything else as it is."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
+    is_refused = isinstance(value, torch.Tensor) and value.is_inference()
+    return value.clone() if is_refused else value
 
 
 def upstream_of(
-    own_out: torch.Tensor,
-    own_lse: torch.Tensor,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
     saved: Saved,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients with respect to a part's own out and lse (see above), in their dtypes.
+    """Gradients with respect to a part's out and lse (module docstring), in their dtypes.
 
     Args:
-        own_out, own_lse: (b, h, rows, dv) and (b, h, rows) of the part.
-        saved: of the whole row, the same shapes.
+        part_out, part_lse: (b, h, rows, dv) and (b, h, rows).
+        saved: the results of the whole rows, of the same shapes.
     """
-    grad_out, out, lse = saved.grad_out, saved.out, saved.lse
+    dtype = saved.lse.dtype
+    grad_part_out = torch.empty_like(part_out)
+    grad_part_lse = torch.empty_like(part_lse)
+    batch, heads, rows, width = part_out.shape
+    row_bytes = max(1, width) * dtype.itemsize
     with torch.no_grad():
-        by_out, by_lse = torch.empty_like(own_out), torch.empty_like(own_lse)
-        batch, heads, rows, width = own_out.shape
         # In blocks, because everything is converted to the dtype of lse.
-        for block in row_blocks(batch, heads, rows, max(1, width) * lse.element_size()):
-            # A row without keys in this part has no share; -inf - -inf would make it NaN.
-            none = own_lse[block] == -torch.inf
-            share = torch.exp(own_lse[block].to(lse.dtype) - lse[block]).masked_fill_(none, 0.0)
-            upstream = grad_out[block].to(lse.dtype) * share.unsqueeze(-1)
-            apart = own_out[block].to(lse.dtype) - out[block].to(lse.dtype)
-            # Where a part is the whole row and its output, rounded, is the row's, the rounding is
-            # all that they are apart; it would be a gradient of scores that have none.
-            same = own_out[block].to(out.dtype) == out[block]
-            same &= (own_lse[block].to(lse.dtype) == lse[block]).unsqueeze(-1)
-            apart.masked_fill_(same.logical_or_(none.unsqueeze(-1)), 0.0)
-            by_out[block] = upstream.to(own_out.dtype)
-            by_lse[block] = (upstream * apart).sum(dim=-1).to(own_lse.dtype)
-    return by_out, by_lse
+        for block in row_blocks(batch, heads, rows, row_bytes):
+            block_out = part_out[block]
+            block_lse = part_lse[block]
+            has_no_key = block_lse == -torch.inf
+            # A row without keys in this part has no weight; -inf - -inf would make it NaN.
+            weight = torch.exp(block_lse.to(dtype) - saved.lse[block])
+            weight = weight.masked_fill_(has_no_key, 0.0)
+            upstream = saved.grad_out[block].to(dtype) * weight.unsqueeze(-1)
+            difference = block_out.to(dtype) - saved.out[block].to(dtype)
+            # Where a part is the whole row and its output, rounded, is the row's, the difference is
+            # rounding alone. It would be a gradient of scores that have none.
+            is_row = block_out.to(saved.out.dtype) == saved.out[block]
+            is_row &= (block_lse.to(dtype) == saved.lse[block]).unsqueeze(-1)
+            is_zero = is_row.logical_or_(has_no_key.unsqueeze(-1))
+            difference.masked_fill_(is_zero, 0.0)
+            grad_part_out[block] = upstream.to(part_out.dtype)
+            grad_part_lse[block] = (upstream * difference).sum(dim=-1).to(part_lse.dtype)
+    return grad_part_out, grad_part_lse
 
 
 def quadratic_workspace(shape: CallShape, extent: Extent) -> int:
     """Bytes of four score matrices in fp32 (fp64 for fp64 inputs), and of copies of the rows."""
     item = max(4, shape.dtype.itemsize)
     lanes = extent.batch * extent.query_heads
-    pairs = lanes * extent.max_queries * extent.max_keys
-    rows = lanes * (extent.max_queries + extent.max_keys)
-    return 4 * pairs * item + 2 * rows * (shape.head_dim + shape.value_dim + 2) * item
+    n_pairs = lanes * extent.max_queries * extent.max_keys
+    n_rows = lanes * (extent.max_queries + extent.max_keys)
+    score_bytes = 4 * n_pairs * item
+    row_bytes = 2 * n_rows * (shape.head_dim + shape.value_dim + 2) * item
+    return score_bytes + row_bytes
 
 
-def _parameters(function: Callable[..., Any], what: str) -> tuple[str, ...]:
-    """Which of the optional parameters a function has."""
-    signature = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
+def _optional_parameters(function: Callable[..., Any], argument_name: str) -> tuple[str, ...]:
+    """The names in ``_OPTIONAL`` that a function has as parameters.
+
+    Raises:
+        TypeError: it lacks a parameter that every call gives.
+    """
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return _OPTIONAL
-    for wanted in ("is_causal", "scale"):
-        if wanted not in signature:
+    for required in ("is_causal", "scale"):
+        if required not in parameters:
             raise TypeError(
-                f"{what} {shown(function)} must have a parameter {wanted!r}: it is called as "
-                f"f(query, key, value, *, is_causal, scale), and has {list(signature)}"
+                f"{argument_name} {shown(function)} must have a parameter {required!r}: it is "
+                f"called as f(query, key, value, *, is_causal, scale), and has {list(parameters)}"
             )
-    return tuple(name for name in _OPTIONAL if name in signature)
+    return tuple(name for name in _OPTIONAL if name in parameters)
 
 
-def _named(wants: tuple[str, ...], at: Indices) -> dict[str, torch.Tensor]:
-    """The optional arguments that a function wants, for some pairs."""
-    every = dict(zip(_OPTIONAL, (at.queries, at.keys, at.heads, at.entries), strict=True))
-    return {name: every[name] for name in wants}
+def _optional_arguments(names: tuple[str, ...], at: Indices) -> dict[str, torch.Tensor]:
+    """The optional arguments of these names, for some pairs."""
+    numbers = {
+        "query_positions": at.queries,
+        "key_positions": at.keys,
+        "head_indices": at.heads,
+        "batch_indices": at.entries,
+    }
+    return {name: numbers[name] for name in names}
 
 
-def _for_heads(named: dict[str, Any], chosen: slice) -> dict[str, Any]:
+def _for_heads(options: dict[str, Any], heads: slice) -> dict[str, Any]:
     """The arguments of a call of some heads."""
-    return {n: value[chosen] if n == "head_indices" else value for n, value in named.items()}
+    if "head_indices" not in options:
+        return options
+    return {**options, "head_indices": options["head_indices"][heads]}

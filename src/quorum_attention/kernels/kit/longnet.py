@@ -69,15 +69,20 @@ class LongNetKernel(CallsKernel):
         return Pairs(n_queries, n_keys, is_causal, self._verdict, share)
 
     def _verdict(self, block: Ranges) -> Verdict:
-        (q0, q1), (k0, k1) = block
-        found = EMPTY
-        for width, dilation in self.settings:
-            if q0 // width <= (k1 - 1) // width and k0 // width <= (q1 - 1) // width:
-                one_segment = min(q0, k0) // width == (max(q1, k1) - 1) // width
-                if dilation == 1 and one_segment:
-                    return FULL
-                found = PARTIAL
-        return found
+        (first_query, query_stop), (first_key, key_stop) = block
+        first_token = min(first_query, first_key)
+        last_token = max(query_stop, key_stop) - 1
+        verdict = EMPTY
+        for segment, dilation in self.settings:
+            begins_before_keys_end = first_query // segment <= (key_stop - 1) // segment
+            ends_after_keys_begin = first_key // segment <= (query_stop - 1) // segment
+            if not (begins_before_keys_end and ends_after_keys_begin):
+                continue
+            in_one_segment = first_token // segment == last_token // segment
+            if dilation == 1 and in_one_segment:
+                return FULL
+            verdict = PARTIAL
+        return verdict
 
     def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -93,8 +98,10 @@ class LongNetKernel(CallsKernel):
 
         if self.full_precision and shape.dtype.itemsize < 4:
             return TiledKernel()
-        every = kernels().values()
-        return next((k for k in every if k.operator and k.refusal(shape) is None), None)
+        for kernel in kernels().values():
+            if kernel.operator and kernel.refusal(shape) is None:
+                return kernel
+        return None
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
@@ -104,61 +111,105 @@ class LongNetKernel(CallsKernel):
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         inner = self._operator(shape) or TiledKernel()
-        # A copy of lse without -inf.
-        own = 9 * extent.batch * extent.query_heads * extent.n_tokens
-        return own + inner.backward_workspace_bytes(shape, self._inside(extent))
+        rows = extent.batch * extent.query_heads * extent.n_tokens
+        lse_without_inf = 9 * rows
+        return lse_without_inf + inner.backward_workspace_bytes(shape, self._inside(extent))
 
     def _inside(self, extent: Extent) -> Extent:
+        """The extent of the calls of the inner kernel."""
         return replace(extent, direct=extent.direct or self.full_precision)
 
     def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
-        """The task as plain or causal calls of a kernel."""
-        heads, inner = task.query.shape[1], self._operator(task.shape(is_causal=task.is_causal))
+        """Yield the task as plain or causal calls of a kernel, each alone in its turn."""
+        inner = self._operator(task.shape(is_causal=task.is_causal))
         assert inner is not None, "refused before"
         stored = torch.float32 if isinstance(inner, TiledKernel) else None
-        # Every dilation-th head has the same offset.
-        for rows, columns, causal, width, dilation, first in (
-            (*part, *setting, first)
-            for r in task.rectangles
-            for part in task.task.contiguous(r)
-            for setting in self.settings
-            for first in range(min(setting.dilation, heads))
-        ):
-            offset, some = (task.first_head + first) % dilation, slice(first, heads, dilation)
-            begins, ends = max(rows.start, columns.start), min(rows.stop, columns.stop)
-            for segment in range(begins // width, (ends - 1) // width + 1):
-                bounds = segment * width, (segment + 1) * width
-                both = [_congruent(side, bounds, offset, dilation) for side in (rows, columns)]
-                if None not in both:
-                    at, keys = (itemgetter((slice(None), some, chosen)) for chosen in both)
-                    inputs = at(task.query), keys(task.key), keys(task.value)
-                    call = Call(*inputs, causal, task.scale, stored=stored)
-                    forward, backwards = inner.whole_forward, inner.whole_backward
-                    yield (TaskCall(at, keys, partial(forward, call), partial(backwards, call)),)
+        for queries, keys, is_causal in _contiguous_parts(task):
+            for query_rows, key_rows, heads in self._kept_rows(task, queries, keys):
+                pick_queries = itemgetter((slice(None), heads, query_rows))
+                pick_keys = itemgetter((slice(None), heads, key_rows))
+                call = Call(
+                    pick_queries(task.query),
+                    pick_keys(task.key),
+                    pick_keys(task.value),
+                    is_causal,
+                    task.scale,
+                    stored=stored,
+                )
+                task_call = TaskCall(
+                    rows=pick_queries,
+                    keys=pick_keys,
+                    forward=partial(inner.whole_forward, call),
+                    backward=partial(inner.whole_backward, call),
+                )
+                yield (task_call,)
+
+    def _kept_rows(
+        self, task: TaskTensors, queries: Rows, keys: Rows
+    ) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield the (query rows, key rows, heads) that are kept together, in local positions.
+
+        Heads that are ``dilation`` apart keep the same rows.
+        """
+        n_heads = task.query.shape[1]
+        for segment, dilation in self.settings:
+            for head in range(min(dilation, n_heads)):
+                remainder = (task.first_head + head) % dilation
+                heads = slice(head, n_heads, dilation)
+                for bounds in _shared_segments(queries, keys, segment):
+                    query_rows = _congruent_rows(queries, bounds, remainder, dilation)
+                    key_rows = _congruent_rows(keys, bounds, remainder, dilation)
+                    if query_rows is not None and key_rows is not None:
+                        yield query_rows, key_rows, heads
+
+
+def _contiguous_parts(task: TaskTensors) -> Iterator[tuple[Rows, Rows, bool]]:
+    """Yield the task's rectangles in parts whose queries and keys are consecutive tokens."""
+    for rectangle in task.rectangles:
+        yield from task.task.contiguous(rectangle)
+
+
+def _shared_segments(queries: Rows, keys: Rows, segment: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last token (exclusive) of the segments that both may have tokens of."""
+    first_token = max(queries.start, keys.start)
+    stop_token = min(queries.stop, keys.stop)
+    first_start = first_token // segment * segment
+    for start in range(first_start, stop_token, segment):
+        yield start, start + segment
 
 
 def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:
+    """The settings of a kernel.
+
+    Raises:
+        TypeError, ValueError: they make no sense.
+    """
     try:
-        found = tuple(DilatedSetting(*setting) for setting in settings)
+        pairs = tuple(DilatedSetting(*setting) for setting in settings)
     except TypeError:
-        says = f"settings must be (segment, dilation) pairs, got {shown(settings)}"
-        raise TypeError(says) from None
-    if not found:
+        raise TypeError(
+            f"settings must be (segment, dilation) pairs, got {shown(settings)}"
+        ) from None
+    if not pairs:
         raise ValueError("settings must name at least one (segment, dilation)")
-    for segment, dilation in found:
+    for segment, dilation in pairs:
         if whole_number(segment, "segment", 1) % whole_number(dilation, "dilation", 1):
             raise ValueError(
                 "a segment must be a positive multiple of its dilation, got "
                 f"{segment} and {dilation}"
             )
-    return found
+    return pairs
 
 
-def _congruent(rows: Rows, bounds: tuple[int, int], offset: int, step: int) -> slice | None:
-    """Local positions of the rows within bounds that are ``offset`` modulo ``step``."""
-    some = rows.within(*bounds)
-    if some is None:
+def _congruent_rows(
+    rows: Rows, bounds: tuple[int, int], remainder: int, dilation: int
+) -> slice | None:
+    """Local positions of the rows within bounds that are ``remainder`` modulo ``dilation``."""
+    inside = rows.within(*bounds)
+    if inside is None:
         return None
-    first = some.start + (offset - some.start) % step
-    shift = some.start - some.local
-    return slice(first - shift, some.stop - shift, step) if first < some.stop else None
+    first = inside.start + (remainder - inside.start) % dilation
+    if first >= inside.stop:
+        return None
+    shift = inside.start - inside.local
+    return slice(first - shift, inside.stop - shift, dilation)

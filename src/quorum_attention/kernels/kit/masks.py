@@ -52,5 +52,6 @@ def document(ids: torch.Tensor) -> Geometry:
     if ids.ndim != 1 or ids.is_floating_point():
         raise ValueError("ids must be one dimension of integers")
     with outside():
-        own = ids.detach().cpu().numpy().astype(np.int64)  # a copy: verdicts on blocks stay right
-    return Geometry(rules=(EqualIds(own, own),))
+        # A copy: verdicts on blocks stay right if the caller writes to the ids.
+        copied_ids = ids.detach().cpu().numpy().astype(np.int64)
+    return Geometry(rules=(EqualIds(copied_ids, copied_ids),))
