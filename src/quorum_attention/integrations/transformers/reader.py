@@ -92,10 +92,10 @@ class Equal(NamedTuple):
 class Either(NamedTuple):
     """Pairs that at least one of these keeps."""
 
-    masks: tuple[PairMask, ...]
+    masks: tuple[KeptPairs, ...]
 
 
-class PairMask(_Symbol):
+class KeptPairs(_Symbol):
     """Pairs that meet all conditions; it answers like a tensor.
 
     Attributes:
@@ -105,25 +105,25 @@ class PairMask(_Symbol):
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
-    def __and__(self, other: Any) -> PairMask:
-        return PairMask(*self.parts, *_kept(other).parts)
+    def __and__(self, other: Any) -> KeptPairs:
+        return KeptPairs(*self.parts, *_kept(other).parts)
 
-    def __or__(self, other: Any) -> PairMask:
-        return PairMask(Either((self, _kept(other))))
+    def __or__(self, other: Any) -> KeptPairs:
+        return KeptPairs(Either((self, _kept(other))))
 
 
 class _Nothing(_Symbol):
     """No pair, to which others are joined."""
 
-    def __or__(self, other: Any) -> PairMask:
+    def __or__(self, other: Any) -> KeptPairs:
         return _kept(other)
 
 
-def _kept(what: Any) -> PairMask:
+def _kept(what: Any) -> KeptPairs:
     plain = isinstance(what, Numbers) and what.plain
     if plain and what.table is not None and what.table.dtype == torch.bool:
-        return PairMask(what)
-    if not isinstance(what, PairMask):
+        return KeptPairs(what)
+    if not isinstance(what, KeptPairs):
         raise UnknownError
     return what
 
@@ -143,9 +143,9 @@ class Numbers(_Symbol):
         """Whether these are the table's numbers, or the positions, themselves."""
         return self.shift == 0 and self.divisor == 1
 
-    def new_ones(self, *_: Any, **__: Any) -> PairMask:
+    def new_ones(self, *_: Any, **__: Any) -> KeptPairs:
         """Every pair."""
-        return PairMask()
+        return KeptPairs()
 
     def new_zeros(self, *_: Any, **__: Any) -> _Nothing:
         """No pair."""
@@ -164,7 +164,7 @@ class Numbers(_Symbol):
             raise UnknownError
         return replace(self, divisor=number)
 
-    def __and__(self, other: Any) -> PairMask:
+    def __and__(self, other: Any) -> KeptPairs:
         return _kept(self).__and__(other)
 
     def __eq__(self, other: object) -> Any:
@@ -173,32 +173,34 @@ class Numbers(_Symbol):
         same = self.table is other.table and self.divisor == other.divisor
         if not same or self.shift or other.shift or (self.table is None and self.divisor == 1):
             raise UnknownError
-        return PairMask(Equal(self.table, self.divisor))
+        return KeptPairs(Equal(self.table, self.divisor))
 
-    def _at_most(self, other: Any, more: int) -> PairMask:
+    def _at_most(self, other: Any, more: int) -> KeptPairs:
         """Pairs with ``self <= other + more``."""
         if not isinstance(other, Numbers) or other.of_key == self.of_key:
             raise UnknownError
         bound = other.shift - self.shift + more
         if self.divisor * other.divisor != 1 or self.table is not other.table or bound < 0:
             raise UnknownError  # or a band beside the diagonal
-        return PairMask(Near(self.table, *((None, bound) if self.of_key else (bound, None))))
+        return KeptPairs(Near(self.table, *((None, bound) if self.of_key else (bound, None))))
 
-    def __le__(self, other: Any) -> PairMask:
+    def __le__(self, other: Any) -> KeptPairs:
         return self._at_most(other, 0)
 
-    def __lt__(self, other: Any) -> PairMask:
+    def __lt__(self, other: Any) -> KeptPairs:
         return self._at_most(other, -1)
 
-    def __ge__(self, other: Any) -> PairMask:
+    def __ge__(self, other: Any) -> KeptPairs:
         if isinstance(other, Numbers):
             return other._at_most(self, 0)
         if other != 0 or not self.plain:
             raise UnknownError
         # No position is below 0.
-        return PairMask() if self.table is None else PairMask(Numbers(self.of_key, self.table >= 0))
+        return (
+            KeptPairs() if self.table is None else KeptPairs(Numbers(self.of_key, self.table >= 0))
+        )
 
-    def __gt__(self, other: Any) -> PairMask:
+    def __gt__(self, other: Any) -> KeptPairs:
         if not isinstance(other, Numbers):
             raise UnknownError
         return other._at_most(self, -1)
@@ -227,7 +229,7 @@ class _Distance(_Symbol):
     def __abs__(self) -> _Distance:
         return replace(self, absolute=True)
 
-    def __le__(self, most: Any) -> PairMask:
+    def __le__(self, most: Any) -> KeptPairs:
         if not self.absolute or not isinstance(most, int):
             raise UnknownError
         return _kept(self.one._at_most(self.other, most) & self.other._at_most(self.one, most))
@@ -253,7 +255,7 @@ class _Lookups(TorchFunctionMode):
         return function(*args, **(named or {}))
 
 
-def conditions_of(function: MaskFunction) -> PairMask:
+def conditions_of(function: MaskFunction) -> KeptPairs:
     """What ``function`` asks of a pair.
 
     Raises:
@@ -279,7 +281,7 @@ def mask_of(function: MaskFunction, sizes: MaskSizes, padding: torch.Tensor | No
         )
 
 
-def described(kept: PairMask, sizes: MaskSizes, padding: torch.Tensor | None = None) -> Mask:
+def described(kept: KeptPairs, sizes: MaskSizes, padding: torch.Tensor | None = None) -> Mask:
     """The conditions as the fields of a ``Mask``, without those that mask nothing here.
 
     Args:
@@ -338,7 +340,7 @@ def _limit(limits: list[int | None], furthest: int) -> int:
     return -1 if far else smallest
 
 
-def _check_counts(counts: torch.Tensor, kept: PairMask, sizes: MaskSizes) -> None:
+def _check_counts(counts: torch.Tensor, kept: KeptPairs, sizes: MaskSizes) -> None:
     """Nothing, if two tokens of one document are as far apart by ``counts`` as by position.
 
     Raises:

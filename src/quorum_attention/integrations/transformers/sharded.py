@@ -150,7 +150,7 @@ def _found(
     tokens = reader.MaskSizes(batch, sum(sizes), sum(sizes), 0, 0, device)
     real = torch.cat(kept, dim=1)
     padding = None if bool(real.all()) else real.to(device)
-    return reader.described(reader.PairMask(*asked), tokens, padding), sizes
+    return reader.described(reader.KeptPairs(*asked), tokens, padding), sizes
 
 
 def _documents(positions: tuple[torch.Tensor, ...], packed: bool) -> torch.Tensor | None:
