@@ -16,16 +16,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 311,
-    "tangled functions": 86,
-    "vague names": 1285,
-    "riddles": 219,
-    "tuples assigned to tuples": 513,
-    "formatter switched off": 163,
-    "class names defined twice": 19,
-    "records with several names": 8,
+    "packed functions": 286,
+    "tangled functions": 80,
+    "vague names": 1171,
+    "riddles": 203,
+    "tuples assigned to tuples": 480,
+    "formatter switched off": 157,
+    "class names defined twice": 0,
+    "records with several names": 3,
 }
-NODES_PER_LINE = 13.3
+NODES_PER_LINE = 12.9
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16
