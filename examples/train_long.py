@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from quorum_attention.recipes import long_context
-from quorum_attention.sizes import format_bytes, parse_count
+from quorum_attention.units import format_bytes, parse_count
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-8B": {

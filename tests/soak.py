@@ -189,9 +189,9 @@ def held() -> dict[str, float]:
     """What this process holds by itself, workers ended and caches of bounded size emptied."""
     import torch
 
-    from quorum_attention import pool
+    from quorum_attention import devices
 
-    pool.close()
+    devices.close()
     torch._dynamo.reset()
     for found in gc.get_objects():
         if type(found) is functools._lru_cache_wrapper:

@@ -16,11 +16,11 @@ import torch
 from helpers_late_cuda import stand_in
 
 import quorum_attention
+from quorum_attention.bench.limits import PeakMemory
 from quorum_attention.devices import buffers
 from quorum_attention.execution.device import cuda
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.kernels import merge
-from quorum_attention.limits import PeakMemory
 from quorum_attention.threads import started_executors
 
 SOURCES = sorted(Path(quorum_attention.__file__).parent.rglob("*.py"))

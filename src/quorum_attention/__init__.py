@@ -65,7 +65,7 @@ __all__ = [
 
 
 # What is used by its subpackage's name, as in ``quorum_attention.distributed.attention``.
-_SUBPACKAGES = ("devices", "distributed", "integrations", "pool", "recipes")
+_SUBPACKAGES = ("devices", "distributed", "integrations", "recipes")
 
 
 def __getattr__(name: str) -> Any:

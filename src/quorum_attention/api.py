@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, RunOptions, call_options
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.direct import attention_results, checked_request
+from quorum_attention.dispatch import attention_results, checked_request
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.torch_private import (
     has_own_torch_function,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from quorum_attention.counts import one_of, real_number, shown, whole_number
+from quorum_attention.argument_checks import one_of, real_number, shown, whole_number
 from quorum_attention.keywords import helps_with_fields
 
 Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

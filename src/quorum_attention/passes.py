@@ -41,7 +41,7 @@ from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.torch_private import numbers_only
 from quorum_attention.planner.decide import Decision, both_passes, decide, with_plan
 from quorum_attention.planner.plan import Plan, log_cut
-from quorum_attention.sizes import format_bytes, format_least
+from quorum_attention.units import format_bytes, format_least
 
 _Result = TypeVar("_Result")
 _CASTS = "casts of the inputs"
@@ -60,7 +60,7 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
 
 def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     if request.decisions is not None:
-        # Calls that share a request may differ in how many keys they have (``direct``).
+        # Calls that share a request may differ in how many keys they have (``dispatch``).
         shape = replace(request.shape, n_keys=tensors.key.shape[-2])
         request = replace(request, shape=shape)
     shape, out, lse, query = request.shape, request.out, request.lse, tensors.query
@@ -182,7 +182,7 @@ def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hasha
 
 
 def _keep(request: Request, backward_inputs: BackwardInputs | None, decision: Decision) -> None:
-    """Keep a decision for one kernel call, if the request serves later calls too (``direct``)."""
+    """Keep a decision for one kernel call, if the request serves later calls too (``dispatch``)."""
     if request.decisions is not None and _is_one_call(decision, request):
         request.decisions[_pass_key(request, backward_inputs)] = decision.problem
 

@@ -32,7 +32,7 @@ from quorum_attention.call.torch_modules import (
     watch_weights,
 )
 from quorum_attention.call.validation import is_causal_bias
-from quorum_attention.direct import checked_request
+from quorum_attention.dispatch import checked_request
 from quorum_attention.kernels.torch_private import PLAIN, capturing, is_fake, is_traced
 from quorum_attention.operator import as_operator
 

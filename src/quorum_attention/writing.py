@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from quorum_attention.sizes import format_bytes
+from quorum_attention.units import format_bytes
 
 UNFINISHED = ".unfinished"
 

@@ -16,9 +16,9 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.bench import child
+from quorum_attention.bench.limits import ran_out
+from quorum_attention.bench.verification import sampled_errors
 from quorum_attention.cli import main, recover
-from quorum_attention.limits import ran_out
-from quorum_attention.verification import sampled_errors
 
 SIZES = ["--tokens", "2048", "--heads", "8", "--device", "cpu", "--causal"]
 PROCESS = recover._PROCESS_BYTES
@@ -147,7 +147,7 @@ def test_the_peak_is_counted_from_where_the_limit_is() -> None:
 
 _FILLS = """
 import json, time, torch
-from quorum_attention.limits import PeakMemory
+from quorum_attention.bench.limits import PeakMemory
 limit, kept = 64 << 20, []
 with PeakMemory(torch.device("cpu")) as peak:
     early = torch.empty(10 << 20, dtype=torch.uint8)  # between the start and the limit

@@ -140,7 +140,7 @@ def test_every_raw_file_is_read_or_linked() -> None:
 
 
 # Subpackages whose names are public too.
-PARTS = ("pool", "distributed", "recipes", "decomposition", "kernels", "kernels.kit")
+PARTS = ("devices", "distributed", "recipes", "decomposition", "kernels", "kernels.kit")
 
 
 def public() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from helpers_masks import RULES, check, few_at_a_time, off, random_mask
 
 import quorum_attention as qa
-from quorum_attention import Mask, direct
+from quorum_attention import Mask, dispatch
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.fa4 import version
 
@@ -57,7 +57,7 @@ PLAIN = (
 def test_random_calls_again_and_again_against_float64(seed: int) -> None:
     """The second and third time they are what they were the first."""
     draw = random.Random(random.random() + seed)
-    direct._CACHE.clear()
+    dispatch._CACHE.clear()
     drawn = Drawn(draw, [64, 300, 1024], [5, 200, 900], (64, 128, 40))
     mask = draw.choice(PLAIN)
     drawn.options.pop("depth", None)
@@ -132,12 +132,12 @@ def test_neither_window_nor_rule_takes_a_mask_of_queries_times_keys(budget: str 
 
 
 def test_a_long_window_is_remembered_and_a_second_derivative_is_refused() -> None:
-    direct._CACHE.clear()
+    dispatch._CACHE.clear()
     q, k, v = (torch.randn(1, 8, 40_000, 64, device="cuda").bfloat16() for _ in range(3))
     q.requires_grad_()
     mask = qa.Mask(causal=True, window=512)
     first = qa.attention(q, k, v, mask)
-    assert [len(request.decisions or ()) for request in direct._CACHE.values()] == [1]
+    assert [len(request.decisions or ()) for request in dispatch._CACHE.values()] == [1]
     second = qa.attention(q, k, v, mask)
     assert torch.equal(first, second)
     assert type(second.grad_fn).__name__ == "AttentionBackward"

@@ -14,7 +14,7 @@ from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention import direct
+from quorum_attention import dispatch
 from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.limits import CallLimits
 
@@ -210,7 +210,7 @@ def test_a_mask_gradient_within_its_budget() -> None:
 
 
 def test_where_memory_has_run_out_since_the_call_is_planned_anew() -> None:
-    direct._CACHE.clear()
+    dispatch._CACHE.clear()
     # In fp16 at once: half of a freed tensor in fp32 would be room for another output.
     drawn = {"dtype": torch.float16, "device": "cuda"}
     q, k, v = (torch.randn(1, 8, 262_144, 64, **drawn) for _ in range(3))

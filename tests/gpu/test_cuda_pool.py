@@ -115,7 +115,7 @@ def test_a_cpu_beside_a_gpu_and_all_by_name() -> None:
     try:
         compare("all", inputs(2, 1, 1000, "cuda:0"), is_causal=True)
     finally:
-        qa.pool.close()
+        qa.devices.close()
 
 
 @pytest.mark.parametrize("n", [70_000, 131_072])

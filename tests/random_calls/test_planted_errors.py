@@ -11,7 +11,7 @@ from helpers_attention import attention, masked
 from helpers_planted_errors import FUNCTIONS, of_gradients, of_results, of_scores
 
 import quorum_attention as qa
-from quorum_attention import direct
+from quorum_attention import dispatch
 from quorum_attention.execution import call as execution_call
 from quorum_attention.kernels import rectangles
 from quorum_attention.kernels.kit import from_lse_function
@@ -85,11 +85,11 @@ def test_a_mask_that_is_rounded_is_found(content, monkeypatch) -> None:
     cases = [Case(seed, **sizes, dtype="bfloat16", mask=mask) for seed in range(4)]
     assert {check(case).outcome for case in cases} == {"right"}
     monkeypatch.setattr(execution_call, "is_rounded", lambda mask, inputs: False)
-    direct._CACHE.clear()
+    dispatch._CACHE.clear()
     try:
         assert [check(case).outcome for case in cases].count("wrong") >= 3
     finally:
-        direct._CACHE.clear()
+        dispatch._CACHE.clear()
 
 
 PLAIN = Case(

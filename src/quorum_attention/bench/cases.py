@@ -13,7 +13,7 @@ import torch
 
 import quorum_attention
 from quorum_attention.bench.child import FAILED, METHODS, OUT_OF_MEMORY, Measurement, Spec
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 Measure = Callable[[str, Spec], Measurement]
 

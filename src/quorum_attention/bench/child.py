@@ -22,25 +22,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quorum_attention.api import attention_backward, attention_with_lse
+from quorum_attention.bench.limits import PeakMemory, ran_out, warm_up
+from quorum_attention.bench.verification import sampled_errors
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
 from quorum_attention.files.inputs import read_inputs
-from quorum_attention.limits import PeakMemory, ran_out, warm_up
 from quorum_attention.progress import load_bars, progress_bar
-from quorum_attention.sizes import format_bytes
-from quorum_attention.verification import sampled_errors
+from quorum_attention.units import format_bytes
 
 OK, OUT_OF_MEMORY, UNSUPPORTED, FAILED = "ok", "out of memory", "not supported", "failed"
 RESULTS = ("out", "grad_query", "grad_key", "grad_value")
 # A small call first loads all code on the way, and makes libraries allocate what they keep.
 WARM_TOKENS = 512
-# ``end_with`` comes first: importing torch takes seconds.
+# ``die_with_parent`` comes first: importing torch takes seconds.
 CODE = """
 import sys
-from quorum_attention.lifetime import end_with
+from quorum_attention.bench.lifetime import die_with_parent
 
-end_with(int(sys.argv[1]))
+die_with_parent(int(sys.argv[1]))
 from quorum_attention.bench.child import main
 
 main(sys.argv[2])

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quorum_attention.argument_checks import shown, switch
 from quorum_attention.call.request import Request, refuse_transforms
 from quorum_attention.call.validation import Tensors, as_tensor, check_apart, check_tensor
-from quorum_attention.counts import shown, switch
 from quorum_attention.execution.call import (
     Three,
     are_kernel_readable,

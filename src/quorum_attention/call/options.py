@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 from torch.utils._contextlib import context_decorator
 
-from quorum_attention.counts import one_of, shown, whole_number
+from quorum_attention.argument_checks import one_of, shown, whole_number
 from quorum_attention.execution.device.lookup import available_device, best_device, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
@@ -28,7 +28,7 @@ from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.keywords import check_names, names_of, unknown_option
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan, PlannerOptions
-from quorum_attention.sizes import parse_bytes
+from quorum_attention.units import parse_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

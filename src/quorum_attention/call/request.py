@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from quorum_attention.argument_checks import chance, real_number, switch, whole_number
 from quorum_attention.call.capture import check_capture, keep_for_replays
 from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
-from quorum_attention.counts import chance, real_number, switch, whole_number
 from quorum_attention.execution.call import bias_shape
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import Report
@@ -68,7 +68,7 @@ class Request:
         runner: runs the passes on several devices; None: ``options.device`` does.
         lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's dtype, in
             memory that the budget does not count; None: it is made.
-        decisions: of a request that serves later calls too (``direct``), those of its passes that
+        decisions: of a request that serves later calls too (``dispatch``), those of its passes that
             are one kernel call; None: it serves one call.
     """
 

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from quorum_attention.argument_checks import shown, switch
 from quorum_attention.call.options import Arguments
 from quorum_attention.call.overlap import Mappings, overlaps_itself
-from quorum_attention.counts import shown, switch
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
 from quorum_attention.execution.problem import DTYPE_NAMES, check_dtype
 from quorum_attention.kernels.protocol import DTYPES, CallShape
 from quorum_attention.kernels.torch_private import PLAIN, has_tangent
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 # The replacement that an error names, by the class of a refused tensor.
 _INSTEAD_OF = {

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
+from quorum_attention.argument_checks import real_number, shown, switch, whole_number
 from quorum_attention.checking import causes
 from quorum_attention.checking.diagnosis import (
     causal_is_not_plain,
@@ -22,7 +23,6 @@ from quorum_attention.checking.diagnosis import (
 )
 from quorum_attention.checking.result import Broken, CaseResult, CheckResult, Verdict
 from quorum_attention.checking.trial import CheckSizes, distance, limit, repeated, size
-from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import InnerKernel, get_kernel
@@ -30,7 +30,7 @@ from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner import plan
 from quorum_attention.progress import progress_bar
 from quorum_attention.quorums import quorum_size
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 _GRADIENTS = ("grad_query", "grad_key", "grad_value")
 # Sizes that are named so differ in their dtype alone.

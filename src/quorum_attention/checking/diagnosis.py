@@ -27,7 +27,7 @@ from quorum_attention.checking.trial import (
 )
 from quorum_attention.decomposition import Decomposition, Span, Task
 from quorum_attention.kernels import InnerKernel, Statistics, merge_
-from quorum_attention.sizes import format_error
+from quorum_attention.units import format_error
 
 _TOKENS = 101
 # Weights that differ by less are rounded, in as few bits as bfloat16 has.

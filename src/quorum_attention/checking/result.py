@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from quorum_attention.sizes import counted, format_error
+from quorum_attention.units import counted, format_error
 
 Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
 

@@ -15,7 +15,7 @@ from quorum_attention.bench.cases import EXPERIMENTS, USUAL, about
 from quorum_attention.bench.child import METHODS, Measurement, Spec, run_child
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 from quorum_attention.writing import write_text
 
 # Of one measurement.

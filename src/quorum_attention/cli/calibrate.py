@@ -11,7 +11,7 @@ from typing import Any
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.planner.calibration import Calibration, calibrate
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 
 def add_to(commands: Any) -> None:

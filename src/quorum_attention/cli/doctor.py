@@ -16,7 +16,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.cache import refusal
 from quorum_attention.planner.calibration import hardware_of
-from quorum_attention.sizes import format_bytes
+from quorum_attention.units import format_bytes
 
 _OPTIONAL = (
     "triton", "flash-attn-4", "nvidia-cutlass-dsl", "matplotlib", "cuda-bindings", "safetensors",

@@ -18,7 +18,7 @@ from quorum_attention.recipes import step
 from quorum_attention.recipes.checkpoints import host_room, page_locked_share
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.remedies import advice, longest_that_fits, switch_until_it_fits
-from quorum_attention.sizes import counted, format_bytes
+from quorum_attention.units import counted, format_bytes
 
 
 def add_to(commands: Any) -> None:

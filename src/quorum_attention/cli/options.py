@@ -12,7 +12,7 @@ import torch
 
 from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import protocol
-from quorum_attention.sizes import parse_bytes, parse_count
+from quorum_attention.units import parse_bytes, parse_count
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in protocol.DTYPES}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}

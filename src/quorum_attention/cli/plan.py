@@ -13,7 +13,7 @@ from quorum_attention.devices.scheduler import SPEEDS, simulate
 from quorum_attention.execution.device.lookup import best_device, named_device
 from quorum_attention.pictures import check_drawable, draw_gantt
 from quorum_attention.planner import Plan, plan
-from quorum_attention.sizes import counted, format_seconds
+from quorum_attention.units import counted, format_seconds
 
 _ENTRY = re.compile(r"(?:([1-9]\d{0,3})x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9]+[.]?[0-9]*))?")
 

@@ -28,7 +28,7 @@ from quorum_attention.files.inputs import read_inputs
 from quorum_attention.pictures import check_drawable, draw_recovery
 from quorum_attention.planner import Plan, plan
 from quorum_attention.planner.decide import both_passes
-from quorum_attention.sizes import (
+from quorum_attention.units import (
     counted,
     format_bytes,
     format_error,

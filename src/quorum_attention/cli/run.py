@@ -25,7 +25,7 @@ from quorum_attention.files.run import Mode, Ran, described, output_of, run_call
 from quorum_attention.kernels import get_kernel
 from quorum_attention.planner.estimate import words_of
 from quorum_attention.progress import progress_bar
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 _amount = shared.number_of("a number of at least 0", lambda number: 0 <= number < 1e6)
 # What changes no number of the result, and may be another when a call is resumed.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_, or_
 
-from quorum_attention.counts import whole_number
+from quorum_attention.argument_checks import whole_number
 from quorum_attention.decomposition.decomposition import Task
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.pairs import (

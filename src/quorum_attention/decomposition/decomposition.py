@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
+from quorum_attention.argument_checks import whole_number
 from quorum_attention.arithmetic import ceil_div, round_up
-from quorum_attention.counts import whole_number
 from quorum_attention.decomposition.intervals import Interval, Rows, joined, union
 from quorum_attention.decomposition.rectangles import Rectangle, clip, cover, cut
 from quorum_attention.quorums import interest_set, quorum_size

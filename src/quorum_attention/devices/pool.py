@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 
+from quorum_attention.argument_checks import shown, whole_number
 from quorum_attention.autograd import attend
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.gradients import BackwardInputs
@@ -25,7 +26,6 @@ from quorum_attention.call.options import Arguments, Budget, CallOptions, Severa
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, as_tensor
-from quorum_attention.counts import shown, whole_number
 from quorum_attention.devices.buffers import InFile, give_back, share, shared_result
 from quorum_attention.devices.partition import Sums, pieces_of
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
@@ -46,7 +46,7 @@ from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.passes import progress_of
-from quorum_attention.sizes import counted, parse_bytes
+from quorum_attention.units import counted, parse_bytes
 
 # Options of a pool's call that `Pool.attention` does not name.
 _OPTIONS = ("budget", "depth", "kernel", "accumulator", "progress", "plan")

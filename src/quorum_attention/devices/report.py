@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quorum_attention.execution.report import PassReport, Report
-from quorum_attention.sizes import counted, format_bytes, format_seconds
+from quorum_attention.units import counted, format_bytes, format_seconds
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner.calibration import calibrated_flops
 from quorum_attention.planner.rates import assumed_hardware
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 # Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
 # forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an

@@ -22,9 +22,9 @@ from typing import Any, cast
 import torch
 import torch.multiprocessing
 
+from quorum_attention.argument_checks import shown
 from quorum_attention.call.block import BlockResults, CallBlock, WholeCall
 from quorum_attention.call.options import CallOptions
-from quorum_attention.counts import shown
 from quorum_attention.devices.buffers import Handles, MappedBuffers, prefaulting
 from quorum_attention.errors import BudgetError, is_out_of_memory
 from quorum_attention.execution.device.host_memory import bytes_of_host, is_locked

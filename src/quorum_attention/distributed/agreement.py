@@ -16,11 +16,11 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from quorum_attention.counts import one_of, shown, whole_number
+from quorum_attention.argument_checks import one_of, shown, whole_number
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 # What a call is, by the names of its arguments; the values are plain.
 Signature = Mapping[str, object]

@@ -31,8 +31,8 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.passes import compute_block
-from quorum_attention.sizes import counted as in_words
-from quorum_attention.sizes import format_bytes
+from quorum_attention.units import counted as in_words
+from quorum_attention.units import format_bytes
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from quorum_attention.argument_checks import shown
 from quorum_attention.call.torch_modules import (
     restore_fast_path,
     switch_fast_path_off,
     watch_weights,
 )
-from quorum_attention.counts import shown
 from quorum_attention.distributed.attention import attention
 from quorum_attention.keywords import check_names
 

@@ -34,7 +34,7 @@ from quorum_attention.execution.problem import Group, group_part
 from quorum_attention.kernels.dropout import dropped_bytes
 from quorum_attention.kernels.protocol import CallShape, Saved
 from quorum_attention.kernels.reference import PLAIN, BackwardRows, QueryBlock, runs
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from quorum_attention.argument_checks import shown
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.counts import shown
 from quorum_attention.decomposition import Pairs
 from quorum_attention.decomposition.layouts import Pieces
 from quorum_attention.decomposition.rectangles import Batch
@@ -30,7 +30,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.scaling import Scaling
-from quorum_attention.sizes import format_bytes
+from quorum_attention.units import format_bytes
 
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 

@@ -8,7 +8,7 @@ from os import PathLike
 from threading import Lock
 from typing import Any
 
-from quorum_attention.sizes import counted, format_bytes, format_seconds
+from quorum_attention.units import counted, format_bytes, format_seconds
 
 # One for all: it is held for a few additions, and a lock of its own would keep a total from being
 # copied or pickled.

@@ -26,7 +26,7 @@ from quorum_attention.execution.problem import (
 from quorum_attention.execution.trimmed_tasks import TrimmedSizes
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.quorums import quorum_size
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 # See ``Route.run``.
 Attempt = Callable[["Schedule", RecoveryController, Tools], Iterator[int]]

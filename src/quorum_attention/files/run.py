@@ -33,7 +33,7 @@ from quorum_attention.files import formats
 from quorum_attention.files.compute import Compute, FileCall, Settings, Work, compute_here
 from quorum_attention.files.formats import SUFFIX, Wanted
 from quorum_attention.files.inputs import Seen
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 LOCK, PROGRESS = "lock", "progress.json"
 # Results, and folders of partial states beside them. Each beginning has a number of its own, so

@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from quorum_attention.counts import shown
+from quorum_attention.argument_checks import shown
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.kernels.cache import load, remembered, store
 from quorum_attention.kernels.dropout import Dropout
@@ -31,7 +31,7 @@ from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.tensors import Pick
 from quorum_attention.kernels.torch_private import capturing, flash_implementation, outside
 from quorum_attention.kernels.vendors import CpuKernel, CudnnKernel, EfficientKernel, FlashKernel
-from quorum_attention.sizes import format_error
+from quorum_attention.units import format_error
 
 _KERNELS: dict[str, Kernel] = {}
 _registered = 0

@@ -24,7 +24,7 @@ from quorum_attention.errors import OutOfMemoryError, is_out_of_memory
 from quorum_attention.execution.device.allocate import page_locked
 from quorum_attention.execution.device.host_memory import PAGE_BYTES
 from quorum_attention.execution.device.lookup import HOST, available_device, backend_of, on_host
-from quorum_attention.sizes import format_bytes, parse_bytes
+from quorum_attention.units import format_bytes, parse_bytes
 from quorum_attention.writing import reserve
 
 # A share of the free host memory that no cache takes: other programs, and the system's own buffers.

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.argument_checks import whole_number
 from quorum_attention.arithmetic import round_up
-from quorum_attention.counts import whole_number
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.long_prompts.places import CachePlaces, Place
 

@@ -16,7 +16,7 @@ from typing import Any
 from quorum_attention.decomposition import Decomposition, Pairs, Rectangle, Task
 from quorum_attention.extras import install_hint
 from quorum_attention.pictures.geometry import Point, blocks, corners, kept, shallow
-from quorum_attention.sizes import counted, format_bytes, format_seconds
+from quorum_attention.units import counted, format_bytes, format_seconds
 from quorum_attention.writing import check_target, replacing
 
 INK = "#22262b"

@@ -29,7 +29,7 @@ from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Plan, PlannerOptions
 from quorum_attention.planner.price import forward_flops, kernel_hardware, least_seconds
 from quorum_attention.planner.search import PlanConstraints, choose, refitted, short_call
-from quorum_attention.sizes import format_bytes, format_least
+from quorum_attention.units import format_bytes, format_least
 
 _Found = TypeVar("_Found")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from quorum_attention.counts import chance, one_of, shown, switch, whole_number
+from quorum_attention.argument_checks import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import bias_shape
 from quorum_attention.execution.device.lookup import (
@@ -39,7 +39,7 @@ from quorum_attention.planner.plan import Plan, is_cut
 from quorum_attention.planner.price import forward_flops
 from quorum_attention.planner.search import PlanConstraints
 from quorum_attention.quorums import quorum_size
-from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
+from quorum_attention.units import format_bytes, format_seconds, parse_bytes
 
 # The largest size of anything: torch counts in 64 bits.
 _MOST = 2**63 - 1

@@ -34,7 +34,7 @@ from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import kernel_hardware, least_cost, least_seconds, price
 from quorum_attention.quorums import chunk_count, quorum_sizes
-from quorum_attention.sizes import counted, format_bytes, format_least, format_seconds
+from quorum_attention.units import counted, format_bytes, format_least, format_seconds
 
 _SHORT = "the uncut call fits and is short, so nothing else was tried"
 _ON_A_CPU = "the uncut call fits; on a CPU no cut is faster"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import count, permutations
 
-from quorum_attention.counts import whole_number
+from quorum_attention.argument_checks import whole_number
 from quorum_attention.quorums.singer import prime_power, singer_set
 
 # The paper's table of example interest sets; l = 1 and 2 are trivial.

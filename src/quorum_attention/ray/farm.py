@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 
+from quorum_attention.argument_checks import whole_number
 from quorum_attention.call.block import CallBlock
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
-from quorum_attention.counts import whole_number
 from quorum_attention.devices.buffers import InFile, in_file
 from quorum_attention.devices.pool import check_options
 from quorum_attention.devices.report import PoolPass, PoolReport, Ran
@@ -31,7 +31,7 @@ from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import map_tensors
 from quorum_attention.ray.compute import FarmPass, FarmUnit, Head, chunks_of, compute, quorum, tasks
-from quorum_attention.sizes import counted, parse_bytes
+from quorum_attention.units import counted, parse_bytes
 
 # Times that a unit is begun again because its worker or its machine was lost.
 _RETRIES = 3

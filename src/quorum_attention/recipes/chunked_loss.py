@@ -41,7 +41,7 @@ from quorum_attention.recipes.patching import (
     unpatch,
 )
 from quorum_attention.recipes.step import LOSS, loss_tokens
-from quorum_attention.sizes import counted, format_bytes
+from quorum_attention.units import counted, format_bytes
 
 _TRIAL_TOKENS = 12
 # Logits of more bytes are warned of where the loss was to be computed in chunks.

@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm
 
 from quorum_attention.recipes.patching import Change, drawn, has_own_forward, patch, results_on
 from quorum_attention.recipes.step import NORMS
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 
 def fuse_norms(model: torch.nn.Module) -> Change:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quorum_attention.counts import one_of, whole_number
+from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.recipes import step
 from quorum_attention.recipes.attention import set_attention
@@ -15,7 +15,7 @@ from quorum_attention.recipes.fused_norms import fuse_norms
 from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.patching import Change
 from quorum_attention.recipes.tiled_mlp import tile_mlps
-from quorum_attention.sizes import parse_bytes
+from quorum_attention.units import parse_bytes
 
 CHECKPOINTS = "checkpoints"
 _PLACES = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.counts import shown
+from quorum_attention.argument_checks import shown
 
 # Kinds of models whose queries and keys have norms; whose output projection is the embedding.
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")

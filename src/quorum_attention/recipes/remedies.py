@@ -17,7 +17,7 @@ from quorum_attention.recipes.step import (
     returned_bytes,
     step_memory,
 )
-from quorum_attention.sizes import format_bytes, parse_bytes
+from quorum_attention.units import format_bytes, parse_bytes
 
 # A longest text is told to one part in this many.
 _RESOLUTION = 64

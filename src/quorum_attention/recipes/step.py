@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.counts import one_of, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.keywords import helps_with_fields

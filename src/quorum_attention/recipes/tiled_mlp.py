@@ -26,7 +26,7 @@ from quorum_attention.recipes.patching import (
     swapping,
 )
 from quorum_attention.recipes.step import MLP
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")  # adapters around those are fine
 # What layers call the width of their inputs; the last is that of GPTQ's.

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from quorum_attention.decomposition import Task
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.execution.control.visits import Visit, visits
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 if TYPE_CHECKING:
     from quorum_attention.execution.task_levels import TaskLevels

@@ -19,7 +19,7 @@ from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
 from quorum_attention.execution.device.pinned_pool import PinnedPool, lock_until_freed
 from quorum_attention.kernels.result_layout import empty_like_input
-from quorum_attention.sizes import format_bytes
+from quorum_attention.units import format_bytes
 
 # Less than this fits few huge pages.
 _WORTH_HUGE_PAGES = 8 << 20

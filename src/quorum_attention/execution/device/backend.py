@@ -17,7 +17,7 @@ from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.pinned_pool import PinnedPool
 from quorum_attention.execution.device.streams import KernelStreams
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 ROUNDING_BYTES = 512
 """Allocators round sizes up to multiples of this."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from quorum_attention.counts import shown
+from quorum_attention.argument_checks import shown
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.cuda import Cuda, with_index
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 BACKENDS: dict[str, Backend] = {"cpu": Backend(), "cuda": Cuda()}
 """The supported kinds of devices, by torch's names."""

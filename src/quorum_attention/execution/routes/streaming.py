@@ -49,7 +49,7 @@ from quorum_attention.execution.slot_rows import (
     open_slots,
 )
 from quorum_attention.kernels.protocol import CallShape
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 
 @dataclass(frozen=True, slots=True)

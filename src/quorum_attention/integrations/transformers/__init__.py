@@ -8,7 +8,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from quorum_attention.counts import shown
+from quorum_attention.argument_checks import shown
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.integrations.transformers.attending import attend
@@ -25,7 +25,7 @@ from quorum_attention.integrations.transformers.sharded import (
 )
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.keywords import helps_with_names
-from quorum_attention.sizes import parse_bytes
+from quorum_attention.units import parse_bytes
 
 NAME = "quorum"
 

@@ -20,7 +20,7 @@ from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import ModelOptions
 from quorum_attention.integrations.transformers.packing import warn_of_packing
 from quorum_attention.mask import Mask
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 # Of these the attention's result is the same, whatever they are: hints for other kernels, what is
 # in the mask already (positions, lengths of documents), and what a model's other parts read.

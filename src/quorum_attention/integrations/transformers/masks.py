@@ -21,7 +21,7 @@ from quorum_attention.integrations.transformers.reader import (
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 
 class DescribedMask:

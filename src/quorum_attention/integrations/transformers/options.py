@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quorum_attention.argument_checks import shown, whole_number
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.options import options_of as call_options
-from quorum_attention.counts import shown, whole_number
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.extras import install_hint

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from quorum_attention.argument_checks import shown, switch
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.compiled_flex import FlexCall, compiled_flex

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.counts import shown, switch
+from quorum_attention.argument_checks import shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import CallShape, Extent, Indices, Saved, TaskTensors, Three

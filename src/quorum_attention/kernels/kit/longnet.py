@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from quorum_attention.counts import shown, switch, whole_number
+from quorum_attention.argument_checks import shown, switch, whole_number
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Kernel, TaskTensors
 from quorum_attention.kernels.rectangles import CallsKernel, TaskCall

@@ -24,7 +24,7 @@ from quorum_attention.kernels.masked.functions import (
 )
 from quorum_attention.kernels.protocol import Indices
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 Blocks = NDArray[np.int64]
 """(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""

@@ -28,7 +28,7 @@ from quorum_attention.kernels.masked.packing import NO_KEY, Packing, PlaceRule, 
 from quorum_attention.kernels.protocol import CallShape, Kernel
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import FAR, Mask, map_tensors
-from quorum_attention.sizes import counted
+from quorum_attention.units import counted
 
 # Ids whose runs make more blocks than this many times the runs are compared pair by pair instead.
 _MOST_BLOCKS = 8

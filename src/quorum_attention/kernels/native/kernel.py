@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from quorum_attention.counts import switch
+from quorum_attention.argument_checks import switch
 from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache

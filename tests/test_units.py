@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import quorum_attention
-from quorum_attention.sizes import (
+from quorum_attention.units import (
     counted,
     format_error,
     format_least,

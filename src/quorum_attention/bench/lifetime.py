@@ -10,7 +10,7 @@ from contextlib import suppress
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have this process killed when ``parent`` ends, if the system supports that.
 
     Args:

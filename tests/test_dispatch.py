@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention import direct
+from quorum_attention import dispatch
 from quorum_attention.call.options import Arguments
-from quorum_attention.direct import cache_key
+from quorum_attention.dispatch import cache_key
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.vendors import CpuKernel
 
@@ -27,9 +27,9 @@ GROUPED: dict[str, Any] = {"enable_gqa": True}
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> Iterator[None]:
-    direct._CACHE.clear()
+    dispatch._CACHE.clear()
     yield
-    direct._CACHE.clear()
+    dispatch._CACHE.clear()
 
 
 def inputs(
@@ -56,7 +56,7 @@ def refused(*args: Any) -> Any:
 
 def remembered() -> int:
     """How many decisions for one kernel call are kept."""
-    return sum(len(request.decisions or ()) for request in direct._CACHE.values())
+    return sum(len(request.decisions or ()) for request in dispatch._CACHE.values())
 
 
 # --- Made again -----------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_it_is_right_and_is_not_checked_again(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qa.attention(*inputs(), **options, **GROUPED)
-    monkeypatch.setattr(direct, "request_of", refused)
+    monkeypatch.setattr(dispatch, "request_of", refused)
     shape = (1, 4, 24, 16)
     for grad_out in (
         torch.randn(shape),
@@ -128,7 +128,7 @@ def test_calls_under_a_mask_are_remembered_without_it(dtype: torch.dtype, n: int
     """Each is of its own mask, boolean or additive, of one dimension or four; also with rows that
     see no key, and where the upstream gradient is not finite."""
     for shape, boolean in (((n, n), True), ((n, n), False), ((1, 4, 1, n), True)):
-        names = len(direct._CACHE)
+        names = len(dispatch._CACHE)
         for time in range(3):
             mask = torch.rand(shape) < 0.6
             mask[..., 0] |= time > 1
@@ -141,7 +141,7 @@ def test_calls_under_a_mask_are_remembered_without_it(dtype: torch.dtype, n: int
             wanted = both(three, grad_out, mask, report=qa.Report())
             bound = {"rtol": 2e-2, "atol": 3e-2} if dtype.itemsize == 2 else {}
             torch.testing.assert_close(found, wanted, equal_nan=True, **bound)
-        assert len(direct._CACHE) <= names + 1
+        assert len(dispatch._CACHE) <= names + 1
     assert remembered()
 
 

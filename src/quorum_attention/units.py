@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from quorum_attention.counts import shown, whole_number
+from quorum_attention.argument_checks import shown, whole_number
 
 _UNITS = {"": 1, "b": 1} | {
     letter + end: base**power
