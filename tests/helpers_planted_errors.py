@@ -1,10 +1,11 @@
-"""Kernels that are wrong in one way each, with the cause to be named; and right ones of every
-sort."""
+"""Kernels that are wrong in one way each, and right ones of every sort."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from helpers_attention import gradients, masked, softmax
 from torch.nn import functional
 
 import quorum_attention as qa
-from quorum_attention.checking import causes
 from quorum_attention.kernels import Gradients, InnerKernel, Statistics, empty_, merge_
 from quorum_attention.kernels.kit import document, from_lse_function, from_score_mod, sliding_window
 
@@ -96,36 +96,29 @@ def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_po
     return softmax(alibi(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None]), value)
 
 
-FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
-    "no_lse": (of_results(lambda out, lse: (out, lse * 0)), causes.LSE),
-    "lse_in_base_two": (of_results(lambda out, lse: (out, lse / math.log(2))), causes.LSE),
-    "lse_rounded_to_fp16": (of_results(lambda out, lse: (out, in_fp16(lse))), causes.LSE),
-    "output_normalised": (
-        of_results(lambda out, lse: (functional.normalize(out, dim=-1), lse)), causes.WEIGHTS,
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "no_lse": of_results(lambda out, lse: (out, lse * 0)),
+    "lse_in_base_two": of_results(lambda out, lse: (out, lse / math.log(2))),
+    "lse_rounded_to_fp16": of_results(lambda out, lse: (out, in_fp16(lse))),
+    "output_normalised": of_results(lambda out, lse: (functional.normalize(out, dim=-1), lse)),
+    "noise": of_results(lambda out, lse: (noisy(out), lse)),
+    "causal_one_too_many": of_scores(lambda s, causal: masked(s, causal, 2)),
+    "no_scale": of_inputs(lambda q, k, v, scale: (q, k, v, 1.0)),
+    "local_alibi": of_scores(
+        lambda s, causal: alibi(s, *map(torch.arange, s.shape[-2:]), causal),
     ),
-    "noise": (of_results(lambda out, lse: (noisy(out), lse)), causes.STATE),
-    "causal_one_too_many": (of_scores(lambda s, causal: masked(s, causal, 2)), causes.PAIRS),
-    "no_scale": (of_inputs(lambda q, k, v, scale: (q, k, v, 1.0)), causes.SIZES),
-    "local_alibi": (
-        of_scores(lambda s, causal: alibi(s, *map(torch.arange, s.shape[-2:]), causal)),
-        causes.POSITIONS,
-    ),
-    "talking_heads": (
-        of_scores(lambda s, causal: masked(s, causal) + s.mean(1, keepdim=True)), causes.HEADS,
-    ),
-    "local_slopes": (local_slopes, causes.HEADS),
-    "sums_in_fp16": (sums_in_fp16, causes.PRECISION),
-    "nan_in_rows_without_a_key": (nan_in_rows_without_a_key, causes.NO_KEYS),
-}  # fmt: skip
+    "talking_heads": of_scores(lambda s, causal: masked(s, causal) + s.mean(1, keepdim=True)),
+    "local_slopes": local_slopes,
+    "sums_in_fp16": sums_in_fp16,
+    "nan_in_rows_without_a_key": nan_in_rows_without_a_key,
+}
 # Gradients, changed.
-BACKWARDS: dict[str, tuple[Callable[..., Any], str]] = {
-    "halved": (lambda *grads: tuple(g / 2 for g in grads), causes.BACKWARD),
-    "noisy": (lambda *grads: tuple(map(noisy, grads)), causes.STATE),
+BACKWARDS: dict[str, Callable[..., Any]] = {
+    "halved": lambda *grads: tuple(g / 2 for g in grads),
+    "noisy": lambda *grads: tuple(map(noisy, grads)),
     # Right where it holds all heads at a time.
-    "keys_by_local_head": (
-        lambda dq, dk, dv: (dq, dk * (1 + (dk.shape[1] == 1)), dv), causes.HEADS,
-    ),
-}  # fmt: skip
+    "keys_by_local_head": lambda dq, dk, dv: (dq, dk * (1 + (dk.shape[1] == 1)), dv),
+}
 
 
 def grouped(reduce: Callable[..., Any]) -> InnerKernel:
@@ -219,6 +212,18 @@ class WholeTask(InnerKernel):
             self.after(grads, (self.scores(task) == -torch.inf).all(-1, keepdim=True))
 
 
+class ReadsAsIfContiguous(WholeTask):
+    """Takes a whole call by pointers: right where a key's rows lie one after the other."""
+
+    def takes_whole(self, call, tokens, every):
+        return True
+
+    def whole_forward(self, call):
+        key = call.key
+        strides = key.new_empty(key.shape).stride()
+        return super().whole_forward(replace(call, key=key.as_strided(key.shape, strides)))
+
+
 def forget_state(state):
     """What was merged before is lost."""
     if isinstance(state, Statistics):
@@ -237,30 +242,27 @@ def nan_without_keys(grads, none):
     grads.grad_query.masked_fill_(none, math.nan)
 
 
-KERNELS: dict[str, tuple[Callable[[], InnerKernel], str]] = {
-    "group summed over the wrong axis": (
-        lambda: grouped(lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)),
-        causes.HEADS,
+KERNELS: dict[str, Callable[[], InnerKernel]] = {
+    "group summed over the wrong axis": lambda: grouped(
+        lambda g, heads, shared: g.unflatten(1, (shared, heads)).sum(1)
     ),
-    "a task with every diagonal": (lambda: WholeTask(with_every_diagonal), causes.PAIRS),
-    "state overwritten": (lambda: WholeTask(before=forget_state), causes.PAIRS),
-    "gradients overwritten": (lambda: WholeTask(before=forget_gradients), causes.BACKWARD),
-    "NaN in the backward": (lambda: WholeTask(after=nan_without_keys), causes.NO_KEYS),
-}  # fmt: skip
+    "a task with every diagonal": lambda: WholeTask(with_every_diagonal),
+    "state overwritten": lambda: WholeTask(before=forget_state),
+    "gradients overwritten": lambda: WholeTask(before=forget_gradients),
+    "reads as if contiguous": ReadsAsIfContiguous,
+    "NaN in the backward": lambda: WholeTask(after=nan_without_keys),
+}
 
 
-def planted() -> dict[str, tuple[Callable[[], InnerKernel], str]]:
+def planted() -> dict[str, Callable[[], InnerKernel]]:
     """Every wrong kernel by name."""
-    found: dict[str, Any] = {
-        name: (lambda f=function: from_lse_function(f), cause)
-        for name, (function, cause) in FUNCTIONS.items()
+    kernels: dict[str, Callable[[], InnerKernel]] = {
+        name: partial(from_lse_function, function) for name, function in FUNCTIONS.items()
     }
-    for name, (change, cause) in BACKWARDS.items():
+    for name, change in BACKWARDS.items():
         backward = of_gradients(change)
-        found[f"backward: {name}"] = (
-            lambda f=backward: from_lse_function(plain, backward=f), cause,
-        )  # fmt: skip
-    return found | KERNELS
+        kernels[f"backward: {name}"] = partial(from_lse_function, plain, backward=backward)
+    return kernels | KERNELS
 
 
 # Right ones: none may be called wrong.

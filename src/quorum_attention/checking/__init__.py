@@ -1,6 +1,6 @@
 """``check_kernel``: tests whether an inner kernel is recovered exactly (docs/kit.md)."""
 
 from quorum_attention.checking.check import check_kernel
-from quorum_attention.checking.result import Broken, CaseResult, CheckResult
+from quorum_attention.checking.result import CaseResult, CheckResult
 
-__all__ = ["Broken", "CaseResult", "CheckResult", "check_kernel"]
+__all__ = ["CaseResult", "CheckResult", "check_kernel"]

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.argument_checks import real_number, shown, switch, whole_number
-from quorum_attention.checking import causes
-from quorum_attention.checking.diagnosis import (
-    causal_is_not_plain,
-    scale_is_ignored,
-    small,
-    views_differ,
-    writes_into_inputs,
-    wrong_gradients,
-    wrong_weights,
+from quorum_attention.checking.laws import LAWS
+from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
+from quorum_attention.checking.rounding import (
+    distance,
+    is_wide,
+    largest_magnitude,
+    rounding_limit,
 )
-from quorum_attention.checking.result import Broken, CaseResult, CheckResult, Verdict
-from quorum_attention.checking.trial import CheckSizes, distance, limit, repeated, size
+from quorum_attention.checking.trial_call import Cut, Results, TrialSizes, run_call
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import InnerKernel, get_kernel
@@ -32,15 +29,11 @@ from quorum_attention.progress import progress_bar
 from quorum_attention.quorums import quorum_size
 from quorum_attention.units import counted
 
-_GRADIENTS = ("grad_query", "grad_key", "grad_value")
-# Sizes that are named so differ in their dtype alone.
-_WIDER = "in a wider dtype"
-_CUTS: tuple[tuple[int, ...], ...] = ((3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3))
-
-Results = dict[str, torch.Tensor]
-Cut = dict[str, Any]
-"""How a call is cut, as options of a plan."""
-_UNCUT: Cut = {"levels": (), "layout": "aligned", "heads_per_group": None}
+_LEVELS: tuple[tuple[int, ...], ...] = ((3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3))
+_LEVELS_OF_OTHER_SIZES = ((3,),)
+# Laws are tried on calls of at most so many tokens.
+_TOKENS_OF_LAWS = 101
+_MOST_ROWS_SHOWN = 5
 
 
 @helps_with_names
@@ -58,7 +51,7 @@ def check_kernel(
     device: str | torch.device | None = None,
     is_causal: bool | None = None,
     backward: bool = True,
-    levels: Sequence[tuple[int, ...]] = _CUTS,
+    levels: Sequence[tuple[int, ...]] = _LEVELS,
     other_sizes: bool = True,
     scale_of_inputs: float = 1.0,
     seed: int = 0,
@@ -68,8 +61,9 @@ def check_kernel(
 
     The kernel is compared with itself: the uncut call with calls at depths 1 to 3, in several chunk
     counts and both layouts, with heads and batch entries together and one by one, at a prime
-    length. Errors that no cut shows are tested too: a call is repeated, the backward is compared
-    with differences of the forward, and the scale must have an effect. Results may differ only by
+    length. Errors that no cut shows are tested too: a call is repeated, views of larger tensors
+    give the same, the backward is compared with differences of the forward, and the scale must
+    have an effect. Results may differ only by
     rounding, as much as dtype and scores explain.
 
     Args:
@@ -87,7 +81,7 @@ def check_kernel(
             (done, total, label), which is told of each call that has been compared.
 
     Returns:
-        a ``CheckResult``: verdict, errors, first wrong rows and causes.
+        a ``CheckResult``: verdict, errors, first wrong rows, and laws that are broken.
 
     Raises:
         NotImplementedError: the kernel cannot run these calls; says why.
@@ -99,35 +93,65 @@ def check_kernel(
         True
     """
     kernel = get_kernel(kernel)
-    where = best_device() if device is None else available_device(device, "device")
-    # The planner checks the sizes by name.
-    shape = plan(
-        n_tokens, n_keys=n_keys, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        value_dim=value_dim, dtype=dtype, levels=(), kernel="dense", device=where, inputs="device",
+    sizes = _checked_sizes(
+        n_tokens,
+        n_keys=n_keys,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        device=best_device() if device is None else available_device(device, "device"),
         backward=backward,
-    ).shape  # fmt: skip
-    numbers = {field.name: getattr(shape, field.name) for field in fields(shape)}
-    sizes = CheckSizes(**numbers | {"needs_grad": backward}, device=where)
+    )
     if is_causal is not None:
         is_causal = switch(is_causal, "is_causal")
-    levels = [_checked(cut) for cut in levels]
+    levels = [_checked_levels(counts) for counts in levels]
     seed = whole_number(seed, "seed", -(2**63), 2**64 - 1)
     factor = real_number(scale_of_inputs, "scale_of_inputs")
-    with _shown(progress) as show:
-        check = _Check(CheckResult(kernel.name), kernel, sizes, seed, factor, show)
-        kinds = check.kinds(is_causal)
-        comparisons = [_Comparison("", sizes, causal, levels) for causal in kinds]
-        others = check.other_sizes(kinds) if other_sizes else []
-        check.n_cuts = sum(len(each.cuts()) for each in (*comparisons, *others))
-        for comparison in comparisons:
+    with _progress_of(progress) as report_progress:
+        check = _Check(CheckResult(kernel.name), kernel, seed, factor, report_progress)
+        calls = check.accepted_kinds(sizes, is_causal)
+        asked = [_Comparison("", call, levels) for call in calls]
+        others = check.other_sizes(calls) if other_sizes else []
+        check.n_cases = sum(comparison.n_cuts for comparison in (*asked, *others))
+        for comparison in asked:
             check.compare(comparison)
-        for comparison in others if not check.result.broken else ():
-            check.attempt(comparison.name, check.compare, comparison)
-        check.name_causes(kinds, other_sizes)
+        for comparison in others:
+            check.attempt(comparison.name, partial(check.compare, comparison))
+        for call in calls:
+            check.try_laws(call)
+            if other_sizes:
+                check.try_laws(call.with_grouped_heads())
     return check.result
 
 
-def _shown(progress: Any) -> AbstractContextManager[Any]:
+def _checked_sizes(
+    n_tokens: int, *, device: torch.device, backward: bool, **numbers: Any
+) -> TrialSizes:
+    """The sizes of the calls; the planner checks them by name."""
+    options: dict[str, Any] = {
+        "levels": (),
+        "kernel": "dense",
+        "device": device,
+        "inputs": "device",
+    }
+    shape = plan(n_tokens, backward=backward, **options, **numbers).shape
+    values = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    values["needs_grad"] = backward
+    return TrialSizes(**values, device=device)
+
+
+def _checked_levels(levels: tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(levels, str) or not isinstance(levels, Sequence):
+        raise TypeError(f"levels must be tuples of chunk counts, got {shown(levels)}")
+    for n_chunks in levels:
+        quorum_size(n_chunks)
+    return tuple(levels)
+
+
+def _progress_of(progress: Any) -> AbstractContextManager[Any]:
     """A context that gives what is told of progress, or None."""
     if callable(progress):
         return nullcontext(progress)
@@ -139,263 +163,176 @@ class _Comparison:
     """A call that is compared, uncut, with every cut of it.
 
     Attributes:
-        name: how its sizes differ from those asked for; empty if they do not.
+        name: how its sizes differ from those asked for; "" if they do not.
         levels: how its tokens are cut.
     """
 
     name: str
-    sizes: CheckSizes
-    is_causal: bool
+    sizes: TrialSizes
     levels: Sequence[tuple[int, ...]]
 
-    def cuts(self) -> list[Cut]:
-        """How the call is cut, one cut after the other."""
-        return list(_cuts(self.sizes, self.levels))
+    @property
+    def n_cuts(self) -> int:
+        """How many cuts the call has."""
+        return len(list(self.cuts()))
+
+    def cuts(self) -> Iterator[Cut]:
+        """A cut of the heads alone, then two cuts of the tokens for each of ``levels``.
+
+        The chunks of the two are aligned and balanced. Heads and entries run together. Only in the
+        balanced chunks of the first cut of one level they run one by one, which takes as many times
+        the kernel's calls as there are heads and entries.
+        """
+        sizes = self.sizes
+        one_group = sizes.heads // sizes.kv_heads
+        if sizes.batch > 1 or sizes.kv_heads > 1:
+            yield Cut(heads_per_group=one_group)
+        single_levels = [levels for levels in self.levels if len(levels) == 1]
+        for levels in self.levels:
+            runs_one_by_one = levels in single_levels[:1]
+            yield Cut(levels)
+            yield Cut(levels, "balanced", one_group if runs_one_by_one else None)
 
 
 @dataclass(slots=True)
 class _Check:
+    """A check under way.
+
+    Attributes:
+        factor: of the inputs.
+        n_cases: how many cuts are compared in all.
+    """
+
     result: CheckResult
     kernel: InnerKernel
-    sizes: CheckSizes
     seed: int
     factor: float
-    show: Callable[[int, int, str], object] | None = None
-    n_cuts: int = 0
+    report_progress: Callable[[int, int, str], object] | None = None
+    n_cases: int = 0
 
-    def kinds(self, is_causal: bool | None) -> list[bool]:
-        """The kinds of calls to make, plain (False) and causal (True): the kind that was asked for,
-        or all that the kernel takes.
+    def accepted_kinds(self, sizes: TrialSizes, is_causal: bool | None) -> list[TrialSizes]:
+        """The plain and the causal call, as far as they were asked for and the kernel takes them.
 
         Raises:
             NotImplementedError: the kernel takes none of them.
         """
-        found = []
+        accepted = []
         for causal in (False, True) if is_causal is None else (is_causal,):
-            reason = self.kernel.refusal(replace(self.sizes, is_causal=causal))
+            call = replace(sizes, is_causal=causal)
+            reason = self.kernel.refusal(call)
             if reason is None:
-                found.append(causal)
+                accepted.append(call)
             else:
-                self.result.skipped.append(f"{_kind(causal)}: {reason}")
-        if not found:
+                self.result.skipped.append(f"{call.kind}: {reason}")
+        if not accepted:
             reasons = "; ".join(self.result.skipped)
-            raise NotImplementedError(
-                f"kernel {self.kernel.name!r} cannot run these calls: {reasons}"
-            )
-        return found
+            name = self.kernel.name
+            raise NotImplementedError(f"kernel {name!r} cannot run these calls: {reasons}")
+        return accepted
+
+    def other_sizes(self, calls: Sequence[TrialSizes]) -> list[_Comparison]:
+        """Calls of other sizes that the kernel takes, with a few cuts."""
+        first = calls[0]
+        comparisons = []
+        for name, sizes in _named_other_sizes(first, self.kernel).items():
+            for call in calls:
+                other = replace(sizes, is_causal=call.is_causal)
+                if self.kernel.refusal(other) is None:
+                    comparisons.append(_Comparison(name, other, _LEVELS_OF_OTHER_SIZES))
+        return comparisons
 
     def compare(self, comparison: _Comparison) -> None:
-        """Compare one call, uncut, with every cut of it; if its sizes are those asked for, also
-        with itself."""
-        name, sizes, causal = comparison.name, comparison.sizes, comparison.is_causal
-        inputs = list(sizes.inputs(self.seed, self.factor))
-        whole = self._run(sizes, inputs, causal, _UNCUT)
-        if not name:
-            kept = {result: tensor.clone() for result, tensor in whole.items()}
-            other = self._run(sizes, [-2 * t for t in inputs], causal, _UNCUT)
-            again = self._run(sizes, inputs, causal, _UNCUT)
-            where = ""
-            if not all(repeated(kept[n], again[n], sizes.dtype) for n in kept):
-                where = "two calls with the same inputs"
-            elif torch.equal(other["out"], kept["out"]):
-                where = "two calls with other inputs have the same output"
-            elif not all(torch.equal(kept[n].nan_to_num(), whole[n].nan_to_num()) for n in kept):
-                where = "results change in a later call"
-            if where:
-                self.result.broken.append(Broken(causes.STATE, f"{where}, {_kind(causal)}"))
-        most = limit(inputs[0], inputs[1], whole["lse"], sizes.head_dim**-0.5)
+        """Compare one call, uncut, with every cut of it."""
+        sizes = comparison.sizes
+        inputs = sizes.inputs(self.seed, self.factor)
+        copies = [tensor.clone() for tensor in inputs]
+        expected = run_call(self.kernel, sizes, inputs)
+        limit = rounding_limit(inputs.query, inputs.key, expected["lse"], sizes.scale)
         for cut in comparison.cuts():
-            found = self._run(sizes, inputs, causal, cut)
-            self.result.cases.append(_judge(found, whole, most, cut, causal, name))
-            if self.show is not None:
-                self.show(len(self.result.cases), self.n_cuts, f"checking {self.kernel.name}")
+            results = run_call(self.kernel, sizes, inputs, cut)
+            self.result.cases.append(_judge(results, expected, limit, cut, comparison))
+            if self.report_progress is not None:
+                label = f"checking {self.kernel.name}"
+                self.report_progress(len(self.result.cases), self.n_cases, label)
+        if not all(map(torch.equal, copies, inputs)):
+            self.result.broken.append(f"calls write into their inputs, {sizes.kind}")
 
-    def other_sizes(self, kinds: Sequence[bool]) -> list[_Comparison]:
-        """Calls of other sizes that the kernel takes, with a few cuts."""
-        sizes = self.sizes
-        n = min(sizes.n_queries, sizes.n_keys)
-        fewer, wide = max(1, 2 * n // 3), sizes.value_dim + 8
-        tried = {
-            _lengths(fewer, n): replace(sizes, n_queries=fewer, n_keys=n),
-            _lengths(n, fewer): replace(sizes, n_queries=n, n_keys=fewer),
-            f"values of {wide}": replace(sizes, value_dim=wide),
-        }
-        wider = sizes.finest(self.kernel, kinds[0])
-        if torch.finfo(sizes.dtype).eps > 1e-6 and wider != sizes:
-            # This shows errors that are smaller than 16-bit rounding.
-            tried[_WIDER] = wider
-        grouped = _grouped(sizes)
-        if grouped != sizes:
-            tried[f"{counted(grouped.heads, 'head')} over {grouped.kv_heads}"] = grouped
-        return [
-            _Comparison(name, other, causal, ((3,),))
-            for name, other in tried.items()
-            for causal in kinds
-            if self.kernel.refusal(replace(other, is_causal=causal)) is None
-        ]
-
-    def name_causes(self, kinds: list[bool], other_sizes: bool) -> None:
-        """Name what is wrong: by what differs between the cuts, by the weights of tasks, and by
-        what holds for every attention."""
-        result, kernel, seed = self.result, self.kernel, self.seed
-        wrong = [c for c in result.cases if c.verdict == "not exact"]
-        least = small(self.sizes)
-        if not result.broken and any(writes_into_inputs(kernel, least, c, seed) for c in kinds):
-            result.broken.append(Broken(causes.STATE, "a call writes into tensors it is handed"))
-        found = result.broken
-        if not found:
-            asked = [c for c in wrong if c.sizes in ("", _WIDER)]
-            if asked:
-                found += self._of_cuts(asked, kinds)
-            elif wrong:
-                heads = " over " in wrong[0].sizes
-                found.append(Broken(causes.HEADS if heads else causes.SIZES, wrong[0].sizes))
-            for sizes in dict.fromkeys((least, _grouped(least)) if other_sizes else (least,)):
-                for causal in kinds:
-                    self._laws(sizes.finest(kernel, causal), causal)
-        result.broken = list(dict.fromkeys(found))
-        named = list(dict.fromkeys(b.cause for b in found))
-        result.cause, result.others = (named[0], named[1:]) if named else (None, [])
-
-    def _of_cuts(self, wrong: list[CaseResult], kinds: list[bool]) -> list[Broken]:
-        """Why cuts of the call that was asked for differ, the likeliest cause first.
-
-        Experiments are run in the widest dtype that the kernel takes, where rounding hides least;
-        if nothing is found, then in the dtype of the call.
-        """
-        causal, least = wrong[0].is_causal, small(self.sizes)
-        finest = least.finest(self.kernel, causal)
-        if views_differ(self.kernel, finest, causal, self.seed):
-            return [Broken(causes.SIZES, "views of larger tensors in memory")]
-        found = []
-        together = [case for case in wrong if case.heads_per_group is None]
-        for case in (case for case in wrong if not case.levels):
-            what = case.wrong()[0]
-            if what in ("out", "lse") or not together:
-                cause = causes.LSE if what == "lse" else causes.HEADS
-                found.append(Broken(cause, f"heads and batch entries alone: {what}"))
-        if any({"out", "lse"} & {*case.wrong()} for case in together):
-            for sizes in dict.fromkeys((finest, least)):
-                weights = wrong_weights(self.kernel, sizes, kinds, self.seed)
-                if weights:
-                    # What differs in lse alone, other causes may explain.
-                    return sorted([*found, *weights], key=lambda b: b.cause == causes.LSE)
-        if not found:
-            unknown = any({"out", "lse"} & {*case.wrong()} for case in wrong)
-            nan = any(torch.inf in case.errors.values() for case in wrong)
-            cause = causes.UNKNOWN if unknown else causes.NO_KEYS if nan else causes.BACKWARD
-            found.append(Broken(cause, str(wrong[0])))
-        return found
-
-    def _laws(self, sizes: CheckSizes, causal: bool) -> None:
-        """What holds for every attention, whatever its scores, tried on an uncut call."""
-        if self.kernel.refusal(replace(sizes, is_causal=causal)) is not None:
+    def try_laws(self, sizes: TrialSizes) -> None:
+        """Try what holds for every attention, on a short call."""
+        short = sizes.shortened(_TOKENS_OF_LAWS).in_widest_dtype(self.kernel)
+        if self.kernel.refusal(short) is not None:
             return
-        laws = [
-            (causes.SIZES, scale_is_ignored), (causes.PAIRS, causal_is_not_plain),
-            (causes.BACKWARD, wrong_gradients),
-        ]  # fmt: skip
-        for cause, law in laws[: 2 + sizes.needs_grad]:
-            where = self.attempt(
-                law.__name__.replace("_", " "), law, self.kernel, sizes, causal, self.seed
-            )
-            if where:
-                self.result.broken.append(Broken(cause, where))
+        for law in LAWS:
+            name = law.__name__.replace("_", " ")
+            sentence = self.attempt(name, partial(law, self.kernel, short, self.seed))
+            sentence = f"{sentence}, {short.kind}" if sentence else ""
+            if sentence and sentence not in self.result.broken:
+                self.result.broken.append(sentence)
 
-    def attempt(self, what: str, attempt: Callable[..., Any], *given: Any) -> Any:
-        """Try what a kernel may refuse in words of its own: that is no error."""
+    def attempt(self, name: str, attempt: Callable[[], str | None]) -> str | None:
+        """Try what a kernel may refuse in words of its own, which is no error."""
         try:
-            return attempt(*given)
+            return attempt()
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            reason = f"{what}: {type(error).__name__}: {first_line(error)}"
-            if reason not in self.result.skipped:
-                self.result.skipped.append(reason)
-
-    def _run(
-        self, sizes: CheckSizes, inputs: list[torch.Tensor], causal: bool, cut: Cut
-    ) -> Results:
-        """Results of a call."""
-        query, key, value, grad = inputs
-        common: dict[str, Any] = {
-            "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
-            "value_dim": sizes.value_dim, "n_keys": sizes.n_keys, "batch": sizes.batch,
-            "dtype": query.dtype, "is_causal": causal, "tile": 16, "kernel": self.kernel,
-            "device": sizes.device, "inputs": "device", **cut,
-        }  # fmt: skip
-        options: dict[str, Any] = {
-            "is_causal": causal, "enable_gqa": sizes.heads != sizes.kv_heads,
-            "kernel": self.kernel, "devices": sizes.device,
-        }  # fmt: skip
-        plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.needs_grad)]
-        out, lse = attention_with_lse(query, key, value, plan=plans[0], **options)
-        found = {"out": out, "lse": lse}
-        if sizes.needs_grad:
-            grads = attention_backward(grad, query, key, value, out, lse, plan=plans[1], **options)
-            found |= dict(zip(_GRADIENTS, grads, strict=True))
-        return found
+            reason = f"{name}: {type(error).__name__}: {first_line(error)}"
+        if reason not in self.result.skipped:
+            self.result.skipped.append(reason)
+        return None
 
 
-def _lengths(queries: int, keys: int) -> str:
-    return f"{counted(queries, 'query', 'queries')}, {counted(keys, 'key')}"
+def _named_other_sizes(sizes: TrialSizes, kernel: InnerKernel) -> dict[str, TrialSizes]:
+    """Sizes that differ in one way from those asked for, by what differs."""
+    length = min(sizes.n_queries, sizes.n_keys)
+    fewer = max(1, 2 * length // 3)
+    wide = sizes.value_dim + 8
+    named = {
+        _lengths(fewer, length): replace(sizes, n_queries=fewer, n_keys=length),
+        _lengths(length, fewer): replace(sizes, n_queries=length, n_keys=fewer),
+        f"values of {wide}": replace(sizes, value_dim=wide),
+    }
+    if not is_wide(sizes.dtype):
+        # A wider dtype shows errors that are smaller than 16-bit rounding.
+        named["in a wider dtype"] = sizes.in_widest_dtype(kernel)
+    grouped = sizes.with_grouped_heads()
+    named[f"{counted(grouped.heads, 'head')} over {grouped.kv_heads}"] = grouped
+    return {name: other for name, other in named.items() if other != sizes}
 
 
-def _grouped(sizes: CheckSizes) -> CheckSizes:
-    """The same sizes with half as many key heads as query heads, or with one, where each query head
-    has its own."""
-    if sizes.heads != sizes.kv_heads:
-        return sizes
-    return replace(sizes, kv_heads=sizes.heads // 2 if sizes.heads % 2 == 0 else 1)
-
-
-def _kind(causal: bool) -> str:
-    return "causal" if causal else "plain"
-
-
-def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
-    if isinstance(levels, str) or not isinstance(levels, Sequence):
-        raise TypeError(f"levels must be tuples of chunk counts, got {shown(levels)}")
-    for c in levels:
-        quorum_size(c)
-    return tuple(levels)
-
-
-def _cuts(sizes: CheckSizes, levels: Sequence[tuple[int, ...]]) -> Iterator[Cut]:
-    """A cut of the heads alone, then two cuts of the tokens for each of ``levels``.
-
-    The chunks of these are aligned and balanced. All heads and entries are together, but for the
-    balanced chunks of the first cut of one level: there they run one by one, which takes as many
-    times the kernel's calls as there are heads and entries.
-    """
-    alone = sizes.heads // sizes.kv_heads
-    if sizes.batch > 1 or sizes.kv_heads > 1:
-        yield {**_UNCUT, "heads_per_group": alone}
-    one_by_one = next((cut for cut in levels if len(cut) == 1), None)
-    for cut in levels:
-        yield {**_UNCUT, "levels": tuple(cut)}
-        group = alone if cut == one_by_one else None
-        yield {"levels": tuple(cut), "layout": "balanced", "heads_per_group": group}
+def _lengths(n_queries: int, n_keys: int) -> str:
+    return f"{counted(n_queries, 'query', 'queries')}, {counted(n_keys, 'key')}"
 
 
 def _judge(
-    found: Results, whole: Results, most: float, cut: Cut, causal: bool, name: str
+    results: Results, expected: Results, limit: float, cut: Cut, comparison: _Comparison
 ) -> CaseResult:
     """The verdict on a cut call; errors are shares of each result's largest value."""
     errors: dict[str, float] = {}
-    rows: list[tuple[str, int, int, int]] = []
-    for result, mine in found.items():
-        off = distance(mine, whole[result])
-        errors[result] = float(off.max()) / size(whole[result]) if off.numel() else 0.0
-        wrong = off > most * size(whole[result])
-        by_row = wrong if wrong.ndim == 3 else wrong.any(dim=-1)
-        rows += [(result, b, h, n) for b, h, n in by_row.nonzero()[:5].tolist()]
-    verdict: Verdict = "exact within rounding"
-    if max(errors.values()) > most:
-        verdict = "not exact"
-    elif all(map(torch.equal, found.values(), whole.values())):
-        verdict = "bit-identical"
+    wrong_rows: list[tuple[str, int, int, int]] = []
+    for name, result in results.items():
+        size = largest_magnitude(expected[name])
+        differences = distance(result, expected[name])
+        errors[name] = float(differences.max()) / size if differences.numel() else 0.0
+        is_wrong = differences > limit * size
+        if is_wrong.ndim > 3:
+            is_wrong = is_wrong.any(dim=-1)
+        first_rows = is_wrong.nonzero()[:_MOST_ROWS_SHOWN].tolist()
+        wrong_rows += [(name, batch, head, row) for batch, head, row in first_rows]
     return CaseResult(
-        **cut, is_causal=causal, sizes=name, verdict=verdict, errors=errors, limit=most,
-        rows=tuple(rows[:5]),
-    )  # fmt: skip
+        **cut._asdict(),
+        is_causal=comparison.sizes.is_causal,
+        sizes=comparison.name,
+        verdict=_verdict(results, expected, max(errors.values()) > limit),
+        errors=errors,
+        limit=limit,
+        rows=tuple(wrong_rows[:_MOST_ROWS_SHOWN]),
+    )
+
+
+def _verdict(results: Results, expected: Results, is_wrong: bool) -> Verdict:
+    if is_wrong:
+        return "not exact"
+    if all(torch.equal(result, expected[name]) for name, result in results.items()):
+        return "bit-identical"
+    return "exact within rounding"

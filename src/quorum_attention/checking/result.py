@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from quorum_attention.units import counted, format_error
 
 Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """Something that is wrong: the cause, and where it was seen."""
-
-    cause: str
-    where: str
+_FROM_BEST_TO_WORST: tuple[Verdict, ...] = ("bit-identical", "exact within rounding", "not exact")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +42,14 @@ class CaseResult:
         """The result with the largest error, and that error."""
         return max(self.errors.items(), key=lambda item: item[1])
 
-    def wrong(self) -> list[str]:
-        """The results that differ by more than rounding."""
-        return [name for name, error in self.errors.items() if error > self.limit]
-
     def __str__(self) -> str:
         levels = " x ".join(map(str, self.levels))
         name = f"levels {levels}, {self.layout}" if levels else "tokens uncut"
         if self.heads_per_group is not None:
             name += f", heads {self.heads_per_group} at a time"
         kind = "causal" if self.is_causal else "plain"
-        return f"{name}, {kind}" + (f", {self.sizes}" if self.sizes else "")
+        sizes = f", {self.sizes}" if self.sizes else ""
+        return f"{name}, {kind}{sizes}"
 
 
 @dataclass(slots=True, repr=False)
@@ -68,26 +59,21 @@ class CheckResult:
     Attributes:
         kernel: the kernel's name.
         cases: every cut that was tried.
-        broken: what is wrong, and where it was seen.
-        cause: the likeliest cause of what is wrong; None if nothing is.
-        others: the other causes that were found.
+        broken: what is wrong with uncut calls, in words.
         skipped: what could not be tried, and why.
     """
 
     kernel: str
     cases: list[CaseResult] = field(default_factory=list)
-    broken: list[Broken] = field(default_factory=list)
-    cause: str | None = None
-    others: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
         """The worst verdict of all cases; "not exact" also if a law is broken."""
-        if self.broken:
+        if self.broken or not self.cases:
             return "not exact"
-        order: tuple[Verdict, ...] = ("bit-identical", "exact within rounding", "not exact")
-        return max((c.verdict for c in self.cases), key=order.index, default="not exact")
+        return max((case.verdict for case in self.cases), key=_FROM_BEST_TO_WORST.index)
 
     @property
     def exact(self) -> bool:
@@ -103,30 +89,35 @@ class CheckResult:
         return {"verdict": self.verdict, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel}: {self.verdict}, {counted(len(self.cases), 'way')} to cut"]
-        if self.cause:
-            lines.append(f"cause: {self.cause}")
-        lines += [f"also: {other}" for other in self.others]
-        lines += dict.fromkeys(f"{b.cause.partition(':')[0]}: {b.where}" for b in self.broken)
+        n_ways = counted(len(self.cases), "way")
+        lines = [f"{self.kernel}: {self.verdict}, {n_ways} to cut"]
+        lines += [f"wrong: {sentence}" for sentence in self.broken]
         wrong = [case for case in self.cases if case.verdict == "not exact"]
         if wrong:
-            lines.append(
-                f"{len(wrong)} of {counted(len(self.cases), 'cut')} differ; the worst of each kind:"
-            )
-        # Only the worst of each kind of cut is shown.
-        shown: dict[tuple[bool, bool, str], CaseResult] = {}
-        for case in wrong:
-            of = (bool(case.levels), case.heads_per_group is not None, case.sizes)
-            if of not in shown or case.worst()[1] > shown[of].worst()[1]:
-                shown[of] = case
-        for case in shown.values():
-            name, error = case.worst()
-            rows = ", ".join(f"{what}[{b}, {h}, {row}]" for what, b, h, row in case.rows)
-            lines.append(
-                f"  {case}: {name} has a relative error of {format_error(error)} (rounding: "
-                f"at most {case.limit:.1e}); first wrong rows {rows}"
-            )
+            n_cuts = counted(len(self.cases), "cut")
+            lines.append(f"{len(wrong)} of {n_cuts} differ; the worst of each kind:")
+        lines += [f"  {_describe(case)}" for case in _worst_of_each_kind(wrong)]
         lines += [f"not tried: {reason}" for reason in self.skipped]
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _worst_of_each_kind(cases: Iterable[CaseResult]) -> list[CaseResult]:
+    """The case with the largest error of each kind of cut."""
+    worst: dict[tuple[bool, bool, str], CaseResult] = {}
+    for case in cases:
+        kind = (bool(case.levels), case.heads_per_group is not None, case.sizes)
+        if kind not in worst or case.worst()[1] > worst[kind].worst()[1]:
+            worst[kind] = case
+    return list(worst.values())
+
+
+def _describe(case: CaseResult) -> str:
+    """The largest error of a case and where it is."""
+    name, error = case.worst()
+    rows = ", ".join(f"{result}[{b}, {h}, {row}]" for result, b, h, row in case.rows)
+    return (
+        f"{case}: {name} has a relative error of {format_error(error)} (rounding: at most "
+        f"{case.limit:.1e}); first wrong rows {rows}"
+    )

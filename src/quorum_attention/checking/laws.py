@@ -1,0 +1,235 @@
+"""Tests that no comparison of cuts replaces: what holds for every attention, tried on uncut calls.
+
+Each law takes a kernel, the sizes of a call and a seed. It returns how the law is broken, in words,
+or "" if it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from quorum_attention.checking.rounding import (
+    exceeds,
+    is_repetition,
+    is_wide,
+    rounding_limit,
+)
+from quorum_attention.checking.trial_call import (
+    GRADIENTS,
+    TrialInputs,
+    TrialSizes,
+    run_backward,
+    run_call,
+    run_forward,
+)
+from quorum_attention.kernels import InnerKernel
+from quorum_attention.units import format_error
+
+Law = Callable[[InnerKernel, TrialSizes, int], str]
+
+# The least change of an output that counts as one.
+_CLEAR_CHANGE = 1e-2
+# What surrounds the views of a larger tensor.
+_SURROUNDINGS = 7.0
+_DIRECTIONS = 3
+# Steps along an input, as shares of its size, and how much slopes may differ: by the error of a
+# central difference of fourth order, and by rounding divided by the step.
+_STEPS = {torch.float64: 2e-3, torch.float32: 3e-2, torch.float16: 6e-2, torch.bfloat16: 0.12}
+_SLOPE_LIMITS = {
+    torch.float64: 1e-3,
+    torch.float32: 5e-3,
+    torch.float16: 0.1,
+    torch.bfloat16: 0.4,
+}
+# A forward is too rough for differences if those of two steps differ by more than this share.
+_MOST_ROUGHNESS = 0.2
+
+
+def calls_repeat(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+    """A call gives the same results again, depends on its inputs, and leaves earlier results
+    alone."""
+    inputs = sizes.inputs(seed)
+    results = run_call(kernel, sizes, inputs)
+    copies = {name: result.clone() for name, result in results.items()}
+    other_inputs = TrialInputs(*(-2 * tensor for tensor in inputs))
+    other_results = run_call(kernel, sizes, other_inputs)
+    repeated = run_call(kernel, sizes, inputs)
+    for name, copy in copies.items():
+        if not is_repetition(copy, repeated[name], sizes.dtype):
+            return f"two calls with the same inputs differ in {name}"
+        if not torch.equal(copy.nan_to_num(), results[name].nan_to_num()):
+            return f"{name} changes in a later call"
+    if torch.equal(other_results["out"], copies["out"]):
+        return "two calls with other inputs have the same output"
+    return ""
+
+
+def views_give_the_same(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+    """Views of larger tensors give the results of contiguous tensors."""
+    inputs = sizes.inputs(seed)
+    expected = run_call(kernel, sizes, inputs)
+    results = run_call(kernel, sizes, TrialInputs(*map(_as_view, inputs)))
+    limit = rounding_limit(inputs.query, inputs.key, expected["lse"], sizes.scale)
+    for name, result in results.items():
+        if exceeds(result, expected[name], limit):
+            return f"{name} of views of larger tensors in memory"
+    return ""
+
+
+def _as_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside a larger one, whose other elements are quite different."""
+    batch, heads, tokens, width = tensor.shape
+    larger = tensor.new_full((batch, heads + 1, tokens + 5, width + 8), _SURROUNDINGS)
+    view = larger[:, :heads, 2 : tokens + 2, :width]
+    return view.copy_(tensor)
+
+
+def scale_has_an_effect(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+    """Twice the scale changes the output where twice the query does."""
+    inputs = sizes.inputs(seed)
+    usual = run_forward(kernel, sizes, inputs)["out"]
+    rescaled = run_forward(kernel, sizes, inputs, scale=2 * sizes.scale)["out"]
+    if not torch.equal(usual, rescaled):
+        return ""
+    larger_query = inputs._replace(query=2 * inputs.query)
+    larger = run_forward(kernel, sizes, larger_query)["out"]
+    return "the scale is ignored" if exceeds(larger, usual, _CLEAR_CHANGE) else ""
+
+
+def last_causal_row_sees_all(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+    """The last row of a causal square is that of a plain one, if the kernel takes both."""
+    plain_sizes = replace(sizes, is_causal=False)
+    if not sizes.is_causal or kernel.refusal(plain_sizes) is not None:
+        return ""
+    inputs = sizes.inputs(seed)
+    causal = run_forward(kernel, sizes, inputs)
+    plain = run_forward(kernel, plain_sizes, inputs)
+    limit = rounding_limit(inputs.query, inputs.key, plain["lse"], sizes.scale)
+    is_same = not exceeds(causal["out"][:, :, -1], plain["out"][:, :, -1], limit)
+    return "" if is_same else "the last row of a causal call does not see all keys"
+
+
+def backward_is_the_gradient(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+    """The gradients are those of the forward.
+
+    The change of ``sum(grad_out * out)`` between two inputs is compared with the change by the
+    gradients, head by head. The test needs nothing but the two passes.
+
+    Raises:
+        RuntimeError: the forward is too rough to tell.
+    """
+    if not sizes.needs_grad:
+        return ""
+    inputs = sizes.inputs(seed)
+    rows = run_forward(kernel, sizes, inputs)
+    grads = run_backward(kernel, sizes, inputs, rows)
+    generator = torch.Generator().manual_seed(seed)
+    for index, name in enumerate(GRADIENTS):
+        for _ in range(_DIRECTIONS):
+            shape = inputs[index].shape
+            direction = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+            slope = _Slope(kernel, sizes, inputs, index, direction.to(sizes.device))
+            error, limit = slope.error_of(grads[name])
+            if error > limit:
+                return f"{name} is off by {format_error(error)} of its size"
+    return ""
+
+
+class _Slope:
+    """The slope of the forward along one direction of one input.
+
+    Args:
+        index: of the input: 0 query, 1 key, 2 value.
+        direction: like that input, float64.
+    """
+
+    def __init__(
+        self,
+        kernel: InnerKernel,
+        sizes: TrialSizes,
+        inputs: TrialInputs,
+        index: int,
+        direction: torch.Tensor,
+    ) -> None:
+        self._kernel = kernel
+        self._sizes = sizes
+        self._inputs = inputs
+        self._index = index
+        tensor = inputs[index].double()
+        size = float(tensor.square().mean().sqrt()) or 1.0
+        self._step = direction * _STEPS[sizes.dtype] * size
+
+    def error_of(self, grad: torch.Tensor) -> tuple[float, float]:
+        """The error of a gradient along the direction, and how much of it rounding explains.
+
+        Raises:
+            RuntimeError: the forward has kinks, or rounds too much.
+        """
+        is_wide_dtype = is_wide(self._sizes.dtype)
+        result_change, input_change = self._change(self._step)
+        half_result_change, half_input_change = self._change(self._step / 2)
+        measured = half_result_change
+        moved = half_input_change
+        if is_wide_dtype:
+            # In this combination of the two steps the error of second order cancels.
+            measured = (8 * half_result_change - result_change) / 6
+            moved = (8 * half_input_change - input_change) / 6
+        grad = grad.double()
+        expected = self._by_key_head(grad * moved)
+        scale = self._expected_size(grad, moved, measured)
+        error = _largest_share(measured - expected, scale)
+        # A forward that has kinks or rounds has about the same error for both steps.
+        roughness = _largest_share(2 * half_result_change - result_change, scale)
+        if roughness > _MOST_ROUGHNESS and is_wide_dtype:
+            name = GRADIENTS[self._index]
+            raise RuntimeError(f"{name}: the forward is too rough for steps along it")
+        return error, _SLOPE_LIMITS[self._sizes.dtype] + 4 * roughness
+
+    def _change(self, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The change of the result by key head, and of the input after rounding, between one step
+        forward and one step back."""
+        tensor = self._inputs[self._index].double()
+        above = (tensor + step).to(self._sizes.dtype)
+        below = (tensor - step).to(self._sizes.dtype)
+        difference = self._output(above) - self._output(below)
+        grad_out = self._inputs.grad_out.double()
+        return self._by_key_head(difference * grad_out), above.double() - below.double()
+
+    def _output(self, tensor: torch.Tensor) -> torch.Tensor:
+        three = list(self._inputs[:3])
+        three[self._index] = tensor
+        return run_forward(self._kernel, self._sizes, three)["out"].double()
+
+    def _expected_size(
+        self, grad: torch.Tensor, moved: torch.Tensor, measured: torch.Tensor
+    ) -> torch.Tensor:
+        """The expected size of a sum by key head: a gradient times random steps."""
+        count = self._by_key_head(torch.ones_like(moved))
+        grad_squares = self._by_key_head(grad.square())
+        step_squares = self._by_key_head(moved.square())
+        scale = torch.maximum((grad_squares / count * step_squares).sqrt(), measured.abs())
+        # Heads whose gradient is 0 have no size of their own.
+        return scale.clamp_min(float(scale.max()) * 1e-4).clamp_min(1e-300)
+
+    def _by_key_head(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums by batch entry and key head."""
+        batch, heads = self._inputs.key.shape[:2]
+        by_head = tensor.sum(dim=(2, 3))
+        return by_head.reshape(batch, heads, -1).sum(dim=2)
+
+
+def _largest_share(differences: torch.Tensor, sizes: torch.Tensor) -> float:
+    shares = (differences.abs() / sizes).nan_to_num(nan=torch.inf)
+    return float(shares.max())
+
+
+LAWS: tuple[Law, ...] = (
+    calls_repeat,
+    views_give_the_same,
+    scale_has_an_effect,
+    last_causal_row_sees_all,
+    backward_is_the_gradient,
+)
