@@ -19,7 +19,7 @@ from quorum_attention.checking.rounding import (
     largest_magnitude,
     rounding_limit,
 )
-from quorum_attention.checking.trial_call import Cut, Results, TrialSizes, run_call
+from quorum_attention.checking.trial_call import Cut, Results, CheckSizes, run_call
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import InnerKernel, get_kernel
@@ -129,7 +129,7 @@ def check_kernel(
 
 def _checked_sizes(
     n_tokens: int, *, device: torch.device, backward: bool, **numbers: Any
-) -> TrialSizes:
+) -> CheckSizes:
     """The sizes of the calls; the planner checks them by name."""
     options: dict[str, Any] = {
         "levels": (),
@@ -140,7 +140,7 @@ def _checked_sizes(
     shape = plan(n_tokens, backward=backward, **options, **numbers).shape
     values = {field.name: getattr(shape, field.name) for field in fields(shape)}
     values["needs_grad"] = backward
-    return TrialSizes(**values, device=device)
+    return CheckSizes(**values, device=device)
 
 
 def _checked_levels(levels: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class _Comparison:
     """
 
     name: str
-    sizes: TrialSizes
+    sizes: CheckSizes
     levels: Sequence[tuple[int, ...]]
 
     @property
@@ -210,7 +210,7 @@ class _Check:
     report_progress: Callable[[int, int, str], object] | None = None
     n_cases: int = 0
 
-    def accepted_kinds(self, sizes: TrialSizes, is_causal: bool | None) -> list[TrialSizes]:
+    def accepted_kinds(self, sizes: CheckSizes, is_causal: bool | None) -> list[CheckSizes]:
         """The plain and the causal call, as far as they were asked for and the kernel takes them.
 
         Raises:
@@ -230,7 +230,7 @@ class _Check:
             raise NotImplementedError(f"kernel {name!r} cannot run these calls: {reasons}")
         return accepted
 
-    def other_sizes(self, calls: Sequence[TrialSizes]) -> list[_Comparison]:
+    def other_sizes(self, calls: Sequence[CheckSizes]) -> list[_Comparison]:
         """Calls of other sizes that the kernel takes, with a few cuts."""
         first = calls[0]
         comparisons = []
@@ -257,7 +257,7 @@ class _Check:
         if not all(map(torch.equal, copies, inputs)):
             self.result.broken.append(f"calls write into their inputs, {sizes.kind}")
 
-    def try_laws(self, sizes: TrialSizes) -> None:
+    def try_laws(self, sizes: CheckSizes) -> None:
         """Try what holds for every attention, on a short call."""
         short = sizes.shortened(_TOKENS_OF_LAWS).in_widest_dtype(self.kernel)
         if self.kernel.refusal(short) is not None:
@@ -282,7 +282,7 @@ class _Check:
         return None
 
 
-def _named_other_sizes(sizes: TrialSizes, kernel: InnerKernel) -> dict[str, TrialSizes]:
+def _named_other_sizes(sizes: CheckSizes, kernel: InnerKernel) -> dict[str, CheckSizes]:
     """Sizes that differ in one way from those asked for, by what differs."""
     length = min(sizes.n_queries, sizes.n_keys)
     fewer = max(1, 2 * length // 3)

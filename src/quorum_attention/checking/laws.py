@@ -20,7 +20,7 @@ from quorum_attention.checking.rounding import (
 from quorum_attention.checking.trial_call import (
     GRADIENTS,
     TrialInputs,
-    TrialSizes,
+    CheckSizes,
     run_backward,
     run_call,
     run_forward,
@@ -28,7 +28,7 @@ from quorum_attention.checking.trial_call import (
 from quorum_attention.kernels import InnerKernel
 from quorum_attention.units import format_error
 
-Law = Callable[[InnerKernel, TrialSizes, int], str]
+Law = Callable[[InnerKernel, CheckSizes, int], str]
 
 # The least change of an output that counts as one.
 _CLEAR_CHANGE = 1e-2
@@ -48,7 +48,7 @@ _SLOPE_LIMITS = {
 _MOST_ROUGHNESS = 0.2
 
 
-def calls_repeat(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+def calls_repeat(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     """A call gives the same results again, depends on its inputs, and leaves earlier results
     alone."""
     inputs = sizes.inputs(seed)
@@ -67,7 +67,7 @@ def calls_repeat(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
     return ""
 
 
-def views_give_the_same(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+def views_give_the_same(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     """Views of larger tensors give the results of contiguous tensors."""
     inputs = sizes.inputs(seed)
     expected = run_call(kernel, sizes, inputs)
@@ -87,7 +87,7 @@ def _as_view(tensor: torch.Tensor) -> torch.Tensor:
     return view.copy_(tensor)
 
 
-def scale_has_an_effect(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+def scale_has_an_effect(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     """Twice the scale changes the output where twice the query does."""
     inputs = sizes.inputs(seed)
     usual = run_forward(kernel, sizes, inputs)["out"]
@@ -99,7 +99,7 @@ def scale_has_an_effect(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> st
     return "the scale is ignored" if exceeds(larger, usual, _CLEAR_CHANGE) else ""
 
 
-def last_causal_row_sees_all(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+def last_causal_row_sees_all(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     """The last row of a causal square is that of a plain one, if the kernel takes both."""
     plain_sizes = replace(sizes, is_causal=False)
     if not sizes.is_causal or kernel.refusal(plain_sizes) is not None:
@@ -112,7 +112,7 @@ def last_causal_row_sees_all(kernel: InnerKernel, sizes: TrialSizes, seed: int) 
     return "" if is_same else "the last row of a causal call does not see all keys"
 
 
-def backward_is_the_gradient(kernel: InnerKernel, sizes: TrialSizes, seed: int) -> str:
+def backward_is_the_gradient(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     """The gradients are those of the forward.
 
     The change of ``sum(grad_out * out)`` between two inputs is compared with the change by the
@@ -149,7 +149,7 @@ class _Slope:
     def __init__(
         self,
         kernel: InnerKernel,
-        sizes: TrialSizes,
+        sizes: CheckSizes,
         inputs: TrialInputs,
         index: int,
         direction: torch.Tensor,

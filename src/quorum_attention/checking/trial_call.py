@@ -45,7 +45,7 @@ class TrialInputs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialSizes(CallShape):
+class CheckSizes(CallShape):
     """The sizes of a call that a kernel is tried with."""
 
     device: torch.device
@@ -76,7 +76,7 @@ class TrialSizes(CallShape):
             drawn(self.heads, self.n_queries, self.value_dim),
         )
 
-    def in_widest_dtype(self, kernel: InnerKernel) -> TrialSizes:
+    def in_widest_dtype(self, kernel: InnerKernel) -> CheckSizes:
         """The same sizes in the widest dtype that the kernel takes."""
         for dtype in (torch.float64, torch.float32):
             if torch.finfo(dtype).eps > torch.finfo(self.dtype).eps:
@@ -86,12 +86,12 @@ class TrialSizes(CallShape):
                 return wider
         return self
 
-    def shortened(self, n_tokens: int) -> TrialSizes:
+    def shortened(self, n_tokens: int) -> CheckSizes:
         """The same sizes with as many queries as keys, and at most ``n_tokens`` of both."""
         length = min(n_tokens, self.n_queries, self.n_keys)
         return replace(self, n_queries=length, n_keys=length)
 
-    def with_grouped_heads(self) -> TrialSizes:
+    def with_grouped_heads(self) -> CheckSizes:
         """The same sizes with half as many key heads as query heads.
 
         An odd number of query heads shares one key head. Sizes whose heads are grouped already
@@ -104,7 +104,7 @@ class TrialSizes(CallShape):
 
 def run_forward(
     kernel: InnerKernel,
-    sizes: TrialSizes,
+    sizes: CheckSizes,
     inputs: Sequence[torch.Tensor],
     cut: Cut = UNCUT,
     scale: float | None = None,
@@ -123,7 +123,7 @@ def run_forward(
 
 
 def run_backward(
-    kernel: InnerKernel, sizes: TrialSizes, inputs: TrialInputs, rows: Results, cut: Cut = UNCUT
+    kernel: InnerKernel, sizes: CheckSizes, inputs: TrialInputs, rows: Results, cut: Cut = UNCUT
 ) -> Results:
     """Compute the gradients of a call whose forward gave ``rows``, by their names."""
     query, key, value, grad_out = inputs
@@ -136,7 +136,7 @@ def run_backward(
 
 
 def run_call(
-    kernel: InnerKernel, sizes: TrialSizes, inputs: TrialInputs, cut: Cut = UNCUT
+    kernel: InnerKernel, sizes: CheckSizes, inputs: TrialInputs, cut: Cut = UNCUT
 ) -> Results:
     """Compute out, lse and, if the sizes ask for them, the gradients."""
     results = run_forward(kernel, sizes, inputs, cut)
@@ -145,7 +145,7 @@ def run_call(
     return results
 
 
-def _call_options(kernel: InnerKernel, sizes: TrialSizes, scale: float | None) -> dict[str, Any]:
+def _call_options(kernel: InnerKernel, sizes: CheckSizes, scale: float | None) -> dict[str, Any]:
     return {
         "is_causal": sizes.is_causal,
         "scale": scale,
@@ -155,7 +155,7 @@ def _call_options(kernel: InnerKernel, sizes: TrialSizes, scale: float | None) -
     }
 
 
-def _plan(kernel: InnerKernel, sizes: TrialSizes, cut: Cut, *, backward: bool) -> Plan:
+def _plan(kernel: InnerKernel, sizes: CheckSizes, cut: Cut, *, backward: bool) -> Plan:
     return plan(
         sizes.n_queries,
         n_keys=sizes.n_keys,
