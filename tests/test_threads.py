@@ -21,7 +21,7 @@ from quorum_attention.devices import buffers
 from quorum_attention.execution.device import cuda
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.kernels import merge
-from quorum_attention.threads import started_executors
+from quorum_attention.threads import start_executors
 
 SOURCES = sorted(Path(quorum_attention.__file__).parent.rglob("*.py"))
 MAKES_THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadPool"}
@@ -49,7 +49,7 @@ def calls(path: Path) -> list[tuple[str, ast.Call]]:
 
 
 def test_every_thread_of_the_package_may_be_refused() -> None:
-    """Threads are started by ``threads.started``; displays have none."""
+    """Threads are started by ``threads.try_start``; displays have none."""
     makers = []
     for path in SOURCES:
         text = path.read_text(encoding="utf-8")
@@ -115,7 +115,7 @@ def test_as_many_executors_as_the_system_grants(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    executors = started_executors(3, "helps")
+    executors = start_executors(3, "helps")
     assert len(executors) == granted
     for number, executor in enumerate(executors):
         assert executor.submit(lambda n=number: n + 1).result(timeout=20) == number + 1

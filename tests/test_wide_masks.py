@@ -124,7 +124,7 @@ def test_a_mask_beyond_the_range_of_fp16_only_shifts_scores(shift: float) -> Non
      qa.Mask(key_lengths=torch.tensor([100, M])), qa.Mask(key_padding=torch.arange(M) % 3 > 0),
      qa.Mask(documents=(torch.arange(N) // 40, torch.arange(M) // 50)),
      qa.Mask(keeps=lambda b, h, q, k: (q + k) % 3 > 0)],
-    ids=lambda rules: ", ".join(rules.said()),
+    ids=lambda rules: ", ".join(rules.set_fields()),
 )  # fmt: skip
 @pytest.mark.parametrize("kernel", ["auto", "dense"])
 def test_beside_every_rule_of_a_mask(rules: qa.Mask, kernel: str) -> None:

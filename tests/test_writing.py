@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quorum_attention.writing import check_target, replacing, write_text
+from quorum_attention.writing import atomic_write, check_target, write_text
 
 EARLIER = b"what was there"
 
@@ -29,7 +29,7 @@ def test_whatever_goes_wrong_the_earlier_file_stays(
 
     if step != "write":
         monkeypatch.setattr(os, step, failing)
-    with pytest.raises(error), replacing(path) as file:  # noqa: PT012
+    with pytest.raises(error), atomic_write(path) as file:  # noqa: PT012
         file.write(b"half of")
         file.flush()
         if step == "write":

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import handle_torch_function
 
 from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
-from quorum_attention.call.options import Arguments, RunOptions, call_options
+from quorum_attention.call.options import Arguments, CallKeywords, call_options
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.dispatch import attention_results, checked_request
 from quorum_attention.kernels.native import NativeKernel
@@ -39,7 +39,7 @@ def attention(
     dropout_seed: int | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    **options: Unpack[RunOptions],
+    **options: Unpack[CallKeywords],
 ) -> torch.Tensor:
     """Scaled dot-product attention inside a memory budget, exact, with gradients.
 
@@ -158,7 +158,7 @@ def attention_with_lse(
     dropout_seed: int | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    **options: Unpack[RunOptions],
+    **options: Unpack[CallKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``attention`` that also returns the log-sum-exp of every row's scores.
 
@@ -217,7 +217,7 @@ def attention_backward(
     grad_lse: torch.Tensor | None = None,
     grad_mask: torch.Tensor | bool = False,
     grad_sinks: bool = False,
-    **options: Unpack[RunOptions],
+    **options: Unpack[CallKeywords],
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of ``attention``, without autograd; into preallocated tensors if given.
 

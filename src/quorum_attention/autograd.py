@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.request import Request, records
+from quorum_attention.call.request import Request, is_recorded
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import (
@@ -34,12 +34,14 @@ _REFUSED = (
 
 # Who is asked for (out, lse) of a recorded call, with what computes them: a checkpoint that keeps
 # them, or None.
-RESULTS: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("RESULTS", default=None)
+result_hook: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar(
+    "RESULTS", default=None
+)
 
 
-def computed_once(compute: Callable[[], Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def run_with_hook(compute: Callable[[], Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by ``compute``, or as a checkpoint kept them."""
-    results = RESULTS.get()
+    results = result_hook.get()
     out, lse = compute() if results is None else results(compute)
     return out, lse
 
@@ -64,7 +66,7 @@ class Pass:
             dropout = replace(request.dropout, seed=int(tensors.seed))
             request = replace(request, dropout=dropout)
         if self.learned is None:
-            result, lse = computed_once(partial(run_forward, tensors, request))
+            result, lse = run_with_hook(partial(run_forward, tensors, request))
             # ``out`` gets no graph, so it can be given again. What is returned and saved is another
             # tensor over the same memory, with the same version counter.
             return result if request.out is None else result.detach(), lse
@@ -116,10 +118,10 @@ class Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
         read = ctx.saved_tensors[:8]
-        read += upstream_of(read[6], grad_out), grad_lse
+        read += grad_or_zeros(read[6], grad_out), grad_lse
         one = Pass(ctx.one.request, needed[3:5])
-        grads = Attention.apply(*read, one) if records(*read) else one.compute(*read)
-        return (*gradients_of(grads, *needed[3:5]), None, None)
+        grads = Attention.apply(*read, one) if is_recorded(*read) else one.compute(*read)
+        return (*by_input(grads, *needed[3:5]), None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -140,14 +142,14 @@ class Attention(torch.autograd.Function):
         return stacked, (0,) * len(stacked)
 
 
-def upstream_of(out: torch.Tensor, grad_out: torch.Tensor | None) -> torch.Tensor:
+def grad_or_zeros(out: torch.Tensor, grad_out: torch.Tensor | None) -> torch.Tensor:
     """The gradient of the output, zeros where there is none."""
     if grad_out is not None:
         return grad_out
     return torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
 
 
-def gradients_of(
+def by_input(
     grads: Sequence[torch.Tensor], of_mask: bool, of_sinks: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """Those of query, key, value, mask and sinks.
@@ -180,4 +182,4 @@ def attend(
     recorded = request.records
     made = Attention.apply(*tensors, Pass(request)) if recorded else run_forward(tensors, request)
     given = None if recorded or out is None else as_tensor(out, "out", for_writing=True)
-    return request.back(made[0]) if given is None else given, request.back(made[1])
+    return request.drop_heads(made[0]) if given is None else given, request.drop_heads(made[1])

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.options import Arguments, current, filled, several
+from quorum_attention.call.options import (
+    Arguments,
+    current_settings,
+    names_several,
+    with_current_settings,
+)
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.lookup import BACKENDS, best_device
@@ -42,7 +47,7 @@ _NUMBERS = (bool, int, float, str)
 _WORD = 16
 # When there are more requests, all are forgotten. (Under a mask each keeps its kernel's tables in
 # page-locked memory, 0.4 MB for 262,144 tokens.)
-_MOST = 128
+_MAX_CACHED = 128
 _CACHE: dict[Hashable, Request] = {}
 
 
@@ -53,7 +58,7 @@ def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashabl
     gradients are recorded: a model that decodes has one more in every call."""
     attn_mask, dropout_p, seed, is_causal, scale, enable_gqa, out, out_dtype, options = arguments
     if not (
-        type(dropout_p) is float and dropout_p == 0.0 and options.says_nothing
+        type(dropout_p) is float and dropout_p == 0.0 and options.is_default
         and out is None and out_dtype is None and seed is None
         and type(is_causal) is bool and type(enable_gqa) is bool
         and (scale is None or type(scale) is float)
@@ -65,9 +70,9 @@ def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashabl
             return None
     kind = query.device.type
     # Before sizes are looked at: under a trace they may be tensors.
-    if kind not in BACKENDS or _is_unusual(kind):
+    if kind not in BACKENDS or _has_settings_or_modes(kind):
         return None
-    mask = () if attn_mask is None else _described(attn_mask, query.device)
+    mask = () if attn_mask is None else _mask_key(attn_mask, query.device)
     if mask is None:
         return None
     try:
@@ -83,13 +88,13 @@ def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashabl
     grows = not (best.type != "cpu" or records or is_causal or mask)
     grows = grows and 0 < key.shape[2] == value.shape[2]
     return (
-        _lies(query), _lies(key, grows), _lies(value, grows), *starts,
+        _layout_key(query), _layout_key(key, grows), _layout_key(value, grows), *starts,
         mask, is_causal, scale, enable_gqa, records, BACKENDS[kind], best,
         _deterministic(), registrations(), rates_known(),
     )  # fmt: skip
 
 
-def _lies(tensor: torch.Tensor, grows: bool = False) -> Hashable:
+def _layout_key(tensor: torch.Tensor, grows: bool = False) -> Hashable:
     """Sizes, steps and kind of a tensor; of one that ``grows`` with the calls, its rows rounded
     up, as decisions do (``planner/decide.py``)."""
     if not grows:
@@ -107,7 +112,7 @@ def _is_plain(tensor: Any) -> bool:
     return not (tensor.is_nested or tensor.is_neg())
 
 
-def _described(mask: Any, device: torch.device) -> Hashable | None:
+def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
     """A mask: in host memory a tensor, by how it lies; on a GPU a ``Mask`` without tensors,
     functions and other masks, in numbers. None for others."""
     if not BACKENDS[device.type].own_memory:
@@ -116,17 +121,17 @@ def _described(mask: Any, device: torch.device) -> Hashable | None:
         return mask.shape, mask.stride(), mask.dtype
     if type(mask) is not Mask:
         return None
-    said = mask.said()
+    said = mask.set_fields()
     said.pop("window", None)
     plain = all(type(value) in _NUMBERS for value in said.values())
     return (mask.sides, *said.items()) if plain else None
 
 
-def _is_unusual(kind: str) -> bool:
+def _has_settings_or_modes(kind: str) -> bool:
     """Whether anything is active under which a call is not what its arguments say: settings, a
     trace or a mode, a transformation, forward-mode, autocast."""
     return (
-        current() is not None
+        current_settings() is not None
         or has_modes()
         or _tracing()
         or has_transforms()
@@ -149,11 +154,11 @@ def attention_results(
         results = as_operator(query, key, value, arguments)
         if results is not None:
             return results
-    return _anew(query, key, value, arguments, name)
+    return dispatch_uncached(query, key, value, arguments, name)
 
 
 @uncompiled
-def _anew(
+def dispatch_uncached(
     query: Any, key: Any, value: Any, arguments: Arguments, name: Hashable | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by a request of the call's own, which is kept under ``name``, if it has one."""
@@ -161,7 +166,7 @@ def _anew(
     # Of tensors that were broadcast, others like the given ones are not.
     same = tensors.query is query and tensors.key is key and tensors.value is value
     if name is not None and same:
-        if len(_CACHE) >= _MOST:
+        if len(_CACHE) >= _MAX_CACHED:
             _CACHE.clear()
         _CACHE[name] = request = replace(request, decisions={})
     return attend(tensors, request, arguments.out)
@@ -178,8 +183,8 @@ def checked_request(
         Errors as of ``request_of``.
     """
     refuse_traces(function, query, key, value)
-    arguments = arguments._replace(options=filled(arguments.options))
-    if several(arguments.options.devices):
+    arguments = arguments._replace(options=with_current_settings(arguments.options))
+    if names_several(arguments.options.devices):
         from quorum_attention.devices import pool  # processes, only where they are used
 
         return pool.request_on_devices(function, query, key, value, arguments)

@@ -71,7 +71,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def named_out_of_memory() -> Iterator[None]:
+def our_out_of_memory() -> Iterator[None]:
     """Turn an allocator's error that leaves the block into our ``OutOfMemoryError``.
 
     The allocator's error is not chained: its traceback would hold the failed call's tensors.

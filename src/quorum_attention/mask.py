@@ -133,7 +133,7 @@ class Mask:
     @property
     def is_structured(self) -> bool:
         """Whether any field but ``bias``, ``softcap`` and ``sinks`` says which pairs are kept."""
-        return not self.said().keys() <= {"offset", *_SCORES}
+        return not self.set_fields().keys() <= {"offset", *_SCORES}
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -147,10 +147,10 @@ class Mask:
             return self.causal == "lower_right"
         return isinstance(self.offset, str)
 
-    def said(self) -> dict[str, Any]:
+    def set_fields(self) -> dict[str, Any]:
         """The fields that say anything."""
         # By a tuple: torch's compiler knows no ``dataclasses.fields``.
-        return {name: getattr(self, name) for name in NAMES if _given(getattr(self, name))}
+        return {name: getattr(self, name) for name in FIELDS if _given(getattr(self, name))}
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both keep; bias, soft cap and sinks are those of the one that has them.
@@ -160,7 +160,7 @@ class Mask:
         """
         if not isinstance(other, Mask):
             return NotImplemented
-        mine, others = self.said(), other.said()
+        mine, others = self.set_fields(), other.set_fields()
         for name in _SCORES:
             if name in mine and name in others:
                 raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")
@@ -210,7 +210,7 @@ def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor])
     return mask if same else replace(mask, **fields)
 
 
-NAMES = tuple(Mask.__dataclass_fields__)
+FIELDS = tuple(Mask.__dataclass_fields__)
 
 
 def _given(value: Any) -> bool:

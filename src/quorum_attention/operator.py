@@ -27,15 +27,22 @@ import torch
 from torch import library
 
 from quorum_attention.autograd import (
-    gradients_of,
+    by_input,
+    grad_or_zeros,
     refuse_forward_mode,
     refuse_second,
-    upstream_of,
 )
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.options import Arguments, CallOptions, Layer, current, fill, several
+from quorum_attention.call.options import (
+    Arguments,
+    CallOptions,
+    Settings,
+    current_settings,
+    names_several,
+    with_settings,
+)
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, sizes_of
+from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, shape_of_inputs
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.result_layout import empty_like_input, laid_out_like
 from quorum_attention.kernels.torch_private import (
@@ -46,7 +53,7 @@ from quorum_attention.kernels.torch_private import (
     register_derivative,
     restores_grad_and_autocast,
 )
-from quorum_attention.mask import NAMES, Mask
+from quorum_attention.mask import FIELDS, Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
 NAME = "quorum_attention"
@@ -100,7 +107,7 @@ def as_operator(
     query, key, value, grouped, without_heads, _ = broadcast_inputs(
         query, key, value, arguments.enable_gqa
     )
-    sizes_of(query, key, value, grouped)
+    shape_of_inputs(query, key, value, grouped)
     for tensor in (mask, sinks, *parts):
         # torch would call the fake kernel, and take its results for real.
         if tensor is not None and tensor.is_meta and not query.is_meta:
@@ -147,7 +154,7 @@ def _arguments(
     # torch.jit.trace would keep what one call did.
     if (
         arguments.out is not None
-        or several(call_options.devices)
+        or names_several(call_options.devices)
         or has_transforms()
         or is_tracing()
     ):
@@ -164,7 +171,7 @@ def _arguments(
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
     options = ""
-    if described is not None or not call_options.says_nothing:
+    if described is not None or not call_options.is_default:
         try:
             options = _text(_encode((*call_options[:-1], described), numbers, parts))
         except NotImplementedError:
@@ -177,7 +184,7 @@ def _arguments(
 # --- Options and masks as a string --------------------------------------------------------------
 
 # Fields of a Mask that are encoded; its bias and its sinks are arguments of their own.
-_FIELDS = tuple([name for name in NAMES if name not in ("bias", "sinks")])
+_FIELDS = tuple([name for name in FIELDS if name not in ("bias", "sinks")])
 
 
 def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
@@ -243,7 +250,7 @@ def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
 
 @restores_grad_and_autocast
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    settings, query = current(), args[0]
+    settings, query = current_settings(), args[0]
     tensors, request = _request(settings, *args)
     out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
     known = torch.tensor(_keep(settings), dtype=torch.int64, device="cpu")
@@ -258,7 +265,7 @@ def _backward(*args: Any) -> list[torch.Tensor]:
     backward_inputs = BackwardInputs(
         grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
     )
-    settings = _kept.get(int(known), current()) if known else None
+    settings = _kept.get(int(known), current_settings()) if known else None
     tensors, request = _request(settings, *inputs, mask, sinks, *args[10:-2], True, of_mask)
     grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, backward_inputs)))
     # One after the other, so that one copy is held beside them.
@@ -272,11 +279,11 @@ def _backward(*args: Any) -> list[torch.Tensor]:
 # Settings of the last forwards that had some, for their backwards: a graph that is kept longer gets
 # those of the moment.
 _MOST = 4096
-_kept: dict[int, Layer] = {}
+_kept: dict[int, Settings] = {}
 _numbers = count(1)
 
 
-def _keep(settings: Layer | None) -> int:
+def _keep(settings: Settings | None) -> int:
     """A number by which the backward finds them; 0 where there are none."""
     if settings is None:
         return 0
@@ -286,7 +293,7 @@ def _keep(settings: Layer | None) -> int:
     return number
 
 
-def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
+def _request(settings: Settings | None, *args: Any) -> tuple[Tensors, Request]:
     """The tensors of a call, and its request."""
     query, key, value, mask, sinks, seed, parts, *call, recorded, of_mask = args
     dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call
@@ -306,7 +313,7 @@ def _request(settings: Layer | None, *args: Any) -> tuple[Tensors, Request]:
     function = "attention_backward" if recorded else "attention"
     arguments = Arguments(
         mask, dropout_p, None if seed is None else int(seed), is_causal, scale, enable_gqa, None,
-        out_dtype, fill(settings, call_options),
+        out_dtype, with_settings(settings, call_options),
     )  # fmt: skip
     with torch.no_grad():  # ``recorded`` says whether these tensors get gradients
         tensors, request = request_of(function, query, key, value, arguments)
@@ -380,7 +387,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
     query, key, value, mask, sinks, seed, out, lse, known, *parts = ctx.saved_tensors
-    grad_out, grad_lse = upstream_of(out, upstream[0]), upstream[1]
+    grad_out, grad_lse = grad_or_zeros(out, upstream[0]), upstream[1]
     needed = ctx.needs_input_grad
     grads = torch.ops.quorum_attention.attention_backward(
         grad_out,
@@ -404,7 +411,7 @@ def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
     of_numbers: list[Any] | None = None if numbers or numbers is None else []
     of_others = [None] * 6
     return (
-        *gradients_of(grads, *needed[3:5]),
+        *by_input(grads, *needed[3:5]),
         None,
         of_parts,
         *of_others,

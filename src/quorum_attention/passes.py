@@ -25,7 +25,7 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.errors import BudgetError, is_out_of_memory, named_out_of_memory
+from quorum_attention.errors import BudgetError, is_out_of_memory, our_out_of_memory
 from quorum_attention.execution.call import BiasView, Job, Progress, rescale_upstream
 from quorum_attention.execution.device.allocate import empty
 from quorum_attention.execution.device.lookup import backend_of
@@ -53,7 +53,7 @@ _CHECKED_ROWS = 4
 
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), planned and run; ``out`` is the request's, if it has one."""
-    if (made := _again(tensors, request)) is not None:
+    if (made := _run_cached_call(tensors, request)) is not None:
         return made[0], made[1]
     return beside(request, request.cast_bytes, _CASTS, partial(_run_forward, tensors))
 
@@ -64,7 +64,7 @@ def _run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torc
         shape = replace(request.shape, n_keys=tensors.key.shape[-2])
         request = replace(request, shape=shape)
     shape, out, lse, query = request.shape, request.out, request.lse, tensors.query
-    if is_trivial(tensors):
+    if _is_trivial(tensors):
         rows, device = tuple(query.shape[:-1]), query.device
         if out is None:
             out = empty_like_input(query, (*rows, shape.value_dim), request.out_dtype)
@@ -115,7 +115,7 @@ def run_backward(
     """
     if (
         backward_inputs.grad_lse is None
-        and (made := _again(tensors, request, backward_inputs)) is not None
+        and (made := _run_cached_call(tensors, request, backward_inputs)) is not None
     ):
         return made
     held = request.cast_bytes
@@ -138,7 +138,7 @@ def run_backward(
 def _run_backward(
     tensors: Tensors, backward_inputs: BackwardInputs, request: Request
 ) -> tuple[torch.Tensor, ...]:
-    if is_trivial(tensors):
+    if _is_trivial(tensors):
         made = backward_inputs.grads or tuple(torch.empty_like(t) for t in tensors[:3])
         return tuple(t.zero_() for t in (*made, *_mask_target(tensors, backward_inputs)))
     if request.runner is not None:
@@ -153,7 +153,10 @@ def _run_backward(
 def _run_gradients(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    if request.shape.columns and (made := _again(tensors, request, backward_inputs)) is not None:
+    if (
+        request.shape.columns
+        and (made := _run_cached_call(tensors, request, backward_inputs)) is not None
+    ):
         return made
     decision = decide_backward(tensors, request, backward_inputs)
     of_mask = _mask_gradient(tensors, request, backward_inputs, decision.problem)
@@ -181,23 +184,27 @@ def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hasha
     return request.shape.columns, deterministic, registrations(), torch.get_num_threads()
 
 
-def _keep(request: Request, backward_inputs: BackwardInputs | None, decision: Decision) -> None:
+def _cache_call(
+    request: Request, backward_inputs: BackwardInputs | None, decision: Decision
+) -> None:
     """Keep a decision for one kernel call, if the request serves later calls too (``dispatch``)."""
-    if request.decisions is not None and _is_one_call(decision, request):
+    if request.decisions is not None and _is_single_kernel_call(decision, request):
         request.decisions[_pass_key(request, backward_inputs)] = decision.problem
 
 
-def _again(
+def _run_cached_call(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs | None = None
 ) -> tuple[torch.Tensor, ...] | None:
     """The results of a pass that was one kernel call before; None if it was not, or has to be
     planned now."""
     problem = (request.decisions or {}).get(_pass_key(request, backward_inputs))
-    made = None if problem is None else _at_once(tensors, request, problem, {}, backward_inputs)
-    return None if made is None else tuple(map(as_own, made))
+    made = (
+        None if problem is None else _run_one_call(tensors, request, problem, {}, backward_inputs)
+    )
+    return None if made is None else tuple(map(_detach_view, made))
 
 
-def _is_one_call(decision: Decision, request: Request) -> bool:
+def _is_single_kernel_call(decision: Decision, request: Request) -> bool:
     plan, problem = decision.plan, decision.problem
     if plan is None:
         return True
@@ -238,7 +245,7 @@ def compute_block(
 @contextmanager
 def _computing(device: torch.device) -> Iterator[None]:
     """For what a device computes: without gradients and autocast, by our error out of memory."""
-    with backend_of(device).current(device), numbers_only(), named_out_of_memory():
+    with backend_of(device).current(device), numbers_only(), our_out_of_memory():
         yield
 
 
@@ -327,7 +334,7 @@ def _mask_gradient(
         if backward_inputs.grad_mask is not True:
             torch.autograd.graph.increment_version(targets)
         upstream = Saved(backward_inputs.grad_out, backward_inputs.out, backward_inputs.lse)
-        job = _job(tensors, request, problem)
+        job = _job_of(tensors, request, problem)
         recoveries = add_up_mask_gradient(job, upstream, targets[0], request.options.budget_bytes)
         if request.report is not None:
             how = f"computed tile by tile, beside kernel {problem.kernel.name}"
@@ -368,12 +375,12 @@ def _run(
         results: those that are preallocated, by the names of their states.
         backward_inputs: what a backward reads beside the inputs.
     """
-    _keep(request, backward_inputs, decision)
+    _cache_call(request, backward_inputs, decision)
     device, watched, made = request.options.device, request.report, None
     report = PassReport(decision.problem.kernel.name)
     if decision.plan is None:
         begun = time.perf_counter()
-        made = _at_once(tensors, request, decision.problem, results, backward_inputs)
+        made = _run_one_call(tensors, request, decision.problem, results, backward_inputs)
         report.seconds = time.perf_counter() - begun
     if made is None:
         decision = with_plan(decision) if decision.plan is None else decision
@@ -394,7 +401,7 @@ def _run(
                 torch.autograd.graph.increment_version(tensor)
             # No name for the job: it would hold its results when memory has run out.
             made = run_pass(
-                _job(tensors, request, decision.problem, results, backward_inputs),
+                _job_of(tensors, request, decision.problem, results, backward_inputs),
                 plan.schedule, report, progress,
             )  # fmt: skip
             if counted is not None:
@@ -402,16 +409,19 @@ def _run(
     for sums in request.sums:
         sums.total.add(report, backward=backward_inputs is not None)
     preallocated = [id(result) for result in results.values()]
-    return tuple([r if id(r) in preallocated else as_own(r) for r in made])
+    return tuple([r if id(r) in preallocated else _detach_view(r) for r in made])
 
 
-def _at_once(
+def _run_one_call(
     tensors: Tensors, request: Request, problem: Problem, results: Mapping[str, torch.Tensor],
     backward_inputs: BackwardInputs | None,
 ) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
     """The results of one kernel call; None if the pass has to be planned: memory ran out, or
     gradients in 16 bits are not finite."""
-    job, device = _job(tensors, request, problem, results, backward_inputs), request.options.device
+    job, device = (
+        _job_of(tensors, request, problem, results, backward_inputs),
+        request.options.device,
+    )
     backend = backend_of(device)
     try:
         with backend.current(device), numbers_only():
@@ -442,18 +452,18 @@ def progress_of(request: Request) -> AbstractContextManager[Progress | None]:
     return nullcontext(None if request.progress is False else request.progress)
 
 
-def is_trivial(tensors: Tensors) -> bool:
+def _is_trivial(tensors: Tensors) -> bool:
     """Whether the results are empty or all zeros."""
     return 0 in (tensors.query.numel(), tensors.value.numel())
 
 
-def as_own(made: torch.Tensor) -> torch.Tensor:
+def _detach_view(made: torch.Tensor) -> torch.Tensor:
     """A result that autograd does not know as a view: a caller may not write in place to a view
     that was made without gradients."""
     return made.data if made._is_view() else made
 
 
-def _job(
+def _job_of(
     tensors: Tensors,
     request: Request,
     problem: Problem,

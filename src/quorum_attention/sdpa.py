@@ -19,11 +19,11 @@ import torch
 from quorum_attention.autograd import attend
 from quorum_attention.call.options import (
     Arguments,
-    Defaults,
-    Layer,
-    current,
-    layer_of,
-    set_base,
+    Settings,
+    SettingsKeywords,
+    checked_settings,
+    current_settings,
+    set_process_settings,
     using,
 )
 from quorum_attention.call.torch_modules import (
@@ -81,9 +81,15 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
     """
 
     def __init__(
-        self, *, min_tokens: int = MIN_TOKENS, enabled: bool = True, **options: Unpack[Defaults]
+        self,
+        *,
+        min_tokens: int = MIN_TOKENS,
+        enabled: bool = True,
+        **options: Unpack[SettingsKeywords],
     ) -> None:
-        self._layer = layer_of("patched_sdpa", sdpa=enabled, min_tokens=min_tokens, **options)
+        self._layer = checked_settings(
+            "patched_sdpa", sdpa=enabled, min_tokens=min_tokens, **options
+        )
 
     def __enter__(self) -> patched_sdpa:
         _count(opened=self._layer)
@@ -95,7 +101,7 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
         _count(closed=self._layer)
 
 
-def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[Defaults]) -> None:
+def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[SettingsKeywords]) -> None:
     """Have ``attention`` in place of ``scaled_dot_product_attention`` in all threads, from now on.
 
     The options of any block win over these. Called again, it replaces them.
@@ -106,7 +112,7 @@ def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[Defaults]) -> 
         >>> qa.patch_sdpa(budget="2GiB")
         >>> qa.unpatch_sdpa()
     """
-    _replace_permanent(layer_of("patch_sdpa", sdpa=True, min_tokens=min_tokens, **options))
+    _replace_permanent(checked_settings("patch_sdpa", sdpa=True, min_tokens=min_tokens, **options))
 
 
 def unpatch_sdpa() -> None:
@@ -114,14 +120,14 @@ def unpatch_sdpa() -> None:
     _replace_permanent(None)
 
 
-def _replace_permanent(layer: Layer | None) -> None:
-    _count(opened=layer, closed=set_base(layer))
+def _replace_permanent(layer: Settings | None) -> None:
+    _count(opened=layer, closed=set_process_settings(layer))
 
 
 # --- The names in torch.nn.functional ---------------------------------------------------------
 
 
-def _count(*, opened: Layer | None = None, closed: Layer | None = None) -> None:
+def _count(*, opened: Settings | None = None, closed: Settings | None = None) -> None:
     """Count who needs our functions, and have them in place while anybody does."""
     with _lock:
         if opened is not None:
@@ -149,7 +155,7 @@ def _replace(name: str, replacement_of: Callable[[_Sdpa], _Sdpa], *, opened: boo
         setattr(torch.nn.functional, name, original)
 
 
-def _tokens(layer: Layer | None) -> int:
+def _tokens(layer: Settings | None) -> int:
     """From how many tokens on calls are taken."""
     return layer["min_tokens"] if layer and layer.get("sdpa") else sys.maxsize
 
@@ -189,7 +195,7 @@ def _warning_of_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def warn(query: torch.Tensor, key: torch.Tensor) -> None:
         compiled = torch.compiler.is_dynamo_compiling()
-        if compiled or max(query.shape[0], key.shape[0]) < _tokens(current()):
+        if compiled or max(query.shape[0], key.shape[0]) < _tokens(current_settings()):
             return
         warnings.warn(
             "nn.MultiheadAttention was called with need_weights=True, its default, so torch makes "
@@ -214,7 +220,7 @@ def _taken(query: Any, key: Any, value: Any, arguments: Arguments) -> torch.Tens
     """The result of a call; None if it is torch's, or refused before any work: torch's own can do
     it, or says why not in its own words."""
     compiled = torch.compiler.is_dynamo_compiling()
-    least = _least() if compiled else _tokens(current())
+    least = _least() if compiled else _tokens(current_settings())
     if not _is_long(query, key, value, arguments, least) or (not compiled and _is_special(query)):
         return None
     try:

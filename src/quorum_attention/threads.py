@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 NO_THREAD = (RuntimeError, MemoryError)
 
 
-def started(thread: threading.Thread) -> bool:
+def try_start(thread: threading.Thread) -> bool:
     """Start ``thread``. False if the system grants no thread."""
     try:
         thread.start()
@@ -19,7 +19,7 @@ def started(thread: threading.Thread) -> bool:
     return True
 
 
-def started_executors(count: int, name: str) -> list[ThreadPoolExecutor]:
+def start_executors(count: int, name: str) -> list[ThreadPoolExecutor]:
     """Executors of one running thread each: ``count`` of them, or as many as the system grants.
 
     An executor that starts its thread when work is submitted would raise then, and still keep the

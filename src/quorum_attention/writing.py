@@ -68,7 +68,7 @@ def open_regular(path: str | PathLike[str], mode: Literal["rb", "r+b"] = "rb") -
 
 
 @contextmanager
-def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
+def atomic_write(path: str | PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
     """A new empty file, open for reading and writing, that replaces ``path`` at the end.
 
     It does so when the ``with`` block ends without an exception, after its content is on the disk,
@@ -89,7 +89,7 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
     file = open(target.with_name(name), "x+b")  # noqa: SIM115
     try:
         with file:
-            take_permissions(file, target)
+            copy_permissions(file, target)
             yield file
             file.flush()
             if durable:
@@ -98,13 +98,13 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
     except BaseException as error:
         with suppress(OSError):
             os.unlink(file.name)
-        named(error, path)
+        with_file_name(error, path)
         raise
     if durable:
         sync_directory(target.parent)
 
 
-def named(error: BaseException, path: str | PathLike[str]) -> BaseException:
+def with_file_name(error: BaseException, path: str | PathLike[str]) -> BaseException:
     """``error``, with the name of the file: a full disk does not say what it had no room for."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = os.fspath(path)
@@ -112,12 +112,12 @@ def named(error: BaseException, path: str | PathLike[str]) -> BaseException:
 
 
 def write_text(path: str | PathLike[str], text: str, *, durable: bool = True) -> None:
-    """Write ``text`` to ``path``, completely or not at all (see ``replacing``)."""
-    with replacing(path, durable=durable) as file:
+    """Write ``text`` to ``path``, completely or not at all (see ``atomic_write``)."""
+    with atomic_write(path, durable=durable) as file:
         file.write(text.encode("utf-8"))
 
 
-def reserve(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
+def reserve_space(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
     """Make ``file`` ``n_bytes`` long, zeros, with its space on the disk reserved.
 
     Without the reservation, writing to a mapping of the file kills the process (SIGBUS) when the
@@ -144,7 +144,7 @@ def reserve(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
         raise
 
 
-def take_permissions(file: BinaryIO, target: Path) -> None:
+def copy_permissions(file: BinaryIO, target: Path) -> None:
     """Give an open file the permissions of this user's regular file at ``target``, which it
     replaces. Those of another user's are not taken over: he may have put it there."""
     with suppress(OSError):

@@ -20,11 +20,11 @@ import quorum_attention as qa
 from quorum_attention.call.options import (
     Arguments,
     CallOptions,
-    current,
-    filled,
-    layer_of,
-    set_base,
+    checked_settings,
+    current_settings,
+    set_process_settings,
     using,
+    with_current_settings,
 )
 from quorum_attention.devices import Pool
 from quorum_attention.files.compute import file_call
@@ -86,26 +86,26 @@ def test_all_three_functions_and_the_result_is_the_same() -> None:
 def test_nonsense_is_refused_by_name_before_the_block(bad: dict[str, object], says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=says):
         qa.using(**bad)
-    assert current() is None
+    assert current_settings() is None
 
 
 def test_as_a_decorator_of_functions_and_generators() -> None:
     @qa.using(depth=1)
     def deep(times: int) -> None:
-        assert current()["depth"] == 1
+        assert current_settings()["depth"] == 1
         if times:
             deep(times - 1)
-        assert current()["depth"] == 1
+        assert current_settings()["depth"] == 1
 
     @qa.using(depth=2)
     def generator() -> Iterator[int]:
         for _ in range(2):
-            yield current()["depth"]
+            yield current_settings()["depth"]
 
     deep(3)
     for depth in generator():
         assert depth == 2
-        assert current() is None, "between its steps the caller has its own settings"
+        assert current_settings() is None, "between its steps the caller has its own settings"
     with pytest.raises(TypeError, match="asynchronous function"):
 
         @qa.using(depth=1)
@@ -116,8 +116,8 @@ def test_as_a_decorator_of_functions_and_generators() -> None:
 def test_a_thread_begins_without_and_takes_a_context_that_it_is_given() -> None:
     with qa.using(depth=1), ThreadPoolExecutor(1) as pool:
         context = contextvars.copy_context()
-        assert pool.submit(current).result() is None
-        assert pool.submit(context.run, current).result() == {"depth": 1}
+        assert pool.submit(current_settings).result() is None
+        assert pool.submit(context.run, current_settings).result() == {"depth": 1}
 
 
 fields = st.fixed_dictionaries(
@@ -148,16 +148,16 @@ def test_whatever_the_order_in_which_blocks_begin_and_end(moves) -> None:  # typ
                 opened.pop(which % len(opened))[0].__exit__(None, None, None)
             elif move == "p":
                 base = layer
-                set_base(layer_of("using", **base) if base else None)
+                set_process_settings(checked_settings("using", **base) if base else None)
             said = [base, *(fields for _, fields in opened)]
             wanted = {k: [plain[k], *(s[k] for s in said if k in s)][-1] for k in plain}
-            found = filled(CallOptions())
+            found = with_current_settings(CallOptions())
             assert {k: getattr(found, k) for k in plain} == wanted
     finally:
-        set_base(None)
+        set_process_settings(None)
         for block, _ in opened:
             block.__exit__(None, None, None)
-    assert current() is None
+    assert current_settings() is None
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -171,9 +171,9 @@ def test_a_recomputation_in_a_thread_of_autograd_s_has_the_settings_too(
     def work() -> None:
         torch._C._stash_obj_in_tls("context", context)
         monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
-        found.append(current())
+        found.append(current_settings())
         torch._C._remove_obj_from_tls("context")
-        found.append(current())
+        found.append(current_settings())
 
     with qa.using(depth=1):
         context = contextvars.copy_context()

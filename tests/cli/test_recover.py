@@ -16,7 +16,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.bench import child
-from quorum_attention.bench.limits import ran_out
+from quorum_attention.bench.limits import is_limit_error
 from quorum_attention.bench.verification import sampled_errors
 from quorum_attention.cli import main, recover
 
@@ -94,7 +94,7 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
 def test_whatever_a_limited_process_raises_is_a_verdict(
     error: Exception, is_the_limit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ran_out(error) == is_the_limit
+    assert is_limit_error(error) == is_the_limit
 
     class Fails(child.Method):
         def forward(self, call: child.CallTensors) -> Any:

@@ -91,7 +91,7 @@ def test_every_other_dtype(inputs: torch.dtype, mask: torch.dtype) -> None:
     "rules",
     [qa.Mask(causal=True, window=(100, 0)), qa.Mask(window=20, softcap=5.0),
      qa.Mask(key_lengths=torch.tensor([200])), qa.Mask(keeps=lambda b, h, q, k: (q + k) % 3 > 0)],
-    ids=lambda rules: ", ".join(rules.said()),
+    ids=lambda rules: ", ".join(rules.set_fields()),
 )  # fmt: skip
 @pytest.mark.parametrize("home", ["cuda", "cpu"])
 def test_beside_every_rule_of_a_mask(rules: qa.Mask, home: str) -> None:

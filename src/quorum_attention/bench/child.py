@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quorum_attention.api import attention_backward, attention_with_lse
-from quorum_attention.bench.limits import PeakMemory, ran_out, warm_up
+from quorum_attention.bench.limits import PeakMemory, is_limit_error, warm_up
 from quorum_attention.bench.verification import sampled_errors
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
@@ -254,7 +254,7 @@ def measure(spec: Spec) -> Measurement:
             answer.stage = ""
         except Exception as error:
             limited = spec.limit_bytes is not None and spec.device == "cpu"
-            without_memory = ran_out(error) if limited else is_out_of_memory(error)
+            without_memory = is_limit_error(error) if limited else is_out_of_memory(error)
             answer.status = OUT_OF_MEMORY if without_memory else FAILED
             # In torch's words, and in ours.
             if "No available kernel" in str(error) or isinstance(error, NotImplementedError):

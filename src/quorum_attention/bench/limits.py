@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.threads import started
+from quorum_attention.threads import try_start
 
 _SAMPLE_SECONDS = 0.002
 
@@ -32,7 +32,7 @@ def warm_up() -> None:
     torch.autograd.grad(out, small, torch.ones_like(out))
 
 
-def ran_out(error: BaseException | None) -> bool:
+def is_limit_error(error: BaseException | None) -> bool:
     """Whether ``error``, raised in a process with a memory limit, is due to the limit.
 
     The interpreter itself can run out of memory there: while it imports, opens a file, or creates
@@ -42,7 +42,7 @@ def ran_out(error: BaseException | None) -> bool:
         return False
     without_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
     without_memory |= is_out_of_memory(error) or isinstance(error, SystemError)
-    return without_memory or ran_out(error.__cause__ or error.__context__)
+    return without_memory or is_limit_error(error.__cause__ or error.__context__)
 
 
 class PeakMemory:
@@ -70,7 +70,7 @@ class PeakMemory:
         self.backend.give_back_cached()
         self._counted = self.backend.count_peak(self.device)
         if self._counted is None:
-            self._is_sampled = started(self._thread)
+            self._is_sampled = try_start(self._thread)
             self._before = self._highest = data_bytes()  # with the sampler's own stack
         return self
 

@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.argument_checks import shown, switch
 from quorum_attention.call.request import Request, refuse_transforms
-from quorum_attention.call.validation import Tensors, as_tensor, check_apart, check_tensor
+from quorum_attention.call.validation import Tensors, as_tensor, check_no_overlap, check_tensor
 from quorum_attention.execution.call import (
     Three,
     are_kernel_readable,
@@ -70,7 +70,7 @@ def check_backward_inputs(  # noqa: C901
     }
     refuse_transforms(*tensors, *read.values())
     for name, tensor in read.items():
-        read[name] = request.with_heads(tensor, len(shapes[name]) - 1)
+        read[name] = request.add_heads(tensor, len(shapes[name]) - 1)
         dtype = request.shape.state_dtype if name == "lse" else None
         check_tensor(read[name], shapes[name], name, home, dtype)
     filled: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def check_backward_inputs(  # noqa: C901
             dtype = filled[_NAMES[0]].dtype if name in _NAMES else None
             check_tensor(filled[name], tuple(like.shape), name, home, dtype, for_writing=True)
     every = {"query": query, "key": key, "value": value, "attn_mask": mask}
-    check_apart(filled, {**every, **read})
+    check_no_overlap(filled, {**every, **read})
     grads = None if backward_inputs.grads is None else tuple(filled[name] for name in _NAMES)
     grad_mask = filled.get("grad_mask", backward_inputs.grad_mask)
     return backward_inputs._replace(**read, grads=grads, grad_mask=grad_mask)

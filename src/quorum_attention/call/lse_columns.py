@@ -85,8 +85,8 @@ def with_columns(
     wide = _widened(shape, backend_of(request.options.device))
     query, key, value = tensors[:3]
     if wide.head_dim != shape.head_dim:
-        query, key = (_wider(t, wide.head_dim) for t in (query, key))
-    value = _wider(value, wide.value_dim)
+        query, key = (_with_zero_columns(t, wide.head_dim) for t in (query, key))
+    value = _with_zero_columns(value, wide.value_dim)
     # Nothing flows into a row without keys.
     lse = backward_inputs.lse.to(backward_inputs.grad_lse.device)
     gradient = backward_inputs.grad_lse.to(shape.state_dtype).masked_fill(lse == -torch.inf, 0.0)
@@ -95,10 +95,13 @@ def with_columns(
         least = _least_norms(gradient, backward_inputs.grad_out, shape)
         norms = torch.maximum(_norms(tensors.value).to(least.device), least)
         factor = gradient / norms.repeat_interleave(shape.queries_per_key_head, dim=-2)
-    factor = _factor(factor, backward_inputs.grad_out.dtype, shape.dtype)
-    grad_out, out = _wider(backward_inputs.grad_out, wide.value_dim), backward_inputs.out
+    factor = _powers_above(factor, backward_inputs.grad_out.dtype, shape.dtype)
+    grad_out, out = (
+        _with_zero_columns(backward_inputs.grad_out, wide.value_dim),
+        backward_inputs.out,
+    )
     # Parts are rounded as kernels get them; a narrower output would round them more.
-    out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, shape.dtype))
+    out = _with_zero_columns(out, wide.value_dim, torch.promote_types(out.dtype, shape.dtype))
     digits = 3 if shape.dtype.itemsize == 2 else 1
     if shape.dtype == torch.float16:
         value[..., shape.value_dim + digits] = least.to(value.device)
@@ -167,7 +170,9 @@ def _least_norms(gradient: torch.Tensor, grad_out: torch.Tensor, shape: CallShap
     return torch.ldexp(torch.ones_like(own), exponent.clamp_(0, 14)).unsqueeze(-1)
 
 
-def _wider(tensor: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _with_zero_columns(
+    tensor: torch.Tensor, width: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """A copy of (..., n, d) with columns of 0 after its own."""
     shape = (*tensor.shape[:-1], width)
     found = torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
@@ -176,7 +181,7 @@ def _wider(tensor: torch.Tensor, width: int, dtype: torch.dtype | None = None) -
     return found
 
 
-def _factor(gradient: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+def _powers_above(gradient: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
     """Powers of two, above the magnitudes of ``gradient`` as far as all ``dtypes`` hold them."""
     lowest = max(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in dtypes)
     highest = min(math.frexp(torch.finfo(dtype).max)[1] for dtype in dtypes)

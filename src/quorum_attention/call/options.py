@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 Device = str | torch.device
 
 
-class Several:
+class DevicePool:
     """Devices that share one call: a ``pool.Pool``."""
 
 
 # What may name the devices of a call, and its budget: one for all devices or one for each.
-Devices = Device | Sequence[Device] | Several
+Devices = Device | Sequence[Device] | DevicePool
 Budget = float | str | Sequence[float | str]
 _AUTO = "auto"
 
 
-class Defaults(TypedDict, total=False):
+class SettingsKeywords(TypedDict, total=False):
     """Options that a call and ``using`` take by keyword; ``api.attention`` says what they mean."""
 
     budget: Budget | None
@@ -58,7 +58,7 @@ class Defaults(TypedDict, total=False):
     report: Report | None
 
 
-class RunOptions(Defaults, total=False):
+class CallKeywords(SettingsKeywords, total=False):
     """Options that a call takes by keyword."""
 
     plan: Plan | None
@@ -82,7 +82,7 @@ class CallOptions(NamedTuple):
     total: Report | None = None
 
     @property
-    def says_nothing(self) -> bool:
+    def is_default(self) -> bool:
         """Whether all options of the call have their defaults. Compared by identity: ``==`` of a
         caller's object may do anything."""
         return all(map(is_, self, _DEFAULTS))
@@ -95,10 +95,10 @@ class CallOptions(NamedTuple):
 
 
 _DEFAULTS = CallOptions()
-_NAMES = RunOptions.__optional_keys__
+_NAMES = CallKeywords.__optional_keys__
 
 
-def call_options(function: Callable[..., Any], options: RunOptions) -> CallOptions:
+def call_options(function: Callable[..., Any], options: CallKeywords) -> CallOptions:
     """The options that a call of ``function`` was given by keyword.
 
     Raises:
@@ -127,11 +127,13 @@ class Arguments(NamedTuple):
     options: CallOptions = _DEFAULTS
 
 
-def several(devices: Any) -> bool:
+def names_several(devices: Any) -> bool:
     """Whether ``devices`` of a call says that several compute it, or may say so."""
     if isinstance(devices, str):
         return devices == "all"
-    return isinstance(devices, Several) or (isinstance(devices, (list, tuple)) and len(devices) > 1)
+    return isinstance(devices, DevicePool) or (
+        isinstance(devices, (list, tuple)) and len(devices) > 1
+    )
 
 
 def options_of(options: CallOptions, home: torch.device) -> PlannerOptions:
@@ -213,7 +215,7 @@ def compute_device(inputs: torch.device, devices: Devices | None) -> torch.devic
 
 # What calls get that do not say otherwise: options; ``total``, the report to whose total they are
 # added; ``sdpa``, whether torch's own function is taken over, for calls of at least ``min_tokens``.
-Layer = dict[str, Any]
+Settings = dict[str, Any]
 # What a plan pins, and what it does not.
 _PINNED, _FREE = ("budget", "depth", "kernel", "accumulator"), ("devices", "progress")
 
@@ -223,13 +225,13 @@ def _is_default(value: object) -> bool:
 
 
 # Those of a context, outermost first, and the whole process's below them.
-_LAYERS: ContextVar[tuple[Layer, ...]] = ContextVar("quorum_attention_settings", default=())
-_base: Layer | None = None
+_LAYERS: ContextVar[tuple[Settings, ...]] = ContextVar("quorum_attention_settings", default=())
+_base: Settings | None = None
 
 
-def current() -> Layer | None:
+def current_settings() -> Settings | None:
     """The settings here, of all layers; None where there are none."""
-    layers = _LAYERS.get() or _handed_over()
+    layers = _LAYERS.get() or _settings_of_backward()
     if _base is not None:
         layers = (_base, *layers)
     if not layers:
@@ -237,12 +239,12 @@ def current() -> Layer | None:
     return {name: value for layer in layers for name, value in layer.items()}
 
 
-def filled(options: CallOptions) -> CallOptions:
+def with_current_settings(options: CallOptions) -> CallOptions:
     """The options of a call, with the settings here where it says nothing."""
-    return fill(current(), options)
+    return with_settings(current_settings(), options)
 
 
-def fill(settings: Layer | None, options: CallOptions) -> CallOptions:
+def with_settings(settings: Settings | None, options: CallOptions) -> CallOptions:
     """The options of a call, with ``settings`` where it says nothing."""
     if settings is None:
         return options
@@ -251,17 +253,17 @@ def fill(settings: Layer | None, options: CallOptions) -> CallOptions:
     return options._replace(**mine, total=settings.get("total"))
 
 
-def _handed_over() -> tuple[Layer, ...]:
+def _settings_of_backward() -> tuple[Settings, ...]:
     """The layers of whoever called ``backward``, in a thread of autograd's own (CUDA has some): a
     checkpoint is recomputed there. torch hands Python's context over."""
     if torch._C._current_graph_task_id() < 0 or not torch._C._is_key_in_tls("context"):
         return ()
     context = torch._C._get_obj_in_tls("context")
-    found: tuple[Layer, ...] = () if context is None else context.get(_LAYERS, ())
+    found: tuple[Settings, ...] = () if context is None else context.get(_LAYERS, ())
     return found
 
 
-def set_base(layer: Layer | None) -> Layer | None:
+def set_process_settings(layer: Settings | None) -> Settings | None:
     """Replace the layer of the whole process, which lies below those of all contexts; returns what
     it was."""
     global _base
@@ -269,8 +271,8 @@ def set_base(layer: Layer | None) -> Layer | None:
     return before
 
 
-def layer_of(function: str, /, **fields: Any) -> Layer:
-    """A layer, checked: options as ``Defaults`` has them, ``sdpa`` and ``min_tokens``.
+def checked_settings(function: str, /, **fields: Any) -> Settings:
+    """A layer, checked: options as ``SettingsKeywords`` has them, ``sdpa`` and ``min_tokens``.
 
     Args:
         function: the name of the function that was given these options.
@@ -282,7 +284,7 @@ def layer_of(function: str, /, **fields: Any) -> Layer:
     for name in options:
         if name in Arguments._fields or name == "plan":
             raise TypeError(f"{name} is no option of settings; give it to the call itself")
-    check_names(function, options, sorted(Defaults.__optional_keys__))
+    check_names(function, options, sorted(SettingsKeywords.__optional_keys__))
     options_of(CallOptions(**options), torch.device("cpu"))
     if not _is_default(fields.get("kernel")):
         kernel = get_kernel(fields["kernel"])
@@ -324,8 +326,8 @@ class using:  # noqa: N801 (used as a function is, as torch.no_grad)
         2
     """
 
-    def __init__(self, **options: Unpack[Defaults]) -> None:
-        self._layer = layer_of("using", **options)
+    def __init__(self, **options: Unpack[SettingsKeywords]) -> None:
+        self._layer = checked_settings("using", **options)
 
     def __enter__(self) -> using:
         _LAYERS.set((*_LAYERS.get(), self._layer))

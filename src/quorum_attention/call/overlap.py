@@ -43,7 +43,7 @@ def addresses(tensor: torch.Tensor, start: int | None = None) -> np.ndarray:
     return np.asarray(_Addresses(tensor, tensor.data_ptr() if start is None else start))
 
 
-def share_memory(one: np.ndarray, other: np.ndarray) -> bool:
+def may_share_memory(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether any byte belongs to both; True also where that takes too long to tell."""
     # Where it runs out of steps this says True; ``shares_memory`` would raise.
     return bool(np.may_share_memory(one, other, max_work=_MOST_STEPS))
@@ -80,7 +80,7 @@ class Mappings:
         start, stop = address_range(tensor)
         return [m for m in self.every if m.start < stop and start < m.stop]
 
-    def read_only(self, tensor: torch.Tensor) -> bool:
+    def is_read_only(self, tensor: torch.Tensor) -> bool:
         """Whether writing to ``tensor`` would end the process."""
         return any(not m.writable for m in self.of(tensor))
 
@@ -97,9 +97,9 @@ class Mappings:
         mapping writes to."""
         if result.device != other.device:
             return False
-        if share_memory(addresses(result), addresses(other)):
+        if may_share_memory(addresses(result), addresses(other)):
             return True
         one, two = self.in_file(result), self.in_file(other)
         if one is None or two is None or not one[0].shared or one[0].file != two[0].file:
             return False
-        return share_memory(addresses(result, one[1]), addresses(other, two[1]))
+        return may_share_memory(addresses(result, one[1]), addresses(other, two[1]))

@@ -89,11 +89,11 @@ class Request:
     lse: torch.Tensor | None = None
     decisions: dict[Hashable, Problem] | None = None
 
-    def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
+    def add_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
         """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""
         return given.unsqueeze(0) if self.without_heads and given.dim() == dims else given
 
-    def back(self, result: torch.Tensor) -> torch.Tensor:
+    def drop_heads(self, result: torch.Tensor) -> torch.Tensor:
         """A result with the dimensions that its caller expects, a view."""
         return result.squeeze(0) if self.without_heads else result
 
@@ -125,7 +125,7 @@ def request_of(
     query, key, value, mask, sinks, _ = tensors
     planner_options = options_of(options, query.device)
     check_capture(planner_options.device, query, mask, described)
-    factor = sizes.head_dim**-0.5 if scale is None else _factor_of(scale)
+    factor = sizes.head_dim**-0.5 if scale is None else _checked_scale(scale)
     if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
         factor = 0.0
     shape = None if mask is None else bias_shape(mask, len(sizes.batch_shape), query.dtype)
@@ -139,9 +139,9 @@ def request_of(
         sinks=sinks is not None,
         exact_scale=scale_is_exact(factor, query.dtype),
     )
-    kernel, recorded = planner_options.kernel, records(query, key, value, sinks)
+    kernel, recorded = planner_options.kernel, is_recorded(query, key, value, sinks)
     if described is not None:
-        described = map_tensors(described, _readable)
+        described = map_tensors(described, _as_readable)
         work, kernel = kernel_for_mask(
             described, kernel, work, planner_options.device, needs_grad=backward or recorded
         )
@@ -149,7 +149,7 @@ def request_of(
         # The object: by the backward another kernel may have been registered under its name.
         kernel = get_kernel(kernel)
         keep_for_replays(kernel, planner_options.device)
-        if torch.is_grad_enabled() or records():
+        if torch.is_grad_enabled() or is_recorded():
             refuse_learned(kernel, query, key, value, planner_options.device)
     planner_options = replace(planner_options, kernel=kernel)
     if planner_options.plan is not None:
@@ -173,7 +173,7 @@ def request_of(
     return tensors, request
 
 
-def _factor_of(scale: Any) -> float:
+def _checked_scale(scale: Any) -> float:
     """The argument ``scale``.
 
     Raises:
@@ -228,7 +228,7 @@ def _dropout_of(p: float, seed: Any, device: torch.device, *, draws: bool) -> Dr
 # --- Under autograd, torch.func and forward-mode --------------------------------------------------
 
 
-def records(*inputs: torch.Tensor | None) -> bool:
+def is_recorded(*inputs: torch.Tensor | None) -> bool:
     """Whether the call has to be a function of autograd's: for gradients, or under a transformation
     or forward-mode (where that function works or raises its error)."""
     return (
@@ -238,7 +238,7 @@ def records(*inputs: torch.Tensor | None) -> bool:
     )
 
 
-def _readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def _as_readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A tensor of a mask, whose numbers are read now and which gets no gradient, without the
     wrappers of torch.func's derivatives.
 

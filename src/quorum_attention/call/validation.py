@@ -73,7 +73,7 @@ def check_tensors(
     query, key, value, shared, without_heads, cast_bytes = broadcast_inputs(
         query, key, value, arguments.enable_gqa
     )
-    sizes = sizes_of(query, key, value, switch(shared, "enable_gqa"))
+    sizes = shape_of_inputs(query, key, value, switch(shared, "enable_gqa"))
     out, out_dtype = arguments.out, arguments.out_dtype
     if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
@@ -92,7 +92,7 @@ def check_tensors(
         shape = (*query.shape[:-1], value.shape[-1])
         check_tensor(out, shape, "out", query.device, out_dtype, for_writing=True)
         every = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        check_apart({"out": out}, every)
+        check_no_overlap({"out": out}, every)
     read = Tensors(query, key, value, mask, sinks)
     return read, out, described, sizes, without_heads, cast_bytes
 
@@ -205,7 +205,7 @@ def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
         raise ValueError(f"{name} must be {allowed}, got {tensor.device}")
 
 
-def sizes_of(
+def shape_of_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> CallShape:
     """The sizes of a call, from tensors that have passed ``check_kind``.
@@ -299,7 +299,7 @@ def check_tensor(
         raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
 
 
-def check_apart(
+def check_no_overlap(
     results: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor | None]
 ) -> None:
     """Check that results share no memory with what is read, with each other or with themselves.
@@ -317,7 +317,7 @@ def check_apart(
     known = Mappings.now() if foreign else Mappings(())
     before: dict[str, torch.Tensor] = {n: t for n, t in read.items() if t is not None}
     for name, result in results.items():
-        if known.read_only(result):
+        if known.is_read_only(result):
             raise ValueError(f"{name} must be writable (it is written to), got a read-only map")
         if overlaps_itself(result):
             raise ValueError(
@@ -352,7 +352,7 @@ def check_plan(plan: Plan, shape: CallShape) -> None:
 def broadcast_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool, bool, int]:
-    """The inputs cast by autocast and broadcast, for ``sizes_of``.
+    """The inputs cast by autocast and broadcast, for ``shape_of_inputs``.
 
     Returns:
         query, key and value of at least three dimensions and the same batch dimensions;

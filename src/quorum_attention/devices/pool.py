@@ -22,7 +22,7 @@ from quorum_attention.argument_checks import shown, whole_number
 from quorum_attention.autograd import attend
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.gradients import BackwardInputs
-from quorum_attention.call.options import Arguments, Budget, CallOptions, Several
+from quorum_attention.call.options import Arguments, Budget, CallOptions, DevicePool
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, as_tensor
@@ -76,7 +76,7 @@ def names_of(devices: str | torch.device | Sequence[str | torch.device]) -> list
     return [str(place) for place in places]
 
 
-class Pool(Several, AbstractContextManager["Pool"]):
+class Pool(DevicePool, AbstractContextManager["Pool"]):
     """Worker processes, one for each device, that share the work of an attention call.
 
     A call is cut into independent parts: by key/value heads, and by rows if the heads do not divide

@@ -354,7 +354,7 @@ class BlockWorker:
         # Inputs first: not all may fit what may be locked.
         for name in sorted(tensors, key=_RESULTS.__contains__):
             self._mapped.lock(spec.tensors[name], result=name in _RESULTS)
-        self._call = replace(spec.call, mask=mask if mask.said() else None)
+        self._call = replace(spec.call, mask=mask if mask.set_fields() else None)
         self._tensors, self._number = tensors, spec.number
 
     def _compute(self, message: Compute, report: Report) -> None:

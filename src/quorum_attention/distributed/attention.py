@@ -21,7 +21,12 @@ import torch.distributed as dist
 from quorum_attention.api import attention_with_lse
 from quorum_attention.argument_checks import shown
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.options import Arguments, CallOptions, current, filled
+from quorum_attention.call.options import (
+    Arguments,
+    CallOptions,
+    current_settings,
+    with_current_settings,
+)
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, as_tensor, check_tensors
 from quorum_attention.decomposition import Ranges
@@ -111,7 +116,13 @@ def attention(
     options = CallOptions(budget, None, depth, kernel)
     mask = _checked_mask(attn_mask)
     arguments = Arguments(
-        None, dropout_p, dropout_seed, is_causal, scale, enable_gqa, options=filled(options)
+        None,
+        dropout_p,
+        dropout_seed,
+        is_causal,
+        scale,
+        enable_gqa,
+        options=with_current_settings(options),
     )
     inputs, shard = _checked_shard(query, key, value, arguments, report)
     options = options._replace(kernel=shard.options.kernel)
@@ -146,7 +157,7 @@ def attention(
         two_streams = assignment.whole_heads and assignment.n_stages > 1
         call = Sharded(
             assignment, whole, weakref.ref(group), group.rank(), options, signature, report,
-            two_streams and options.says_nothing and current() is None,
+            two_streams and options.is_default and current_settings() is None,
         )  # fmt: skip
         if report is not None:
             report.fill(
@@ -156,7 +167,7 @@ def attention(
             )  # fmt: skip
         apply: Any = _ShardedAttention.apply
         out: torch.Tensor = apply(*rows, *call.learned, call)
-    return shard.back(out.to(shape.dtype).reshape(*query.shape[:-1], shape.value_dim))
+    return shard.drop_heads(out.to(shape.dtype).reshape(*query.shape[:-1], shape.value_dim))
 
 
 @uncompiled

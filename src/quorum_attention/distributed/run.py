@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.arithmetic import round_up
-from quorum_attention.autograd import computed_once
+from quorum_attention.autograd import run_with_hook
 from quorum_attention.call.block import BlockResults, CallBlock, WholeCall
-from quorum_attention.call.options import CallOptions, filled
+from quorum_attention.call.options import CallOptions, with_current_settings
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.partition import Assignment, RowSlice, ShardBlock, Side
@@ -435,7 +435,7 @@ class Sharded:
                 query, *rest = run()
                 parts = {of_rows: [query], of_keys: rest}
             else:
-                out, lse = computed_once(run)
+                out, lse = run_with_hook(run)
                 parts = {of_rows: [out, lse.to(out.device)]}
             for side, tensors in parts.items():
                 if len(blocks) == 1:
@@ -470,7 +470,7 @@ class Sharded:
         part = CallBlock(entries, block.heads, block.queries, keys)
         # Where a block may have some of its rows' keys alone there is neither mask nor dropout.
         masked = (None, block.causal) if self.assignment.of.units == "pairs" else None
-        options = filled(self.options._replace(report=report))
+        options = with_current_settings(self.options._replace(report=report))
         made = list(compute_block(whole, part, inputs, options, results, masked))
         if sinks is not None:
             sinks[slice(*block.heads)] += made.pop()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.writing import named, open_regular, reserve
+from quorum_attention.writing import open_regular, reserve_space, with_file_name
 
 Path_ = str | PathLike[str]
 Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -151,11 +151,11 @@ def create_tensors(
 def _create(path: Path_, header: bytes, n_bytes: int) -> None:
     with open(path, "x+b") as file:
         try:
-            reserve(file, len(header) + n_bytes, path)
+            reserve_space(file, len(header) + n_bytes, path)
         except BaseException as error:
             with suppress(OSError):
                 os.unlink(path)
-            named(error, path)
+            with_file_name(error, path)
             raise
         file.write(header)
 

@@ -212,7 +212,7 @@ class RunFolder:
                 try:
                     os.fsync(file.fileno())
                 except OSError as error:
-                    raise writing.named(error, path) from None
+                    raise writing.with_file_name(error, path) from None
         progress = {**self.progress, "done": [*self.progress["done"], part]}
         writing.write_text(self.output.run / PROGRESS, json.dumps(progress, indent=1))
         self.progress = progress
@@ -221,7 +221,7 @@ class RunFolder:
         """Give all files their names."""
         for path, target in zip(self._paths(), self.output.files, strict=True):
             with open(path, "rb") as file:
-                writing.take_permissions(file, target)
+                writing.copy_permissions(file, target)
             os.replace(path, target)
         writing.sync_directory(self.output.run.parent)
         (self.output.run / PROGRESS).unlink(missing_ok=True)

@@ -178,7 +178,7 @@ def store(name: str, change: Callable[[Any], object], *, durable: bool = False) 
 
     Args:
         change: makes what it will say of what it says (None: nothing).
-        durable: see ``writing.replacing``.
+        durable: see ``writing.atomic_write``.
 
     Raises:
         OSError: it cannot be written, or is not to be trusted (``PermissionError``).

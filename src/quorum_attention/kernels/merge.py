@@ -20,7 +20,7 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
-from quorum_attention.threads import started
+from quorum_attention.threads import try_start
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
@@ -229,7 +229,7 @@ def warm_up() -> None:
     """Import Triton and hash its files, as its cache does, while the host tests and plans a first
     call."""
     if triton_available():
-        started(threading.Thread(target=_imported, name="imports Triton"))
+        try_start(threading.Thread(target=_imported, name="imports Triton"))
 
 
 def _imported() -> None:

@@ -25,7 +25,7 @@ from quorum_attention.execution.device.allocate import page_locked
 from quorum_attention.execution.device.host_memory import PAGE_BYTES
 from quorum_attention.execution.device.lookup import HOST, available_device, backend_of, on_host
 from quorum_attention.units import format_bytes, parse_bytes
-from quorum_attention.writing import reserve
+from quorum_attention.writing import reserve_space
 
 # A share of the free host memory that no cache takes: other programs, and the system's own buffers.
 _HOST_MARGIN = 1 / 16
@@ -134,7 +134,7 @@ class CachePlaces:
         assert self.folder is not None
         with tempfile.TemporaryFile(dir=self.folder, prefix="segment-") as file:
             size = round_up(n_bytes, PAGE_BYTES)
-            reserve(file, size, self.folder)
+            reserve_space(file, size, self.folder)
             mapping = mmap.mmap(file.fileno(), size)
         return torch.frombuffer(mapping, dtype=torch.uint8)[:n_bytes]
 

@@ -17,7 +17,7 @@ from quorum_attention.decomposition import Decomposition, Pairs, Rectangle, Task
 from quorum_attention.extras import install_hint
 from quorum_attention.pictures.geometry import Point, blocks, corners, kept, shallow
 from quorum_attention.units import counted, format_bytes, format_seconds
-from quorum_attention.writing import check_target, replacing
+from quorum_attention.writing import atomic_write, check_target
 
 INK = "#22262b"
 SOFT = "#6b7280"
@@ -73,7 +73,7 @@ def _format(figure: Any, path: str | PathLike[str]) -> str:
 def save(figure: Any, path: str | PathLike[str]) -> None:
     """Write ``figure``, completely or not at all; the ending of ``path`` is the format (.png, .svg,
     .pdf)."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format=_format(figure, path), dpi=150, facecolor=PAPER)
 
 

@@ -21,7 +21,7 @@ from quorum_attention.argument_checks import whole_number
 from quorum_attention.call.block import CallBlock
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.overlap import Mappings
-from quorum_attention.call.validation import as_tensor, check_apart, check_tensor
+from quorum_attention.call.validation import as_tensor, check_no_overlap, check_tensor
 from quorum_attention.devices.buffers import InFile, in_file
 from quorum_attention.devices.pool import check_options
 from quorum_attention.devices.report import PoolPass, PoolReport, Ran
@@ -221,7 +221,7 @@ class Farm(AbstractContextManager["Farm"]):
         for name, (shape, dtype) in made.results(lse="lse" in found).items():
             check_tensor(found[name], shape, name, tensors["query"].device, dtype, for_writing=True)
         mask = made.whole.mask
-        check_apart(found, {**made.tensors, "attn_mask": None if mask is None else mask.bias})
+        check_no_overlap(found, {**made.tensors, "attn_mask": None if mask is None else mask.bias})
         parts = dict(enumerate(made.parts(1)))
         for _ in self.by_parts(made, made.with_heads(found), parts, chunks=chunks, report=ran):
             pass

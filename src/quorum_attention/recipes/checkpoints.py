@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.arithmetic import round_up
-from quorum_attention.autograd import RESULTS
+from quorum_attention.autograd import result_hook
 from quorum_attention.execution.device.lookup import backend_of, is_known
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes import step as memory
@@ -104,11 +104,11 @@ class LayerCheckpoints:
                 warnings.warn(said, stacklevel=2)
 
         def run(*given: Any) -> Any:  # once now, and again in the backward
-            token = RESULTS.set(one.results)
+            token = result_hook.set(one.results)
             try:
                 return compute(*given)
             finally:
-                RESULTS.reset(token)
+                result_hook.reset(token)
 
         with saved_tensors_hooks(one.keep, one.unpack):
             found = checkpoint(run, *inputs, use_reentrant=False)

@@ -17,7 +17,7 @@ from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.pinned_pool import Locker, PinnedPool
 from quorum_attention.execution.device.streams import KernelStreams
 from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
-from quorum_attention.threads import started
+from quorum_attention.threads import try_start
 
 # Rows of queries that a multiprocessor works on at a time.
 _TILE_ROWS = 128
@@ -152,7 +152,7 @@ def _lock(address: int, n_bytes: int) -> bool:
         statuses.append(int(runtime.cudaHostRegister(address, n_bytes, 0)))
 
     thread = threading.Thread(target=lock, name="locks a result")
-    if started(thread):
+    if try_start(thread):
         thread.join()
     return statuses == [0]
 

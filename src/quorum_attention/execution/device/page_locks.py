@@ -41,7 +41,7 @@ from quorum_attention.execution.device.host_memory import (
     mapped_ranges,
     touch,
 )
-from quorum_attention.threads import started
+from quorum_attention.threads import try_start
 
 # Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory that is not
 # locked also makes the host wait for all that the device has to do before it.
@@ -153,7 +153,7 @@ class PageLocks:
             target=self._work, args=(runtime, device), name="page locks", daemon=True
         )
         try:
-            if not started(self._thread):
+            if not try_start(self._thread):
                 self._lock_nothing()
         except BaseException:
             # An interrupt, maybe: the thread may be at a piece already.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
-from quorum_attention.threads import started_executors
+from quorum_attention.threads import start_executors
 
 # The size of a buffer, and the number of buffers in each direction. A buffer is filled while others
 # are copied.
@@ -160,7 +160,7 @@ class Staging:
         self._last_used: _Buffer | None = None
         n_threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
         # The caller's thread copies too. The others end when their executors are freed.
-        self._helpers = started_executors(n_threads - 1, "copies")
+        self._helpers = start_executors(n_threads - 1, "copies")
 
     def move(self, near: int, far: int, n_bytes: int, stream: Any, *, up: bool) -> None:
         """Copy between address ``near`` of the device and pageable memory from address ``far`` on,

@@ -227,7 +227,7 @@ def _packed(query: torch.Tensor, begin_q: Any, begin_k: Any) -> torch.Tensor:
 
 def says_only(mask: Mask, *fields: str) -> bool:
     """Whether a mask has no other fields than these."""
-    return all(name in fields for name in mask.said())
+    return all(name in fields for name in mask.set_fields())
 
 
 def _biased(mask: Mask, bias: torch.Tensor | None) -> Mask:
