@@ -19,7 +19,7 @@ from quorum_attention.checking.rounding import (
     largest_magnitude,
     rounding_limit,
 )
-from quorum_attention.checking.trial_call import Cut, Results, CheckSizes, run_call
+from quorum_attention.checking.trial_call import CheckSizes, Cut, Results, run_call
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import InnerKernel, get_kernel

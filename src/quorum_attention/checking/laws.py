@@ -19,8 +19,8 @@ from quorum_attention.checking.rounding import (
 )
 from quorum_attention.checking.trial_call import (
     GRADIENTS,
-    TrialInputs,
     CheckSizes,
+    TrialInputs,
     run_backward,
     run_call,
     run_forward,
