@@ -24,9 +24,9 @@ from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.planner.calibration import hardware_of
+from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.decide import choose_plan
 from quorum_attention.planner.plan import _log_once
-from quorum_attention.planner.search import PlanConstraints
 
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 

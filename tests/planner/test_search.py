@@ -20,15 +20,11 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.planner import policy
+from quorum_attention.planner.candidates import decompositions, schedules
+from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import cost, kernel_hardware, least_cost, least_seconds, price
-from quorum_attention.planner.search import (
-    PlanConstraints,
-    _decompositions,
-    _schedules,
-    choose,
-    refitted,
-)
+from quorum_attention.planner.search import choose, refit
 
 GIB = 1 << 30
 MACHINE = assumed("cuda", torch.float16)
@@ -73,9 +69,9 @@ def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backw
     assert (again.footprint, again.cost) == (best.footprint, best.cost)
     if best.cost.seconds < policy.MIN_SECONDS_TO_SEARCH:
         return
-    decompositions = islice(_decompositions(n, constraints), 40)
-    schedules = [one for cut in decompositions for one in _schedules(case, constraints, cut)]
-    for schedule in schedules[::7]:
+    cuts = islice(decompositions(n, constraints), 40)
+    every = [one for cut in cuts for one in schedules(case, constraints, cut)]
+    for schedule in every[::7]:
         other = price(schedule, case, machine)
         if other.footprint.total <= budget:
             slack = policy.REQUIRED_TIME_SHARE if isinstance(best.schedule.route, Whole) else 1.0
@@ -112,10 +108,10 @@ def test_a_plan_for_inputs_here_serves_inputs_elsewhere(backward: bool) -> None:
     for constraints in (PlanConstraints(64 * GIB), PlanConstraints(64 * GIB, depth=1)):
         found = chosen(call, constraints, NEAR, backward=backward)
         case = Problem(call, KERNEL, spec_of(backward), NEAR)
-        same = refitted(found, case, MACHINE)
+        same = refit(found, case, MACHINE)
         assert same == found
         case = replace(case, place=FAR)
-        moved = refitted(found, case, MACHINE)
+        moved = refit(found, case, MACHINE)
         assert moved.schedule.decomposition == found.schedule.decomposition
         assert moved.schedule.runs(case)
         assert isinstance(moved.schedule.route, Slots)

@@ -25,10 +25,11 @@ from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_kernel, why_not
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
+from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Plan, PlannerOptions
 from quorum_attention.planner.price import forward_flops, kernel_hardware, least_seconds
-from quorum_attention.planner.search import PlanConstraints, choose, refitted, short_call
+from quorum_attention.planner.search import choose, refit, short_call
 from quorum_attention.units import format_bytes, format_least
 
 _Found = TypeVar("_Found")
@@ -97,7 +98,7 @@ def with_plan(decision: Decision) -> Decision:
     hardware = hardware_of(device, shape.dtype, shape.head_dim)
     given = options.plan
     if given is not None and given.backward == problem.spec.backward:
-        plan = replace(refitted(given, problem, hardware), budget_bytes=given.budget_bytes)
+        plan = replace(refit(given, problem, hardware), budget_bytes=given.budget_bytes)
         _check_budget(plan, options.budget_bytes)
         return replace(decision, plan=plan)
     asked_shape = decision.asked_shape

@@ -34,10 +34,10 @@ from quorum_attention.keywords import check_names, helps_with_names, names_of
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
+from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.decide import both_passes, choose_plan, usable_bytes
 from quorum_attention.planner.plan import Plan, is_cut
 from quorum_attention.planner.price import forward_flops
-from quorum_attention.planner.search import PlanConstraints
 from quorum_attention.quorums import quorum_size
 from quorum_attention.units import format_bytes, format_seconds, parse_bytes
 

@@ -32,22 +32,24 @@ MAX_QUORUM_SIZE = 50
 # level has DEEP_LEVEL_CHUNKS chunks.
 MAX_LISTED_DEPTH = 3
 DEEP_LEVEL_CHUNKS = 7
-# Decompositions are looked at by number of tasks, where their largest task has fewer tokens than so
-# many times the largest of any with fewer tasks: all into at most the first number of tasks, and
-# then more until the second number of them fits.
+# A decomposition is looked at if its largest task has fewer tokens than this many times the largest
+# task of any decomposition into fewer tasks.
 MIN_SHRINK = 1.1
-PRICED, PRICED_TRIMMED = (2451, 16), (60, 6)
 MAX_TASKS = 20_000_000
+# All decompositions into at most MAX_TASKS_PRICED tasks are priced, and then more until
+# one that fits was known at ENOUGH_FITTING of them. Trimming takes time for each task.
+MAX_TASKS_PRICED = 2451
+ENOUGH_FITTING = 16
+MAX_TASKS_PRICED_TRIMMED = 60
+ENOUGH_FITTING_TRIMMED = 6
 # The most chunks on the inputs as they lie: more of them only make more calls.
 MAX_CHUNKS_IN_PLACE = 57
 # How the rectangles of all tasks together are laid out: the larger, the better. A device that does
 # nothing beside compute, as a CPU, loses little by small ones (forward; backward), and then more
 # chunks make tight budgets possible.
 PIECES: tuple[Pieces, ...] = ("halves",)
-PIECES_WITHOUT_OVERLAP: tuple[tuple[Pieces, ...], ...] = (
-    ("halves", "rows", "blocks"),
-    ("halves", "blocks"),
-)
+FORWARD_PIECES_WITHOUT_OVERLAP: tuple[Pieces, ...] = ("halves", "rows", "blocks")
+BACKWARD_PIECES_WITHOUT_OVERLAP: tuple[Pieces, ...] = ("halves", "blocks")
 MAX_SMALL_PIECES_CHUNKS = 183
 # The most query-key pairs of a rectangle under a mask with rows and columns: the size of its bias.
 MAX_BIAS_PAIRS = 32 << 20
