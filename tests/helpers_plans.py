@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.problem import GroupSize, Problem, spec_of
+from quorum_attention.execution.head_groups import GroupSize
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.schedule import schedule_of

@@ -26,14 +26,16 @@ from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError, is_out_of_memory, our_out_of_memory
-from quorum_attention.execution.call import BiasView, Job, Progress, rescale_upstream
+from quorum_attention.execution.bias import BiasView
 from quorum_attention.execution.device.allocate import empty
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.job import PassJob, Progress
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.routes.over_inputs import Whole, single_kernel_call
+from quorum_attention.execution.routes.whole import Whole, single_kernel_call
 from quorum_attention.execution.run_pass import run_pass
+from quorum_attention.execution.upstream import rescale_upstream
 from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, registrations
@@ -46,6 +48,7 @@ from quorum_attention.units import format_bytes, format_least
 _Result = TypeVar("_Result")
 _CASTS = "casts of the inputs"
 _NAMES = "query", "key", "value"
+_GRADIENTS = "grad_query", "grad_key", "grad_value"
 # Rows of a forward that are computed again, each of one of so many equal parts; of a call in many
 # blocks one row of each, because each reads all keys of its block.
 _CHECKED_ROWS = 4
@@ -160,7 +163,7 @@ def _run_gradients(
         return made
     decision = decide_backward(tensors, request, backward_inputs)
     of_mask = _mask_gradient(tensors, request, backward_inputs, decision.problem)
-    results = dict(zip(_NAMES, backward_inputs.grads or (), strict=False))
+    results = dict(zip(_GRADIENTS, backward_inputs.grads or (), strict=False))
     return (*_run(tensors, request, decision, results, backward_inputs), *of_mask)
 
 
@@ -469,7 +472,7 @@ def _job_of(
     problem: Problem,
     results: Mapping[str, torch.Tensor] | None = None,
     backward_inputs: BackwardInputs | None = None,
-) -> Job:
+) -> PassJob:
     """The job of a pass.
 
     Args:
@@ -478,7 +481,7 @@ def _job_of(
     """
     device, shape, mask, sinks = request.options.device, request.shape, tensors.bias, tensors.sinks
     three = [t.detach() if t.requires_grad else t for t in tensors[:3]]
-    job = Job(
+    job = PassJob(
         problem, dict(zip(_NAMES, three, strict=True)), request.scale, device,
         None if mask is None else BiasView(mask, len(shape.batch_shape)),
         None if sinks is None else sinks.detach().to(device, shape.state_dtype),

@@ -14,9 +14,11 @@ from helpers_passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
-from quorum_attention.execution.call import BiasView, Job, bias_shape
+from quorum_attention.execution.bias import BiasView, bias_shape
+from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.mask_gradient import Tile, add_up_mask_gradient, fitting, tile_bytes
-from quorum_attention.execution.problem import FORWARD, Placement, Problem
+from quorum_attention.execution.pass_spec import FORWARD
+from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.kernels import CallShape, DenseKernel, get_kernel
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import Saved
@@ -46,7 +48,7 @@ def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def a_call(
     mask_sizes: tuple[int, ...], dtype: torch.dtype, causal: bool = False,
     dropout: Dropout | None = None, **sizes: Any,
-) -> tuple[Inputs, torch.Tensor, Job, Saved]:  # fmt: skip
+) -> tuple[Inputs, torch.Tensor, PassJob, Saved]:  # fmt: skip
     """Inputs, a mask of ``mask_sizes``, a forward by kernel "dense" and what it saved."""
     sizes = {"n_queries": N, "n_keys": M, "heads": HEADS, "kv_heads": KV_HEADS, **sizes}
     given = inputs(batch=(BATCH,), dtype=dtype, **sizes)
@@ -62,7 +64,7 @@ def a_call(
     problem = Problem(shape, get_kernel("dense"), FORWARD, Placement(True, False, dtype))
     tensors = dict(zip(("query", "key", "value"), given.three, strict=True))
     view = BiasView(mask, 1)
-    job = Job(problem, tensors, 8**-0.5, torch.device("cpu"), view, dropout=dropout)
+    job = PassJob(problem, tensors, 8**-0.5, torch.device("cpu"), view, dropout=dropout)
     return given, mask, job, Saved(given.grad_out, out, lse)
 
 

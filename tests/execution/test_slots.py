@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.execution.problem import Placement, Problem, spec_of
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.slot_layout import LayoutError, SlotField, SlotLayout, slot_layout
 from quorum_attention.execution.task_levels import TaskLevels
 from quorum_attention.kernels import DenseKernel

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.decomposition import tokens_of
-from quorum_attention.execution.problem import Placement, Problem, spec_of
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.task_levels import TaskLevels
 from quorum_attention.execution.trimmed_tasks import trimmed_sizes, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors

@@ -8,7 +8,7 @@ from helpers_cuda import NAMES
 from helpers_score_mods import cases, random, reference, run
 
 import quorum_attention as qa
-from quorum_attention.execution.routes.over_inputs import Blockwise
+from quorum_attention.execution.routes.blockwise import Blockwise
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 

@@ -18,7 +18,7 @@ from helpers_score_mods import cases, check, random, reference, run
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.pairs import kept_share
-from quorum_attention.execution.call import no_bias
+from quorum_attention.execution.bias import no_bias
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit import (

@@ -18,7 +18,8 @@ from helpers_plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.problem import Placement, Problem, spec_of
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.kernels import get_kernel

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.problem import GroupSize, Placement, Problem, spec_of
-from quorum_attention.execution.routes.over_inputs import Whole
+from quorum_attention.execution.head_groups import GroupSize
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import schedule_of
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.planner import policy

@@ -12,7 +12,7 @@ from helpers_planted_errors import FUNCTIONS, of_gradients, of_results, of_score
 
 import quorum_attention as qa
 from quorum_attention import dispatch
-from quorum_attention.execution import call as execution_call
+from quorum_attention.execution import bias as execution_bias
 from quorum_attention.kernels import rectangles
 from quorum_attention.kernels.kit import from_lse_function
 from random_calls import call, kernels
@@ -84,7 +84,7 @@ def test_a_mask_that_is_rounded_is_found(content, monkeypatch) -> None:
     sizes = {"heads": 2, "kv_heads": 2, "n_queries": 31, "n_keys": 47}
     cases = [Case(seed, **sizes, dtype="bfloat16", mask=mask) for seed in range(4)]
     assert {check(case).outcome for case in cases} == {"right"}
-    monkeypatch.setattr(execution_call, "is_rounded", lambda mask, inputs: False)
+    monkeypatch.setattr(execution_bias, "is_rounded", lambda mask, inputs: False)
     dispatch._CACHE.clear()
     try:
         assert [check(case).outcome for case in cases].count("wrong") >= 3

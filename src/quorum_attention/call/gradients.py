@@ -11,14 +11,14 @@ import torch
 from quorum_attention.argument_checks import shown, switch
 from quorum_attention.call.request import Request, refuse_transforms
 from quorum_attention.call.validation import Tensors, as_tensor, check_no_overlap, check_tensor
-from quorum_attention.execution.call import (
-    Three,
+from quorum_attention.execution.kernel_layout import (
     are_kernel_readable,
     have_flattened_views,
     is_kernel_readable,
-    rescaled_upstream_bytes,
 )
 from quorum_attention.execution.problem import Placement
+from quorum_attention.execution.upstream import rescaled_upstream_bytes
+from quorum_attention.kernels.protocol import Three
 
 _NAMES = ("grads[0]", "grads[1]", "grads[2]")
 

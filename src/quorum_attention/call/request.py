@@ -12,7 +12,7 @@ from quorum_attention.argument_checks import chance, real_number, switch, whole_
 from quorum_attention.call.capture import check_capture, keep_for_replays
 from quorum_attention.call.options import Arguments, options_of
 from quorum_attention.call.validation import Tensors, check_kind, check_plan, check_tensors
-from quorum_attention.execution.call import bias_shape
+from quorum_attention.execution.bias import bias_shape
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout

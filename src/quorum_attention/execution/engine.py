@@ -7,14 +7,16 @@ A unit has all its rows in its slot, or its rows stream by others that stay in a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from quorum_attention.decomposition import Rectangle
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.execution.call import Job, Tools
-from quorum_attention.execution.problem import Group, RowSpec
+from quorum_attention.execution.head_groups import Group
+from quorum_attention.execution.job import PassJob
+from quorum_attention.execution.pass_spec import RowSpec
 from quorum_attention.execution.scaling import BackwardScaling
 from quorum_attention.execution.slot_rows import SlotRows, Unit
 from quorum_attention.kernels.scaling import Scaling
@@ -36,8 +38,7 @@ class Engine:
         staying_rows: moves the rows that stay; None: none do.
     """
 
-    job: Job
-    tools: Tools
+    job: PassJob
     limits: tuple[int, int]
     rows: SlotRows
     scaling: BackwardScaling | None = None
@@ -166,13 +167,13 @@ class Engine:
         if self.staying_rows is not None and chunk is not None and chunk.opens:
             self.staying_rows.load_inputs(chunk.unit)
             self.staying_rows.load_states(chunk.unit)
-            with self.rows.mover.compute_stage(chunk.unit.slot), self.tools.clock.timed("gather"):
+            with self.rows.mover.compute_stage(chunk.unit.slot), self.job.clock.timed("gather"):
                 self.staying_rows.fill(chunk.unit)
         self.rows.load_inputs(unit)
 
     def _compute(self, unit: Unit) -> None:
         """Prepare a unit's states, add its pairs, and finish the rows that no later unit has."""
-        timed = self.tools.clock.timed
+        timed = self.job.clock.timed
         scaling = self.scaling if unit.has_pairs else None
         with self.rows.mover.compute_stage(unit.slot):
             with timed("gather"):
@@ -215,29 +216,37 @@ class Engine:
         chunk = unit.staying
         if self.staying_rows is None or chunk is None or not chunk.closes:
             return
-        with self.rows.mover.compute_stage(chunk.unit.slot), self.tools.clock.timed("scatter"):
+        with self.rows.mover.compute_stage(chunk.unit.slot), self.job.clock.timed("scatter"):
             self.staying_rows.finish(chunk.unit)
         self.staying_rows.store(chunk.unit)
 
     def _accumulate(self, unit: Unit, scaling: Scaling) -> None:
         """Add the pairs of a unit to the states in its slot, and in that of the rows that stay."""
-        job, shape = self.job, self.job.shape
-        if unit.staying is not None:
-            task, rectangles = unit.staying.task, unit.staying.rectangles
-            fields = {**unit.staying.unit.fields, **unit.fields}
-        else:
-            task, fields = unit.visit.task, unit.fields
+        job = self.job
+        shape = job.shape
+        chunk = unit.staying
+        rectangles: Sequence[Rectangle]
+        if chunk is None:
+            fields = unit.fields
+            task = unit.visit.task
             rectangles = task.rectangles(
                 shape.is_causal, shape.n_queries, shape.n_keys, *self.limits
             )
-
-        def tensor(name: str, spec: RowSpec) -> torch.Tensor:
-            return fields[name].squeeze(-1) if spec.width == "one" else fields[name]
-
+        else:
+            fields = {**chunk.unit.fields, **unit.fields}
+            task = chunk.task
+            rectangles = chunk.rectangles
         query_key_value = (fields["query"], fields["key"], fields["value"])
-        task_tensors = job.task(
-            self.limits, unit.group, self.tools, task, rectangles, query_key_value
-        )
-        saved = {item.name: tensor(item.name, item) for item in job.spec.inputs[3:]}
-        states = [tensor(f"state_{state.name}", state) for state in job.spec.states]
-        job.spec.accumulate(job.kernel, task_tensors, saved, states, scaling)
+        tensors = job.task_tensors(task, rectangles, unit.group, self.limits, query_key_value)
+        saved = {
+            item.name: _without_column(fields[item.name], item) for item in job.spec.saved_inputs
+        }
+        states = [
+            _without_column(fields[f"state_{state.name}"], state) for state in job.spec.states
+        ]
+        job.spec.accumulate(job.kernel, tensors, saved, states, scaling)
+
+
+def _without_column(field: torch.Tensor, rows: RowSpec) -> torch.Tensor:
+    """A slot's field (b, h, n, width) as kernels get it: (b, h, n) for one number a row."""
+    return field.squeeze(-1) if rows.width == "one" else field

@@ -27,10 +27,9 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import EMPTY, Decomposition, Pairs, Ranges, Rectangle
 from quorum_attention.errors import first_line, is_out_of_memory
-from quorum_attention.execution.call import Job, Tools
-from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import Group, group_part
+from quorum_attention.execution.head_groups import Group, group_part
+from quorum_attention.execution.job import PassJob
 from quorum_attention.kernels.dropout import dropped_bytes
 from quorum_attention.kernels.protocol import CallShape, Saved
 from quorum_attention.kernels.reference import PLAIN, BackwardRows, QueryBlock, runs
@@ -102,7 +101,7 @@ def fitting(shape: CallShape, device: torch.device, left: int | None, mask_bytes
 
 
 def add_up_mask_gradient(
-    job: Job, given: Saved, target: torch.Tensor, left: int | None
+    job: PassJob, given: Saved, target: torch.Tensor, left: int | None
 ) -> list[str]:
     """Fill ``target`` with the gradient of the call's mask.
 
@@ -180,7 +179,7 @@ class _Walk:
         pairs: which pairs the call keeps, as far as that is known.
     """
 
-    job: Job
+    job: PassJob
     given: Saved
     target: torch.Tensor
     pairs: Pairs
@@ -253,7 +252,7 @@ class _Walk:
         """Some queries of a head group, on the computing device."""
         job, shape = self.job, self.job.shape
         whole = Decomposition(shape.n_tokens).task(())
-        task = job.task((shape.n_queries, shape.n_keys), group, Tools(Clock()), whole, ())
+        task = job.task_tensors(whole, (), group, (shape.n_queries, shape.n_keys))
         exact = whole_rows and shape.dtype != torch.float32 and not (shape.sinks or shape.columns)
         transform = replace(
             job.kernel.scores_of_pairs() or PLAIN, whole_rows=exact, exact_delta=exact

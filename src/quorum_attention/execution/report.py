@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from os import PathLike
@@ -157,6 +158,11 @@ class PassReport:
             return None
         on_device = sum(self.stages.values()) - transfers
         return min(1.0, max(0.0, 1 - (self.seconds - on_device) / transfers))
+
+    def add_stages(self, seconds: Mapping[str, float]) -> None:
+        """Add device seconds by stage."""
+        for stage, spent in seconds.items():
+            self.stages[stage] = self.stages.get(stage, 0.0) + spent
 
     def cells(self) -> dict[str, str]:
         """The report by label, for people; nothing that does not apply."""

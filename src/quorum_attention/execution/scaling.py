@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import BACKWARD, Group, Tensors, group_part
+from quorum_attention.execution.head_groups import Group, group_part
+from quorum_attention.execution.pass_spec import BACKWARD, TensorsByName
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.scaling import (
     Scaling,
@@ -62,7 +63,7 @@ def all_finite(parts: Sequence[torch.Tensor]) -> bool:
 _READ = [item for item in BACKWARD.inputs if item.width != "one"]
 
 
-def what_is_read(tensors: Tensors, group: Group) -> Tensors:
+def inputs_of_group(tensors: TensorsByName, group: Group) -> TensorsByName:
     """The inputs of a backward's head group of one batch entry."""
     return {item.name: group_part(tensors[item.name], group, item.axis) for item in _READ}
 
@@ -132,7 +133,7 @@ class BackwardScaling:
             self._flags[0].copy_(self._overflow[0])
         return bool(self._flags[self._own(slot)].any())
 
-    def runs(self, read: Callable[[], Tensors], slot: int = 0) -> Iterator[int]:
+    def runs(self, read: Callable[[], TensorsByName], slot: int = 0) -> Iterator[int]:
         """Yields a number for each time that the unit, or group, has to run: once, and again as
         long as it overflows and scaling the heads at fault down further may help.
 
@@ -149,7 +150,7 @@ class BackwardScaling:
             times += 1
             yield times
 
-    def _lower(self, read: Tensors, slot: int) -> bool:
+    def _lower(self, read: TensorsByName, slot: int) -> bool:
         """Take the heads at fault down one step where their numbers allow it; whether any was."""
         own = self._own(slot)
         flagged: list[tuple[int, int]] = [(e, h) for e, h in self._flags[own].nonzero().tolist()]
@@ -160,7 +161,7 @@ class BackwardScaling:
             self._overflow[own].zero_()
         return bool(lower)
 
-    def _may_lower(self, read: Tensors, own: int, entry: int, head: int) -> bool:
+    def _may_lower(self, read: TensorsByName, own: int, entry: int, head: int) -> bool:
         taken = self._steps[own].get((entry, head), 0)
         # Of a unit in a slot, states are there as well: those that overflowed.
         one = {i.name: _head(read[i.name], read["value"], entry, head) for i in _READ}

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.allocate import Home
-from quorum_attention.execution.problem import (
-    Footprint,
-    Group,
-    GroupSize,
-    Problem,
-    WorkCounts,
-    groups,
-)
+from quorum_attention.execution.footprint import Footprint
+from quorum_attention.execution.head_groups import Group, GroupSize, head_groups
+from quorum_attention.execution.job import PassJob
+from quorum_attention.execution.problem import Problem
+from quorum_attention.execution.slot_rows import PassStorage
 from quorum_attention.execution.trimmed_tasks import TrimmedSizes
+from quorum_attention.execution.work_counts import WorkCounts
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.quorums import quorum_size
 from quorum_attention.units import counted
-
-# See ``Route.run``.
-Attempt = Callable[["Schedule", RecoveryController, Tools], Iterator[int]]
 
 # Chunks of each level that a recovery adds.
 DEEPEN_BY = 7
@@ -69,7 +62,7 @@ class Route(ABC):
         """The route in words, for people."""
 
     def parts(self, schedule: Schedule, shape: CallShape) -> str:
-        """What a head group is computed in, in words."""
+        """The parts that a head group is computed in, in words."""
         return counted(schedule.n_tasks, "task")
 
     def task_rows(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
@@ -100,20 +93,30 @@ class Route(ABC):
         """The schedule, through slots, to continue with when memory runs out for whole groups."""
         return schedule.through_slots(shape)
 
-    def groups(self, job: Job, schedule: Schedule) -> list[Group]:
+    def groups(self, job: PassJob, schedule: Schedule) -> list[Group]:
         """The head groups it computes, in order."""
-        return list(groups(job.shape, schedule.group))
+        return list(head_groups(job.shape, schedule.group))
 
-    def opened(self, job: Job, schedule: Schedule) -> AbstractContextManager[Attempt]:
-        """What all attempts of a pass share; gives a function that makes one."""
-        return nullcontext(partial(self.run, job))
+    def open_storage(
+        self, job: PassJob, schedule: Schedule
+    ) -> AbstractContextManager[PassStorage | None]:
+        """Open what all attempts of a pass share; None if they share nothing."""
+        return nullcontext()
 
+    @abstractmethod
     def run(
-        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+        self,
+        job: PassJob,
+        schedule: Schedule,
+        controller: RecoveryController,
+        storage: PassStorage | None,
     ) -> Iterator[int]:
         """One attempt: run the units that the controller has left. Yields, each time that some are
-        done, how many."""
-        raise NotImplementedError
+        done, how many.
+
+        Args:
+            storage: of ``open_storage``.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from itertools import pairwise
 import torch
 
 from quorum_attention.arithmetic import round_up
-from quorum_attention.execution.problem import Axis, GroupSize, PassSpec, RowSpec
+from quorum_attention.execution.head_groups import Axis, GroupSize
+from quorum_attention.execution.pass_spec import PassSpec, RowSpec
 from quorum_attention.kernels.protocol import CallShape
 
 ALIGNMENT = 256
@@ -163,7 +164,7 @@ def slot_layout(
             over = None
             offset = slot_bytes
             slot_bytes += aligned(n_bytes)
-        columns = spec.columns(shape)
+        columns = spec.n_columns(shape)
         fields[name] = SlotField(name, spec.axis, columns, dtype, offset, n_bytes, over)
 
     for item in spec.inputs:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
-from quorum_attention.execution.call import Job
 from quorum_attention.execution.control.visits import Carried, Visit
 from quorum_attention.execution.device.allocate import empty_accumulator
-from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
-from quorum_attention.execution.problem import Axis, Group, GroupSize, RowSpec, StateSpec
+from quorum_attention.execution.head_groups import Axis, Group, GroupSize
+from quorum_attention.execution.job import PassJob
+from quorum_attention.execution.pass_spec import RowSpec, StateSpec
 from quorum_attention.execution.slot_layout import SlotLayout
 from quorum_attention.kernels.tensors import copy_on_device
 
@@ -45,7 +45,7 @@ class RowTensor:
         heads = group.query_heads if self.spec.axis == "query" else group.key_heads
         if self.of_group:
             n_heads = heads.stop - heads.start
-            return [self.tensor[number, :n_heads] for number in range(len(group.entry_numbers))]
+            return [self.tensor[number, :n_heads] for number in range(group.n_entries)]
         return [self.tensor[entry][heads] for entry in group.entries]
 
 
@@ -137,7 +137,7 @@ class SlotRows:
 
     def __init__(
         self,
-        job: Job,
+        job: PassJob,
         layout: SlotLayout,
         storage: PassStorage,
         slots: dict[int, torch.Tensor],
@@ -167,7 +167,7 @@ class SlotRows:
             "query": visit.task.count_below(self._work.n_queries),
             "key": visit.task.count_below(self._work.n_keys),
         }
-        entries = len(group.entry_numbers)
+        entries = group.n_entries
         kv_heads = group.kv_stop - group.kv_start
         key = (slot, entries, kv_heads, rows["query"], rows["key"])
         if key not in self._views:
@@ -200,7 +200,7 @@ class SlotRows:
         """Write what fresh rows of states begin with."""
         for state in self._states:
             for rows in self._existing(unit.visit.fresh, state.spec.axis):
-                fill = self._job.fill(state.spec, unit.group)
+                fill = self._job.initial_value(state.spec, unit.group)
                 unit.fields[state.field][:, :, _local(rows)] = fill
 
     def carry(self, unit: Unit) -> None:
@@ -227,7 +227,7 @@ class SlotRows:
         """Write finished rows in their final form; ``over_inputs``: only those with a final field
         (rows that are final in place have been multiplied already)."""
         for state in self._states:
-            factor = self._job.factor(unit.group, state.spec.axis)
+            factor = self._job.finishing_factor(unit.group, state.spec.axis)
             current = unit.fields[state.field]
             final = unit.fields.get(state.final_field, current)
             if final is current and (factor is None or over_inputs):
@@ -295,7 +295,7 @@ class PassStorage:
 
 @contextmanager
 def open_pass_storage(
-    job: Job,
+    job: PassJob,
     group: GroupSize,
     home: torch.device,
     waiting: Collection[Axis] = ("query", "key"),
@@ -325,9 +325,9 @@ def open_pass_storage(
         final = RowTensor(_with_columns(result, state), state)
         state_home = final
         copied.append(Copied(result, is_result=True, fresh=id(result) not in given_results))
-        if job.dtype_of(state) != shape.state_dtype and state.axis in waiting:
-            heads = state.heads(shape, group.kv_heads)
-            sizes = (group.batch, heads, state.rows(shape), state.columns(shape))
+        if job.result_dtype(state) != shape.state_dtype and state.axis in waiting:
+            heads = state.n_heads(shape, group.kv_heads)
+            sizes = (group.batch, heads, state.n_rows(shape), state.n_columns(shape))
             tensor = empty_accumulator(sizes, shape.state_dtype, home, job.device)
             state_home = RowTensor(tensor, state, of_group=True)
             copied.append(Copied(tensor))
@@ -338,7 +338,7 @@ def open_pass_storage(
 
 @contextmanager
 def open_slots(
-    job: Job, storage: PassStorage, clock: Clock, *layouts: tuple[SlotLayout, int]
+    job: PassJob, storage: PassStorage, *layouts: tuple[SlotLayout, int]
 ) -> Iterator[list[SlotRows]]:
     """Give what moves rows into slots and out of them, for each layout and its number of slots.
 
@@ -349,7 +349,7 @@ def open_slots(
     arena_bytes = sum(layout.slot_bytes * n_slots for layout, n_slots in layouts)
     arena = backend.allocate(arena_bytes, job.device)
     n_all_slots = sum(n_slots for _, n_slots in layouts)
-    mover = backend.mover(job.device, n_all_slots, storage.locks, clock)
+    mover = backend.mover(job.device, n_all_slots, storage.locks, job.clock)
     try:
         rows_by_layout: list[SlotRows] = []
         number = 0

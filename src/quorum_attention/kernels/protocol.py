@@ -430,7 +430,7 @@ class Kernel(ABC):
             scaling (kernels/scaling.py). With other dtypes, or dropout, nothing is scaled.
         fp32_products: its backward takes fp16 upstream gradients of up to 2**15 without overflow,
             because its products are in fp32 or scaled by the kernel. A gradient of a wider dtype
-            then keeps more of its small numbers (execution/call.py).
+            then keeps more of its small numbers (execution/upstream.py).
         dropout: it applies ``TaskTensors.dropout`` (kernels/dropout.py). Other kernels get no calls
             with dropout.
         wide_masks: it takes additive masks in fp32 beside 16-bit inputs. Other kernels get no calls

@@ -15,16 +15,12 @@ from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.layouts import Pieces
 from quorum_attention.execution.device.allocate import Home
-from quorum_attention.execution.problem import (
-    Axis,
-    GroupSize,
-    Problem,
-    count_groups,
-    group_sizes,
-)
-from quorum_attention.execution.routes.over_inputs import Blockwise, Whole
+from quorum_attention.execution.head_groups import Axis, GroupSize, count_groups, group_sizes
+from quorum_attention.execution.problem import Problem
+from quorum_attention.execution.routes.blockwise import Blockwise
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
+from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.execution.trimmed_tasks import TrimmedSizes, trimmed_sizes
 from quorum_attention.kernels.protocol import CallShape

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from quorum_attention.decomposition import Decomposition, Layout
 from quorum_attention.execution.device.allocate import Home
-from quorum_attention.execution.problem import GroupSize
+from quorum_attention.execution.head_groups import GroupSize
 from quorum_attention.execution.task_levels import deepest
 from quorum_attention.planner import policy
 from quorum_attention.units import counted

@@ -19,8 +19,9 @@ import torch
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.problem import Placement, Problem, spec_of
-from quorum_attention.execution.routes.over_inputs import Whole
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.problem import Placement, Problem
+from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_kernel, why_not
 from quorum_attention.planner import policy

@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.argument_checks import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.call import bias_shape
+from quorum_attention.execution.bias import bias_shape
 from quorum_attention.execution.device.lookup import (
     available_device,
     backend_of,
@@ -19,13 +19,10 @@ from quorum_attention.execution.device.lookup import (
     named_device,
     on_host,
 )
-from quorum_attention.execution.problem import (
-    GroupSize,
-    Placement,
-    Problem,
-    check_dtype,
-    spec_of,
-)
+from quorum_attention.execution.dtypes import check_dtype
+from quorum_attention.execution.head_groups import GroupSize
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.report import InWords
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, scale_is_exact

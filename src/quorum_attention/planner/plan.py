@@ -12,7 +12,9 @@ import torch
 
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
 from quorum_attention.execution.device.allocate import Home
-from quorum_attention.execution.problem import Footprint, Placement, count_groups
+from quorum_attention.execution.footprint import Footprint
+from quorum_attention.execution.head_groups import count_groups
+from quorum_attention.execution.problem import Placement
 from quorum_attention.execution.report import InWords
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimmed_tasks import trim

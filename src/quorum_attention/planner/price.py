@@ -12,8 +12,11 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.layouts import Pieces, pieces_of
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.decomposition.rectangles import Batch, batches
-from quorum_attention.execution.problem import PassSpec, Problem, WorkCounts, count_groups
+from quorum_attention.execution.head_groups import count_groups
+from quorum_attention.execution.pass_spec import PassSpec
+from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.work_counts import WorkCounts
 from quorum_attention.kernels.protocol import CallShape, Lengths
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Cost, Plan

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.problem import Footprint, GroupSize, Problem, group_sizes
-from quorum_attention.execution.routes.over_inputs import Whole
+from quorum_attention.execution.footprint import Footprint
+from quorum_attention.execution.head_groups import GroupSize, group_sizes
+from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import CallShape

@@ -16,7 +16,7 @@ from helpers_plans import passing
 
 import quorum_attention as qa
 from quorum_attention.decomposition.layouts import Pieces
-from quorum_attention.execution.routes.over_inputs import Blockwise
+from quorum_attention.execution.routes.blockwise import Blockwise
 from quorum_attention.execution.schedule import schedule_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

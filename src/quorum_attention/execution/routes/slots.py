@@ -14,23 +14,16 @@ from typing import Any
 
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.allocate import home_device
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.engine import Engine
-from quorum_attention.execution.problem import (
-    Axis,
-    Footprint,
-    Problem,
-    WorkCounts,
-    count_groups,
-    home_bytes,
-    moved_bytes,
-    result_bytes,
-)
+from quorum_attention.execution.footprint import Footprint, home_bytes, moved_bytes, result_bytes
+from quorum_attention.execution.head_groups import Axis, count_groups
+from quorum_attention.execution.job import PassJob
+from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.scaling import BackwardScaling
-from quorum_attention.execution.schedule import Attempt, Route, Schedule
+from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.slot_layout import SlotLayout, slot_layout
 from quorum_attention.execution.slot_rows import (
     PassStorage,
@@ -39,6 +32,7 @@ from quorum_attention.execution.slot_rows import (
     open_pass_storage,
     open_slots,
 )
+from quorum_attention.execution.work_counts import WorkCounts
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.quorums import quorum_size
 
@@ -116,42 +110,36 @@ class Slots(Route):
         return replace(self, **changes) if changes else self
 
     @contextmanager
-    def opened(self, job: Job, schedule: Schedule) -> Iterator[Attempt]:
-        """The states that wait outside of slots last for all attempts of a pass."""
+    def open_storage(self, job: PassJob, schedule: Schedule) -> Iterator[PassStorage]:
+        """Open the tensors outside of slots: the states that wait there last for all attempts."""
         home = home_device(self.accumulator, job.device)
         with open_pass_storage(job, schedule.group, home, result_device=home) as storage:
+            yield storage
 
-            def attempt(
-                schedule: Schedule, controller: RecoveryController, tools: Tools
-            ) -> Iterator[int]:
-                return _attempt(job, storage, schedule, controller, tools)
-
-            yield attempt
-
-
-def _attempt(
-    job: Job,
-    storage: PassStorage,
-    schedule: Schedule,
-    controller: RecoveryController,
-    tools: Tools,
-) -> Iterator[int]:
-    """Run the units that the controller has left. Yields 1 each time that one is done."""
-    n_slots = controller.n_slots
-    scaling = None
-    if job.problem.scaled:
-        heads = (schedule.group.batch, schedule.group.kv_heads)
-        scaling = BackwardScaling(job.shape, job.device, heads, n_slots, by_unit=True)
-    n_done = controller.units_done
-    n_units = controller.units_done + controller.units_left
-    layout = layout_of(schedule, job.problem)
-    with open_slots(job, storage, tools.clock, (layout, n_slots)) as (rows,):
-        engine = Engine(job, tools, schedule.limits, rows, scaling)
-        for unit in engine.run(_units(job, rows, controller)):
-            controller.done(unit.group, unit.visit.task.path)
-            n_done += 1
-            job.report_progress(n_done, n_units)
-            yield 1
+    def run(
+        self,
+        job: PassJob,
+        schedule: Schedule,
+        controller: RecoveryController,
+        storage: PassStorage | None,
+    ) -> Iterator[int]:
+        """Run the units that the controller has left. Yields 1 each time that one is done."""
+        assert storage is not None
+        n_slots = controller.n_slots
+        scaling = None
+        if job.problem.scaled:
+            heads = (schedule.group.batch, schedule.group.kv_heads)
+            scaling = BackwardScaling(job.shape, job.device, heads, n_slots, by_unit=True)
+        n_done = controller.units_done
+        n_units = controller.units_done + controller.units_left
+        layout = layout_of(schedule, job.problem)
+        with open_slots(job, storage, (layout, n_slots)) as (rows,):
+            engine = Engine(job, schedule.limits, rows, scaling)
+            for unit in engine.run(_units(job, rows, controller)):
+                controller.done(unit.group, unit.visit.task.path)
+                n_done += 1
+                job.report_progress(n_done, n_units)
+                yield 1
 
 
 def layout_of(schedule: Schedule, problem: Problem, axis: Axis | None = None) -> SlotLayout:
@@ -161,14 +149,14 @@ def layout_of(schedule: Schedule, problem: Problem, axis: Axis | None = None) ->
     return slot_layout(problem.spec, problem.shape, schedule.group, rows, result_dtype, axis=axis)
 
 
-def _has_headroom(job: Job, controller: RecoveryController) -> bool:
+def _has_headroom(job: PassJob, controller: RecoveryController) -> bool:
     """Whether the slots of one level less fit twice into free memory."""
     coarser = layout_of(controller.levels.schedule(controller.depth - 1), job.problem)
     free_bytes = backend_of(job.device).free_bytes(job.device)
     return free_bytes >= 2 * controller.n_cap * coarser.slot_bytes
 
 
-def _units(job: Job, rows: SlotRows, controller: RecoveryController) -> Iterator[Unit]:
+def _units(job: PassJob, rows: SlotRows, controller: RecoveryController) -> Iterator[Unit]:
     """The controller's units, in slots in turn. Ends early, between two groups, if there is
     headroom."""
     n_slots = len(rows.slots)

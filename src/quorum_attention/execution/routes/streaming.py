@@ -21,33 +21,28 @@ from quorum_attention.decomposition.chunk_stream import ChunkStream
 from quorum_attention.decomposition.decomposition import Span, Task
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.decomposition.rectangles import Batch
-from quorum_attention.execution.call import Job, Tools
 from quorum_attention.execution.control.controller import Group, RecoveryController
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.allocate import home_device
 from quorum_attention.execution.engine import Engine
-from quorum_attention.execution.problem import (
-    Axis,
-    Footprint,
-    Problem,
-    Tensors,
-    WorkCounts,
-    count_groups,
-    home_bytes,
-    moved_bytes,
-    result_bytes,
-)
+from quorum_attention.execution.footprint import Footprint, home_bytes, moved_bytes, result_bytes
+from quorum_attention.execution.head_groups import Axis, count_groups
+from quorum_attention.execution.job import PassJob
+from quorum_attention.execution.pass_spec import TensorsByName
+from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.slots import Slots, layout_of
-from quorum_attention.execution.scaling import SMALL_BYTES, BackwardScaling, what_is_read
+from quorum_attention.execution.scaling import SMALL_BYTES, BackwardScaling, inputs_of_group
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.slot_layout import SlotLayout
 from quorum_attention.execution.slot_rows import (
+    PassStorage,
     SlotRows,
     StayingChunk,
     Unit,
     open_pass_storage,
     open_slots,
 )
+from quorum_attention.execution.work_counts import WorkCounts
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.units import counted
 
@@ -180,7 +175,11 @@ class Streaming(Route):
         return self.instead.slots(**changes)
 
     def run(
-        self, job: Job, schedule: Schedule, controller: RecoveryController, tools: Tools
+        self,
+        job: PassJob,
+        schedule: Schedule,
+        controller: RecoveryController,
+        storage: PassStorage | None,
     ) -> Iterator[int]:
         """Compute the head groups that are left, one after the other."""
         home = home_device("host", job.device)
@@ -193,10 +192,10 @@ class Streaming(Route):
         with (
             open_pass_storage(job, schedule.group, home, waiting) as storage,
             # The last slot is the chunk's.
-            open_slots(job, storage, tools.clock, (block, self.n_cap), (chunk, 1)) as sides,
+            open_slots(job, storage, (block, self.n_cap), (chunk, 1)) as sides,
         ):
             blocks, chunks = sides
-            engine = Engine(job, tools, schedule.limits, blocks, scaling, chunks)
+            engine = Engine(job, schedule.limits, blocks, scaling, chunks)
             for _ in engine.run(self._units(engine, scaling, controller)):
                 yield 1
 
@@ -209,9 +208,9 @@ class Streaming(Route):
         n_groups = len(controller.groups_left)
         for n_done, group in enumerate(controller.whole_groups(), start=1):
 
-            def read_inputs(group: Group = group) -> Tensors:
+            def read_inputs(group: Group = group) -> TensorsByName:
                 engine.rows.mover.finish(wait=True)
-                return what_is_read(job.tensors, group)
+                return inputs_of_group(job.tensors, group)
 
             if scaling is None:
                 yield from self._units_of(engine, group)

@@ -1,0 +1,156 @@
+"""What the mask of a call adds to the scores, cut for a rectangle of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby, product
+from operator import itemgetter
+
+import torch
+
+from quorum_attention.decomposition import Rectangle, Rows, Task
+from quorum_attention.execution.head_groups import Group
+from quorum_attention.kernels.protocol import BiasShape, is_rounded
+
+
+def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasShape:
+    """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over, and
+    whether inputs of ``dtype`` would round it."""
+    n_missing = batch_dims + 3 - mask.dim()
+    sizes = (1,) * n_missing + tuple(mask.shape)
+    *batch_sizes, n_heads, n_rows, n_columns = sizes
+    return BiasShape(
+        batch=any(n > 1 for n in batch_sizes),
+        heads=n_heads > 1,
+        rows=n_rows > 1,
+        columns=n_columns > 1,
+        wide=is_rounded(mask.dtype, dtype),
+    )
+
+
+def no_bias(rectangle: Rectangle) -> None:
+    """The bias of a call without a mask."""
+    return
+
+
+class BiasView:
+    """The mask of a call, boolean or additive, as a bias of its rectangles.
+
+    Args:
+        mask: broadcastable to (*batch, heads, n_queries, n_keys), on any device.
+        batch_dims: number of batch dimensions of the call.
+    """
+
+    def __init__(self, mask: torch.Tensor, batch_dims: int) -> None:
+        n_missing = batch_dims + 3 - mask.dim()
+        if n_missing:
+            mask = mask.reshape((1,) * n_missing + tuple(mask.shape))
+        self.mask = mask
+
+    def of_task(
+        self, group: Group, task: Task, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Rectangle], torch.Tensor]:
+        """The function that gives a kernel the bias of a rectangle of ``task``: (b|1, heads|1,
+        queries|1, keys|1) of ``dtype`` on ``device``."""
+        blocks = self._blocks(group)
+
+        def of_rectangle(rectangle: Rectangle) -> torch.Tensor:
+            rows = task.segments(rectangle.query_start, rectangle.query_stop)
+            columns = task.segments(rectangle.key_start, rectangle.key_stop)
+            rows = _positions(blocks[0], 2, rows)
+            columns = _positions(blocks[0], 3, columns)
+            is_one_view = len(blocks) == len(rows) == len(columns) == 1
+            if not is_one_view or self.mask.dtype != dtype:
+                return _gather(blocks, rows, columns, dtype).to(device)
+            (block,) = blocks
+            row_slice = slice(rows[0].start, rows[0].stop)
+            column_slice = slice(columns[0].start, columns[0].stop)
+            return block[:, :, row_slice, column_slice].to(device)
+
+        return of_rectangle
+
+    def of_call(
+        self, dtype: torch.dtype, device: torch.device, batch_shape: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """The bias of the whole call: (b|1, heads|1, rows|1, columns|1), not expanded.
+
+        Args:
+            batch_shape: of a call with several batch dimensions, where a mask may be copied.
+        """
+        sizes = self.mask.shape[-3:]
+        mask = self.mask
+        if len(batch_shape) > 1:
+            mask = mask.expand(*batch_shape, *sizes)
+        if mask.dim() != 4:
+            mask = mask.reshape(-1, *sizes)
+        mask = mask.to(device)
+        if mask.dtype != torch.bool:
+            return mask.to(dtype)
+        return torch.where(mask, torch.zeros((), dtype=dtype, device=device), -torch.inf)
+
+    def _blocks(self, group: Group) -> list[torch.Tensor]:
+        """Views (entries, heads|1, rows|1, columns|1): one for each run of entries along the last
+        batch dimension, or one of a single entry for all of them."""
+        entry_numbers = group.entry_numbers
+        if all(n == 1 for n in self.mask.shape[:-3]):
+            entry_numbers = entry_numbers[:1]
+        entries = map(group.index_of, entry_numbers)
+        blocks: list[torch.Tensor] = []
+        for outer, run in groupby(entries, itemgetter(slice(None, -1))):
+            block = self._entries(outer, list(run))
+            if block.shape[1] > 1:
+                block = block[:, group.query_heads]
+            blocks.append(block)
+        return blocks
+
+    def _entries(self, outer: tuple[int, ...], run: list[tuple[int, ...]]) -> torch.Tensor:
+        """The mask of batch entries that follow each other in the last batch dimension: a view
+        (entries, heads|1, rows|1, columns|1).
+
+        Args:
+            outer: where, in all batch dimensions but the last.
+            run: the indices of the entries.
+        """
+        batch_sizes = self.mask.shape[:-3]
+        if not batch_sizes:
+            return self.mask.unsqueeze(0).expand(len(run), -1, -1, -1)
+        # A dimension that the mask broadcasts over has one position.
+        index = tuple(0 if n == 1 else i for i, n in zip(outer, batch_sizes, strict=False))
+        block = self.mask[index]
+        if block.shape[0] == 1:
+            return block.expand(len(run), -1, -1, -1)
+        start = run[0][-1]
+        return block[start : start + len(run)]
+
+
+def _positions(block: torch.Tensor, dim: int, segments: list[Rows]) -> list[Rows]:
+    """``segments``, or the only position of a dimension that the mask broadcasts over."""
+    if block.shape[dim] > 1:
+        return segments
+    return [Rows(0, 1, segments[0].local)]
+
+
+def _gather(
+    blocks: list[torch.Tensor], rows: list[Rows], columns: list[Rows], dtype: torch.dtype
+) -> torch.Tensor:
+    """The bias of one rectangle of all blocks; allocates only the result."""
+    first = blocks[0]
+    n_entries = [block.shape[0] for block in blocks]
+    n_rows = sum(piece.length for piece in rows)
+    n_columns = sum(piece.length for piece in columns)
+    bias = torch.empty(
+        (sum(n_entries), first.shape[1], n_rows, n_columns), dtype=dtype, device=first.device
+    )
+    zero = torch.zeros((), dtype=dtype, device=first.device)
+    minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=first.device)
+    for entries, block in zip(bias.split(n_entries), blocks, strict=True):
+        for down, across in product(rows, columns):
+            top = down.local - rows[0].local
+            left = across.local - columns[0].local
+            source = block[:, :, down.start : down.stop, across.start : across.stop]
+            target = entries[:, :, top : top + down.length, left : left + across.length]
+            if source.dtype == torch.bool:
+                torch.where(source, zero, minus_infinity, out=target)
+            else:
+                target.copy_(source)
+    return bias

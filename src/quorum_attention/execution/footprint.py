@@ -1,0 +1,125 @@
+"""Bytes of a pass: what its tensors take on the device that computes, and what is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quorum_attention.execution.device.backend import ROUNDING_BYTES
+from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.head_groups import Axis, GroupSize
+from quorum_attention.execution.problem import Problem
+from quorum_attention.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Most device bytes of a pass by purpose; ``total`` is what is held against the budget.
+
+    What a backward reads of its forward is not counted: it is allocated when the pass begins.
+
+    Attributes:
+        device_type: of the device that computes.
+        workspace: of kernels.
+        slots: of the arena.
+        accumulators: of each state outside of slots.
+        results: of each result, and of each copy of an input.
+    """
+
+    device_type: str = field(repr=False)
+    workspace: int
+    slots: int = 0
+    accumulators: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+    @property
+    def rounding(self) -> int:
+        """Bytes that the allocator may hand out beyond what it is asked for."""
+        tensors = [self.slots, *self.accumulators, *self.results]
+        rounding = BACKENDS[self.device_type].rounding([size for size in tensors if size > 0])
+        if self.workspace > 0:
+            # A workspace has one fixed rounding: the kernel's bound includes the rest.
+            rounding += ROUNDING_BYTES
+        return rounding
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        tensors = sum(self.accumulators) + sum(self.results)
+        return self.slots + self.workspace + tensors + self.rounding
+
+    @property
+    def words(self) -> str:
+        """Its parts, without those that are 0."""
+        parts = {
+            "slots": self.slots,
+            "kernel workspace": self.workspace,
+            "accumulators": sum(self.accumulators),
+            "results": sum(self.results),
+        }
+        return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
+
+
+def result_bytes(problem: Problem) -> tuple[int, ...]:
+    """Bytes of each result that is not a state itself, if the budget counts them."""
+    if problem.place.results_given or not problem.place.resident:
+        return ()
+    itemsize = problem.place.result_dtype.itemsize
+    states = [state for state in problem.spec.states if state.over is not None]
+    return tuple(state.count(problem.shape) * itemsize for state in states)
+
+
+def final_bytes(problem: Problem) -> tuple[int, ...]:
+    """Bytes of each state that is a result itself (the log-sum-exp), if the budget counts them."""
+    if problem.place.lse_given:
+        return ()
+    itemsize = problem.shape.state_dtype.itemsize
+    states = [state for state in problem.spec.states if state.over is None]
+    return tuple(state.count(problem.shape) * itemsize for state in states)
+
+
+def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
+    """Bytes of each state of a head group, without those that are results themselves."""
+    itemsize = problem.shape.state_dtype.itemsize
+    states = [state for state in problem.spec.states if state.over is not None]
+    return tuple(state.count(problem.shape, group) * itemsize for state in states)
+
+
+def home_bytes(problem: Problem, group: GroupSize, home: str) -> tuple[int, ...]:
+    """Bytes of the states that wait at ``home``, "device" or "host", if the budget counts them."""
+    if home == "host" and problem.backend.own_memory:
+        return ()
+    if problem.place.result_dtype == problem.shape.state_dtype:
+        return final_bytes(problem)
+    return final_bytes(problem) + state_bytes(problem, group)
+
+
+def accumulates_in_results(problem: Problem) -> bool:
+    """Whether states over the inputs are the results themselves: results lie where compute is, and
+    have the state's dtype."""
+    if problem.backend.own_memory:
+        return False
+    return problem.place.result_dtype == problem.shape.state_dtype
+
+
+def moved_bytes(problem: Problem, axis: Axis | None = None) -> tuple[int, int]:
+    """Bytes of all inputs together, and of all states together; of one side, or (None) of both."""
+    shape = problem.shape
+    inputs = [item for item in problem.spec.inputs if axis in (None, item.axis)]
+    states = [state for state in problem.spec.states if axis in (None, state.axis)]
+    input_bytes = sum(item.n_bytes(shape) for item in inputs)
+    n_numbers = sum(state.count(shape) for state in states)
+    return input_bytes, n_numbers * shape.state_dtype.itemsize
+
+
+def copied_bytes(
+    problem: Problem, group: GroupSize, most_rows: int | None = None
+) -> tuple[int, ...]:
+    """Bytes of a head group's copies of inputs that operators cannot read as they are.
+
+    Args:
+        most_rows: most rows of a head that are copied at a time; None: all.
+    """
+    shape = problem.shape
+    inputs = [item for item in problem.spec.inputs if item.may_be_unreadable]
+    copied = inputs[: problem.place.n_unreadable]
+    return tuple(item.count(shape, group, most_rows) * shape.dtype.itemsize for item in copied)

@@ -1,0 +1,131 @@
+"""Head groups: the batch entries and heads of a call that are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from quorum_attention.arithmetic import ceil_div
+from quorum_attention.kernels.protocol import CallShape
+
+Axis = Literal["query", "key"]
+"""One side of a call: its queries, or its keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """The size of a head group.
+
+    Heads never meet, so cutting between them costs nothing. A group is either some key/value heads
+    of one batch entry (``batch`` is 1), or several whole batch entries.
+    """
+
+    batch: int
+    kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One head group: a run of batch entries, and a range of key/value heads.
+
+    Attributes:
+        entry_numbers: the numbers of its batch entries, all batch dimensions flattened.
+        batch_shape: the batch dimensions of the call.
+        kv_start, kv_stop: its key/value heads.
+        queries_per_key_head: query heads that share a key/value head.
+    """
+
+    entry_numbers: range
+    batch_shape: tuple[int, ...]
+    kv_start: int
+    kv_stop: int
+    queries_per_key_head: int
+
+    @property
+    def n_entries(self) -> int:
+        """How many batch entries it has."""
+        return len(self.entry_numbers)
+
+    @property
+    def first_entry(self) -> tuple[int, ...]:
+        """The index of the first batch entry, one number for each batch dimension."""
+        return self.index_of(self.entry_numbers.start)
+
+    @property
+    def entries(self) -> list[tuple[int, ...]]:
+        """The indices of all its batch entries."""
+        return [self.index_of(number) for number in self.entry_numbers]
+
+    def index_of(self, number: int) -> tuple[int, ...]:
+        """The index of a batch entry, one number for each batch dimension."""
+        index: list[int] = []
+        for size in reversed(self.batch_shape):
+            number, position = divmod(number, size)
+            index.append(position)
+        return tuple(reversed(index))
+
+    @property
+    def query_heads(self) -> slice:
+        """The query heads that go with the key/value heads."""
+        return slice(
+            self.kv_start * self.queries_per_key_head,
+            self.kv_stop * self.queries_per_key_head,
+        )
+
+    @property
+    def key_heads(self) -> slice:
+        """The key/value heads."""
+        return slice(self.kv_start, self.kv_stop)
+
+    def heads(self, axis: Axis) -> slice:
+        """The heads of one side."""
+        return self.query_heads if axis == "query" else self.key_heads
+
+
+def group_sizes(shape: CallShape) -> list[GroupSize]:
+    """Group sizes to choose from, largest first: batch entries are halved, then heads."""
+    if shape.batch == 0 or shape.kv_heads == 0:
+        return []
+    sizes: list[GroupSize] = []
+    n_entries = shape.batch
+    while n_entries > 1:
+        sizes.append(GroupSize(n_entries, shape.kv_heads))
+        n_entries = ceil_div(n_entries, 2)
+    kv_heads = shape.kv_heads
+    while kv_heads > 1:
+        sizes.append(GroupSize(1, kv_heads))
+        kv_heads = ceil_div(kv_heads, 2)
+    sizes.append(GroupSize(1, 1))
+    return sizes
+
+
+def head_groups(shape: CallShape, size: GroupSize) -> Iterator[Group]:
+    """The head groups of a call, none larger than ``size``, in order."""
+    shared = shape.queries_per_key_head
+    for first_entry in range(0, shape.batch, size.batch):
+        entry_numbers = range(first_entry, min(first_entry + size.batch, shape.batch))
+        for kv_start in range(0, shape.kv_heads, size.kv_heads):
+            kv_stop = min(kv_start + size.kv_heads, shape.kv_heads)
+            yield Group(entry_numbers, shape.batch_shape, kv_start, kv_stop, shared)
+
+
+def count_groups(shape: CallShape, size: GroupSize) -> int:
+    """How many groups ``head_groups`` yields."""
+    return ceil_div(shape.batch, size.batch) * ceil_div(shape.kv_heads, size.kv_heads)
+
+
+def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
+    """A head group's part of (*batch, heads, ...), as a view (entries, heads, ...).
+
+    The entries of the group follow each other in the last batch dimension.
+    """
+    heads = group.heads(axis)
+    if not group.batch_shape:
+        return tensor[heads].unsqueeze(0)
+    *outer, start = group.first_entry
+    # Without outer dimensions, ``tensor[()]`` would make a view for nothing.
+    rows = tensor[tuple(outer)] if outer else tensor
+    return rows[start : start + group.n_entries, heads]

@@ -1,0 +1,289 @@
+"""The route of one kernel call for each head group, or for all together; nothing is merged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.footprint import (
+    Footprint,
+    copied_bytes,
+    final_bytes,
+    result_bytes,
+)
+from quorum_attention.execution.head_groups import (
+    Group,
+    GroupSize,
+    count_groups,
+    group_part,
+    head_groups,
+)
+from quorum_attention.execution.job import PassJob
+from quorum_attention.execution.kernel_layout import as_kernel_readable, flatten_batch
+from quorum_attention.execution.problem import Problem
+from quorum_attention.execution.routes.in_place import (
+    InPlace,
+    all_rectangles,
+    allocated_bytes,
+    compute_group,
+)
+from quorum_attention.execution.scaling import all_finite
+from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.work_counts import WorkCounts
+from quorum_attention.kernels.merge import join_sinks_
+from quorum_attention.kernels.protocol import Call, CallShape, Saved
+from quorum_attention.kernels.torch_private import capturing
+
+# A kernel call takes the host about as long as copying so many bytes, there or on a GPU.
+_HOST_CALL_BYTES = 1 << 20
+_DEVICE_CALL_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(InPlace):
+    """One kernel call for each head group, or for all of them together; no sequence is cut."""
+
+    words = "inputs in place, nothing to merge"
+    recovery = "monolithic call out of memory", "depth 0 -> 1"
+    accumulators = "none"
+    measured = False
+
+    def limits(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
+        """All queries and all keys: there is one rectangle."""
+        return shape.n_queries, shape.n_keys
+
+    def runs(self, schedule: Schedule, problem: Problem) -> bool:
+        """Whether one kernel call can take all of a head group and give its results."""
+        shape = problem.shape
+        if not problem.place.in_place:
+            return False
+        if problem.spec.backward and not _gives_results(problem):
+            return False
+        one_call = _is_one_call(schedule, problem)
+        if not problem.kernel.takes_whole(problem.kernel_shape, shape.n_tokens, one_call):
+            return False
+        # One rectangle has to hold all queries and keys. With more keys than queries a causal one
+        # leaves keys out, and operators differ on what they do with those.
+        _, rectangles = all_rectangles(shape, schedule.decomposition)
+        if len(rectangles) != 1:
+            return False
+        (rectangle,) = rectangles
+        return rectangle.n_queries == shape.n_queries and rectangle.n_keys == shape.n_keys
+
+    def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
+        """The workspace, copies of inputs, and results that are not the kernel's own."""
+        shape = problem.shape
+        workspace = problem.workspace(replace(schedule.extent(shape), direct=True))
+        accumulators: list[int] = []
+        for item in problem.spec.inputs:
+            if item.has_state_dtype:
+                # The lse: two copies with -inf replaced, and the mask that finds it.
+                lse_bytes = item.n_bytes(shape)
+                accumulators += [lse_bytes, lse_bytes, item.count(shape)]
+        if problem.scaled:
+            # If the kernel's gradients are not finite, they are computed again head by head.
+            head_by_head = replace(schedule, group=GroupSize(1, 1))
+            accumulators += allocated_bytes(problem, head_by_head.group)
+            workspace = max(workspace, problem.workspace(head_by_head.extent(shape)))
+        copies = [problem.place.rescaled_grad_bytes or 0]
+        copies += copied_bytes(problem, schedule.group)
+        if _is_one_call(schedule, problem) and not problem.place.flattenable:
+            copies += [item.n_bytes(shape) for item in problem.spec.inputs]
+        return Footprint(
+            shape.device_type,
+            workspace,
+            accumulators=tuple(accumulators),
+            results=(*copies, *_result_bytes(schedule, problem)),
+        )
+
+    def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
+        """Kernel calls, and nothing else."""
+        n_units = count_groups(problem.shape, schedule.group)
+        return WorkCounts(units=n_units, uncut=True, merges=False)
+
+    def fallback(self, schedule: Schedule, shape: CallShape) -> Schedule:
+        """One level of tasks, through one slot."""
+        return schedule.deeper(shape).changed(n_cap=1)
+
+    def groups(self, job: PassJob, schedule: Schedule) -> list[Group]:
+        """One for each kernel call.
+
+        Those of several batch dimensions, if they are not one call, have entries along the last of
+        these dimensions: such a run is a view.
+        """
+        shape = job.shape
+        size = schedule.group
+        if len(shape.batch_shape) > 1 and not _is_one_call(schedule, job.problem):
+            n_entries = _largest_divisor(shape.batch_shape[-1], size.batch)
+            size = replace(size, batch=n_entries)
+        return list(head_groups(shape, size))
+
+    def compute(self, job: PassJob, schedule: Schedule, group: Group) -> int:
+        """One kernel call; the scaled backward, head by head, where its gradients overflow."""
+        task, (rectangle,) = all_rectangles(job.shape, schedule.decomposition)
+        one_call = _is_one_call(schedule, job.problem)
+        if one_call:
+            parts = _call_kernel(job, None, rectangle.causal, _call_bias(job))
+        else:
+            bias = job.task_bias(group, task)(rectangle)
+            parts = _call_kernel(job, group, rectangle.causal, bias)
+        if parts is None:
+            job.count_repeats(1)
+            _compute_scaled(job, schedule, group)
+        elif one_call:
+            job.store_results(parts)
+        else:
+            for target, part in zip(job.result_parts(group), parts, strict=True):
+                target.copy_(part)
+        return 1
+
+
+def single_kernel_call(job: PassJob) -> tuple[torch.Tensor, ...] | None:
+    """Computes a call by one kernel call without a schedule, for calls so short that making one
+    would take longer.
+
+    Args:
+        job: with at most one batch dimension, and an upstream gradient in the inputs' dtype.
+
+    Returns:
+        The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
+        to rows of their own.
+    """
+    parts = _call_kernel(job, None, job.shape.is_causal, _call_bias(job))
+    return None if parts is None else job.store_results(parts)
+
+
+def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
+    """Whether a head group is the whole call, in one kernel call. Inputs that have no view
+    (b, heads, n, d) are copied, if that takes less than a call for each run of entries along the
+    last batch dimension."""
+    shape = problem.shape
+    if not schedule.is_all(shape):
+        return False
+    if problem.place.flattenable:
+        return True
+    n_numbers = sum(item.count(shape) for item in problem.spec.inputs)
+    n_runs = max(1, math.prod(shape.batch_shape[:-1]))
+    call_bytes = _DEVICE_CALL_BYTES if problem.backend.own_memory else _HOST_CALL_BYTES
+    return n_numbers * shape.dtype.itemsize <= call_bytes * n_runs
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``."""
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
+
+
+def _result_bytes(schedule: Schedule, problem: Problem) -> tuple[int, ...]:
+    """Bytes of the results. The kernel's own tensors take nothing more where they are returned:
+    those of all head groups in one call, in the right dtype."""
+    shape = problem.shape
+    results = result_bytes(problem)
+    if not schedule.is_all(shape):
+        return results + final_bytes(problem)
+    if problem.place.result_dtype != shape.dtype:
+        return results
+    return results if problem.scaled or _is_widened(problem) else ()
+
+
+def _is_widened(problem: Problem) -> bool:
+    """Whether a kernel is asked for an output in the state's dtype, which is then rounded."""
+    shape = problem.shape
+    return shape.sinks and not problem.spec.backward and shape.dtype != shape.state_dtype
+
+
+def _gives_results(problem: Problem) -> bool:
+    """Whether the kernel's gradients can be the results as they are.
+
+    They cannot if the gradient is divided, or if a backward that has to be scaled returns more than
+    the kernel's 16 bits.
+    """
+    if problem.place.rescaled_grad_bytes is not None:
+        return False
+    return problem.place.result_dtype == problem.shape.dtype or not problem.scaled
+
+
+def _call_bias(job: PassJob) -> torch.Tensor | None:
+    """The bias of the whole call; None if it has none."""
+    if job.bias is None:
+        return None
+    return job.bias.of_call(job.shape.bias_dtype, job.device, job.shape.batch_shape)
+
+
+def _call_kernel(
+    job: PassJob, group: Group | None, causal: bool, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...] | None:
+    """One kernel call: the results of ``group``, or of the whole call for None.
+
+    Returns:
+        None if gradients that may have to be scaled are not finite.
+    """
+    inputs = _kernel_inputs(job, group)
+    joins_sinks = job.sinks is not None and not job.spec.backward
+    call = Call(
+        inputs["query"],
+        inputs["key"],
+        inputs["value"],
+        causal,
+        job.scale,
+        bias,
+        # Unrounded where the kernel can, because the sinks come after.
+        stored=job.shape.state_dtype if joins_sinks else job.problem.place.result_dtype,
+        dropout=job.dropout if group is None else job.group_dropout(group),
+        first_entry=0 if group is None else group.entry_numbers.start,
+    )
+    if job.spec.backward:
+        gradients = job.kernel.whole_backward(call, _saved_of(job, inputs))
+        if job.problem.scaled and not capturing(job.device) and not all_finite(gradients):
+            return None
+        return gradients
+    out, lse = job.kernel.whole_forward(call)
+    if job.sinks is not None:
+        join_sinks_(out, lse, job.sinks if group is None else job.sinks[group.query_heads])
+    return out, lse
+
+
+def _kernel_inputs(job: PassJob, group: Group | None) -> dict[str, torch.Tensor]:
+    """The inputs by name, (b, heads, n, d); lse is (b, heads, n)."""
+    if group is not None:
+        return {
+            item.name: group_part(job.tensors[item.name], group, item.axis)
+            for item in job.spec.inputs
+        }
+    if len(job.shape.batch_shape) == 1:
+        return job.tensors
+    return {name: flatten_batch(tensor, job.shape) for name, tensor in job.tensors.items()}
+
+
+def _saved_of(job: PassJob, inputs: dict[str, torch.Tensor]) -> Saved:
+    """The tensors of a backward after query, key and value, as its kernel reads them."""
+    lse = inputs["lse"].to(job.device)
+    if not job.kernel.accepts_inf_lse:
+        lse = without_empty_rows(lse)
+    grad_out = as_kernel_readable(inputs["grad_out"], job.shape.dtype)
+    out = as_kernel_readable(inputs["out"], job.shape.dtype)
+    return Saved(grad_out, out, lse)
+
+
+def without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
+    """``lse`` as operators take it."""
+    # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score - lse) is 0,
+    # not NaN.
+    return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
+
+
+def _compute_scaled(job: PassJob, schedule: Schedule, group: Group) -> None:
+    """Compute a head group by the scaled backward, head by head."""
+    # Where the forward's state was in host memory, so is its lse.
+    lse = job.tensors["lse"].to(job.device)
+    job = replace(job, tensors={**job.tensors, "lse": lse})
+    task, rectangles = all_rectangles(job.shape, schedule.decomposition)
+    job.make_results()
+    for number in group.entry_numbers:
+        entry = replace(group, entry_numbers=range(number, number + 1))
+        for kv_head in range(group.kv_start, group.kv_stop):
+            head = replace(entry, kv_start=kv_head, kv_stop=kv_head + 1)
+            tensors = job.task_tensors(task, rectangles, head, schedule.limits)
+            compute_group(job, tensors, head)
