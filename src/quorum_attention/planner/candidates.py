@@ -163,7 +163,7 @@ def slot_schedules(
 
 
 def streaming_schedules(
-    problem: Problem, fallback: Schedule, hardware: HardwareModel, budget_bytes: int
+    problem: Problem, schedule: Schedule, hardware: HardwareModel, budget_bytes: int
 ) -> Iterator[Schedule]:
     """Yield schedules of a chunk that stays on the device while rows of the other side stream by.
 
@@ -171,9 +171,10 @@ def streaming_schedules(
     that fits. There is none where the route cannot run the call.
 
     Args:
-        fallback: the schedule through slots that takes over if memory runs out.
+        schedule: the one through slots that takes over if memory runs out.
     """
-    if not isinstance(fallback.route, Slots):
+    slots = schedule.route
+    if not isinstance(slots, Slots):
         return
     spec = problem.spec
     resident_axis: Axis = "key" if spec.backward else "query"
@@ -181,13 +182,13 @@ def streaming_schedules(
     for group in group_sizes(problem.shape):
         if group.batch > 1:
             continue
-        schedule = replace(fallback, group=group)
-        route = Streaming(resident_axis=resident_axis, instead=fallback.route)
-        if not route.runs(schedule, problem):
+        schedule_of_group = replace(schedule, group=group)
+        route = Streaming(resident_axis=resident_axis, instead=slots)
+        if not route.runs(schedule_of_group, problem):
             return
         for chunk_rows in _resident_rows(group, length, problem, hardware):
             route = replace(route, queries=chunk_rows, keys=chunk_rows)
-            streaming = _largest_block(schedule, route, budget_bytes, problem)
+            streaming = _largest_block(schedule_of_group, route, budget_bytes, problem)
             if streaming is not None:
                 yield streaming
 
