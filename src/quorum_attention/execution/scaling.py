@@ -52,20 +52,19 @@ _MOST_OFF_THE_SHIFT = 6
 # The norm of the largest row of ``grad_out`` never goes below this, or the row would be lost.
 _SMALLEST_ROW = 2.0**-18
 
+# The inputs of a backward but for the log-sum-exp: of a unit (b, h, n, d) or (b, hk, m, d).
+_WIDE_INPUTS = [item for item in BACKWARD.inputs if item.width != "one"]
+
 
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:
     """Whether 16-bit gradients are finite everywhere; the host waits once, nothing is allocated."""
-    first, *others = (part.sum(dtype=torch.float32) for part in parts)
-    return math.isfinite(float(sum(others, first)))
-
-
-# What a backward reads beside the log-sum-exp. Of a unit: (b, h, n, d) or (b, hk, m, d).
-_READ = [item for item in BACKWARD.inputs if item.width != "one"]
+    first_sum, *other_sums = (part.sum(dtype=torch.float32) for part in parts)
+    return math.isfinite(float(sum(other_sums, first_sum)))
 
 
 def inputs_of_group(tensors: TensorsByName, group: Group) -> TensorsByName:
-    """The inputs of a backward's head group of one batch entry."""
-    return {item.name: group_part(tensors[item.name], group, item.axis) for item in _READ}
+    """The inputs of a backward's head group of one batch entry, without the log-sum-exp."""
+    return {item.name: group_part(tensors[item.name], group, item.axis) for item in _WIDE_INPUTS}
 
 
 class BackwardScaling:
@@ -86,106 +85,124 @@ class BackwardScaling:
         *,
         by_unit: bool = False,
     ) -> None:
-        self.by_unit, self._n_keys = by_unit, shape.n_keys
-        own = n_slots if by_unit else 1
-        pins = backend_of(device).own_memory
-        # By slot, one for each key/value head of each entry; a head group's units share flags.
+        self.by_unit = by_unit
+        self._usual_shift = usual_shift(shape.n_keys)
+        # The units of a head group share flags, unless each runs again by itself.
+        n_flags = n_slots if by_unit else 1
+        # By slot, one for each key/value head of each entry.
         self._unscale = [
             torch.empty(heads, dtype=torch.float32, device=device) for _ in range(n_slots)
         ]
-        self._overflow = [torch.zeros(heads, dtype=torch.int32, device=device) for _ in range(own)]
+        self._overflow = [
+            torch.zeros(heads, dtype=torch.int32, device=device) for _ in range(n_flags)
+        ]
         # The same in host memory, which is read when a unit has been computed.
-        self._flags = [
-            torch.zeros(heads, dtype=torch.int32, device="cpu", pin_memory=pins) for _ in range(own)
+        pins = backend_of(device).own_memory
+        self._host_overflow = [
+            torch.zeros(heads, dtype=torch.int32, device="cpu", pin_memory=pins)
+            for _ in range(n_flags)
         ]
         # How many steps each (entry, key/value head) has been taken down.
-        self._steps = [dict[tuple[int, int], int]() for _ in range(own)]
+        self._steps: list[dict[tuple[int, int], int]] = [{} for _ in range(n_flags)]
+
+    def _flags_of(self, slot: int) -> int:
+        """The number of the flags and steps of the unit in ``slot``."""
+        return slot if self.by_unit else 0
 
     def begin(self, slot: int = 0) -> None:
         """Begin with a new unit in ``slot``, or with a new head group."""
-        self._steps[self._own(slot)].clear()
+        self._steps[self._flags_of(slot)].clear()
 
     def divide_(self, grad_out: torch.Tensor, value: torch.Tensor, slot: int = 0) -> Scaling:
         """Divide a unit's ``grad_out`` (b, h, n, dv) in place; returns how a kernel undoes that."""
-        own, (entries, kv_heads) = self._own(slot), value.shape[:2]
-        unscale = self._unscale[slot][:entries, :kv_heads]
-        overflow, steps = self._overflow[own][:entries, :kv_heads], self._steps[own]
-        usual = usual_shift(self._n_keys)
-        divide_gradient_(grad_out, value, unscale, usual)
-        for (entry, head), taken in steps.items():
-            further = 2.0 ** _off_the_gradient(taken)
-            _head(grad_out, value, entry, head).div_(further)
-            unscale[entry, head].mul_(further)
+        n_entries, kv_heads = value.shape[:2]
+        flags = self._flags_of(slot)
+        unscale = self._unscale[slot][:n_entries, :kv_heads]
+        overflow = self._overflow[flags][:n_entries, :kv_heads]
+        divide_gradient_(grad_out, value, unscale, self._usual_shift)
+        steps = self._steps[flags]
+        for (entry, kv_head), n_steps in steps.items():
+            divisor = 2.0 ** _off_the_gradient(n_steps)
+            _head(grad_out, value, entry, kv_head).div_(divisor)
+            unscale[entry, kv_head].mul_(divisor)
         if self.by_unit:
             overflow.zero_()
-        shift = usual - _off_the_shift(max(steps.values(), default=0))
-        return Scaling(shift, unscale, overflow)
+        most_steps = max(steps.values(), default=0)
+        return Scaling(self._usual_shift - _off_the_shift(most_steps), unscale, overflow)
 
     def computed(self, slot: int) -> None:
         """Copy a unit's flags to the host, in the stream of its kernel calls."""
         if self.by_unit:
-            self._flags[slot].copy_(self._overflow[slot], non_blocking=True)
+            self._host_overflow[slot].copy_(self._overflow[slot], non_blocking=True)
 
     def overflowed(self, slot: int = 0) -> bool:
         """Whether a gradient is not finite: of the unit in ``slot``, which has been computed; or of
         the head group, for which the host waits."""
         if not self.by_unit:
-            self._flags[0].copy_(self._overflow[0])
-        return bool(self._flags[self._own(slot)].any())
+            self._host_overflow[0].copy_(self._overflow[0])
+        return bool(self._host_overflow[self._flags_of(slot)].any())
 
-    def runs(self, read: Callable[[], TensorsByName], slot: int = 0) -> Iterator[int]:
+    def runs(self, read_inputs: Callable[[], TensorsByName], slot: int = 0) -> Iterator[int]:
         """Yields a number for each time that the unit, or group, has to run: once, and again as
         long as it overflows and scaling the heads at fault down further may help.
 
         In a CUDA graph that is being captured the host cannot ask: it runs once.
 
         Args:
-            read: gives its inputs, not divided.
+            read_inputs: gives its inputs, not divided.
         """
-        times = 0
-        yield times
+        n_repeats = 0
+        yield n_repeats
         if capturing(self._overflow[0].device):
             return
-        while self.overflowed(slot) and self._lower(read(), slot):
-            times += 1
-            yield times
+        while self.overflowed(slot) and self._step_down(read_inputs(), slot):
+            n_repeats += 1
+            yield n_repeats
 
-    def _lower(self, read: TensorsByName, slot: int) -> bool:
-        """Take the heads at fault down one step where their numbers allow it; whether any was."""
-        own = self._own(slot)
-        flagged: list[tuple[int, int]] = [(e, h) for e, h in self._flags[own].nonzero().tolist()]
-        lower = [one for one in flagged if self._may_lower(read, own, *one)]
-        for one in lower:
-            self._steps[own][one] = self._steps[own].get(one, 0) + 1
+    def _step_down(self, inputs: TensorsByName, slot: int) -> bool:
+        """Take the heads at fault down one step where their numbers allow it; returns whether any
+        was."""
+        flags = self._flags_of(slot)
+        steps = self._steps[flags]
+        lowered: list[tuple[int, int]] = []
+        for entry, kv_head in self._host_overflow[flags].nonzero().tolist():
+            if self._may_step_down(inputs, entry, kv_head, steps.get((entry, kv_head), 0)):
+                lowered.append((entry, kv_head))
+        for head in lowered:
+            steps[head] = steps.get(head, 0) + 1
         if not self.by_unit:
-            self._overflow[own].zero_()
-        return bool(lower)
+            self._overflow[flags].zero_()
+        return bool(lowered)
 
-    def _may_lower(self, read: TensorsByName, own: int, entry: int, head: int) -> bool:
-        taken = self._steps[own].get((entry, head), 0)
-        # Of a unit in a slot, states are there as well: those that overflowed.
-        one = {i.name: _head(read[i.name], read["value"], entry, head) for i in _READ}
-        if not all_finite(list(one.values())):
-            return taken == 0
-        grad_out, value, usual = one["grad_out"], one["value"], usual_shift(self._n_keys)
-        exponent = int(divisor_exponents(grad_out, value, usual)) + _off_the_gradient(taken + 1)
-        return math.ldexp(float(largest_norms(grad_out, 1)), -exponent) >= _SMALLEST_ROW
-
-    def _own(self, slot: int) -> int:
-        return slot if self.by_unit else 0
-
-
-def _off_the_shift(steps: int) -> int:
-    return min(_MOST_OFF_THE_SHIFT, steps * _OFF_THE_SHIFT)
+    def _may_step_down(self, inputs: TensorsByName, entry: int, kv_head: int, n_steps: int) -> bool:
+        """Whether a head that was taken down ``n_steps`` steps may be taken down one more."""
+        # The inputs of a unit in a slot come with its states, which overflowed.
+        head = {
+            item.name: _head(inputs[item.name], inputs["value"], entry, kv_head)
+            for item in _WIDE_INPUTS
+        }
+        if not all_finite(list(head.values())):
+            return n_steps == 0
+        exponent = int(divisor_exponents(head["grad_out"], head["value"], self._usual_shift))
+        exponent += _off_the_gradient(n_steps + 1)
+        largest_row = float(largest_norms(head["grad_out"], 1))
+        return math.ldexp(largest_row, -exponent) >= _SMALLEST_ROW
 
 
-def _off_the_gradient(steps: int) -> int:
+def _off_the_shift(n_steps: int) -> int:
+    """The powers of two that are taken off the shift."""
+    return min(_MOST_OFF_THE_SHIFT, n_steps * _OFF_THE_SHIFT)
+
+
+def _off_the_gradient(n_steps: int) -> int:
+    """The powers of two that are divided from ``grad_out``."""
     # All heads of a unit have the shift of the head with the most steps, so that heads with fewer
     # steps are scaled down a little as well.
-    return steps * _STEP - _off_the_shift(steps)
+    return n_steps * _STEP - _off_the_shift(n_steps)
 
 
-def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, head: int) -> torch.Tensor:
+def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, kv_head: int) -> torch.Tensor:
     """The part of (b, h, n, d) that belongs to a key/value head: (1, h / hk, n, d)."""
     shared = tensor.shape[1] // value.shape[1]
-    return tensor[entry : entry + 1, head * shared : (head + 1) * shared]
+    heads = slice(kv_head * shared, (kv_head + 1) * shared)
+    return tensor[entry : entry + 1, heads]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
@@ -74,30 +73,26 @@ class SlotLayout:
     shared: int
 
     def __post_init__(self) -> None:
-        misplaced = next(self._misplaced_fields(), None)
-        if misplaced is not None:
-            placed = sorted(self.fields.values(), key=lambda field: field.offset)
-            raise LayoutError(f"field {misplaced.name!r} does not lie where it may: {placed}")
+        by_offset = sorted(self.fields.values(), key=lambda field: field.offset)
+        separate = [field for field in by_offset if field.over is None]
+        misplaced = [field for field in by_offset if not self._is_within_slot(field)]
+        misplaced += [after for before, after in pairwise(separate) if before.stop > after.offset]
+        misplaced += [field for field in by_offset if not self._is_within_input(field)]
+        if misplaced:
+            name = misplaced[0].name
+            raise LayoutError(f"field {name!r} does not lie where it may: {by_offset}")
 
-    def _misplaced_fields(self) -> Iterator[SlotField]:
-        """Yield the fields that do not lie where they may."""
-        placed = sorted(self.fields.values(), key=lambda field: field.offset)
-        for field in placed:
-            if field.offset < 0 or field.offset % ALIGNMENT:
-                yield field
-            if field.stop > self.slot_bytes:
-                yield field
-        separate = [field for field in placed if field.over is None]
-        for before, after in pairwise(separate):
-            if before.stop > after.offset:
-                yield after
-        # A finished result lies in the memory of its input.
-        for field in placed:
-            if field.over is None:
-                continue
-            under = self.fields[field.over]
-            if field.offset != under.offset or field.stop > under.stop:
-                yield field
+    def _is_within_slot(self, field: SlotField) -> bool:
+        """Whether a field begins at the alignment and ends within the slot."""
+        is_aligned = field.offset >= 0 and field.offset % ALIGNMENT == 0
+        return is_aligned and field.stop <= self.slot_bytes
+
+    def _is_within_input(self, field: SlotField) -> bool:
+        """Whether a finished result lies in the memory of its input, if it is over one."""
+        if field.over is None:
+            return True
+        under = self.fields[field.over]
+        return field.offset == under.offset and field.stop <= under.stop
 
     def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` survive when *other* rows are finished.
@@ -119,12 +114,12 @@ class SlotLayout:
             LayoutError: the field is too small for the given sizes.
         """
         field = self.fields[name]
-        heads = kv_heads * self.shared if field.axis == "query" else kv_heads
-        n_bytes = entries * heads * rows * field.row_bytes
+        n_heads = kv_heads * self.shared if field.axis == "query" else kv_heads
+        n_bytes = entries * n_heads * rows * field.row_bytes
         if n_bytes > field.n_bytes:
             raise LayoutError(f"field {name!r} has {field.n_bytes} bytes of {n_bytes}")
-        numbers = slot[field.offset : field.offset + n_bytes].view(field.dtype)
-        return numbers.view(entries, heads, rows, field.width)
+        memory = slot[field.offset : field.offset + n_bytes]
+        return memory.view(field.dtype).view(entries, n_heads, rows, field.width)
 
 
 # The planner's search asks for the same layout with every number of slots.
@@ -147,31 +142,50 @@ def slot_layout(
         rows: most queries and keys of a task (``Schedule.task_rows``).
         axis: leave out the tensors of the other side, queries or keys; None: have both.
     """
-    most_queries, most_keys = rows
-    fields: dict[str, SlotField] = {}
-    slot_bytes = 0
+    builder = _LayoutBuilder(shape, group, rows, axis)
+    for item in spec.inputs:
+        builder.add(item.name, item, item.dtype(shape))
+    for state in spec.states:
+        builder.add(f"state_{state.name}", state, shape.state_dtype)
+    if result_dtype != shape.state_dtype:
+        for state in spec.states:
+            if state.over is not None:
+                builder.add(f"final_{state.name}", state, result_dtype, over=state.over)
+    return SlotLayout(builder.fields, builder.slot_bytes, shape.queries_per_key_head)
 
-    def add(name: str, spec: RowSpec, dtype: torch.dtype, over: str | None = None) -> None:
-        """Add a field of this side: over an input if it fits there, else behind all others."""
-        nonlocal slot_bytes
-        if axis not in (None, spec.axis):
+
+@dataclass(slots=True)
+class _LayoutBuilder:
+    """The fields of a slot so far.
+
+    Attributes:
+        shape: the call's sizes.
+        group: the largest head group.
+        rows: most queries and keys of a task.
+        axis: the side whose fields are added; None: both.
+        fields: by name.
+        slot_bytes: where the next field begins.
+    """
+
+    shape: CallShape
+    group: GroupSize
+    rows: tuple[int, int]
+    axis: Axis | None
+    fields: dict[str, SlotField] = field(default_factory=dict)
+    slot_bytes: int = 0
+
+    def add(self, name: str, spec: RowSpec, dtype: torch.dtype, over: str | None = None) -> None:
+        """Add a field: over an input if it fits there, else behind all others."""
+        if self.axis not in (None, spec.axis):
             return
+        most_queries, most_keys = self.rows
         most_rows = most_queries if spec.axis == "query" else most_keys
-        n_bytes = spec.count(shape, group, most_rows) * dtype.itemsize
-        if over is not None and aligned(n_bytes) <= aligned(fields[over].n_bytes):
-            offset = fields[over].offset
+        n_bytes = spec.count(self.shape, self.group, most_rows) * dtype.itemsize
+        if over is not None and aligned(n_bytes) <= aligned(self.fields[over].n_bytes):
+            offset = self.fields[over].offset
         else:
             over = None
-            offset = slot_bytes
-            slot_bytes += aligned(n_bytes)
-        columns = spec.n_columns(shape)
-        fields[name] = SlotField(name, spec.axis, columns, dtype, offset, n_bytes, over)
-
-    for item in spec.inputs:
-        add(item.name, item, item.dtype(shape))
-    for state in spec.states:
-        add(f"state_{state.name}", state, shape.state_dtype)
-    for state in spec.states:
-        if result_dtype != shape.state_dtype and state.over is not None:
-            add(f"final_{state.name}", state, result_dtype, state.over)
-    return SlotLayout(fields, slot_bytes, shape.queries_per_key_head)
+            offset = self.slot_bytes
+            self.slot_bytes += aligned(n_bytes)
+        width = spec.n_columns(self.shape)
+        self.fields[name] = SlotField(name, spec.axis, width, dtype, offset, n_bytes, over)
