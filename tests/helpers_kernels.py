@@ -19,7 +19,7 @@ from quorum_attention.kernels import (
     TaskTensors,
     registry,
 )
-from quorum_attention.kernels.registry import _KEYS, _QUERIES
+from quorum_attention.kernels.probing import _KEYS, _QUERIES
 
 
 def is_trial(task: TaskTensors) -> bool:

@@ -19,7 +19,7 @@ from quorum_attention import dispatch
 from quorum_attention.call.options import Arguments
 from quorum_attention.dispatch import cache_key
 from quorum_attention.kernels import registry
-from quorum_attention.kernels.vendors import CpuKernel
+from quorum_attention.kernels.cpu import CpuKernel
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
 GROUPED: dict[str, Any] = {"enable_gqa": True}

@@ -13,7 +13,7 @@ from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient
-from quorum_attention.kernels import vendors
+from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.masked import packing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,14 +83,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     before its first use has."""
     shapes: list[tuple[int, ...]] = []
     for name in ("rectangle_forward", "rectangle_backward"):
-        run = getattr(vendors.CpuKernel, name)
+        run = getattr(CpuKernel, name)
 
         def counted(self: Any, call: Any, *saved: Any, run: Any = run) -> Any:
             if call.query.shape[0] > 1:
                 shapes.append(tuple(call.query.shape))
             return run(self, call, *saved)
 
-        monkeypatch.setattr(vendors.CpuKernel, name, counted)
+        monkeypatch.setattr(CpuKernel, name, counted)
     return shapes
 
 
@@ -175,13 +175,13 @@ def test_masks_of_entries_take_few_calls(kind: str, monkeypatch: pytest.MonkeyPa
     three = entries_of(n_entries, n)
     shapes = []
     for name in ("rectangle_forward", "rectangle_backward"):
-        run = getattr(vendors.CpuKernel, name)
+        run = getattr(CpuKernel, name)
 
         def counted(self: Any, call: Any, *saved: Any, run: Any = run) -> Any:
             shapes.append(call.query.shape)
             return run(self, call, *saved)
 
-        monkeypatch.setattr(vendors.CpuKernel, name, counted)
+        monkeypatch.setattr(CpuKernel, name, counted)
     qa.attention(*three, attn_mask=mask).sum().backward()
     assert 2 <= len(shapes) <= 40
 

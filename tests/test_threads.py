@@ -20,7 +20,7 @@ from quorum_attention.bench.limits import PeakMemory
 from quorum_attention.devices import buffers
 from quorum_attention.execution.device import cuda
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
-from quorum_attention.kernels import merge
+from quorum_attention.kernels import triton_launch
 from quorum_attention.threads import start_executors
 
 SOURCES = sorted(Path(quorum_attention.__file__).parent.rglob("*.py"))
@@ -88,8 +88,8 @@ def test_pages_are_not_made_beforehand(no_threads: list[str]) -> None:
 
 
 def test_triton_is_imported_later(no_threads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "triton_available", lambda: True)
-    merge.warm_up.__wrapped__()
+    monkeypatch.setattr(triton_launch, "triton_available", lambda: True)
+    triton_launch.warm_up.__wrapped__()
     assert no_threads == ["imports Triton"]
 
 

@@ -36,10 +36,10 @@ from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import Whole, single_kernel_call
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.upstream import rescale_upstream
-from quorum_attention.kernels.merge import sinks_gradient
 from quorum_attention.kernels.protocol import Saved, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel, registrations
 from quorum_attention.kernels.result_layout import empty_like_input
+from quorum_attention.kernels.sinks import sinks_gradient
 from quorum_attention.kernels.torch_private import numbers_only
 from quorum_attention.planner.decide import Decision, both_passes, decide, with_plan
 from quorum_attention.planner.plan import Plan, log_cut

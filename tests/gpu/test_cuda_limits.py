@@ -94,7 +94,7 @@ def test_many_entries_and_heads(kernel: str, entries: int, heads: int, kv_heads:
 def test_many_heads_of_one_group(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Query heads that share a key/value head are cut as well."""
     # The test before a kernel's first use has groups of the same size, on the CPU.
-    monkeypatch.setattr("quorum_attention.kernels.registry.probe", lambda *args: None)
+    monkeypatch.setattr("quorum_attention.kernels.select.probe", lambda *args: None)
     given = leaves((2, 70_000, 8, 32), 8, 1)
     check_corners(run(given, kernel), given)
 
@@ -199,7 +199,7 @@ def random_limits(r: random.Random) -> CallLimits:
 def test_drawn_calls_within_small_limits(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the textbook with such limits is tested without a GPU (tests/kernels/test_limits.py)."""
     run(leaves((1, 2, 130, 64), 130), kernel)  # skipped, if the kernel does not work here
-    monkeypatch.setattr("quorum_attention.kernels.registry.probe", lambda *args: None)
+    monkeypatch.setattr("quorum_attention.kernels.select.probe", lambda *args: None)
     r = random.Random(torch.initial_seed())
     for _ in range(40 if kernel == "cudnn" else 120):
         limited = type(get_kernel(kernel))()

@@ -14,7 +14,7 @@ from helpers_masks import check
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.kernels import CallShape, fa4, get_kernel
-from quorum_attention.kernels.registry import LONG_FLOPS, select_kernel
+from quorum_attention.kernels.select import LONG_FLOPS, select_kernel
 
 __all__ = ["stand_in"]
 CALL = CallShape("cuda", torch.float16, 4, 4, 64, 64, True, True)

@@ -15,7 +15,10 @@ import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, error, exact, inputs
 
 import quorum_attention as qa
+from quorum_attention.kernels.cudnn import CudnnKernel
+from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.fa4 import Fa4Kernel
+from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.limits import (
     INT32,
     NO_LIMIT,
@@ -23,9 +26,9 @@ from quorum_attention.kernels.limits import (
     CallSizes,
     call_parts,
 )
+from quorum_attention.kernels.operator_sizes import OperatorSizes
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
-from quorum_attention.kernels.rectangles import RectangleKernel, RectangleSizes
-from quorum_attention.kernels.vendors import CudnnKernel, EfficientKernel, FlashKernel
+from quorum_attention.kernels.rectangles import RectangleKernel
 
 
 class LimitedTextbook(RectangleKernel):
@@ -74,12 +77,12 @@ class LimitedTextbook(RectangleKernel):
         return call.query, key, value, 0.0 if call.bias is None else call.bias
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        return RectangleSizes(
-            shape, extent, self.grouped, limits=self.forward_limits
-        ).forward_bytes(shape.value_dim, 0)
+        return OperatorSizes(shape, extent, self.grouped, limits=self.forward_limits).forward_bytes(
+            shape.value_dim, 0
+        )
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        sizes = RectangleSizes(shape, extent, self.grouped, limits=self.backward_limits)
+        sizes = OperatorSizes(shape, extent, self.grouped, limits=self.backward_limits)
         return sizes.backward_bytes(0)
 
 
@@ -134,7 +137,7 @@ def _random_mask(r: random.Random, given: Inputs) -> torch.Tensor | None:
 @pytest.fixture
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel's first call is not preceded by its test, which takes thousands of such parts."""
-    monkeypatch.setattr("quorum_attention.kernels.registry.probe", lambda *args: None)
+    monkeypatch.setattr("quorum_attention.kernels.select.probe", lambda *args: None)
 
 
 @pytest.mark.usefixtures("unprobed")

@@ -10,16 +10,10 @@ import torch
 from helpers_attention import softmax
 
 from quorum_attention.kernels import tensors
-from quorum_attention.kernels.merge import (
-    add_,
-    empty_,
-    launch_add,
-    launch_merge,
-    merge_,
-    sinks_gradient,
-    triton_available,
-)
+from quorum_attention.kernels.merge import add_, empty_, merge_
 from quorum_attention.kernels.scaling import LOG2_LARGEST, divide_gradient_
+from quorum_attention.kernels.sinks import sinks_gradient
+from quorum_attention.kernels.triton_launch import launch_add, launch_merge, triton_available
 
 # Triton's kernels run in its interpreter where there is no GPU.
 Statistics = tuple[torch.Tensor, torch.Tensor]

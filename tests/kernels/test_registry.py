@@ -18,12 +18,14 @@ from quorum_attention.kernels import (
     DenseKernel,
     get_kernel,
     probe,
+    probing,
     registry,
 )
+from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.masked.kernel import MaskedKernel, kernel_for_mask
 from quorum_attention.kernels.protocol import Kernel
-from quorum_attention.kernels.registry import registrations, select_kernel
-from quorum_attention.kernels.vendors import CudnnKernel
+from quorum_attention.kernels.registry import registrations
+from quorum_attention.kernels.select import select_kernel
 
 
 def call(device: str = "cpu", dtype: torch.dtype = torch.float32, **more) -> CallShape:
@@ -95,11 +97,11 @@ def test_torch_is_tested_once_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """But for those that fail, and again where a version differs or the file is damaged."""
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
     reasons, tested = iter(["it is wrong", None, None, None]), []
-    there = "quorum_attention.kernels.registry"
+    there = "quorum_attention.kernels.probing"
     monkeypatch.setattr(f"{there}.capturing", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     tried = lambda kernel, *_: tested.append(kernel) or next(reasons)  # noqa: E731
-    monkeypatch.setattr(f"{there}._tried_with_memory", tried)
+    monkeypatch.setattr(f"{there}._tested_with_memory", tried)
 
     def in_another_process() -> tuple[str | None, int]:
         reason = probe(CudnnKernel(), call("cuda", torch.float16), torch.device("cuda:0"))
@@ -245,7 +247,7 @@ def test_the_test_of_a_kernel_stays_small_whatever_a_call_has() -> None:
         shape = CallShape("cpu", torch.float32, 2 * group, 2, dim, dim)
         lengths = set()
         for is_causal in (False, True):
-            call, grad_out = registry._random_call(shape, is_causal, 1.0)
+            call, grad_out = probing._random_call(shape, is_causal, 1.0)
             lengths.add(call.query.shape[-2])
             n_keys = call.key.shape[-2]
             assert n_keys == call.query.shape[-2] or not is_causal
@@ -253,4 +255,4 @@ def test_the_test_of_a_kernel_stays_small_whatever_a_call_has() -> None:
                 assert tensor.nbytes <= max(8 << 20, 4 * 2 * group * dim)
             assert 2 * group * n_keys * dim <= max(1 << 21, 2 * group * dim), "keys of each head"
         if group <= 8 and dim <= 256:
-            assert lengths == {registry._QUERIES}
+            assert lengths == {probing._QUERIES}

@@ -10,10 +10,10 @@ import torch.distributed.tensor  # looks at cuDNN's operators, which a test repl
 from helpers_attention import attention, gradients
 from helpers_memory import usage
 
-from quorum_attention.kernels import vendors
+from quorum_attention.kernels import cudnn
+from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.protocol import BiasShape, Call, CallShape, Extent, Saved
 from quorum_attention.kernels.tensors import BASE_TWO_LOWEST, dead_rows
-from quorum_attention.kernels.vendors import CudnnKernel
 
 
 def _forward(query, key, value, bias, _lse, _p, causal, _debug, *, scale):  # type: ignore[no-untyped-def]
@@ -33,7 +33,7 @@ def made_up_cudnn(monkeypatch: pytest.MonkeyPatch) -> CudnnKernel:
     prefix = "_scaled_dot_product_cudnn_attention"
     monkeypatch.setattr(torch.ops.aten, prefix, _forward, raising=False)
     monkeypatch.setattr(torch.ops.aten, f"{prefix}_backward", _backward, raising=False)
-    monkeypatch.setattr(vendors, "_forward_template", lambda device: (3, torch.int64))
+    monkeypatch.setattr(cudnn, "_forward_template", lambda device: (3, torch.int64))
     return CudnnKernel()
 
 
@@ -77,7 +77,7 @@ def test_copies_of_short_rows_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Thousands of entries of three tokens took twice what was planned."""
-    monkeypatch.setattr(vendors, "_CUDNN_BYTES", 0)
+    monkeypatch.setattr(cudnn, "_INTERNAL_BYTES", 0)
     n, m = (sizes[0], sizes[0]) if causal else sizes
     query, grad_out = torch.randn(2, 2000, 2, n, 16).half()
     key, value = torch.randn(2, 2000, 1, m, 16).half()

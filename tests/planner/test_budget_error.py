@@ -46,6 +46,22 @@ def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
     assert usage(lambda: run(budget=smallest)).peak <= smallest
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("widths", [(1, 48), (48, 1)])
+def test_keys_are_padded_once_for_their_query_heads(widths: tuple[int, int], causal: bool) -> None:
+    """Keys and values of other widths were copied for each query head: 1.06 of the smallest
+    budget."""
+    head_dim, value_dim = widths
+    query = torch.randn(1, 4, 17, head_dim)
+    key = torch.randn(1, 1, 3000, head_dim)
+    value = torch.randn(1, 1, 3000, value_dim)
+    given = Inputs(query, key, value, torch.randn(1, 4, 17, value_dim))
+    for backward in (False, True):
+        run = pass_of(given, backward, enable_gqa=True, is_causal=causal)
+        smallest = smallest_budget(lambda most, run=run: run(budget=most))
+        assert usage(lambda run=run, most=smallest: run(budget=most)).peak <= smallest
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_drawn_calls_of_whole_rows_stay_within_the_smallest_budget(backward: bool) -> None:
     """Of the kernel ``dense``, at odd sizes, with grouped heads, masks and dropout."""

@@ -13,7 +13,7 @@ from helpers_planted_errors import FUNCTIONS, of_gradients, of_results, of_score
 import quorum_attention as qa
 from quorum_attention import dispatch
 from quorum_attention.execution import bias as execution_bias
-from quorum_attention.kernels import rectangles
+from quorum_attention.kernels import task_calls
 from quorum_attention.kernels.kit import from_lse_function
 from random_calls import call, kernels
 from random_calls.call import GRADIENTS as GRADIENT_NAMES
@@ -142,13 +142,13 @@ def test_what_is_less_exact_than_torch_is_so_again(dtype, bits, first, monkeypat
 
     So what parts are allowed to cost (``yardstick.py``) hides no errors of its own kind.
     """
-    usual, found = rectangles.merge_, []
+    usual, found = task_calls.merge_, []
 
     def rounded(out, lse, out_i, lse_i):
         size = torch.ldexp(torch.ones(()), torch.frexp(out_i.float()).exponent - bits)
         usual(out, lse, ((out_i / size).round() * size).to(out_i.dtype), lse_i)
 
-    monkeypatch.setattr(rectangles, "merge_", rounded)
+    monkeypatch.setattr(task_calls, "merge_", rounded)
     for seed in range(first, first + 2):
         found.append(check(Case(
             seed, n_queries=150, n_keys=150, head_dim=8, value_dim=8, dtype=dtype,

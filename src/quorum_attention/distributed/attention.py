@@ -36,8 +36,9 @@ from quorum_attention.distributed.run import Sharded, ShardedReport
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.masked.resolve import ResolvedMask, described, resolve, tensors_of
-from quorum_attention.kernels.merge import join_sinks_, merge_
+from quorum_attention.kernels.merge import merge_
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, state_dtype
+from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask, map_tensors

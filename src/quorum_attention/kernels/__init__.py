@@ -7,7 +7,9 @@ name, whichever was asked for first.
 import sys
 from types import ModuleType
 
+from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.merge import add_, empty_, merge_
+from quorum_attention.kernels.probing import probe
 from quorum_attention.kernels.protocol import (
     BiasShape,
     Call,
@@ -21,8 +23,8 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
-from quorum_attention.kernels.registry import get_kernel, kernels, probe, register_kernel, why_not
-from quorum_attention.kernels.vendors import CpuKernel
+from quorum_attention.kernels.registry import get_kernel, kernels, register_kernel
+from quorum_attention.kernels.select import why_not
 
 __all__ = [
     "BiasShape",
@@ -45,7 +47,7 @@ __all__ = [
     "probe",
     "register_kernel",
     "why_not",
-]  # fmt: skip
+]
 
 
 class _CallableModule(ModuleType):

@@ -23,13 +23,10 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.extras import install_hint
 from quorum_attention.kernels.cache import cache_folder, private_folder
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
+from quorum_attention.kernels.operator_inputs import operator_refusal
+from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES, OperatorSizes
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
-from quorum_attention.kernels.rectangles import (
-    UNSPLIT_BYTES,
-    RectangleKernel,
-    RectangleSizes,
-    operator_refusal,
-)
+from quorum_attention.kernels.rectangles import RectangleKernel
 
 _on = torch.cuda.device
 _PACKAGE = "flash-attn-4"
@@ -139,13 +136,13 @@ class Fa4Kernel(RectangleKernel):
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes(shape, extent, limits=self.forward_limits)
+        sizes = OperatorSizes(shape, extent, limits=self.forward_limits)
         # What finds the rows that are not finite.
         return sizes.forward_bytes(shape.value_dim, 0) + _held(*[sizes.rows] * 3)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes(shape, extent, limits=self.backward_limits)
+        sizes = OperatorSizes(shape, extent, limits=self.backward_limits)
         # dQ is summed in fp32 over padded rows, beside delta and a copy of lse; so are the
         # gradients of keys that query heads share.
         unit = 64 if shape.head_dim > 128 else 32
@@ -154,11 +151,11 @@ class Fa4Kernel(RectangleKernel):
         key_lanes = sizes.extent.batch * sizes.extent.key_heads
         keys = key_lanes * round_up(sizes.extent.max_keys, _TILE)
         inside = _held(4 * rows * width, 4 * rows, 4 * rows, rows // 8)
-        if sizes.shared > 1:
+        if sizes.group > 1:
             inside += _held(4 * keys * width, 4 * keys * value_width, keys // 4, keys // 4)
         if extent.direct:
             # Copies of an output and of its gradient that do not lie as its loads ask for.
-            inside += 2 * sizes.rows * shape.value_dim * sizes.item
+            inside += 2 * sizes.rows * shape.value_dim * sizes.itemsize
         return sizes.backward_bytes(inside)
 
 

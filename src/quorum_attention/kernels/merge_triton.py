@@ -2,8 +2,8 @@
 # mypy: ignore-errors
 """Merging statistics and adding gradients as Triton kernels: all read once and written once.
 
-``merge.py`` launches them, and says why integers are not specialised. lse and scale pointers are
-not specialised on alignment either: they are loaded one element at a time.
+``triton_launch.py`` launches them, and says why integers are not specialised. lse and scale
+pointers are not specialised on alignment either: they are loaded one element at a time.
 """
 
 import triton

@@ -19,6 +19,7 @@ import torch
 from quorum_attention.decomposition import Decomposition, Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.limits import NO_LIMIT
 from quorum_attention.kernels.masked.functions import tensors
 from quorum_attention.kernels.merge import empty_
 from quorum_attention.kernels.result_layout import empty_like_input
@@ -170,6 +171,12 @@ class Extent:
     max_queries: int
     max_keys: int
     direct: bool = False
+
+    def with_sides_within(self, least: int = 0, most: int = NO_LIMIT) -> Extent:
+        """Return the extent with rectangles of ``least`` to ``most`` queries and keys."""
+        queries = min(max(least, self.max_queries), most)
+        keys = min(max(least, self.max_keys), most)
+        return replace(self, max_queries=queries, max_keys=keys)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, merge_
+from quorum_attention.kernels.operator_sizes import SLACK_BYTES
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -36,7 +37,6 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.rectangles import SLACK_BYTES
 from quorum_attention.kernels.tensors import positions
 
 

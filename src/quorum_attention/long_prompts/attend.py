@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from quorum_attention.kernels.merge import empty_, join_sinks_, merge_
+from quorum_attention.kernels.merge import empty_, merge_
+from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.long_prompts.segments import Segment
 
 

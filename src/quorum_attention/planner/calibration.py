@@ -26,7 +26,7 @@ from quorum_attention.execution.dtypes import check_dtype
 from quorum_attention.kernels.cache import cache_folder, load, private_folder, store
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
-from quorum_attention.kernels.registry import select_kernel
+from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner.hardware import HardwareModel

@@ -23,7 +23,7 @@ from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.kernels.registry import rivals, select_kernel, unrounded_kernel, why_not
+from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel, why_not
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints

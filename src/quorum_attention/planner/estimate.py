@@ -26,7 +26,7 @@ from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.report import InWords
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, scale_is_exact
-from quorum_attention.kernels.registry import rivals, select_kernel
+from quorum_attention.kernels.select import rivals, select_kernel
 from quorum_attention.keywords import check_names, helps_with_names, names_of
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy

@@ -16,7 +16,7 @@ from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.pinned_pool import Locker, PinnedPool
 from quorum_attention.execution.device.streams import KernelStreams
-from quorum_attention.kernels.rectangles import UNSPLIT_BYTES
+from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES
 from quorum_attention.threads import try_start
 
 # Rows of queries that a multiprocessor works on at a time.

@@ -37,6 +37,7 @@ from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.kernel import entries_of
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
+from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -46,7 +47,7 @@ from quorum_attention.kernels.protocol import (
     Three,
     whole_task,
 )
-from quorum_attention.kernels.rectangles import UNSPLIT_BYTES, CallsKernel, TaskCall
+from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
 from quorum_attention.kernels.tensors import positions, to_device
 from quorum_attention.kernels.torch_private import as_it_is, outside
 from quorum_attention.keywords import helps_with_names

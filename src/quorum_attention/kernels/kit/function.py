@@ -24,7 +24,7 @@ from quorum_attention.argument_checks import shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import CallShape, Extent, Indices, Saved, TaskTensors, Three
-from quorum_attention.kernels.rectangles import CallsKernel, TaskCall
+from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
 from quorum_attention.kernels.tensors import row_blocks
 from quorum_attention.keywords import helps_with_names
 

@@ -38,6 +38,7 @@ from quorum_attention.kernels.masked.packed_calls import PackedKernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.native.kernel import NativeKernel
+from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import (
     BiasShape,
     Call,
@@ -52,10 +53,11 @@ from quorum_attention.kernels.protocol import (
     Three,
     refusal,
 )
-from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
+from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel, TiledKernel
-from quorum_attention.kernels.registry import get_kernel, select_kernel
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.select import select_kernel
 from quorum_attention.mask import Mask
 
 _BY_ENTRY = ("grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
@@ -138,7 +140,7 @@ class PartwiseKernel(Kernel):
         self._operator.grouped = base.grouped or base.takes_whole(shared, 1, every=True)
         self._upper = copy.copy(self._operator)
         if isinstance(self._upper, RectangleKernel):
-            self._upper.turned = True
+            self._upper.reversed_order = True
         self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
         self._tiles = TiledKernel(scores)
         bands = geometry.block_bands

@@ -9,6 +9,7 @@ import torch
 
 from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.kernels.masked.packing import Bucket, CellSide, Packing
+from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import (
     BiasShape,
     Call,
@@ -22,7 +23,6 @@ from quorum_attention.kernels.protocol import (
     Three,
     state_dtype,
 )
-from quorum_attention.kernels.rectangles import four_dims
 from quorum_attention.kernels.reference import QueryBlock, ScoreTransform
 from quorum_attention.kernels.torch_private import outside
 

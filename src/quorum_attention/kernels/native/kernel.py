@@ -18,7 +18,6 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.block_table import BLOCK
 from quorum_attention.kernels.masked.geometry import Geometry, GroupBits
-from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import NativeLaunch
 from quorum_attention.kernels.native.runs import (
@@ -34,6 +33,8 @@ from quorum_attention.kernels.native.runs import (
     Window,
     pieces,
 )
+from quorum_attention.kernels.operator_inputs import operator_refusal
+from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES, bias_bytes
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -47,14 +48,9 @@ from quorum_attention.kernels.protocol import (
     uncut,
     whole_task,
 )
-from quorum_attention.kernels.rectangles import (
-    SLACK_BYTES,
-    UNSPLIT_BYTES,
-    mask_bytes,
-    operator_refusal,
-)
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.triton_launch import triton_available
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
 
@@ -210,7 +206,7 @@ class NativeKernel(Kernel):
         # The output may be asked for in fp32; with rules there is one in fp32 beside it.
         results = rows * (shape.value_dim * 4 * self._copies + 4) + 3 * UNSPLIT_BYTES
         tables = self._table_bytes(shape, extent) + self._room_bytes(shape, extent)
-        return tables + results * extent.direct + mask_bytes(shape, extent)
+        return tables + results * extent.direct + bias_bytes(shape, extent)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
@@ -224,7 +220,7 @@ class NativeKernel(Kernel):
             results = rows * shape.head_dim * item + 3 * UNSPLIT_BYTES * self._copies
             results += key_rows * (shape.head_dim + shape.value_dim) * item
         tables += self._room_bytes(shape, extent)
-        return tables + 4 * rows + results + mask_bytes(shape, extent)
+        return tables + 4 * rows + results + bias_bytes(shape, extent)
 
     @property
     def _copies(self) -> int:

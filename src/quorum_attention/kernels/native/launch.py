@@ -10,11 +10,11 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.merge import launch_norms
 from quorum_attention.kernels.native.config import padded
 from quorum_attention.kernels.native.runs import FIELDS, Runs, Window
 from quorum_attention.kernels.protocol import Call, Saved, Three
 from quorum_attention.kernels.scaling import usual_shift
+from quorum_attention.kernels.triton_launch import launch_norms
 
 # In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does not overflow,
 # and P stays normal down to 2**-22.

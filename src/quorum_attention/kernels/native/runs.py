@@ -27,8 +27,8 @@ from quorum_attention.kernels.masked.block_table import (
 )
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.config import Config
+from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES
 from quorum_attention.kernels.protocol import TaskTensors
-from quorum_attention.kernels.rectangles import SLACK_BYTES, UNSPLIT_BYTES
 from quorum_attention.kernels.tensors import to_device
 from quorum_attention.kernels.torch_private import outside
 

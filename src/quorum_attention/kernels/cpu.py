@@ -1,0 +1,281 @@
+"""Rectangles on torch's operator for CPUs; with dropout tile by tile by the reference instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.kernels.grouped_heads import grouped_backward, grouped_forward
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
+from quorum_attention.kernels.odd_rows import mend_odd_rows_, mending_bytes
+from quorum_attention.kernels.operator_inputs import operator_refusal, with_positive_scale
+from quorum_attention.kernels.operator_sizes import OperatorSizes
+from quorum_attention.kernels.protocol import (
+    DTYPES,
+    Call,
+    CallShape,
+    Extent,
+    Gradients,
+    Saved,
+    Statistics,
+    TaskTensors,
+    Three,
+)
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.reference import TiledKernel
+from quorum_attention.kernels.result_layout import laid_out_like
+from quorum_attention.kernels.tensors import pad_last
+
+_OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
+# As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
+_forward: Any = getattr(torch, _OPERATOR, None) or getattr(torch.ops.aten, _OPERATOR, None)
+_backward: Any = getattr(torch.ops.aten, f"{_OPERATOR}_backward").default
+
+# The operator works on tiles of at most this many queries and keys, one tile for each thread.
+_TILE_QUERIES = 256
+_TILE_KEYS = 512
+# Repacked tiles of keys, and repacked rows of values, are rounded up to multiples of this.
+_PACKED_SIDE = 64
+# Least bytes of a pass: its first call may try the kernel out (kernels/probe.py).
+_TRIAL_BYTES = 6 << 20
+# The share of the threads that should be busy in a backward.
+_BUSY_THREADS = 0.9
+_WITH_DROPOUT = TiledKernel()
+
+
+class CpuKernel(RectangleKernel):
+    """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
+
+    name = "cpu"
+    splits_fp32_scale = True
+    dropout = True
+    wide_masks = True
+    thread_per_head = True
+
+    def refusal(self, shape: CallShape) -> str | None:
+        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        return operator_refusal(shape, "cpu", DTYPES)
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place; with dropout by the reference."""
+        if task.dropout is None:
+            super().forward(task, state)
+        else:
+            _WITH_DROPOUT.forward(task, state)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place; with dropout by the reference."""
+        if task.dropout is None:
+            super().backward(task, grads)
+        else:
+            _WITH_DROPOUT.backward(task, grads)
+
+    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
+        """Return True: grouped heads go to the operator as views."""
+        return True
+
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that are not
+        finite."""
+        if call.dropout is not None:
+            return _WITH_DROPOUT.whole_forward(call)
+        if call.query.shape[1] != call.key.shape[1]:
+            out, lse = grouped_forward(self.whole_forward, call)
+            return laid_out_like(out, call.query), lse
+        scaled_call, _ = with_positive_scale(call, self.splits_fp32_scale)
+        out, lse = self.rectangle_forward(scaled_call)
+        ones = lse / lse  # NaN where lse is 0, NaN or infinite, as of rows without keys
+        if not torch.equal(ones, ones):
+            self.clear_dead_rows_(out, lse, call)
+            mend_odd_rows_(out, lse, call)
+        return laid_out_like(out, call.query), lse
+
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``RectangleKernel.whole_backward``; takes grouped heads."""
+        if call.dropout is not None:
+            return _WITH_DROPOUT.whole_backward(call, saved)
+        if call.query.shape[1] != call.key.shape[1]:
+            return grouped_backward(self.whole_backward, call, saved)
+        return super().whole_backward(call, saved)
+
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_forward``."""
+        head_dim = call.query.shape[-1]
+        value_dim = call.value.shape[-1]
+        query, key, value = call.inputs
+        if head_dim != value_dim:
+            width = max(head_dim, value_dim)
+            query = pad_last(query, width)
+            key = _pad_last_once(key, width)
+            value = _pad_last_once(value, width)
+        out, lse = _forward(
+            query, key, value, 0.0, call.causal, attn_mask=call.bias, scale=call.scale
+        )
+        if out.shape[-1] != value_dim:
+            out = out[..., :value_dim]
+        return out, lse
+
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``RectangleKernel.rectangle_backward``."""
+        head_dim = call.query.shape[-1]
+        value_dim = call.value.shape[-1]
+        grad_out, out = saved.grad_out, saved.out
+        query, key, value = call.inputs
+        if head_dim != value_dim:
+            width = max(head_dim, value_dim)
+            grad_out = pad_last(grad_out, width)
+            query = pad_last(query, width)
+            key = _pad_last_once(key, width)
+            value = _pad_last_once(value, width)
+            out = pad_last(out, width)
+        grad_query, grad_key, grad_value = _backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            saved.lse,
+            0.0,
+            call.causal,
+            attn_mask=call.bias,
+            scale=call.scale,
+        )
+        if head_dim == value_dim:
+            return grad_query, grad_key, grad_value
+        return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
+
+    def backward_parts(self, batch_and_heads: int) -> int:
+        """Return as many runs of rows as keep all threads busy: each works on whole runs."""
+        threads = torch.get_num_threads()
+        lanes = max(1, batch_and_heads)
+        parts = ceil_div(threads, lanes)
+        while parts < threads and _busy_share(lanes * parts, threads) < _BUSY_THREADS:
+            parts += 1
+        return parts
+
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Return an upper bound of the bytes ``forward`` allocates at any one time."""
+        if shape.dropout:
+            return _WITH_DROPOUT.forward_workspace_bytes(shape, extent)
+        sizes = _sizes(shape, extent)
+        width = max(shape.head_dim, shape.value_dim)
+        inside = torch.get_num_threads() * _forward_tile_bytes(sizes)
+        inside += _repacked_bytes(sizes)
+        inside += _padded_bytes(sizes, n_outputs=0)
+        if extent.direct and shape.head_dim != shape.value_dim:
+            # A copy of the output that lies as the query does.
+            inside += sizes.rows * shape.value_dim * sizes.itemsize
+        if sizes.group > 1:
+            # Copies of the queries by group, and of the results in the order of the heads.
+            inside += sizes.rows * (2 * width * sizes.itemsize + sizes.state_itemsize)
+        # Weights of the rows; or what finds odd rows, and mends them, one head after the other.
+        lse_bytes = sizes.rows * sizes.state_itemsize
+        weights = min(MERGE_WORKSPACE_BYTES, 3 * lse_bytes + 2 * sizes.rows)
+        merging = max(weights, lse_bytes) + mending_bytes(sizes)
+        merging += _widened_bytes(sizes, sizes.rows * shape.value_dim)
+        return max(_TRIAL_BYTES, sizes.forward_bytes(width, inside, merging))
+
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Return an upper bound of the bytes ``backward`` allocates at any one time."""
+        if shape.dropout:
+            return _WITH_DROPOUT.backward_workspace_bytes(shape, extent)
+        sizes = _sizes(shape, extent)
+        row_bytes = max(shape.head_dim, shape.value_dim) * sizes.itemsize
+        parts = 1 if shape.bias is not None else self.backward_parts(sizes.lanes)
+        gradients = (sizes.rows + 2 * parts * sizes.key_rows) * row_bytes
+        if sizes.group > 1:
+            # Key gradients of every query head before they are summed; copies of the rows by
+            # group, and of the results in the order of the heads.
+            gradients += 2 * sizes.expanded_key_rows * row_bytes
+            gradients += sizes.rows * (4 * row_bytes + 2 * sizes.state_itemsize)
+        inside = torch.get_num_threads() * _backward_tile_bytes(sizes)
+        inside += sizes.rows * row_bytes  # the operator copies a grad_out that is not token-major
+        inside += _padded_bytes(sizes, n_outputs=2)
+        most_rows = max(sizes.rows, parts * sizes.key_rows)
+        adding = _widened_bytes(sizes, most_rows * max(shape.head_dim, shape.value_dim))
+        return max(_TRIAL_BYTES, sizes.backward_bytes(inside, gradients, adding))
+
+
+def _pad_last_once(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``tensor`` (b, h, n, d) with zero columns up to ``width``. Heads that are one and the
+    same by a stride of 0 are padded once, and are one and the same again."""
+    heads = tensor.shape[1]
+    if heads < 2 or tensor.stride(1) != 0:
+        return pad_last(tensor, width)
+    padded = pad_last(tensor[:, :1], width)
+    return padded.expand(-1, heads, -1, -1)
+
+
+def _busy_share(tasks: int, threads: int) -> float:
+    """Return the share of the threads that are busy if each works on whole tasks."""
+    return tasks / (threads * ceil_div(tasks, threads))
+
+
+def _sizes(shape: CallShape, extent: Extent) -> OperatorSizes:
+    splits_scale = shape.dtype == torch.float32 and not shape.exact_scale
+    return OperatorSizes(shape, extent, grouped=extent.direct, splits_scale=splits_scale)
+
+
+def _tile_sides(extent: Extent) -> tuple[int, int]:
+    return min(_TILE_QUERIES, extent.max_queries), min(_TILE_KEYS, extent.max_keys)
+
+
+def _forward_tile_bytes(sizes: OperatorSizes) -> int:
+    """Return the bytes of a forward's temporaries of one thread."""
+    queries, keys = _tile_sides(sizes.extent)
+    width = max(sizes.shape.head_dim, sizes.shape.value_dim)
+    # Scores, row maxima and sums, and output.
+    nbytes = queries * (keys + 2 + width) * sizes.state_itemsize
+    if sizes.itemsize == 2:
+        # The probabilities and operands in 16 bits.
+        nbytes += (queries * keys + (queries + keys) * width) * 2
+    return nbytes
+
+
+def _backward_tile_bytes(sizes: OperatorSizes) -> int:
+    """Return the bytes of a backward's temporaries of one thread."""
+    queries, keys = _tile_sides(sizes.extent)
+    width = max(sizes.shape.head_dim, sizes.shape.value_dim)
+    nbytes = queries * (2 * keys + 1) * sizes.state_itemsize
+    if sizes.itemsize == 2:
+        # Probabilities and their gradients once more in 16 bits, and the reordered operands of a
+        # matrix product.
+        nbytes += 4 * queries * keys * 2
+        nbytes += (queries + keys) * width * 8
+    return nbytes
+
+
+def _repacked_bytes(sizes: OperatorSizes) -> int:
+    """Return the bytes of all keys and values of 16 bits that a forward may repack for the matrix
+    units, once for each head of its call (kernels/grouped_heads.py)."""
+    if sizes.itemsize != 2 or "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return 0
+    shape = sizes.shape
+    extent = sizes.extent
+    width = max(shape.head_dim, shape.value_dim)
+    by_query_head = shape.is_causal or shape.bias is not None
+    heads = extent.batch * (sizes.heads if by_query_head else extent.key_heads)
+    rows = heads * round_up(extent.max_keys, _PACKED_SIDE)
+    return rows * (round_up(width, 2) + round_up(width, _PACKED_SIDE)) * 2
+
+
+def _padded_bytes(sizes: OperatorSizes, n_outputs: int) -> int:
+    """Return the bytes of inputs, and of so many outputs, that are padded to one width."""
+    shape = sizes.shape
+    width = max(shape.head_dim, shape.value_dim)
+    rows = 0
+    if shape.head_dim < width:
+        rows += sizes.rows + sizes.key_rows  # query and key
+    if shape.value_dim < width:
+        rows += n_outputs * sizes.rows + sizes.key_rows  # out and grad_out; value
+    return rows * width * sizes.itemsize
+
+
+def _widened_bytes(sizes: OperatorSizes, numbers: int) -> int:
+    """Return the bytes to merge or add 16-bit ``numbers`` to a state: in blocks
+    (kernels/merge.py)."""
+    if sizes.itemsize == sizes.state_itemsize:
+        return 0
+    return min(MERGE_WORKSPACE_BYTES, 3 * numbers * sizes.state_itemsize)

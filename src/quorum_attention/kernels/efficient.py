@@ -1,0 +1,201 @@
+"""Rectangles on torch's memory-efficient attention (CUTLASS), for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
+from quorum_attention.kernels.operator_inputs import (
+    HALF_DTYPES,
+    operator_refusal,
+    small_scale_refusal,
+)
+from quorum_attention.kernels.operator_sizes import OperatorSizes
+from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.tensors import (
+    BASE_TWO_LOWEST,
+    aligned_bias,
+    pad_last,
+    token_major,
+    zero_unit_strides,
+)
+
+_ROW_UNIT_BYTES = 16
+_TILE_ROWS = 128
+_LSE_ROWS = 32
+_FP32_BYTES = 4
+
+
+class EfficientKernel(RectangleKernel):
+    """torch's memory-efficient attention: 16-bit and fp32 inputs, masks, any head dimension.
+
+    Head dimensions that are not a multiple of 16 bytes are padded with zero columns.
+    """
+
+    name = "efficient"
+    lowest_score = BASE_TWO_LOWEST
+    # Before mid-2026 it returned wrong results, without an error, for masks longer than 65,536.
+    masked_limit: int = 32_768
+    row_unit = _LSE_ROWS
+    # Beyond these elements of an entry it read and wrote outside its memory.
+    forward_limits = backward_limits = CallLimits(
+        heads=GRID_BLOCKS, query_elements=INT32, key_elements=INT32, scope="entry"
+    )
+
+    def refusal(self, shape: CallShape) -> str | None:
+        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        reason = operator_refusal(shape, "cuda", (*HALF_DTYPES, torch.float32))
+        return reason or small_scale_refusal(shape)
+
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_forward``."""
+        results = torch.ops.aten._scaled_dot_product_efficient_attention(
+            *_readable_inputs(call),
+            _expanded_bias(call),
+            True,  # compute lse
+            0.0,  # dropout
+            call.is_causal,
+            scale=call.scale,
+        )
+        out, lse = results[:2]
+        return out[..., : call.value.shape[-1]], lse[..., : call.query.shape[2]]
+
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``RectangleKernel.rectangle_backward``."""
+        query = call.query
+        head_dim = query.shape[-1]
+        value_dim = call.value.shape[-1]
+        if not (saved.out.device == saved.lse.device == query.device):
+            # The operator does not look, and reads what is no memory of the GPU's.
+            raise RuntimeError(f"out and lse must be on {query.device}")
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            _with_whole_rows(saved.grad_out),
+            *_readable_inputs(call),
+            _expanded_bias(call),
+            # It computes delta with a row stride of heads x dimension, whatever the real one is.
+            token_major(pad_last(saved.out, _padded_dim(value_dim, saved.out.element_size()))),
+            _padded_lse(saved.lse),
+            seed,
+            seed,
+            0.0,  # dropout
+            [True, True, True, False],
+            call.is_causal,
+            scale=call.scale,
+        )
+        grad_query, grad_key, grad_value = gradients[:3]
+        return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
+
+    def _sizes(self, shape: CallShape, extent: Extent) -> OperatorSizes:
+        if shape.bias is not None:
+            extent = extent.with_sides_within(most=self.masked_limit)
+        return OperatorSizes(shape, extent, grouped=False, limits=self.forward_limits)
+
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Return an upper bound of the bytes ``forward`` allocates at any one time."""
+        sizes = self._sizes(shape, extent)
+        value_dim = _padded_dim(shape.value_dim, sizes.itemsize)
+        inside = _input_copies_bytes(sizes)
+        if sizes.itemsize == 2 and value_dim > 64:
+            inside += sizes.rows * value_dim * _FP32_BYTES  # the output is summed in fp32
+        inside += sizes.lanes * _LSE_ROWS * _FP32_BYTES
+        return sizes.forward_bytes(value_dim, inside)
+
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Return an upper bound of the bytes ``backward`` allocates at any one time."""
+        sizes = self._sizes(shape, extent)
+        head_dim = _padded_dim(shape.head_dim, sizes.itemsize)
+        value_dim = _padded_dim(shape.value_dim, sizes.itemsize)
+        grad_query = sizes.rows * head_dim
+        grad_key_and_value = sizes.key_rows * (head_dim + value_dim)
+        gradients = (grad_query + grad_key_and_value) * sizes.itemsize
+        inside = _input_copies_bytes(sizes)
+        if value_dim != shape.value_dim:
+            inside += 2 * sizes.rows * value_dim * sizes.itemsize  # grad_out and out, padded
+        inside += 2 * sizes.rows * value_dim * sizes.itemsize  # grad_out and out, token-major
+        inside += sizes.lanes * round_up(sizes.extent.max_queries, _LSE_ROWS) * 8  # lse, padded
+        if sizes.itemsize == _FP32_BYTES:
+            inside += sizes.rows * (value_dim + 2) * _FP32_BYTES  # delta, out of place
+        inside += self._fp32_sums_bytes(sizes, head_dim, value_dim)
+        return sizes.backward_bytes(inside, gradients)
+
+    def _fp32_sums_bytes(self, sizes: OperatorSizes, head_dim: int, value_dim: int) -> int:
+        """Return the bytes of gradients that are summed in fp32."""
+        queries = sizes.extent.max_queries
+        keys = sizes.extent.max_keys
+        lanes = max(1, sizes.lanes)
+        # The gradient of queries, of all query tiles.
+        numbers = round_up(queries, _TILE_ROWS) * round_up(head_dim, 128)
+        if sizes.itemsize == 2 and max(head_dim, value_dim) > 128:
+            # The gradients of key and value are too wide for registers: a copy for each split of
+            # the keys.
+            splits = max(1, min(ceil_div(keys, 64), 200 // lanes))
+            if torch.are_deterministic_algorithms_enabled():
+                splits = 1
+            width = round_up(head_dim, 128) + round_up(value_dim, 128)
+            numbers += splits * round_up(keys, _TILE_ROWS) * width
+        return lanes * (numbers + 4096) * _FP32_BYTES
+
+
+def _padded_dim(width: int, itemsize: int) -> int:
+    return round_up(width, _ROW_UNIT_BYTES // itemsize)
+
+
+def _with_whole_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, its rows padded to multiples of 16 bytes, with stride 0 in dimensions of
+    size 1."""
+    padded = pad_last(tensor, _padded_dim(tensor.shape[-1], tensor.element_size()))
+    return zero_unit_strides(padded)
+
+
+def _readable_inputs(call: Call) -> Three:
+    """Return query, key and value as the operator reads them: its offsets of heads, and of keys
+    within an entry, have 32 bits."""
+    query, key, value = call.inputs
+    return (
+        _with_whole_rows(_copied_if_far(query, (1,))),
+        _with_whole_rows(_copied_if_far(key, (1, 2))),
+        _with_whole_rows(_copied_if_far(value, (1, 2))),
+    )
+
+
+def _copied_if_far(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Return ``tensor``, or a copy in one piece where offsets along ``dims`` do not fit 32 bits."""
+    offset = sum((tensor.shape[dim] - 1) * tensor.stride(dim) for dim in dims)
+    return tensor if offset <= INT32 else tensor.contiguous()
+
+
+def _expanded_bias(call: Call) -> torch.Tensor | None:
+    if call.bias is None:
+        return None
+    n_keys = call.key.shape[2]
+    bias = zero_unit_strides(aligned_bias(call.bias, n_keys))
+    return bias.expand(*call.query.shape[:3], n_keys)
+
+
+def _padded_lse(lse: torch.Tensor) -> torch.Tensor:
+    """Return lse with rows past the end as the operator's forward has them: +inf, because
+    exp(s - inf) = 0."""
+    missing = -lse.shape[-1] % _LSE_ROWS
+    return torch.nn.functional.pad(lse, (0, missing), value=torch.inf).contiguous()
+
+
+def _input_copies_bytes(sizes: OperatorSizes) -> int:
+    """Return the bytes of copies of query, key, value and bias."""
+    shape = sizes.shape
+    head_dim = _padded_dim(shape.head_dim, sizes.itemsize)
+    value_dim = _padded_dim(shape.value_dim, sizes.itemsize)
+    numbers = 0
+    if sizes.is_cut:
+        # Heads of a call that was cut may lie side by side in rows as far apart as before.
+        numbers += sizes.rows * shape.head_dim
+        numbers += sizes.key_rows * (shape.head_dim + shape.value_dim)
+    if head_dim != shape.head_dim:
+        numbers += (sizes.rows + sizes.key_rows) * head_dim
+    if value_dim != shape.value_dim:
+        numbers += sizes.key_rows * value_dim
+    return numbers * sizes.itemsize + sizes.aligned_bias_bytes

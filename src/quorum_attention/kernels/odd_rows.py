@@ -1,0 +1,78 @@
+"""Rows of torch's CPU operator that have NaN, infinite or no scores, computed again."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+
+import torch
+
+from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.operator_sizes import OperatorSizes
+from quorum_attention.kernels.protocol import Call, part_of
+from quorum_attention.kernels.reference import (
+    QueryBlock,
+    ScoreTransform,
+    TiledKernel,
+    TileLimits,
+)
+from quorum_attention.kernels.torch_private import as_it_is
+
+# Odd rows are computed again so many at a time, by tiles of these limits.
+_LIMITS = TileLimits(pairs=1 << 15, rows=64, keys=128)
+_WORKSPACE_BYTES = 1 << 20
+# Bytes for each row of the call, odd or not.
+_ROW_BYTES = 3
+
+
+def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
+    """Correct, in place, the rows that have NaN, infinite or no scores.
+
+    A row with a score of NaN or +inf has to be NaN; a row whose scores are all -inf has to be 0
+    with lse -inf. torch's CPU operator differs: among few keys it ignores NaN when it looks for the
+    maximum, it returns 0 with lse 0 if there is no maximum, and its 16-bit exponential turns NaN
+    into 0. In all these rows lse is 0, NaN or infinite; nothing else of the other rows is read.
+
+    Args:
+        out: (b, h, lq, dv), as the operator returned it.
+        lse: (b, h, lq), as the operator returned it; rows with -inf are right already.
+        call: the operator's arguments.
+    """
+    is_odd = lse.isfinite().logical_not_().logical_or_(lse == 0.0).logical_and_(lse != -torch.inf)
+    odd_rows = is_odd.flatten(0, 1).any(0).nonzero().flatten()
+    starts = (odd_rows // _LIMITS.rows).unique() * _LIMITS.rows
+    for start in starts.tolist():
+        stop = min(start + _LIMITS.rows, lse.shape[2])
+        rows = (slice(None), slice(None), slice(start, stop))
+        right_out, right_lse = _computed_again(call, start, stop, out.dtype)
+        is_wrong = is_odd[rows].logical_and_(right_lse.isfinite().logical_not_())
+        out[rows][is_wrong] = right_out[is_wrong]
+        lse[rows][is_wrong] = right_lse[is_wrong]
+
+
+def _computed_again(
+    call: Call, start: int, stop: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of the query rows from ``start`` to ``stop`` by the reference."""
+
+    def at_or_before(block: QueryBlock, keys: slice) -> torch.Tensor:
+        queries = torch.arange(start + block.rows.start, start + block.rows.stop)
+        return torch.arange(keys.start, keys.stop) <= queries.unsqueeze(-1)
+
+    transform = ScoreTransform(kept=at_or_before if call.is_causal else None, tiles=_LIMITS)
+    part = call.mapped(
+        itemgetter((slice(None), slice(None), slice(start, stop))),
+        as_it_is,
+        # The rows of a causal call are no causal call: ``kept`` says which pairs they have.
+        causal=False,
+        bias=part_of(call.bias, Rectangle(start, stop, 0, call.key.shape[2])),
+        stored=dtype,
+    )
+    return TiledKernel(transform).whole_forward(part)
+
+
+def mending_bytes(sizes: OperatorSizes) -> int:
+    """Return an upper bound of the bytes ``mend_odd_rows_`` allocates at any one time."""
+    row_bytes = sizes.shape.value_dim * (sizes.state_itemsize + 2 * sizes.itemsize)
+    row_bytes += 4 * sizes.state_itemsize
+    rows = sizes.lanes * min(_LIMITS.rows, sizes.extent.max_queries)
+    return _WORKSPACE_BYTES + rows * row_bytes + sizes.rows * _ROW_BYTES

@@ -1,0 +1,123 @@
+"""Which kernel a call gets."""
+
+from __future__ import annotations
+
+import torch
+
+from quorum_attention.kernels.probing import probe
+from quorum_attention.kernels.protocol import CallShape, InnerKernel, Kernel, refusal
+from quorum_attention.kernels.registry import REFERENCE, get_kernel, kernels
+from quorum_attention.kernels.triton_launch import warm_up
+
+_UNROUNDED = "native"
+_FOR_LONG_CALLS = "fa4"
+LONG_FLOPS = 1e12
+"""Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an H200."""
+
+
+def why_not(kernel: Kernel, shape: CallShape, device: torch.device | None = None) -> str | None:
+    """Return why a kernel cannot run a call, or None: its own refusal, or a failed test on
+    ``device``."""
+    reason = refusal(kernel, shape)
+    # The reference cannot be tested against itself, nor a kernel that computes other attention
+    # (check_kernel is for those).
+    if reason is not None or kernel.name == REFERENCE or kernel.own_attention:
+        return reason
+    # A kernel whose options change the scores is tested without them.
+    return probe(kernel.plain_variant or kernel, shape, device)
+
+
+def select_kernel(
+    wanted: str | InnerKernel,
+    shape: CallShape,
+    device: torch.device,
+    *,
+    tried: bool = True,
+    flops: float = 0.0,
+) -> InnerKernel:
+    """Return the kernel for a call on ``device``.
+
+    A kernel asked for by name is never replaced by another. "auto" takes the first in order of
+    preference that can run the call.
+
+    Args:
+        tried: a kernel also has to pass a small test on the device; planning does without, because
+            it may plan for a device that is not here.
+        flops: operations of a forward. FlashAttention-4 takes the host longer to launch than
+            others, and is compiled first: "auto" takes it for long calls alone.
+
+    Raises:
+        NotImplementedError: no kernel, or not the one asked for, can run the call; says why.
+        ValueError, TypeError: there is no such kernel.
+    """
+    is_tested = tried and (device.type != "cuda" or torch.cuda.is_available())
+    if is_tested and device.type == "cuda" and flops >= LONG_FLOPS:
+        warm_up()
+
+    def reason_against(kernel: Kernel) -> str | None:
+        return why_not(kernel, shape, device) if is_tested else refusal(kernel, shape)
+
+    if wanted != "auto":
+        kernel = get_kernel(wanted)
+        reason = reason_against(kernel)
+        if reason is not None:
+            raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
+        return kernel
+    is_long = flops >= LONG_FLOPS and _is_hopper(device)
+    reasons = []
+    # One after the other: a test may have to build the kernel.
+    for name, kernel in kernels().items():
+        if kernel.name == _FOR_LONG_CALLS and not is_long:
+            reason = refusal(kernel, shape) or "it is for longer calls"
+        else:
+            reason = reason_against(kernel)
+        if reason is None:
+            return kernel
+        reasons.append(f"{name}: {reason}")
+    raise NotImplementedError(f"no kernel can run this call ({'; '.join(reasons)})")
+
+
+def unrounded_kernel(
+    wanted: str | InnerKernel, shape: CallShape, device: torch.device, result: torch.dtype
+) -> str | InnerKernel:
+    """Return the kernel to ask for if a result may be wider than its 16-bit inputs.
+
+    For "auto" and a wider result that is the kernel that does not round results to 16 bits, if it
+    can run the call; in all other cases it is ``wanted``.
+    """
+    is_wider = result.itemsize > shape.dtype.itemsize and shape.head_dim == shape.value_dim
+    if wanted != "auto" or not is_wider or device.type != "cuda":
+        return wanted
+    reason = why_not(get_kernel(_UNROUNDED), shape, device)
+    return _UNROUNDED if reason is None else wanted
+
+
+def rivals(
+    preferred: InnerKernel, shape: CallShape, device: torch.device
+) -> tuple[InnerKernel, ...]:
+    """Return the kernels that a planner may choose for "auto" instead of ``preferred``.
+
+    That is the native one, if its rates for such calls have been measured.
+    """
+    if device.type != "cuda" or not _has_measured_rates(shape) or not _is_hopper(device):
+        return ()
+    native = get_kernel(_UNROUNDED)
+    if native is preferred or native.plain_variant is not None:
+        return ()
+    return (native,) if refusal(native, shape) is None else ()
+
+
+def _has_measured_rates(shape: CallShape) -> bool:
+    """Whether the native kernel's rates for such calls have been measured."""
+    is_plain = shape.bias is None and not shape.dropout
+    width = shape.head_dim
+    return (
+        is_plain and shape.dtype.itemsize == 2 and width in (64, 128) and width == shape.value_dim
+    )
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Whether the device is a Hopper GPU; without a GPU, plans are made for one."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,0 +1,70 @@
+"""Attention sinks: a logit for each head that takes part in the softmax and has no value.
+
+A sink is one more key of every row, with the value 0. So it needs no kernel: a row's state begins
+with the sink instead of with no key, or a finished row takes it in:
+
+    lse' = logaddexp(lse, sink),   out' = out exp(lse - lse').
+
+A backward that is given lse' and out' computes the true probabilities, so any kernel's will do.
+The gradient of the sink is that of a key with probability exp(sink - lse') and value 0: minus the
+sum over rows of exp(sink - lse') delta.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quorum_attention.kernels.tensors import row_blocks
+
+
+def join_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Take the sinks into statistics, in place.
+
+    Args:
+        out: (b, h, rows, dv), any floating dtype.
+        lse: (b, h, rows), fp32 or fp64.
+        sinks: (h,), of the dtype of lse, on its device.
+    """
+    # The odds of the keys against the sink; a row without either keeps nothing.
+    odds = (lse - sinks[:, None]).masked_fill_(lse == -torch.inf, -torch.inf)
+    out.mul_(odds.sigmoid_().unsqueeze(-1))
+    torch.logaddexp(lse, sinks[:, None], out=lse)
+
+
+def sinks_gradient(
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor,
+    grad_lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradient of the sinks, (h,), in their dtype and on their device.
+
+    Args:
+        grad_out, out: (*batch, h, rows, dv), on any device.
+        lse: (*batch, h, rows), with the sinks in it.
+        sinks: (h,).
+        grad_lse: the upstream gradient of ``lse``, of its shape; None is 0.
+    """
+    device = out.device
+    dtype = lse.dtype
+    heads, rows, width = out.shape[-3:]
+    batch = math.prod(out.shape[:-3])  # -1 means nothing where there are no rows
+    outs = out.reshape(batch, heads, rows, width)
+    grad_outs = grad_out.reshape(batch, heads, rows, width)
+    lses = lse.reshape(batch, heads, rows)
+    logits = sinks.detach().to(device=device, dtype=dtype)[:, None]  # (h, 1)
+    grad_sinks = torch.zeros(heads, dtype=torch.promote_types(dtype, torch.float64), device=device)
+    for block in row_blocks(batch, heads, rows, 3 * max(1, width) * lse.element_size()):
+        upstream = grad_outs[block].to(device=device, dtype=dtype)
+        delta = (upstream * outs[block].to(dtype)).sum(dim=-1)  # (b, h, rows)
+        if grad_lse is not None:
+            delta -= grad_lse.reshape(lses.shape)[block].to(device=device, dtype=dtype)
+        head_slice = block[1]
+        logit = logits[head_slice]
+        log_share = logit - lses[block].to(device)
+        share = log_share.masked_fill_(logit == -torch.inf, -torch.inf).exp_()
+        grad_sinks[head_slice] -= (share * delta).sum(dim=(0, 2), dtype=grad_sinks.dtype)
+    return grad_sinks.to(device=sinks.device, dtype=sinks.dtype)

@@ -1,0 +1,172 @@
+"""Launches of the Triton kernels that merge, add and find norms (``merge_triton.py``).
+
+Triton compiles a kernel again for every combination of integer arguments that are 1, multiples of
+16, or neither; each compilation takes 0.7 s. These kernels gain little from that, so their
+integers are not specialised. Strides are passed as multiples of a common unit that is a
+compile-time constant: that is enough for rows to be read and written in words of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from quorum_attention.arithmetic import ceil_div
+from quorum_attention.threads import try_start
+
+# Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
+_BLOCK_ELEMENTS = 4096
+# The largest unit of strides, in elements: a power of two.
+_LARGEST_UNIT = 16
+
+
+@functools.cache
+def triton_available() -> bool:
+    """Whether Triton, which is optional, is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def warm_up() -> None:
+    """Import Triton and hash its files, as its cache does, while the host tests and plans a first
+    call."""
+    if triton_available():
+        try_start(threading.Thread(target=_import_triton, name="imports Triton"))
+
+
+def _import_triton() -> None:
+    with suppress(Exception):  # a launch that needs it says why
+        _kernel("merge")
+        from triton.runtime.cache import triton_key  # elsewhere in other versions
+
+        triton_key()
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    # To import Triton takes 0.4 s.
+    from quorum_attention.kernels import merge_triton
+
+    return getattr(merge_triton, f"_{name}_kernel")
+
+
+def launch_merge(
+    out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
+) -> None:
+    """Merge (out_i, lse_i) into (out, lse); see ``merge.merge_``."""
+    unit, strides = _strides_in_units(out, out_i)
+    _launch(
+        "merge",
+        (out, lse, out_i, lse_i),
+        (*strides, *lse.stride(), *lse_i.stride(), unit),
+    )
+
+
+def launch_add(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    alpha: float,
+    unscale: torch.Tensor | None,
+    overflow: torch.Tensor | None,
+) -> None:
+    """Add ``source`` to ``target``; see ``merge.add_``."""
+    factor_strides, group = _factors_by_head(target, unscale, overflow)
+    unit, strides = _strides_in_units(target, source)
+    # Where there are no factors or no flags, the kernel reads none: any pointer will do.
+    unscale_pointer = target if unscale is None else unscale
+    overflow_pointer = target if overflow is None else overflow
+    is_scaled = unscale is not None
+    is_checked = overflow is not None
+    _launch(
+        "add",
+        (target, source, unscale_pointer, overflow_pointer, float(alpha)),
+        (*strides, *factor_strides, group, is_scaled, is_checked, unit),
+    )
+
+
+def _factors_by_head(
+    target: torch.Tensor, unscale: torch.Tensor | None, overflow: torch.Tensor | None
+) -> tuple[tuple[int, int], int]:
+    """Return the strides of factors or flags along batch and heads, and how many heads of
+    ``target`` share one."""
+    by_head = unscale if overflow is None else overflow
+    if by_head is None:
+        return (0, 0), 1
+    assert unscale is None or unscale.stride() == by_head.stride()
+    entries, key_heads = by_head.shape
+    entry_stride, head_stride = by_head.stride()
+    if entries == 1:
+        entry_stride = 0
+    return (entry_stride, head_stride), max(1, target.shape[1] // max(1, key_heads))
+
+
+def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> None:
+    """Raise ``norms`` (b * key_heads,) fp32 to the largest squared norm of a finite row of
+    ``tensor`` (b, h, n, d), last dimension contiguous, for each key head."""
+    group = tensor.shape[1] // key_heads
+    _launch("norm", (tensor, norms), (group, tensor.stride()[:3]))
+
+
+def _launch(name: str, pointers: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
+    """Launch a kernel over the rows of its first tensor (b, h, rows, d), on the current stream of
+    its device.
+
+    Args:
+        pointers: arguments before the numbers of heads, rows and blocks of rows.
+        scalars: arguments after them.
+    """
+    tensor = pointers[0]
+    batch, heads, rows, width = tensor.shape
+    block_rows, block_width = _block(width)
+    blocks = ceil_div(rows, block_rows)
+    n_programs = batch * heads * blocks
+    if n_programs == 0:
+        return
+    with torch.cuda.device_of(tensor):
+        _kernel(name)[(n_programs,)](
+            *pointers, heads, rows, blocks, *scalars, width, block_rows, block_width
+        )
+
+
+# This runs several times for each rectangle, where the host may be the limit.
+@functools.cache
+def _block(width: int) -> tuple[int, int]:
+    """Return the rows and columns of a block."""
+    block_width = 1 << max(0, width - 1).bit_length()
+    return max(1, _BLOCK_ELEMENTS // block_width), block_width
+
+
+def _strides_in_units(
+    tensor: torch.Tensor, other_tensor: torch.Tensor
+) -> tuple[int, tuple[int, ...]]:
+    """Return the first three strides of two tensors (b, h, rows, d) of one shape, in units.
+
+    Returns:
+        The largest unit of which the strides are multiples, and the multiples; they are 0 in
+        dimensions of size 1.
+    """
+    batch, heads, rows, _ = tensor.shape
+    b, h, r, _ = tensor.stride()
+    b_i, h_i, r_i, _ = other_tensor.stride()
+    if batch <= 1:
+        b = b_i = 0
+    if heads <= 1:
+        h = h_i = 0
+    if rows <= 1:
+        r = r_i = 0
+    bits = b | h | r | b_i | h_i | r_i | _LARGEST_UNIT
+    unit = bits & -bits  # the lowest bit that is set
+    multiples = (
+        b // unit,
+        h // unit,
+        r // unit,
+        b_i // unit,
+        h_i // unit,
+        r_i // unit,
+    )
+    return unit, multiples
