@@ -112,7 +112,7 @@ def run_history(seed: int, folder: Path) -> None:
     assert all(places.used(place) == 0 for place in Place)
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 100))
+@pytest.mark.parametrize("first", range(0, 2000, 50))
 def test_random_histories_are_those_of_a_plain_cache(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +120,7 @@ def test_random_histories_are_those_of_a_plain_cache(
     monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 4)
     monkeypatch.setattr(segments_module, "_TOKEN_STEP", 4)
     monkeypatch.setattr(segments_module, "_MAX_REORDERED_TOKENS", 16)
-    for seed in range(first, first + 100):
+    for seed in range(first, first + 50):
         run_history(seed, tmp_path)
     assert not list(tmp_path.iterdir())
 

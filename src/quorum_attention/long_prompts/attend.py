@@ -1,18 +1,35 @@
 """Attention of a few queries over the segments of a cache, each computed where it lies.
 
-The segments are disjoint sets of keys, so their results are merged by log-sum-exp (kernels/merge).
+Segments on the device are computed there. Of page-locked host memory a share crosses the bus, a
+piece at a time, while the cores attend over the rest; files are left to the cores. The segments are
+disjoint sets of keys, so their results are merged by log-sum-exp.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.api import attention_with_lse
+from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.kernels.merge import empty_, merge_
 from quorum_attention.kernels.sinks import join_sinks_
+from quorum_attention.long_prompts.cores import attend_on_cores
+from quorum_attention.long_prompts.flash_decode import KeysAt, can_decode, decode
+from quorum_attention.long_prompts.host_reader import PIECE_BYTES, Piece
+from quorum_attention.long_prompts.host_sharing import HostSharing
+from quorum_attention.long_prompts.key_mask import KeyMask
+from quorum_attention.long_prompts.places import Place, read_ahead
+from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
+from quorum_attention.long_prompts.scores import ScoreScaling, attend_by_equations
 from quorum_attention.long_prompts.segments import Segment
+from quorum_attention.mask import Mask
+
+# From so many queries on, kernels for many queries are faster than those for few.
+_MANY_QUERIES = 256
 
 
 def attend_segments(
@@ -25,6 +42,8 @@ def attend_segments(
     window: int | None = None,
     key_padding: torch.Tensor | None = None,
     is_causal: bool = True,
+    sharing: HostSharing | None = None,
+    next_segments: Sequence[Segment] = (),
 ) -> torch.Tensor:
     """Compute the attention of the last tokens over all tokens of a cache.
 
@@ -33,53 +52,320 @@ def attend_segments(
 
     Args:
         query: (b, h_q, n_q, d); h_q is a multiple of h_kv.
-        segments: all n_k tokens in order of position, on any devices.
+        segments: all n_k tokens in order of position, on the query's device, in host memory or in
+            files.
         softmax_scale: scores are multiplied by this; None: 1 / sqrt(d).
-        softcap: scores become ``softcap * tanh(score / softcap)``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None: they do not.
         sinks: (h_q,) logits that take part in the softmax without a value.
         window: keep keys less than this many tokens before the query; None: no limit.
         key_padding: (b, n_k) bool: keep keys where it is True.
         is_causal: keep keys at or before the query alone.
+        sharing: how keys in host memory are shared between a GPU and the cores; None: the cores
+            attend over all of them.
+        next_segments: what the next call will attend over (the next layer's), for copies ahead.
 
     Returns:
         (b, h_q, n_q, d_v), in the query's dtype and on its device.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit each other.
     """
-    n_keys = sum(segment.n_tokens for segment in segments)
+    _check(query, segments, key_padding, sinks)
     scale = 1 / math.sqrt(query.shape[3]) if softmax_scale is None else softmax_scale
-    state_dtype = torch.promote_types(query.dtype, torch.float32)
-    value_dim = segments[0].value.shape[3]
-    out = query.new_empty((*query.shape[:3], value_dim), dtype=state_dtype)
-    lse = query.new_empty(query.shape[:3], dtype=state_dtype)
-    empty_(out, lse)
-    first_position = n_keys - query.shape[2]
-    positions = torch.arange(first_position, n_keys, device=query.device)[:, None]
+    n_keys = sum(segment.n_tokens for segment in segments)
+    mask = KeyMask(query.shape[2], n_keys, is_causal, window, _contiguous(key_padding))
+    call = _SegmentedCall(query, mask, ScoreScaling(scale, softcap))
+    state = _RunningStatistics.empty(query, segments[0].value.shape[3])
+    visible = list(_visible(segments, mask))
+    if on_host(query.device):
+        _attend_in_host_memory(call, visible, state)
+    else:
+        _attend_with_device(call, visible, state, sharing, next_segments)
+    if sinks is not None:
+        join_sinks_(state.out, state.lse, sinks.to(state.lse))
+    return state.out.to(query.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentedCall:
+    """A call, as every segment gets it.
+
+    Attributes:
+        query: (b, h_q, n_q, d).
+        mask: which keys are kept.
+        scaling: of the scores.
+    """
+
+    query: torch.Tensor
+    mask: KeyMask
+    scaling: ScoreScaling
+
+    def to_host(self) -> _SegmentedCall:
+        """Begin to copy queries and padding to host memory, on the current stream."""
+        padding = self.mask.key_padding
+        padding = None if padding is None else padding.to(HOST, non_blocking=True)
+        query = self.query.to(HOST, non_blocking=True)
+        return _SegmentedCall(query, replace(self.mask, key_padding=padding), self.scaling)
+
+    def for_group(self, group: RowGroup) -> _SegmentedCall:
+        """Return the call of some batch entries."""
+        padding = self.mask.key_padding
+        padding = None if padding is None else _contiguous(group.take(padding))
+        mask = replace(self.mask, key_padding=padding)
+        return _SegmentedCall(group.take(self.query), mask, self.scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningStatistics:
+    """The statistics over the keys so far: out (b, h_q, n_q, d_v) and lse (b, h_q, n_q)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def empty(cls, query: torch.Tensor, value_dim: int) -> _RunningStatistics:
+        dtype = _state_dtype(query)
+        out = query.new_empty((*query.shape[:3], value_dim), dtype=dtype)
+        lse = query.new_empty(query.shape[:3], dtype=dtype)
+        empty_(out, lse)
+        return cls(out, lse)
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge the statistics over more keys, from any device."""
+        device = self.out.device
+        merge_(self.out, self.lse, out.to(device), lse.to(device))
+
+
+def _check(
+    query: torch.Tensor,
+    segments: Sequence[Segment],
+    key_padding: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    if query.dim() != 4:
+        raise ValueError(f"query must be (b, h_q, n_q, d), got shape {tuple(query.shape)}")
+    if not segments:
+        raise ValueError("segments must hold at least one segment")
+    for segment in segments:
+        _check_segment(query, segment)
+    batch, heads, n_queries, _ = query.shape
+    n_keys = sum(segment.n_tokens for segment in segments)
+    if n_queries > n_keys:
+        raise ValueError(f"{n_queries} queries stand at the last of {n_keys} keys: too many")
+    _check_shape("key_padding", key_padding, (batch, n_keys))
+    _check_shape("sinks", sinks, (heads,))
+
+
+def _check_segment(query: torch.Tensor, segment: Segment) -> None:
+    batch, heads, _, dim = query.shape
+    _, key_heads, _, key_dim = segment.key.shape
+    if segment.batch != batch or dim != key_dim or heads % key_heads != 0:
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit keys {tuple(segment.key.shape)} of "
+            f"{segment.batch} batch entries"
+        )
+    if segment.key.dtype != query.dtype:
+        raise TypeError(f"query is {query.dtype} and the cache holds {segment.key.dtype}")
+
+
+def _check_shape(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is not None and tensor.shape != shape:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(tensor.shape)}")
+
+
+def _contiguous(padding: torch.Tensor | None) -> torch.Tensor | None:
+    return None if padding is None else padding.contiguous()
+
+
+def _visible(segments: Sequence[Segment], mask: KeyMask) -> Iterator[Piece]:
+    """Yield the segments that the window reaches, with the positions of their first tokens."""
     start = 0
     for segment in segments:
         stop = start + segment.n_tokens
-        keys = torch.arange(start, stop, device=query.device)
-        is_kept = torch.ones_like(positions * keys, dtype=torch.bool)
-        if is_causal:
-            is_kept &= keys <= positions
-        if window is not None:
-            is_kept &= keys > positions - window
-        is_kept = is_kept[None, None]
-        if key_padding is not None:
-            is_kept = is_kept & key_padding[:, None, None, start:stop]
-        key, value = (tensor.to(query.device) for tensor in segment.expanded())
-        group = query.shape[1] // key.shape[1]
-        key = key.to(state_dtype).repeat_interleave(group, dim=1)
-        value = value.to(state_dtype).repeat_interleave(group, dim=1)
-        scores = query.to(state_dtype) @ key.mT * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~is_kept, -torch.inf)
-        lse_i = scores.logsumexp(dim=-1)
-        weights = (scores - lse_i.unsqueeze(-1)).exp().nan_to_num()
-        merge_(out, lse, weights @ value, lse_i)
+        if stop > mask.first_visible:
+            yield Piece(start, segment)
         start = stop
-    if sinks is not None:
-        join_sinks_(out, lse, sinks.to(lse))
-    return out.to(query.dtype)
+
+
+def _attend_in_host_memory(
+    call: _SegmentedCall, pieces: Sequence[Piece], state: _RunningStatistics
+) -> None:
+    """Merge attention over pieces in host memory and files, by the cores."""
+    for piece in pieces:
+        if piece.segment.place is Place.FILE:
+            read_ahead(piece.segment.key)
+            read_ahead(piece.segment.value)
+    for piece in pieces:
+        if call.query.shape[2] >= _MANY_QUERIES:
+            state.merge(*_attend_many(call, piece))
+        else:
+            state.merge(
+                *attend_on_cores(call.query, piece.segment, piece.start, call.mask, call.scaling)
+            )
+
+
+def _attend_with_device(
+    call: _SegmentedCall,
+    pieces: Sequence[Piece],
+    state: _RunningStatistics,
+    sharing: HostSharing | None,
+    next_segments: Sequence[Segment],
+) -> None:
+    """Merge attention over pieces anywhere. The device is given its work first; then the cores
+    begin."""
+    on_device = [piece for piece in pieces if not on_host(piece.segment.key.device)]
+    elsewhere = [piece for piece in pieces if on_host(piece.segment.key.device)]
+    if on_device:
+        _attend_on_device(call, on_device, state)
+    if not elsewhere:
+        return
+    if call.query.shape[2] >= _MANY_QUERIES:
+        # The cores are too slow for so many queries.
+        for piece in _copied(elsewhere, state.out.device):
+            _attend_on_device(call, [piece], state)
+    elif sharing is None:
+        host_call = call.to_host()
+        backend_of(call.query.device).synchronize(call.query.device)
+        state.merge(*_attend_on_cores(host_call, elsewhere))
+    else:
+        _attend_on_both(call, elsewhere, state, sharing, sharing.following(next_segments))
+
+
+def _attend_on_both(
+    call: _SegmentedCall,
+    pieces: Sequence[Piece],
+    state: _RunningStatistics,
+    sharing: HostSharing,
+    following: Sequence[Piece],
+) -> None:
+    """Merge attention over pieces in host memory, by the device and the cores at once."""
+    by_bus, by_cores = sharing.split(pieces)
+    # The queries must not wait for the pieces that cross the bus.
+    host_call = call.to_host()
+    is_copied = torch.cuda.current_stream(call.query.device).record_event()
+    for piece in sharing.staged_pieces(by_bus, following):
+        _attend_on_device(call, [piece], state)
+    is_copied.synchronize()
+    if by_cores:
+        with sharing.timed_cores(by_cores):
+            out, lse = _attend_on_cores(host_call, by_cores)
+        state.merge(out, lse)
+
+
+def _attend_on_cores(
+    host_call: _SegmentedCall, pieces: Sequence[Piece]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries in host memory over pieces there, as statistics of their own."""
+    state = _RunningStatistics.empty(host_call.query, pieces[0].segment.value.shape[3])
+    _attend_in_host_memory(host_call, pieces, state)
+    return state.out, state.lse
+
+
+def _copied(pieces: Sequence[Piece], device: torch.device) -> Iterator[Piece]:
+    """Yield pieces on the device, none larger than a buffer of copies."""
+    for piece in pieces:
+        segment = piece.segment
+        token_bytes = max(1, segment.nbytes // max(1, segment.n_tokens))
+        step = max(1, PIECE_BYTES // token_bytes)
+        for first in range(0, segment.n_tokens, step):
+            part = segment.narrow(first, first + step)
+            key = part.key.to(device, non_blocking=True)
+            value = part.value.to(device, non_blocking=True)
+            yield Piece(piece.start + first, replace(part, key=key, value=value))
+
+
+def _attend_on_device(
+    call: _SegmentedCall, pieces: Sequence[Piece], state: _RunningStatistics
+) -> None:
+    """Merge attention over pieces on the query's device."""
+    if call.query.shape[2] >= _MANY_QUERIES:
+        for piece in pieces:
+            state.merge(*_attend_many(call, piece))
+        return
+    for neighbours in _with_equal_entries(pieces):
+        if neighbours[0].segment.entries is None:
+            keys = [_keys_at(piece.start, piece.segment) for piece in neighbours]
+            state.merge(*_attend_rows(call, keys))
+        else:
+            state.merge(*_attend_shared_rows(call, neighbours))
+
+
+def _keys_at(start: int, holder: Segment | RowGroup) -> KeysAt:
+    return KeysAt(start, holder.key, holder.value)
+
+
+def _attend_shared_rows(
+    call: _SegmentedCall, pieces: Sequence[Piece]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over pieces whose batch entries read the same rows, row by row."""
+    state = _RunningStatistics.empty(call.query, pieces[0].segment.value.shape[3])
+    starts = [piece.start for piece in pieces]
+    groups_of_pieces = [row_groups(piece.segment) for piece in pieces]
+    for groups in zip(*groups_of_pieces, strict=True):
+        group = groups[0]
+        keys = list(map(_keys_at, starts, groups))
+        out, lse = _attend_rows(call.for_group(group), keys)
+        group.put(state.out, out)
+        group.put(state.lse, lse)
+    return state.out, state.lse
+
+
+def _with_equal_entries(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Yield runs of pieces whose batch entries read the same rows."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and piece.segment.entries != run[-1].segment.entries:
+            yield run
+            run = []
+        run.append(piece)
+    yield run
+
+
+def _attend_rows(call: _SegmentedCall, keys: Sequence[KeysAt]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over keys on the device, whose rows neighbouring batch entries share."""
+    value_dim = keys[0].value.shape[3]
+    layout = RowLayout.from_tensors(call.query, keys[0].key)
+    if can_decode(call.query, value_dim, layout.rows_per_head):
+        return decode(call.query, keys, call.mask, call.scaling)
+    rows = layout.to_rows(call.query)
+    state = _RunningStatistics.empty(rows, value_dim)
+    for part in keys:
+        stop = part.start + part.key.shape[2]
+        pairs = call.mask.kept_pairs(part.start, stop, rows.device)
+        is_kept = layout.mask_of_rows(pairs)
+        out, lse = attend_by_equations(rows, part.key, part.value, call.scaling, is_kept)
+        state.merge(out, lse)
+    return layout.from_rows(state.out), layout.from_rows(state.lse)
+
+
+def _attend_many(call: _SegmentedCall, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of many queries over one piece, by the package's own planned calls."""
+    key, value = piece.segment.expanded()
+    mask = call.mask
+    stop = piece.start + piece.segment.n_tokens
+    offset = mask.first_position - piece.start
+    padding = mask.key_padding
+    sees_all = stop <= mask.first_position + 1 and mask.window is None
+    window = None if mask.window is None else (mask.window - 1, -1)
+    pairs = Mask(
+        causal=mask.is_causal and not sees_all,
+        offset=offset,
+        window=window,
+        key_padding=None if padding is None else padding[:, piece.start : stop],
+        softcap=call.scaling.softcap,
+    )
+    is_plain = padding is None and window is None and not pairs.causal and pairs.softcap is None
+    return attention_with_lse(
+        call.query,
+        key,
+        value,
+        None if is_plain else pairs,
+        scale=call.scaling.softmax_scale,
+        enable_gqa=True,
+        out_dtype=_state_dtype(call.query),
+    )
+
+
+def _state_dtype(query: torch.Tensor) -> torch.dtype:
+    """The dtype of statistics: fp32, or fp64 for fp64 queries."""
+    return torch.promote_types(query.dtype, torch.float32)
