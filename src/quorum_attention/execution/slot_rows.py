@@ -42,11 +42,11 @@ class RowTensor:
 
     def blocks(self, group: Group) -> list[torch.Tensor]:
         """The group's part: a view (heads, n, width) for each batch entry."""
-        heads = group.query_heads if self.spec.axis == "query" else group.key_heads
-        if self.of_group:
-            n_heads = heads.stop - heads.start
-            return [self.tensor[number, :n_heads] for number in range(group.n_entries)]
-        return [self.tensor[entry][heads] for entry in group.entries]
+        heads = group.heads(self.spec.axis)
+        if not self.of_group:
+            return [self.tensor[entry][heads] for entry in group.entries]
+        part = self.tensor[: group.n_entries, : heads.stop - heads.start]
+        return list(part.unbind(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,39 +144,41 @@ class SlotRows:
         mover: Mover,
     ) -> None:
         self._job = job
-        self._work = job.shape
+        self._shape = job.shape
         self._layout = layout
         self.slots = slots
         self.mover = mover
         # One side's slots have no fields for the rows of the other.
         self._inputs = [item for item in storage.inputs if item.spec.name in layout.fields]
         self._states = [state for state in storage.states if state.field in layout.fields]
-        # A scaled backward divides one input in its slot, so rows of that are loaded anew. Shared
-        # rows of the other inputs may be copied from the previous slot.
+        # The inputs whose shared rows may be copied from the previous slot. A scaled backward
+        # divides one input in its slot, so the rows of that one are loaded anew.
         divided = job.spec.rescaled_input if job.problem.scaled else None
-        names = [item.spec.name for item in self._inputs]
-        self._passed_on = [name for name in names if name != divided and layout.keeps(name)]
-        # By slot, entries, heads, queries and keys.
+        self._passed_on: list[str] = []
+        for item in self._inputs:
+            name = item.spec.name
+            if name != divided and layout.keeps(name):
+                self._passed_on.append(name)
+        # Fields by slot, entries, heads, queries and keys.
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
-        # By identity of the row tensor: these are held here, so no id is used twice.
+        # Parts by identity of the row tensor: these are held here, so no id is used twice.
         self._blocks: dict[tuple[int, Group], list[torch.Tensor]] = {}
 
     def fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
         """The tensors of a unit in its slot, by name."""
-        rows: dict[Axis, int] = {
-            "query": visit.task.count_below(self._work.n_queries),
-            "key": visit.task.count_below(self._work.n_keys),
-        }
-        entries = group.n_entries
+        n_queries = visit.task.count_below(self._shape.n_queries)
+        n_keys = visit.task.count_below(self._shape.n_keys)
         kv_heads = group.kv_stop - group.kv_start
-        key = (slot, entries, kv_heads, rows["query"], rows["key"])
-        if key not in self._views:
-            memory = self.slots[slot]
-            self._views[key] = {
-                name: self._layout.carve(memory, name, entries, kv_heads, rows[field.axis])
-                for name, field in self._layout.fields.items()
-            }
-        return self._views[key]
+        key = (slot, group.n_entries, kv_heads, n_queries, n_keys)
+        if key in self._views:
+            return self._views[key]
+        memory = self.slots[slot]
+        fields: dict[str, torch.Tensor] = {}
+        for name, field in self._layout.fields.items():
+            n_rows = n_queries if field.axis == "query" else n_keys
+            fields[name] = self._layout.carve(memory, name, group.n_entries, kv_heads, n_rows)
+        self._views[key] = fields
+        return fields
 
     def load_inputs(self, unit: Unit) -> None:
         """Load the rows of all inputs."""
@@ -197,40 +199,49 @@ class SlotRows:
                 self._move(self.mover.load, unit, current, unit.visit.loaded, state.home)
 
     def fill(self, unit: Unit) -> None:
-        """Write what fresh rows of states begin with."""
+        """Write the initial values of fresh rows of states."""
         for state in self._states:
-            for rows in self._existing(unit.visit.fresh, state.spec.axis):
-                fill = self._job.initial_value(state.spec, unit.group)
-                unit.fields[state.field][:, :, _local(rows)] = fill
+            fresh = self._existing(unit.visit.fresh, state.spec.axis)
+            if not fresh:
+                continue
+            value = self._job.initial_value(state.spec, unit.group)
+            field = unit.fields[state.field]
+            for rows in fresh:
+                field[:, :, _local(rows)] = value
 
     def carry(self, unit: Unit) -> None:
         """Copy carried rows from the previous unit's slot."""
         if unit.previous is None:
             return
-        slot, previous = unit.previous
-        for name in [*(state.field for state in self._states), *self._passed_on]:
-            axis = self._layout.fields[name].axis
+        previous_slot, previous_fields = unit.previous
+        state_names = [state.field for state in self._states]
+        for name in [*state_names, *self._passed_on]:
             for carried in unit.visit.carried:
-                self._carry_rows(unit.fields[name], previous[name], carried, axis)
-        self.mover.carried_from(slot)
+                self._carry_rows(name, unit.fields[name], previous_fields[name], carried)
+        self.mover.carried_from(previous_slot)
 
     def _carry_rows(
-        self, field: torch.Tensor, previous: torch.Tensor, carried: Carried, axis: Axis
+        self, name: str, field: torch.Tensor, previous: torch.Tensor, carried: Carried
     ) -> None:
-        """Copy the rows of one field that the previous task held as well."""
+        """Copy the rows of the field ``name`` that the previous task held as well."""
+        axis = self._layout.fields[name].axis
         for rows in self._existing([carried.rows], axis):
             start = carried.previous_local
             source = previous[:, :, start : start + rows.length]
             copy_on_device(field[:, :, _local(rows)], source)
 
-    def finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
-        """Write finished rows in their final form; ``over_inputs``: only those with a final field
-        (rows that are final in place have been multiplied already)."""
+    def finish(self, unit: Unit, *, again: bool = False) -> None:
+        """Write finished rows in their final form.
+
+        Args:
+            again: whether they have been finished before. Rows that are final where they are have
+                been multiplied then.
+        """
         for state in self._states:
             factor = self._job.finishing_factor(unit.group, state.spec.axis)
             current = unit.fields[state.field]
             final = unit.fields.get(state.final_field, current)
-            if final is current and (factor is None or over_inputs):
+            if final is current and (factor is None or again):
                 continue
             for rows in self._existing(unit.visit.finished, state.spec.axis):
                 source = current[:, :, _local(rows)]
@@ -242,17 +253,22 @@ class SlotRows:
 
     def store(self, unit: Unit) -> None:
         """Store rows that wait at home, and finished ones."""
+        visit = unit.visit
+        store = self.mover.store
         with self.mover.store_stage(unit.slot):
             for state in self._states:
                 current = unit.fields[state.field]
-                self._move(self.mover.store, unit, current, unit.visit.stored, state.home)
-                finished = unit.fields.get(state.final_field, current)
-                self._move(self.mover.store, unit, finished, unit.visit.finished, state.final)
+                final = unit.fields.get(state.final_field, current)
+                self._move(store, unit, current, visit.stored, state.home)
+                self._move(store, unit, final, visit.finished, state.final)
 
     def release(self, group: Group) -> None:
         """Tell the mover that all units of a head group are stored."""
-        tensors = [*self._inputs, *(state.final for state in self._states)]
-        self.mover.release(block for rows in tensors for block in self._blocks_of(rows, group))
+        results = [state.final for state in self._states]
+        blocks: list[torch.Tensor] = []
+        for rows in [*self._inputs, *results]:
+            blocks += self._blocks_of(rows, group)
+        self.mover.release(blocks)
 
     def _move(
         self, move: Move, unit: Unit, field: torch.Tensor, rows: Iterable[Rows], outside: RowTensor
@@ -274,8 +290,8 @@ class SlotRows:
 
     def _existing(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
         """The rows that this side has: queries and keys may differ in number."""
-        limit = self._work.n_queries if axis == "query" else self._work.n_keys
-        clipped = (piece.within(0, limit) for piece in rows)
+        limit = self._shape.n_queries if axis == "query" else self._shape.n_keys
+        clipped = [piece.within(0, limit) for piece in rows]
         return [piece for piece in clipped if piece is not None]
 
 
@@ -310,30 +326,40 @@ def open_pass_storage(
         result_device: where results that are their own state are allocated; None: where the inputs
             are.
     """
-    spec, shape = job.spec, job.shape
     given_results = {id(result) for result in job.results.values()}
     results = job.make_results(result_device)
     inputs: list[RowTensor] = []
     states: list[State] = []
     copied: list[Copied] = []
-    for item in spec.inputs:
+    for item in job.spec.inputs:
         tensor = _with_columns(job.tensors[item.name], item)
         inputs.append(RowTensor(tensor, item))
-        needs_no_cast = tensor.dtype == item.dtype(shape)
+        needs_no_cast = tensor.dtype == item.dtype(job.shape)
         copied.append(Copied(tensor, by_address=needs_no_cast, only_read=True))
-    for state, result in zip(spec.states, results, strict=True):
-        final = RowTensor(_with_columns(result, state), state)
-        state_home = final
+    for spec, result in zip(job.spec.states, results, strict=True):
+        final = RowTensor(_with_columns(result, spec), spec)
         copied.append(Copied(result, is_result=True, fresh=id(result) not in given_results))
-        if job.result_dtype(state) != shape.state_dtype and state.axis in waiting:
-            heads = state.n_heads(shape, group.kv_heads)
-            sizes = (group.batch, heads, state.n_rows(shape), state.n_columns(shape))
-            tensor = empty_accumulator(sizes, shape.state_dtype, home, job.device)
-            state_home = RowTensor(tensor, state, of_group=True)
-            copied.append(Copied(tensor))
-        states.append(State(state, state_home, final))
+        if spec.axis in waiting and job.result_dtype(spec) != job.shape.state_dtype:
+            state_home = _accumulator(job, spec, group, home)
+            copied.append(Copied(state_home.tensor))
+        else:
+            state_home = final
+        states.append(State(spec, state_home, final))
     with backend_of(job.device).page_locks(copied) as locks:
         yield PassStorage(tuple(inputs), tuple(states), locks)
+
+
+def _accumulator(job: PassJob, spec: StateSpec, group: GroupSize, home: torch.device) -> RowTensor:
+    """Memory on ``home`` for the state of one head group."""
+    shape = job.shape
+    sizes = (
+        group.batch,
+        spec.n_heads(shape, group.kv_heads),
+        spec.n_rows(shape),
+        spec.n_columns(shape),
+    )
+    tensor = empty_accumulator(sizes, shape.state_dtype, home, job.device)
+    return RowTensor(tensor, spec, of_group=True)
 
 
 @contextmanager
