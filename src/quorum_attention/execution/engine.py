@@ -1,7 +1,7 @@
 """Runs units through slots: load, compute, store, overlapped with the units before and after.
 
 A unit has all its rows in its slot, or its rows stream by others that stay in a slot of their own
-(``StayingChunk``).
+(``StayingRows``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.head_groups import Group
 from quorum_attention.execution.job import PassJob
-from quorum_attention.execution.pass_spec import RowSpec
+from quorum_attention.execution.pass_spec import RowSpec, TensorsByName
 from quorum_attention.execution.scaling import BackwardScaling
 from quorum_attention.execution.slot_rows import SlotRows, Unit
 from quorum_attention.kernels.scaling import Scaling
@@ -27,6 +27,37 @@ class StoringError(RuntimeError):
     not recovered from, as running out of memory is elsewhere."""
 
 
+@dataclass(frozen=True, slots=True)
+class StayingRows:
+    """Rows that stay in a slot of their own while units stream by.
+
+    Attributes:
+        rows: moves them.
+    """
+
+    job: PassJob
+    rows: SlotRows
+
+    def open(self, unit: Unit) -> None:
+        """Load the rows that stay, and begin their states, before the first unit streams by."""
+        chunk = unit.staying
+        if chunk is None or not chunk.opens:
+            return
+        self.rows.load_inputs(chunk.unit)
+        self.rows.load_states(chunk.unit)
+        with self.rows.mover.compute_stage(chunk.unit.slot), self.job.clock.timed("gather"):
+            self.rows.fill(chunk.unit)
+
+    def close(self, unit: Unit) -> None:
+        """Finish and store the rows that stay, after the last unit that streams by."""
+        chunk = unit.staying
+        if chunk is None or not chunk.closes:
+            return
+        with self.rows.mover.compute_stage(chunk.unit.slot), self.job.clock.timed("scatter"):
+            self.rows.finish(chunk.unit)
+        self.rows.store(chunk.unit)
+
+
 @dataclass(slots=True)
 class Engine:
     """Runs units in order.
@@ -35,14 +66,14 @@ class Engine:
         limits: most queries and keys of a rectangle.
         rows: moves the rows of units.
         scaling: scales a backward; None: it is not scaled.
-        staying_rows: moves the rows that stay; None: none do.
+        staying: the rows that stay; None: none do.
     """
 
     job: PassJob
     limits: tuple[int, int]
     rows: SlotRows
     scaling: BackwardScaling | None = None
-    staying_rows: SlotRows | None = None
+    staying: StayingRows | None = None
     _stored_group: Group | None = field(default=None, init=False)
 
     def run(self, units: Iterable[Unit]) -> Iterator[Unit]:
@@ -59,10 +90,10 @@ class Engine:
         host reads the overflow flags of unit k - 1 while unit k computes.
         """
         n_slots = len(self.rows.slots)
-        n_unsettled = 1 if n_slots > 1 and self._settles_by_unit else 0
+        n_unsettled = 1 if n_slots > 1 and self._unit_scaling is not None else 0
         # The rows that stay are loaded with their first unit: not before the last unit beside the
         # rows that stayed before.
-        n_ahead = 1 if self.staying_rows is not None else max(1, n_slots - 1)
+        n_ahead = 1 if self.staying is not None else max(1, n_slots - 1)
         remaining = iter(units)
         loaded: deque[Unit] = deque()
         computed: deque[Unit] = deque()
@@ -85,9 +116,11 @@ class Engine:
             raise
 
     @property
-    def _settles_by_unit(self) -> bool:
-        """Whether the host looks at the overflow flags of each unit before it is stored."""
-        return self.scaling is not None and self.scaling.by_unit
+    def _unit_scaling(self) -> BackwardScaling | None:
+        """The scaling whose overflow flags the host reads for each unit before it is stored."""
+        if self.scaling is None or not self.scaling.by_unit:
+            return None
+        return self.scaling
 
     def _load_ahead(self, remaining: Iterator[Unit], loaded: deque[Unit], n_ahead: int) -> None:
         """Load inputs until ``n_ahead`` units have theirs, and the states of the next unit."""
@@ -95,28 +128,102 @@ class Engine:
             unit = next(remaining, None)
             if unit is None:
                 break
-            self._load_inputs(unit)
+            if self.staying is not None:
+                self.staying.open(unit)
+            self.rows.load_inputs(unit)
             loaded.append(unit)
         if loaded:
             self.rows.load_states(loaded[0])
 
+    def _compute(self, unit: Unit) -> None:
+        """Prepare a unit's states, add its pairs, and finish the rows that no later unit has."""
+        timed = self.job.clock.timed
+        with self.rows.mover.compute_stage(unit.slot):
+            with timed("gather"):
+                self.rows.fill(unit)
+                self.rows.carry(unit)
+                undo = self._divide(unit)
+            if unit.has_pairs:
+                with timed("compute"):
+                    self._accumulate(unit, undo)
+            with timed("scatter"):
+                self.rows.finish(unit)
+
+    def _divide(self, unit: Unit) -> Scaling:
+        """Divide a unit's upstream gradient in its slot, if the backward is scaled; returns how a
+        kernel undoes that."""
+        if self.scaling is None or not unit.has_pairs:
+            return Scaling()
+        value_unit = unit if unit.staying is None else unit.staying.unit
+        grad_out = unit.fields["grad_out"]
+        return self.scaling.divide_(grad_out, value_unit.fields["value"], unit.slot)
+
+    def _accumulate(self, unit: Unit, undo: Scaling) -> None:
+        """Add the pairs of a unit to the states in its slot, and in that of the rows that stay."""
+        job = self.job
+        shape = job.shape
+        chunk = unit.staying
+        fields: TensorsByName
+        rectangles: Sequence[Rectangle]
+        if chunk is None:
+            fields = unit.fields
+            task = unit.visit.task
+            rectangles = task.rectangles(
+                shape.is_causal, shape.n_queries, shape.n_keys, *self.limits
+            )
+        else:
+            fields = {**chunk.unit.fields, **unit.fields}
+            task = chunk.task
+            rectangles = chunk.rectangles
+        query_key_value = (fields["query"], fields["key"], fields["value"])
+        tensors = job.task_tensors(task, rectangles, unit.group, self.limits, query_key_value)
+        saved: dict[str, torch.Tensor] = {}
+        for item in job.spec.saved_inputs:
+            saved[item.name] = _without_column(fields[item.name], item)
+        states = [
+            _without_column(fields[f"state_{state.name}"], state) for state in job.spec.states
+        ]
+        job.spec.accumulate(job.kernel, tensors, saved, states, undo)
+        if self.scaling is not None:
+            self.scaling.computed(unit.slot)
+
     def _settle(self, computed: deque[Unit]) -> Unit:
         """Store the first unit of ``computed``; if it overflowed, repeat it first."""
-        if self.scaling is not None and self.scaling.by_unit:
+        scaling = self._unit_scaling
+        if scaling is not None:
             slot = computed[0].slot
             self.rows.mover.wait_computed(slot)
-            if self.scaling.overflowed(slot):
-                self._repeat_first(computed, self.scaling)
-            self.scaling.begin(slot)
+            if scaling.overflowed(slot):
+                self._repeat_first(computed, scaling)
+            scaling.begin(slot)
         unit = computed.popleft()
         self._store(unit)
         # Units come group by group.
         if self._stored_group is not None and unit.group != self._stored_group:
             self.rows.release(self._stored_group)
-            if self.staying_rows is not None:
-                self.staying_rows.release(self._stored_group)
+            if self.staying is not None:
+                self.staying.rows.release(self._stored_group)
         self._stored_group = unit.group
         return unit
+
+    def _store(self, unit: Unit) -> None:
+        """Store a unit's rows.
+
+        Raises:
+            StoringError: memory ran out in the middle.
+        """
+        try:
+            self.rows.store(unit)
+            if self.staying is not None:
+                self.staying.close(unit)
+        except Exception as error:
+            # Units that stream by begin anew with their head group.
+            if is_out_of_memory(error) and self.staying is None:
+                raise StoringError(
+                    "memory ran out while a unit's results were copied out of its slot, so it is "
+                    f"not known which of them arrived: {error}"
+                ) from error
+            raise
 
     def _repeat_first(self, computed: deque[Unit], scaling: BackwardScaling) -> None:
         """Repeat the first unit, and the units after it, which carried its rows on."""
@@ -133,7 +240,7 @@ class Engine:
         """Run a unit that overflowed again for as long as that helps; returns whether it did."""
         reloaded = unit.from_home()
 
-        def read_inputs() -> dict[str, torch.Tensor]:
+        def read_inputs() -> TensorsByName:
             # Finished rows may have overwritten the inputs.
             self._reload(reloaded)
             self.rows.mover.finish(wait=True)
@@ -161,92 +268,7 @@ class Engine:
         self._compute(unit)
         self.rows.mover.wait_computed(unit.slot)
 
-    def _load_inputs(self, unit: Unit) -> None:
-        """Load a unit's inputs; before the first that streams by, all of the rows that stay."""
-        chunk = unit.staying
-        if self.staying_rows is not None and chunk is not None and chunk.opens:
-            self.staying_rows.load_inputs(chunk.unit)
-            self.staying_rows.load_states(chunk.unit)
-            with self.rows.mover.compute_stage(chunk.unit.slot), self.job.clock.timed("gather"):
-                self.staying_rows.fill(chunk.unit)
-        self.rows.load_inputs(unit)
 
-    def _compute(self, unit: Unit) -> None:
-        """Prepare a unit's states, add its pairs, and finish the rows that no later unit has."""
-        timed = self.job.clock.timed
-        scaling = self.scaling if unit.has_pairs else None
-        with self.rows.mover.compute_stage(unit.slot):
-            with timed("gather"):
-                self.rows.fill(unit)
-                self.rows.carry(unit)
-                unscaling = Scaling() if scaling is None else self._divide(unit, scaling)
-            with timed("compute"):
-                if unit.has_pairs:
-                    self._accumulate(unit, unscaling)
-                if scaling is not None:
-                    scaling.computed(unit.slot)
-            with timed("scatter"):
-                self.rows.finish(unit)
-
-    def _divide(self, unit: Unit, scaling: BackwardScaling) -> Scaling:
-        """Divide a unit's upstream gradient in its slot."""
-        value_unit = unit if unit.staying is None else unit.staying.unit
-        return scaling.divide_(unit.fields["grad_out"], value_unit.fields["value"], unit.slot)
-
-    def _store(self, unit: Unit) -> None:
-        """Store a unit's rows.
-
-        Raises:
-            StoringError: memory ran out in the middle.
-        """
-        try:
-            self.rows.store(unit)
-            self._store_staying(unit)
-        except Exception as error:
-            # Units that stream by begin anew with their head group.
-            if is_out_of_memory(error) and self.staying_rows is None:
-                raise StoringError(
-                    "memory ran out while a unit's results were copied out of its slot, so it is "
-                    f"not known which of them arrived: {error}"
-                ) from error
-            raise
-
-    def _store_staying(self, unit: Unit) -> None:
-        """Finish and store the rows that stay, after the last unit that streams by them."""
-        chunk = unit.staying
-        if self.staying_rows is None or chunk is None or not chunk.closes:
-            return
-        with self.rows.mover.compute_stage(chunk.unit.slot), self.job.clock.timed("scatter"):
-            self.staying_rows.finish(chunk.unit)
-        self.staying_rows.store(chunk.unit)
-
-    def _accumulate(self, unit: Unit, scaling: Scaling) -> None:
-        """Add the pairs of a unit to the states in its slot, and in that of the rows that stay."""
-        job = self.job
-        shape = job.shape
-        chunk = unit.staying
-        rectangles: Sequence[Rectangle]
-        if chunk is None:
-            fields = unit.fields
-            task = unit.visit.task
-            rectangles = task.rectangles(
-                shape.is_causal, shape.n_queries, shape.n_keys, *self.limits
-            )
-        else:
-            fields = {**chunk.unit.fields, **unit.fields}
-            task = chunk.task
-            rectangles = chunk.rectangles
-        query_key_value = (fields["query"], fields["key"], fields["value"])
-        tensors = job.task_tensors(task, rectangles, unit.group, self.limits, query_key_value)
-        saved = {
-            item.name: _without_column(fields[item.name], item) for item in job.spec.saved_inputs
-        }
-        states = [
-            _without_column(fields[f"state_{state.name}"], state) for state in job.spec.states
-        ]
-        job.spec.accumulate(job.kernel, tensors, saved, states, scaling)
-
-
-def _without_column(field: torch.Tensor, rows: RowSpec) -> torch.Tensor:
+def _without_column(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
     """A slot's field (b, h, n, width) as kernels get it: (b, h, n) for one number a row."""
-    return field.squeeze(-1) if rows.width == "one" else field
+    return tensor.squeeze(-1) if rows.width == "one" else tensor

@@ -146,7 +146,8 @@ class Schedule:
     @property
     def trimmed_share(self) -> float:
         """The share of tokens that is trimmed from the tasks."""
-        return 0.0 if self.route.trimmed is None else self.route.trimmed.trimmed_share
+        trimmed = self.route.trimmed
+        return 0.0 if trimmed is None else trimmed.trimmed_share
 
     @property
     def largest_task(self) -> int:
@@ -164,7 +165,8 @@ class Schedule:
         """How many tasks hold a row, on average."""
         if self.route.trimmed is not None:
             return self.route.trimmed.tokens / max(1, shape.n_tokens)
-        return float(math.prod(quorum_size(c) for c in self.decomposition.levels))
+        quorum_sizes = [quorum_size(n_chunks) for n_chunks in self.decomposition.levels]
+        return float(math.prod(quorum_sizes))
 
     def is_all(self, shape: CallShape) -> bool:
         """Whether one head group is the whole call."""
@@ -223,14 +225,23 @@ def schedule_of(
     ``max_pairs`` bounds queries x keys of a rectangle, for a mask with both dimensions. The longer
     side is halved until the limits are within it.
     """
-    unit = decomposition.tile if decomposition.layout == "aligned" else 1
-    queries, keys = (max(1, limit) for limit in route.limits(decomposition, shape))
-    while max_pairs is not None and queries * keys > max_pairs and max(queries, keys) > 1:
-        if queries >= keys:
-            queries = _half(queries, unit)
+    unit = cut_unit(decomposition)
+    max_queries, max_keys = route.limits(decomposition, shape)
+    max_queries = max(1, max_queries)
+    max_keys = max(1, max_keys)
+    while max_pairs is not None and max_queries * max_keys > max_pairs:
+        if max_queries == max_keys == 1:
+            break
+        if max_queries >= max_keys:
+            max_queries = _half(max_queries, unit)
         else:
-            keys = _half(keys, unit)
-    return Schedule(decomposition, group, route, queries, keys, pinned)
+            max_keys = _half(max_keys, unit)
+    return Schedule(decomposition, group, route, max_queries, max_keys, pinned)
+
+
+def cut_unit(decomposition: Decomposition) -> int:
+    """Chunks, and rectangles of tasks, are cut at multiples of this many tokens."""
+    return decomposition.tile if decomposition.layout == "aligned" else 1
 
 
 def _half(side: int, unit: int) -> int:

@@ -10,7 +10,7 @@ from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.decomposition.decomposition import tokens_of
 from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.problem import Problem
-from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
+from quorum_attention.execution.schedule import DEEPEN_BY, Schedule, cut_unit
 from quorum_attention.execution.trimmed_tasks import end_of_results, trimmed_tasks
 
 
@@ -58,10 +58,13 @@ class TaskLevels:
             schedule = self.planned
         decomposition = schedule.decomposition
         if self.pairs.every_token_meets:
-            tasks, sizes = tuple(decomposition.tasks()), None
-        else:
-            kernel, backward = self.problem.kernel, self.problem.spec.backward
-            tasks, sizes = trimmed_tasks(decomposition, self.shape.lengths, kernel, backward)
+            self._tasks[depth] = list(decomposition.tasks())
+            self._schedules[depth] = schedule.changed(trimmed=None)
+            return
+        problem = self.problem
+        tasks, sizes = trimmed_tasks(
+            decomposition, problem.shape.lengths, problem.kernel, problem.spec.backward
+        )
         self._tasks[depth] = list(tasks)
         self._schedules[depth] = schedule.changed(trimmed=sizes)
 
@@ -93,7 +96,7 @@ class TaskLevels:
 @lru_cache(maxsize=256)
 def deepest(decomposition: Decomposition) -> int:
     """The depth at which tasks, cut further, are about as small as a tile."""
-    smallest = decomposition.tile if decomposition.layout == "aligned" else 1
+    smallest = cut_unit(decomposition)
     deeper = decomposition
     while deeper.max_task_tokens > 2 * smallest:
         finer = deeper.deeper(DEEPEN_BY)

@@ -23,7 +23,7 @@ from quorum_attention.execution.head_groups import Axis, count_groups
 from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.scaling import BackwardScaling
-from quorum_attention.execution.schedule import Route, Schedule
+from quorum_attention.execution.schedule import Route, Schedule, cut_unit
 from quorum_attention.execution.slot_layout import SlotLayout, slot_layout
 from quorum_attention.execution.slot_rows import (
     PassStorage,
@@ -59,12 +59,12 @@ class Slots(Route):
         if decomposition.depth == 0:
             return shape.n_queries, shape.n_keys
         # Half of an odd number of chunks is rounded up.
-        chunks = quorum_size(decomposition.levels[-1])
-        half = ceil_div(decomposition.max_task_tokens * ceil_div(chunks, 2), chunks)
-        unit = decomposition.tile if decomposition.layout == "aligned" else 1
-        half = round_up(half, unit)
-        queries, keys = self.task_rows(decomposition, shape)
-        return min(half, queries), min(half, keys)
+        n_chunks = quorum_size(decomposition.levels[-1])
+        n_half = ceil_div(n_chunks, 2)
+        half = ceil_div(decomposition.max_task_tokens * n_half, n_chunks)
+        half = round_up(half, cut_unit(decomposition))
+        n_queries, n_keys = self.task_rows(decomposition, shape)
+        return min(half, n_queries), min(half, n_keys)
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Always true."""
@@ -72,34 +72,37 @@ class Slots(Route):
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """The arena, workspace, results, and the accumulators if the budget counts them."""
-        shape, group = problem.shape, schedule.group
-        homes = home_bytes(problem, group, self.accumulator)
-        # What a scaled backward has for each key/value head of a slot (execution/scaling.py).
-        scaling = (4 * group.batch * group.kv_heads,) * (2 * self.n_cap if problem.scaled else 0)
+        group = schedule.group
+        accumulators = home_bytes(problem, group, self.accumulator)
+        if problem.scaled:
+            # Each slot has a factor and a flag for each key/value head (execution/scaling.py).
+            head_bytes = 4 * group.batch * group.kv_heads
+            accumulators += (head_bytes,) * (2 * self.n_cap)
         return Footprint(
             problem.shape.device_type,
-            self.streams * problem.workspace(schedule.extent(shape)),
-            self.n_cap * layout_of(schedule, problem).slot_bytes,
-            (*homes, *scaling),
-            (problem.place.rescaled_grad_bytes or 0, *result_bytes(problem)),
+            workspace=self.streams * problem.workspace(schedule.extent(problem.shape)),
+            slots=self.n_cap * layout_of(schedule, problem).slot_bytes,
+            accumulators=accumulators,
+            results=(problem.place.rescaled_grad_bytes or 0, *result_bytes(problem)),
         )
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Inputs are copied in at every visit of a row, states in and out."""
-        units = count_groups(problem.shape, schedule.group) * schedule.n_tasks
-        inputs, states = moved_bytes(problem)
-        visits = schedule.visits(problem.shape)
-        up, down = visits * inputs, float(states)
+        n_units = count_groups(problem.shape, schedule.group) * schedule.n_tasks
+        input_bytes, state_bytes = moved_bytes(problem)
+        n_visits = schedule.visits(problem.shape)
+        up = n_visits * input_bytes
+        down = float(state_bytes)
         if self.accumulator == "host":
             # Trimmed tasks may leave out rows altogether, so there may be less than one visit.
-            up += max(0.0, visits - 1.0) * states
-            down = visits * states
+            up += max(0.0, n_visits - 1.0) * state_bytes
+            down = n_visits * state_bytes
         return WorkCounts(
-            units=units,
+            units=n_units,
             up=up,
             down=down,
             resident=problem.place.resident,
-            overlapping_units=max(1, units) if self.n_cap > 1 else 1,
+            overlapping_units=max(1, n_units) if self.n_cap > 1 else 1,
             in_slots=True,
             run_copies=len(problem.spec.inputs) + 2 * len(problem.spec.states),
             uniform_units=schedule.decomposition.depth < 2,

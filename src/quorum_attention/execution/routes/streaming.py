@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Rows
@@ -24,7 +24,7 @@ from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.execution.control.controller import Group, RecoveryController
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.allocate import home_device
-from quorum_attention.execution.engine import Engine
+from quorum_attention.execution.engine import Engine, StayingRows
 from quorum_attention.execution.footprint import Footprint, home_bytes, moved_bytes, result_bytes
 from quorum_attention.execution.head_groups import Axis, count_groups
 from quorum_attention.execution.job import PassJob
@@ -74,9 +74,9 @@ class Streaming(Route):
     @property
     def words(self) -> str:
         """A description of the route for people."""
-        chunk, block = counted(self.queries, "query", "queries"), counted(self.keys, "key")
-        if self.resident_axis == "key":
-            chunk, block = block, chunk
+        queries = counted(self.queries, "query", "queries")
+        keys = counted(self.keys, "key")
+        chunk, block = (queries, keys) if self.resident_axis == "query" else (keys, queries)
         return f"{chunk} stay, {block} at a time stream by (tasks only if that fails)"
 
     def parts(self, schedule: Schedule, shape: CallShape) -> str:
@@ -103,7 +103,8 @@ class Streaming(Route):
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether the kernel takes rectangles one by one, wherever they are, and nothing else
         depends on where they are."""
-        shape, kernel = problem.shape, problem.kernel
+        shape = problem.shape
+        kernel = problem.kernel
         if not kernel.operator or not kernel.several_streams or kernel.own_attention:
             return False
         if shape.bias is not None or shape.dropout or kernel.sparse:
@@ -144,7 +145,8 @@ class Streaming(Route):
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
         """Rows that stay are copied once; rows that stream past, for every chunk that they meet."""
-        shape, spec = problem.shape, problem.spec
+        shape = problem.shape
+        spec = problem.spec
         stream = self.stream(shape)
         resident_inputs, _ = moved_bytes(problem, self.resident_axis)
         streamed_inputs, streamed_states = moved_bytes(problem, self.streamed_axis)
@@ -190,106 +192,112 @@ class Streaming(Route):
             heads = (1, schedule.group.kv_heads)
             scaling = BackwardScaling(job.shape, job.device, heads, self.n_cap)
         with (
-            open_pass_storage(job, schedule.group, home, waiting) as storage,
+            open_pass_storage(job, schedule.group, home, waiting) as own_storage,
             # The last slot is the chunk's.
-            open_slots(job, storage, (block, self.n_cap), (chunk, 1)) as sides,
+            open_slots(job, own_storage, (block, self.n_cap), (chunk, 1)) as (blocks, chunks),
         ):
-            blocks, chunks = sides
-            engine = Engine(job, schedule.limits, blocks, scaling, chunks)
-            for _ in engine.run(self._units(engine, scaling, controller)):
+            staying = StayingRows(job, chunks)
+            engine = Engine(job, schedule.limits, blocks, scaling, staying)
+            for _ in engine.run(self._units(job, blocks, chunks, scaling, controller)):
                 yield 1
 
     def _units(
-        self, engine: Engine, scaling: BackwardScaling | None, controller: RecoveryController
+        self,
+        job: PassJob,
+        blocks: SlotRows,
+        chunks: SlotRows,
+        scaling: BackwardScaling | None,
+        controller: RecoveryController,
     ) -> Iterator[Unit]:
         """Every block of every chunk of the head groups that are left. A group that overflowed is
         run again, scaled down further."""
-        job = engine.job
         n_groups = len(controller.groups_left)
         for n_done, group in enumerate(controller.whole_groups(), start=1):
-
-            def read_inputs(group: Group = group) -> TensorsByName:
-                engine.rows.mover.finish(wait=True)
-                return inputs_of_group(job.tensors, group)
-
             if scaling is None:
-                yield from self._units_of(engine, group)
+                yield from self._units_of(group, job.shape, blocks, chunks)
             else:
                 scaling.begin()
-                for n_repeats in scaling.runs(read_inputs):
+                for n_repeats in scaling.runs(partial(_read_inputs, job, blocks, group)):
                     job.count_repeats(1 if n_repeats else 0)
-                    yield from self._units_of(engine, group)
+                    yield from self._units_of(group, job.shape, blocks, chunks)
             job.report_progress(n_done, n_groups)
 
-    def _units_of(self, engine: Engine, group: Group) -> Iterator[Unit]:
+    def _units_of(
+        self, group: Group, shape: CallShape, blocks: SlotRows, chunks: SlotRows
+    ) -> Iterator[Unit]:
         """Every block of every chunk of one head group."""
-        blocks, chunks = engine.rows, engine.staying_rows
-        assert chunks is not None
-        shape = engine.job.shape
         stream = self.stream(shape)
         sequence = Decomposition(shape.n_tokens).task(())
+        chunk_slot = self.n_cap
         number = 0
         # The number of the last unit of each block.
         last_units: dict[int | None, int] = {}
         for chunk in range(stream.n_chunks):
-            chunk_rows = stream.chunk(chunk)
-            chunk_slot = self.n_cap
-            chunk_unit = _unit(
-                chunks, group, chunk_slot, chunk_slot, chunk_rows, is_first=True, is_last=True
-            )
+            place = _Place(chunk_slot, chunk_slot, is_first=True, is_last=True)
+            chunk_unit = _unit(chunks, group, stream.chunk(chunk), place)
             # A chunk without pairs still has results: it meets an empty block.
             met_blocks: list[int | None] = [*stream.blocks(chunk)] or [None]
             for block in met_blocks:
+                staying = StayingChunk(
+                    chunk_unit,
+                    sequence,
+                    () if block is None else stream.rectangles(chunk, block),
+                    opens=block == met_blocks[0],
+                    closes=block == met_blocks[-1],
+                )
                 slot = number % self.n_cap
-                block_rows = Interval(0, 0)
-                rectangles: tuple[Rectangle, ...] = ()
-                is_last = True
-                if block is not None:
-                    block_rows = stream.block(block)
-                    rectangles = stream.rectangles(chunk, block)
-                    is_last = chunk == stream.last_chunk(block)
                 # Stores follow each other: all that are older than this slot's last one are over
                 # with it.
                 last_unit = last_units.get(block, -1)
                 is_recent = last_unit > number - self.n_cap
-                after = last_unit % self.n_cap if is_recent else slot
-                unit = _unit(
-                    blocks, group, slot, after, block_rows, is_first=chunk == 0, is_last=is_last
+                place = _Place(
+                    slot,
+                    last_unit % self.n_cap if is_recent else slot,
+                    is_first=chunk == 0,
+                    is_last=block is None or chunk == stream.last_chunk(block),
                 )
-                staying = StayingChunk(
-                    chunk_unit,
-                    sequence,
-                    rectangles,
-                    opens=block == met_blocks[0],
-                    closes=block == met_blocks[-1],
-                )
-                yield replace(unit, staying=staying)
+                rows = Interval(0, 0) if block is None else stream.block(block)
+                yield replace(_unit(blocks, group, rows, place), staying=staying)
                 last_units[block] = number
                 number += 1
 
 
-def _unit(
-    side: SlotRows,
-    group: Group,
-    slot: int,
-    after: int,
-    place: Interval,
-    *,
-    is_first: bool,
-    is_last: bool,
-) -> Unit:
-    """Neighbouring rows of one side in a slot; their states begin, and end, with this unit or wait
-    between units."""
-    rows = (Rows(*place, 0),)
+def _read_inputs(job: PassJob, blocks: SlotRows, group: Group) -> TensorsByName:
+    """The inputs of a head group, after all copies in flight."""
+    blocks.mover.finish(wait=True)
+    return inputs_of_group(job.tensors, group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where and when rows are in a slot.
+
+    Attributes:
+        slot: the slot.
+        after: states are loaded after the last store of this slot.
+        is_first: whether the states of the rows begin with this unit; if not, they are loaded.
+        is_last: whether the states of the rows end with this unit; if not, they wait between units.
+    """
+
+    slot: int
+    after: int
+    is_first: bool
+    is_last: bool
+
+
+def _unit(side: SlotRows, group: Group, interval: Interval, place: _Place) -> Unit:
+    """Neighbouring rows of one side in a slot."""
+    rows = (Rows(*interval, 0),)
     visit = Visit(
-        Task((), (Span(*place, 0),)),
-        fresh=rows if is_first else (),
+        Task((), (Span(*interval, 0),)),
+        fresh=rows if place.is_first else (),
         carried=(),
-        loaded=() if is_first else rows,
-        finished=rows if is_last else (),
-        stored=() if is_last else rows,
+        loaded=() if place.is_first else rows,
+        finished=rows if place.is_last else (),
+        stored=() if place.is_last else rows,
     )
-    return Unit(group, visit, slot, side.fields(slot, group, visit), after)
+    fields = side.fields(place.slot, group, visit)
+    return Unit(group, visit, place.slot, fields, place.after)
 
 
 @lru_cache(maxsize=256)
@@ -305,5 +313,6 @@ def _calls(stream: ChunkStream) -> tuple[tuple[Batch, int], ...]:
                 times[block] = 1
         for block, n_times in times.items():
             for r in stream.rectangles(chunk, block):
-                n_calls[Batch(Rectangle(0, r.n_queries, 0, r.n_keys, r.causal))] += n_times
+                call = Batch(Rectangle(0, r.n_queries, 0, r.n_keys, r.causal))
+                n_calls[call] += n_times
     return tuple(n_calls.items())
