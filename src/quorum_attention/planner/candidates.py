@@ -212,9 +212,6 @@ def sizes_after_trimming(decomposition: Decomposition, problem: Problem) -> Trim
     return trimmed_sizes(decomposition, lengths, problem.kernel, problem.spec.backward)
 
 
-# What the candidates choose from.
-
-
 def _group_sizes(shape: CallShape, constraints: PlanConstraints) -> list[GroupSize]:
     """Return the head group asked for, or all that may be of use, the largest first."""
     if constraints.group is not None:

@@ -33,12 +33,12 @@ from quorum_attention.planner.price import forward_flops, kernel_hardware, least
 from quorum_attention.planner.search import choose, refit, short_call
 from quorum_attention.units import format_bytes, format_least
 
-_Found = TypeVar("_Found")
+_Planned = TypeVar("_Planned")
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How a pass is run.
+    """The way a pass is run.
 
     Attributes:
         problem: the pass, with the kernel that computes it.
@@ -59,15 +59,15 @@ def decide(
     shape: CallShape,
     place: Placement,
     options: PlannerOptions,
-    result: torch.dtype,
+    result_dtype: torch.dtype,
     *,
     backward: bool = False,
     needs_grad: bool = False,
 ) -> Decision:
-    """How to run a pass.
+    """Decide how to run a pass.
 
     Args:
-        result: dtype of the output, as the forward returns it. It goes into the choice of the
+        result_dtype: dtype of the output, as the forward returns it. It goes into the choice of the
             kernel in both passes, so that they take the same one.
         needs_grad: whether a backward follows this forward.
 
@@ -78,66 +78,76 @@ def decide(
     device = options.device
     asked_shape = replace(shape, needs_grad=needs_grad or backward)
     # A plan asks for its own kernel.
-    wanted = unrounded_kernel(options.kernel, asked_shape, device, result)
-    kernel = select_kernel(wanted, asked_shape, device, flops=forward_flops(shape))
+    kernel_option = unrounded_kernel(options.kernel, asked_shape, device, result_dtype)
+    kernel = select_kernel(kernel_option, asked_shape, device, flops=forward_flops(shape))
     problem = Problem(shape, kernel, spec_of(backward), place)
-    decision = Decision(problem, options, asked_shape, wanted == "auto")
-    free = options.free and place.rescaled_grad_bytes is None
-    free = free and not (options.watched or place.results_given)
-    if free and place.lse_here and place.same_dtype and is_small(problem, device):
+    decision = Decision(problem, options, asked_shape, kernel_option == "auto")
+    if _may_go_without_plan(options, place) and is_small(problem, device):
         return decision
     return with_plan(decision)
 
 
 def with_plan(decision: Decision) -> Decision:
-    """The same pass with a plan: it is not small, or has run out of memory."""
-    options, device = decision.options, decision.options.device
+    """Return the same pass with a plan: it is not small, or has run out of memory."""
+    options = decision.options
+    device = options.device
     # Plans assume that the log-sum-exp is where the device computes; where it is not, a route that
     # reads it in place is left (execution/run_pass.py).
-    problem = replace(decision.problem, place=replace(decision.problem.place, lse_here=True))
-    shape, kernel = problem.shape, problem.kernel
-    hardware = hardware_of(device, shape.dtype, shape.head_dim)
-    given = options.plan
-    if given is not None and given.backward == problem.spec.backward:
-        plan = replace(refit(given, problem, hardware), budget_bytes=given.budget_bytes)
+    place = replace(decision.problem.place, lse_here=True)
+    problem = replace(decision.problem, place=place)
+    hardware = hardware_of(device, problem.shape.dtype, problem.shape.head_dim)
+    if options.plan is not None and options.plan.backward == problem.spec.backward:
+        plan = refit(options.plan, problem, hardware)
+        plan = replace(plan, budget_bytes=options.plan.budget_bytes)
         _check_budget(plan, options.budget_bytes)
         return replace(decision, plan=plan)
     asked_shape = decision.asked_shape
+    other_kernels: Iterable[InnerKernel] = ()
+    if decision.any_kernel:
+        other_kernels = rivals(problem.kernel, asked_shape, device)
     kernel, plan = choose_plan(
-        problem, _constraints(options),
-        rivals(kernel, asked_shape, device) if decision.any_kernel else (),
-        hardware, kernel_works=lambda kernel: why_not(kernel, asked_shape, device) is None,
-    )  # fmt: skip
+        problem,
+        _constraints(options),
+        other_kernels,
+        hardware,
+        kernel_works=lambda kernel: why_not(kernel, asked_shape, device) is None,
+    )
     plan = replace(plan, budget_bytes=options.budget_bytes)
     return replace(decision, problem=replace(decision.problem, kernel=kernel), plan=plan)
 
 
-def both_passes(of: Callable[[bool], _Found]) -> tuple[_Found, _Found]:
-    """What ``of``, given whether it is the backward, finds for both passes within one budget.
+def both_passes(plan_pass: Callable[[bool], _Planned]) -> tuple[_Planned, _Planned]:
+    """Return what ``plan_pass`` returns for the forward and for the backward, within one budget.
+
+    Args:
+        plan_pass: is given whether the pass is the backward.
 
     Raises:
         BudgetError: one of them does not fit; names the pass that needs more, and a budget that
             does for both.
     """
-    found: list[_Found] = []
+    planned: list[_Planned] = []
     refused: list[tuple[int, str]] = []
     for backward, name in ((False, "forward"), (True, "backward")):
         try:
-            found.append(of(backward))
+            planned.append(plan_pass(backward))
         except BudgetError as error:
             refused.append((error.smallest_bytes or 0, f"{name} pass: {error}"))
     if refused:
-        smallest, words = max(refused)
-        raise BudgetError(words, smallest_bytes=smallest or None)
-    return found[0], found[1]
+        smallest_bytes, words = max(refused)
+        raise BudgetError(words, smallest_bytes=smallest_bytes or None)
+    return planned[0], planned[1]
 
 
-# --- Without a plan ---------------------------------------------------------------------------
+def _may_go_without_plan(options: PlannerOptions, place: Placement) -> bool:
+    """Whether a pass may run without asking what memory is free, if it is small."""
+    is_free = options.budget_bytes is None and not options.pinned and not options.watched
+    is_plain = not place.results_given and place.rescaled_grad_bytes is None
+    return is_free and is_plain and place.lse_here and place.same_dtype
 
 
 def is_small(problem: Problem, device: torch.device) -> bool:
-    """Whether the kernel takes the call whole, and the call is so short that no plan is worth its
-    time.
+    """Whether one kernel call takes the pass and is so short that no plan is worth its time.
 
     A model that decodes makes a call of a new length every time, so lengths are rounded up before
     answers are looked up or remembered.
@@ -152,80 +162,117 @@ def is_small(problem: Problem, device: torch.device) -> bool:
 
 
 def _rounded(shape: CallShape) -> CallShape:
-    """``shape`` with its lengths rounded up to powers of two. A causal call that is not square is
-    returned as it is: other lengths would keep other pairs."""
+    """Return ``shape`` with its lengths rounded up to powers of two.
+
+    A causal call that is not square is returned as it is: other lengths would keep other pairs.
+    """
     if shape.is_causal and shape.n_queries != shape.n_keys:
         return shape
-    n_queries, n_keys = (
-        max(policy.MIN_ROUNDED_TOKENS, 1 << (n - 1).bit_length())
-        for n in (shape.n_queries, shape.n_keys)
+    return replace(
+        shape, n_queries=_power_of_two(shape.n_queries), n_keys=_power_of_two(shape.n_keys)
     )
-    return replace(shape, n_queries=n_queries, n_keys=n_keys)
 
 
-# --- With a plan ------------------------------------------------------------------------------
+def _power_of_two(n_tokens: int) -> int:
+    return max(policy.MIN_ROUNDED_TOKENS, 1 << (n_tokens - 1).bit_length())
 
 
 def choose_plan(
     problem: Problem,
     constraints: PlanConstraints,
-    others: Iterable[InnerKernel],
+    other_kernels: Iterable[InnerKernel],
     hardware: HardwareModel,
     *,
     kernel_works: Callable[[InnerKernel], bool],
 ) -> tuple[InnerKernel, Plan]:
-    """A kernel and its plan: the problem's, unless one of ``others`` is predicted to be clearly
-    faster, or only that one fits.
+    """Return a kernel and its plan.
+
+    The kernel is the problem's, unless another one is predicted to be clearly faster, or only that
+    one fits.
 
     Args:
-        others: other kernels that take the call.
+        other_kernels: other kernels that take the call.
         kernel_works: whether a kernel works here. Asked last, because it may build the kernel.
 
     Raises:
         BudgetError: none fits; names the smallest budget that would do.
     """
-    failure: BudgetError | None = None
-    best: tuple[InnerKernel, Plan] | None = None
-    for kernel in (problem.kernel, *others):
-        one, preferred, limit = replace(problem, kernel=kernel), kernel is problem.kernel, math.inf
-        if best is not None:
-            before, is_first = best[1], best[0] is problem.kernel
-            whole = isinstance(before.schedule.route, Whole)
-            if is_first and (
-                whole or before.predicted_seconds < policy.MIN_SECONDS_TO_BUILD_KERNEL
-            ):
-                break
-            # Of the best plan's time, what another has to be below.
-            share = policy.REQUIRED_TIME_SHARE_OF_KERNEL if is_first else 1.0
-            limit = before.predicted_seconds * share
-            if least_seconds(one, kernel_hardware(one, hardware)) >= limit:
-                continue  # whatever a search found, it would not be taken
-        try:
-            found = choose(one, constraints, hardware)
-        except BudgetError as error:
-            # The smallest budget that an error names has to work: only of kernels that work here.
-            # Its traceback would hold this frame, and so the caller's tensors, until cycles are
-            # looked for.
-            if preferred or (best is None and kernel_works(kernel)):
-                failure = min(
-                    failure or error, error, key=lambda e: e.smallest_bytes or math.inf
-                ).with_traceback(None)
-            continue
-        if preferred or (found.predicted_seconds < limit and kernel_works(kernel)):
-            best = kernel, found
-    if best is not None:
-        return best
-    assert failure is not None, "the preferred kernel either fits or does not"
+    choice = _kernel_and_plan(problem, constraints, other_kernels, hardware, kernel_works)
+    if not isinstance(choice, BudgetError):
+        return choice
     try:
-        raise failure
+        raise choice
     finally:
-        failure = None
+        # The error's traceback holds this frame: with the error in it, tensors of the caller would
+        # stay until cycles are looked for.
+        del choice
+
+
+def _kernel_and_plan(
+    problem: Problem,
+    constraints: PlanConstraints,
+    other_kernels: Iterable[InnerKernel],
+    hardware: HardwareModel,
+    kernel_works: Callable[[InnerKernel], bool],
+) -> tuple[InnerKernel, Plan] | BudgetError:
+    """Return a kernel and its plan, or the error that names the smallest budget that would do."""
+    best: tuple[InnerKernel, Plan] | BudgetError
+    preferred_plan = _plan_or_error(problem, constraints, hardware)
+    if isinstance(preferred_plan, BudgetError):
+        best = preferred_plan
+    else:
+        best = problem.kernel, preferred_plan
+    for kernel in other_kernels:
+        candidate = replace(problem, kernel=kernel)
+        seconds_to_beat = math.inf
+        if not isinstance(best, BudgetError):
+            best_kernel, best_plan = best
+            is_preferred = best_kernel is problem.kernel
+            seconds_to_beat = _seconds_to_beat(best_plan, is_preferred=is_preferred)
+        if least_seconds(candidate, kernel_hardware(candidate, hardware)) >= seconds_to_beat:
+            continue  # whatever a search found, it would not be taken
+        plan = _plan_or_error(candidate, constraints, hardware)
+        if not isinstance(plan, BudgetError):
+            if plan.predicted_seconds < seconds_to_beat and kernel_works(kernel):
+                best = kernel, plan
+        elif isinstance(best, BudgetError) and kernel_works(kernel):
+            # The smallest budget that an error names has to work: only of kernels that work here.
+            best = min(best, plan, key=_bytes_needed)
+    return best
+
+
+def _plan_or_error(
+    problem: Problem, constraints: PlanConstraints, hardware: HardwareModel
+) -> Plan | BudgetError:
+    """Return the plan of a kernel, or the error that nothing fits, without its traceback."""
+    try:
+        return choose(problem, constraints, hardware)
+    except BudgetError as error:
+        return error.with_traceback(None)
+
+
+def _seconds_to_beat(plan: Plan, *, is_preferred: bool) -> float:
+    """Return seconds that the plan of another kernel has to be below; 0 is not worth a search.
+
+    Args:
+        is_preferred: whether ``plan`` is that of the preferred kernel.
+    """
+    if not is_preferred:
+        return plan.predicted_seconds
+    is_whole = isinstance(plan.schedule.route, Whole)
+    if is_whole or plan.predicted_seconds < policy.MIN_SECONDS_TO_BUILD_KERNEL:
+        return 0.0
+    return plan.predicted_seconds * policy.REQUIRED_TIME_SHARE_OF_KERNEL
+
+
+def _bytes_needed(error: BudgetError) -> float:
+    return error.smallest_bytes or math.inf
 
 
 def _constraints(options: PlannerOptions) -> PlanConstraints:
-    """What a schedule has to be."""
+    """Return what a schedule has to be for a call with these options."""
     budget = options.budget_bytes
-    found = PlanConstraints(
+    constraints = PlanConstraints(
         usable_bytes(options.device) if budget is None else budget,
         depth=options.depth,
         accumulator=options.accumulator,
@@ -234,10 +281,10 @@ def _constraints(options: PlannerOptions) -> PlanConstraints:
         enforce_budget=budget is not None or not options.pinned,
     )
     if options.plan is None:
-        return found
+        return constraints
     decomposition = options.plan.decomposition
     return replace(
-        found,
+        constraints,
         levels=decomposition.levels,
         layout=decomposition.layout,
         tile=decomposition.tile,
@@ -245,7 +292,7 @@ def _constraints(options: PlannerOptions) -> PlanConstraints:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """What a call may take where no budget is given: what is free, less a margin."""
+    """Return the bytes that a call may take without a budget: what is free, less a margin."""
     backend = backend_of(device)
     if not backend.is_here():
         return policy.ASSUMED_DEVICE_BYTES
@@ -257,12 +304,18 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def _check_budget(plan: Plan, budget: int | None) -> None:
-    """Check the budget given beside a plan, and the plan's own: it may take more than planned where
-    this call's mask keeps more pairs than the mask that it was made for."""
-    for limit, what in ((budget, "a budget"), (plan.budget_bytes, "the plan's budget")):
+    """Check the budget given beside a plan, and the plan's own.
+
+    The plan may take more than planned where this call's mask keeps more pairs than the mask that
+    it was made for.
+
+    Raises:
+        BudgetError: names the bytes that the plan takes.
+    """
+    for limit, name in ((budget, "a budget"), (plan.budget_bytes, "the plan's budget")):
         if limit is not None and plan.peak_bytes > limit:
             raise BudgetError(
-                f"{what} of {format_bytes(limit)} ({limit} bytes) is too small for the plan given, "
+                f"{name} of {format_bytes(limit)} ({limit} bytes) is too small for the plan given, "
                 f"which takes {format_least(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
                 smallest_bytes=plan.peak_bytes,
             )

@@ -252,11 +252,6 @@ class PlannerOptions:
         """Whether the depth is given: running out of memory is then reported, not recovered."""
         return self.plan is not None or self.depth is not None
 
-    @property
-    def free(self) -> bool:
-        """Whether a short call may be run whole without asking how much memory is free."""
-        return self.budget_bytes is None and not self.pinned
-
 
 def is_cut(plan: Plan) -> bool:
     """Whether a pass runs in more than one unit: head group after head group, or as tasks."""

@@ -106,15 +106,15 @@ def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     higher rate of counted pairs.
     """
     kernel = problem.kernel
-    kept = kept_share(problem.pairs)
+    share_kept = kept_share(problem.pairs)
     forward_share, backward_share = kernel.rates
     if kernel.name == "fa4":
         is_backward = problem.spec.backward
         hardware = fa4_hardware(hardware, problem.shape.head_dim, backward=is_backward)
     return replace(
         hardware,
-        flops=hardware.flops * forward_share / kept,
-        backward_flops=hardware.backward_flops * backward_share / kept,
+        flops=hardware.flops * forward_share / share_kept,
+        backward_flops=hardware.backward_flops * backward_share / share_kept,
     )
 
 

@@ -46,23 +46,15 @@ def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareMod
         if short is not None and short.peak_bytes <= constraints.budget_bytes:
             return short
     search = _Search(problem, constraints, kernel_hardware(problem, hardware))
-    max_tasks = policy.MAX_TASKS_PRICED
-    n_enough = policy.ENOUGH_FITTING
-    if is_worth_trimming(problem.pairs):
-        max_tasks = policy.MAX_TASKS_PRICED_TRIMMED
-        n_enough = policy.ENOUGH_FITTING_TRIMMED
-    n_fitting = 0
     for decomposition in decompositions(problem.shape.n_tokens, constraints):
-        needs_no_fit = search.smallest is not None and not constraints.enforce_budget
-        is_enough = needs_no_fit or n_fitting >= n_enough
-        if is_enough and decomposition.n_tasks > max_tasks:
+        if search.may_end_before(decomposition):
             break
         for schedule in schedules(problem, constraints, decomposition):
             final = search.consider(schedule)
             if final is not None:
                 return final
-        if search.has_plan:
-            n_fitting += 1
+        if search.best is not None or search.uncut is not None:
+            search.n_fitting += 1
     search.consider_streaming()
     return search.result()
 
@@ -78,6 +70,7 @@ class _Search:
         smallest: the schedule of the fewest bytes, whether it fits or not.
         smallest_footprint: its bytes.
         n_tried: how many schedules were looked at, the uncut call left aside.
+        n_fitting: decompositions looked at since one fits.
     """
 
     problem: Problem
@@ -88,11 +81,19 @@ class _Search:
     smallest: Schedule | None = None
     smallest_footprint: Footprint | None = None
     n_tried: int = 0
+    n_fitting: int = 0
 
-    @property
-    def has_plan(self) -> bool:
-        """Whether anything has been found that fits."""
-        return self.best is not None or self.uncut is not None
+    def may_end_before(self, decomposition: Decomposition) -> bool:
+        """Whether this decomposition and those into more tasks are not looked at."""
+        needs_no_fit = self.smallest is not None and not self.constraints.enforce_budget
+        if is_worth_trimming(self.problem.pairs):
+            max_tasks = policy.MAX_TASKS_PRICED_TRIMMED
+            enough = policy.ENOUGH_FITTING_TRIMMED
+        else:
+            max_tasks = policy.MAX_TASKS_PRICED
+            enough = policy.ENOUGH_FITTING
+        is_enough = needs_no_fit or self.n_fitting >= enough
+        return is_enough and decomposition.n_tasks > max_tasks
 
     def consider(self, schedule: Schedule) -> Plan | None:
         """Price a schedule, unless it does not fit or takes longer than the best one in any case.
@@ -269,8 +270,8 @@ def _refit_slots(schedule: Schedule, slots: Slots, problem: Problem) -> Schedule
     An uncut schedule goes through no slots where one call can run a head group in place.
     """
     if not schedule.decomposition.depth:
-        whole = replace(schedule, route=Whole(slots.n_cap, slots.accumulator))
-        if whole.runs(problem):
-            return whole
+        uncut = replace(schedule, route=Whole(slots.n_cap, slots.accumulator))
+        if uncut.runs(problem):
+            return uncut
     trimmed = sizes_after_trimming(schedule.decomposition, problem)
     return replace(schedule, route=replace(slots, trimmed=trimmed))
