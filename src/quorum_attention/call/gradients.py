@@ -130,7 +130,7 @@ def backward_place(
     shape, device = request.shape, request.options.device
     query, key, value = tensors[:3]
     grad_out, out, lse, grads = backward_inputs[:4]
-    divided = rescaled_upstream_bytes(grad_out.dtype, shape, here=grad_out.device == device)
+    divided = rescaled_upstream_bytes(grad_out.dtype, shape, on_device=grad_out.device == device)
     return Placement(
         query.device == grad_out.device == out.device == device,
         grads is not None,
@@ -150,7 +150,7 @@ def place_after(place: Placement, request: Request) -> Placement:
     copied: autograd may hand over an expanded one."""
     shape, out, result = request.shape, request.out, request.out_dtype
     copied = result != shape.dtype or (out is not None and not is_kernel_readable(out, shape.dtype))
-    divided = rescaled_upstream_bytes(result, shape, here=place.resident)
+    divided = rescaled_upstream_bytes(result, shape, on_device=place.resident)
     return replace(
         place, results_given=False, result_dtype=shape.dtype, lse_given=False,
         rescaled_grad_bytes=divided,

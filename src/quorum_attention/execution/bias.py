@@ -17,8 +17,8 @@ def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasS
     """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over, and
     whether inputs of ``dtype`` would round it."""
     n_missing = batch_dims + 3 - mask.dim()
-    sizes = (1,) * n_missing + tuple(mask.shape)
-    *batch_sizes, n_heads, n_rows, n_columns = sizes
+    missing_sizes = (1,) * n_missing
+    *batch_sizes, n_heads, n_rows, n_columns = missing_sizes + tuple(mask.shape)
     return BiasShape(
         batch=any(n > 1 for n in batch_sizes),
         heads=n_heads > 1,
@@ -44,7 +44,8 @@ class BiasView:
     def __init__(self, mask: torch.Tensor, batch_dims: int) -> None:
         n_missing = batch_dims + 3 - mask.dim()
         if n_missing:
-            mask = mask.reshape((1,) * n_missing + tuple(mask.shape))
+            missing_sizes = (1,) * n_missing
+            mask = mask.reshape(missing_sizes + tuple(mask.shape))
         self.mask = mask
 
     def of_task(
@@ -60,12 +61,11 @@ class BiasView:
             rows = _positions(blocks[0], 2, rows)
             columns = _positions(blocks[0], 3, columns)
             is_one_view = len(blocks) == len(rows) == len(columns) == 1
-            if not is_one_view or self.mask.dtype != dtype:
-                return _gather(blocks, rows, columns, dtype).to(device)
-            (block,) = blocks
-            row_slice = slice(rows[0].start, rows[0].stop)
-            column_slice = slice(columns[0].start, columns[0].stop)
-            return block[:, :, row_slice, column_slice].to(device)
+            if is_one_view and self.mask.dtype == dtype:
+                bias = _cut(blocks[0], rows[0], columns[0])
+            else:
+                bias = _gather(blocks, rows, columns, dtype)
+            return bias.to(device)
 
         return of_rectangle
 
@@ -86,13 +86,15 @@ class BiasView:
         mask = mask.to(device)
         if mask.dtype != torch.bool:
             return mask.to(dtype)
-        return torch.where(mask, torch.zeros((), dtype=dtype, device=device), -torch.inf)
+        zero = torch.zeros((), dtype=dtype, device=device)
+        return torch.where(mask, zero, -torch.inf)
 
     def _blocks(self, group: Group) -> list[torch.Tensor]:
         """Views (entries, heads|1, rows|1, columns|1): one for each run of entries along the last
         batch dimension, or one of a single entry for all of them."""
         entry_numbers = group.entry_numbers
-        if all(n == 1 for n in self.mask.shape[:-3]):
+        batch_sizes = self.mask.shape[:-3]
+        if all(n == 1 for n in batch_sizes):
             entry_numbers = entry_numbers[:1]
         entries = map(group.index_of, entry_numbers)
         blocks: list[torch.Tensor] = []
@@ -112,15 +114,19 @@ class BiasView:
             run: the indices of the entries.
         """
         batch_sizes = self.mask.shape[:-3]
-        if not batch_sizes:
-            return self.mask.unsqueeze(0).expand(len(run), -1, -1, -1)
-        # A dimension that the mask broadcasts over has one position.
-        index = tuple(0 if n == 1 else i for i, n in zip(outer, batch_sizes, strict=False))
-        block = self.mask[index]
+        if batch_sizes:
+            # A dimension that the mask broadcasts over has one position.
+            index = [
+                0 if n == 1 else position for position, n in zip(outer, batch_sizes, strict=False)
+            ]
+            block = self.mask[tuple(index)]
+        else:
+            block = self.mask.unsqueeze(0)
+        n_entries = len(run)
         if block.shape[0] == 1:
-            return block.expand(len(run), -1, -1, -1)
+            return block.expand(n_entries, -1, -1, -1)
         start = run[0][-1]
-        return block[start : start + len(run)]
+        return block[start : start + n_entries]
 
 
 def _positions(block: torch.Tensor, dim: int, segments: list[Rows]) -> list[Rows]:
@@ -128,6 +134,16 @@ def _positions(block: torch.Tensor, dim: int, segments: list[Rows]) -> list[Rows
     if block.shape[dim] > 1:
         return segments
     return [Rows(0, 1, segments[0].local)]
+
+
+def _cut(block: torch.Tensor, rows: Rows, columns: Rows) -> torch.Tensor:
+    """The part of (entries, heads, rows, columns) at some rows and columns, as a view."""
+    return block[
+        :,
+        :,
+        rows.start : rows.stop,
+        columns.start : columns.stop,
+    ]
 
 
 def _gather(
@@ -142,15 +158,22 @@ def _gather(
         (sum(n_entries), first.shape[1], n_rows, n_columns), dtype=dtype, device=first.device
     )
     zero = torch.zeros((), dtype=dtype, device=first.device)
-    minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=first.device)
-    for entries, block in zip(bias.split(n_entries), blocks, strict=True):
+    minus_infinity = torch.full((), -torch.inf, dtype=dtype, device=first.device)
+    entry_parts = bias.split(n_entries)
+    for part, block in zip(entry_parts, blocks, strict=True):
         for down, across in product(rows, columns):
-            top = down.local - rows[0].local
-            left = across.local - columns[0].local
-            source = block[:, :, down.start : down.stop, across.start : across.stop]
-            target = entries[:, :, top : top + down.length, left : left + across.length]
+            source = _cut(block, down, across)
+            first_row = down.local - rows[0].local
+            first_column = across.local - columns[0].local
+            target = part.narrow(2, first_row, down.length)
+            target = target.narrow(3, first_column, across.length)
             if source.dtype == torch.bool:
-                torch.where(source, zero, minus_infinity, out=target)
+                torch.where(
+                    source,
+                    zero,
+                    minus_infinity,
+                    out=target,
+                )
             else:
                 target.copy_(source)
     return bias

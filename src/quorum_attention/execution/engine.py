@@ -176,14 +176,26 @@ class Engine:
             task = chunk.task
             rectangles = chunk.rectangles
         query_key_value = (fields["query"], fields["key"], fields["value"])
-        tensors = job.task_tensors(task, rectangles, unit.group, self.limits, query_key_value)
+        tensors = job.task_tensors(
+            task,
+            rectangles,
+            unit.group,
+            self.limits,
+            query_key_value,
+        )
         saved: dict[str, torch.Tensor] = {}
         for item in job.spec.saved_inputs:
             saved[item.name] = _without_column(fields[item.name], item)
         states = [
             _without_column(fields[f"state_{state.name}"], state) for state in job.spec.states
         ]
-        job.spec.accumulate(job.kernel, tensors, saved, states, undo)
+        job.spec.accumulate(
+            job.kernel,
+            tensors,
+            saved,
+            states,
+            undo,
+        )
         if self.scaling is not None:
             self.scaling.computed(unit.slot)
 

@@ -34,8 +34,10 @@ class Footprint:
     @property
     def rounding(self) -> int:
         """Bytes that the allocator may hand out beyond what it is asked for."""
-        tensors = [self.slots, *self.accumulators, *self.results]
-        rounding = BACKENDS[self.device_type].rounding([size for size in tensors if size > 0])
+        all_sizes = [self.slots, *self.accumulators, *self.results]
+        sizes = [size for size in all_sizes if size > 0]
+        backend = BACKENDS[self.device_type]
+        rounding = backend.rounding(sizes)
         if self.workspace > 0:
             # A workspace has one fixed rounding: the kernel's bound includes the rest.
             rounding += ROUNDING_BYTES
@@ -44,8 +46,15 @@ class Footprint:
     @property
     def total(self) -> int:
         """All of it."""
-        tensors = sum(self.accumulators) + sum(self.results)
-        return self.slots + self.workspace + tensors + self.rounding
+        return sum(
+            (
+                self.slots,
+                self.workspace,
+                *self.accumulators,
+                *self.results,
+                self.rounding,
+            )
+        )
 
     @property
     def words(self) -> str:
@@ -56,7 +65,9 @@ class Footprint:
             "accumulators": sum(self.accumulators),
             "results": sum(self.results),
         }
-        return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
+        return ", ".join(
+            f"{name} {format_bytes(n_bytes)}" for name, n_bytes in parts.items() if n_bytes
+        )
 
 
 def result_bytes(problem: Problem) -> tuple[int, ...]:
@@ -64,8 +75,11 @@ def result_bytes(problem: Problem) -> tuple[int, ...]:
     if problem.place.results_given or not problem.place.resident:
         return ()
     itemsize = problem.place.result_dtype.itemsize
-    states = [state for state in problem.spec.states if state.over is not None]
-    return tuple(state.count(problem.shape) * itemsize for state in states)
+    return tuple(
+        state.count(problem.shape) * itemsize
+        for state in problem.spec.states
+        if state.over is not None
+    )
 
 
 def final_bytes(problem: Problem) -> tuple[int, ...]:
@@ -73,15 +87,19 @@ def final_bytes(problem: Problem) -> tuple[int, ...]:
     if problem.place.lse_given:
         return ()
     itemsize = problem.shape.state_dtype.itemsize
-    states = [state for state in problem.spec.states if state.over is None]
-    return tuple(state.count(problem.shape) * itemsize for state in states)
+    return tuple(
+        state.count(problem.shape) * itemsize for state in problem.spec.states if state.over is None
+    )
 
 
 def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     """Bytes of each state of a head group, without those that are results themselves."""
     itemsize = problem.shape.state_dtype.itemsize
-    states = [state for state in problem.spec.states if state.over is not None]
-    return tuple(state.count(problem.shape, group) * itemsize for state in states)
+    return tuple(
+        state.count(problem.shape, group) * itemsize
+        for state in problem.spec.states
+        if state.over is not None
+    )
 
 
 def home_bytes(problem: Problem, group: GroupSize, home: str) -> tuple[int, ...]:
@@ -104,11 +122,15 @@ def accumulates_in_results(problem: Problem) -> bool:
 def moved_bytes(problem: Problem, axis: Axis | None = None) -> tuple[int, int]:
     """Bytes of all inputs together, and of all states together; of one side, or (None) of both."""
     shape = problem.shape
-    inputs = [item for item in problem.spec.inputs if axis in (None, item.axis)]
-    states = [state for state in problem.spec.states if axis in (None, state.axis)]
-    input_bytes = sum(item.n_bytes(shape) for item in inputs)
-    n_numbers = sum(state.count(shape) for state in states)
-    return input_bytes, n_numbers * shape.state_dtype.itemsize
+    input_bytes = 0
+    for item in problem.spec.inputs:
+        if axis in (None, item.axis):
+            input_bytes += item.n_bytes(shape)
+    state_bytes = 0
+    for state in problem.spec.states:
+        if axis in (None, state.axis):
+            state_bytes += state.count(shape) * shape.state_dtype.itemsize
+    return input_bytes, state_bytes
 
 
 def copied_bytes(
@@ -120,6 +142,9 @@ def copied_bytes(
         most_rows: most rows of a head that are copied at a time; None: all.
     """
     shape = problem.shape
-    inputs = [item for item in problem.spec.inputs if item.may_be_unreadable]
-    copied = inputs[: problem.place.n_unreadable]
-    return tuple(item.count(shape, group, most_rows) * shape.dtype.itemsize for item in copied)
+    itemsize = shape.dtype.itemsize
+    unreadable = [item for item in problem.spec.inputs if item.may_be_unreadable]
+    return tuple(
+        item.count(shape, group, most_rows) * itemsize
+        for item in unreadable[: problem.place.n_unreadable]
+    )

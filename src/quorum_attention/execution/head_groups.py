@@ -109,7 +109,13 @@ def head_groups(shape: CallShape, size: GroupSize) -> Iterator[Group]:
         entry_numbers = range(first_entry, min(first_entry + size.batch, shape.batch))
         for kv_start in range(0, shape.kv_heads, size.kv_heads):
             kv_stop = min(kv_start + size.kv_heads, shape.kv_heads)
-            yield Group(entry_numbers, shape.batch_shape, kv_start, kv_stop, shared)
+            yield Group(
+                entry_numbers,
+                shape.batch_shape,
+                kv_start,
+                kv_stop,
+                shared,
+            )
 
 
 def count_groups(shape: CallShape, size: GroupSize) -> int:

@@ -128,7 +128,12 @@ class PassJob:
         """The function that gives the bias of each rectangle of ``task``."""
         if self.bias is None:
             return no_bias
-        return self.bias.of_task(group, task, self.shape.bias_dtype, self.device)
+        return self.bias.of_task(
+            group,
+            task,
+            self.shape.bias_dtype,
+            self.device,
+        )
 
     def group_dropout(self, group: Group) -> Dropout | None:
         """The dropout of a head group, numbered in the whole call."""

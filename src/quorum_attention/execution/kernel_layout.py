@@ -29,20 +29,26 @@ def _has_separate_rows(tensor: torch.Tensor) -> bool:
     *steps, step = tensor.stride()
     if width > 1 and step != 1:
         return False
-    # Rows may be all the same.
-    return not any(n > 1 and 0 < s < width for n, s in zip(sizes, steps, strict=True))
+    for n_positions, stride in zip(sizes, steps, strict=True):
+        # Rows may be all the same: a stride of 0.
+        if n_positions > 1 and 0 < stride < width:
+            return False
+    return True
 
 
 def _begins_at_words(tensor: torch.Tensor, word_bytes: int) -> bool:
     """Whether each row starts at a multiple of a word, or is padded anyway."""
     itemsize = tensor.element_size()
     *sizes, width = tensor.shape
+    *steps, _ = tensor.stride()
     if width * itemsize % word_bytes:
         return True
     if tensor.data_ptr() % word_bytes:
         return False
-    steps = tensor.stride()[:-1]
-    return not any(n > 1 and s * itemsize % word_bytes for n, s in zip(sizes, steps, strict=True))
+    for n_positions, stride in zip(sizes, steps, strict=True):
+        if n_positions > 1 and stride * itemsize % word_bytes:
+            return False
+    return True
 
 
 def are_kernel_readable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -50,7 +56,7 @@ def are_kernel_readable(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     can have the query's strides."""
     if not _can_lay_out_results(query):
         return False
-    return has_readable_rows(query) and has_readable_rows(key) and has_readable_rows(value)
+    return all(map(has_readable_rows, (query, key, value)))
 
 
 def _can_lay_out_results(query: torch.Tensor) -> bool:
@@ -60,7 +66,10 @@ def _can_lay_out_results(query: torch.Tensor) -> bool:
         # torch's operator on a CPU lays its output out as the query, and gives it no dense rows
         # where a dimension of one entry has steps of one number, beside an expanded one.
         return steps.count(1) < 2 or 0 not in steps
-    return all(n <= 1 or s > 0 for n, s in zip(query.shape, steps, strict=True))
+    for n_positions, stride in zip(query.shape, steps, strict=True):
+        if n_positions > 1 and stride == 0:
+            return False
+    return True
 
 
 def is_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -75,7 +84,8 @@ def as_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     dense rows, not expanded (the gradient of a sum is). Copies only what is not so already."""
     if is_kernel_readable(tensor, dtype):
         return tensor
-    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+    copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    return copy.copy_(tensor)
 
 
 def flatten_batch(tensor: torch.Tensor, shape: CallShape) -> torch.Tensor:
@@ -85,18 +95,22 @@ def flatten_batch(tensor: torch.Tensor, shape: CallShape) -> torch.Tensor:
         return tensor.unsqueeze(0)
     if n_batch_dims == 1:
         return tensor
-    return tensor.reshape(shape.batch, *tensor.shape[n_batch_dims:])
+    sizes = tensor.shape[n_batch_dims:]
+    return tensor.reshape(shape.batch, *sizes)
 
 
 def have_flattened_views(*tensors: torch.Tensor) -> bool:
     """Whether all tensors (*batch, heads, n, d) have views (b, heads, n, d)."""
-    return all(tensor.dim() <= 4 or _has_flattened_view(tensor) for tensor in tensors)
+    return all(map(_has_flattened_view, tensors))
 
 
 def _has_flattened_view(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` (*batch, heads, n, d) has a view (b, heads, n, d)."""
+    if tensor.dim() <= 4:
+        return True
+    sizes = tensor.shape[-3:]
     try:
-        tensor.view(-1, *tensor.shape[-3:])
+        tensor.view(-1, *sizes)
     except RuntimeError:
         return False
     return True

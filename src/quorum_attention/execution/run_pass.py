@@ -66,7 +66,13 @@ def _run_with_recovery(job: PassJob, planned: Schedule, report: PassReport) -> N
             if storage is None:
                 storage = open_storage.enter_context(schedule.route.open_storage(job, schedule))
             _begin_attempt(job, schedule, report)
-            failure = _attempt(job, schedule, controller, storage, report)
+            failure = _attempt(
+                job,
+                schedule,
+                controller,
+                storage,
+                report,
+            )
             report.add_stages(job.clock.seconds())
             if controller.finished:
                 return

@@ -123,7 +123,12 @@ class BackwardScaling:
         steps = self._steps[flags]
         for (entry, kv_head), n_steps in steps.items():
             divisor = 2.0 ** _off_the_gradient(n_steps)
-            _head(grad_out, value, entry, kv_head).div_(divisor)
+            _head(
+                grad_out,
+                value,
+                entry,
+                kv_head,
+            ).div_(divisor)
             unscale[entry, kv_head].mul_(divisor)
         if self.by_unit:
             overflow.zero_()

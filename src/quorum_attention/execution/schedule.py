@@ -198,7 +198,13 @@ class Schedule:
     def through_slots(self, shape: CallShape, **changes: Any) -> Schedule:
         """The same decomposition through slots, with ``changes`` to their fields."""
         route = self.route.slots(**changes)
-        return schedule_of(shape, self.decomposition, self.group, route, pinned=self.pinned)
+        return schedule_of(
+            shape,
+            self.decomposition,
+            self.group,
+            route,
+            pinned=self.pinned,
+        )
 
     def changed(self, **changes: Any) -> Schedule:
         """The same through slots with ``changes`` to their fields; rectangle limits stay."""
@@ -208,7 +214,13 @@ class Schedule:
         """One level more, through slots, with rectangle limits to match."""
         deeper = self.decomposition.deeper(DEEPEN_BY)
         route = self.route.slots(trimmed=None)
-        return schedule_of(shape, deeper, self.group, route, pinned=self.pinned)
+        return schedule_of(
+            shape,
+            deeper,
+            self.group,
+            route,
+            pinned=self.pinned,
+        )
 
 
 def schedule_of(
@@ -236,7 +248,14 @@ def schedule_of(
             max_queries = _half(max_queries, unit)
         else:
             max_keys = _half(max_keys, unit)
-    return Schedule(decomposition, group, route, max_queries, max_keys, pinned)
+    return Schedule(
+        decomposition,
+        group,
+        route,
+        max_queries,
+        max_keys,
+        pinned,
+    )
 
 
 def cut_unit(decomposition: Decomposition) -> int:

@@ -119,7 +119,12 @@ class SlotLayout:
         if n_bytes > field.n_bytes:
             raise LayoutError(f"field {name!r} has {field.n_bytes} bytes of {n_bytes}")
         memory = slot[field.offset : field.offset + n_bytes]
-        return memory.view(field.dtype).view(entries, n_heads, rows, field.width)
+        return memory.view(field.dtype).view(
+            entries,
+            n_heads,
+            rows,
+            field.width,
+        )
 
 
 # The planner's search asks for the same layout with every number of slots.
@@ -150,7 +155,12 @@ def slot_layout(
     if result_dtype != shape.state_dtype:
         for state in spec.states:
             if state.over is not None:
-                builder.add(f"final_{state.name}", state, result_dtype, over=state.over)
+                builder.add(
+                    f"final_{state.name}",
+                    state,
+                    result_dtype,
+                    over=state.over,
+                )
     return SlotLayout(builder.fields, builder.slot_bytes, shape.queries_per_key_head)
 
 
@@ -188,4 +198,12 @@ class _LayoutBuilder:
             offset = self.slot_bytes
             self.slot_bytes += aligned(n_bytes)
         width = spec.n_columns(self.shape)
-        self.fields[name] = SlotField(name, spec.axis, width, dtype, offset, n_bytes, over)
+        self.fields[name] = SlotField(
+            name,
+            spec.axis,
+            width,
+            dtype,
+            offset,
+            n_bytes,
+            over,
+        )

@@ -176,7 +176,13 @@ class SlotRows:
         fields: dict[str, torch.Tensor] = {}
         for name, field in self._layout.fields.items():
             n_rows = n_queries if field.axis == "query" else n_keys
-            fields[name] = self._layout.carve(memory, name, group.n_entries, kv_heads, n_rows)
+            fields[name] = self._layout.carve(
+                memory,
+                name,
+                group.n_entries,
+                kv_heads,
+                n_rows,
+            )
         self._views[key] = fields
         return fields
 
@@ -189,14 +195,26 @@ class SlotRows:
             for item in self._inputs:
                 name = item.spec.name
                 rows = new_rows if name in self._passed_on else task_rows
-                self._move(self.mover.load, unit, unit.fields[name], rows, item)
+                self._move(
+                    self.mover.load,
+                    unit,
+                    unit.fields[name],
+                    rows,
+                    item,
+                )
 
     def load_states(self, unit: Unit) -> None:
         """Load the rows of states that wait at home."""
         with self.mover.state_stage(unit.slot, unit.after):
             for state in self._states:
                 current = unit.fields[state.field]
-                self._move(self.mover.load, unit, current, unit.visit.loaded, state.home)
+                self._move(
+                    self.mover.load,
+                    unit,
+                    current,
+                    unit.visit.loaded,
+                    state.home,
+                )
 
     def fill(self, unit: Unit) -> None:
         """Write the initial values of fresh rows of states."""
@@ -217,7 +235,12 @@ class SlotRows:
         state_names = [state.field for state in self._states]
         for name in [*state_names, *self._passed_on]:
             for carried in unit.visit.carried:
-                self._carry_rows(name, unit.fields[name], previous_fields[name], carried)
+                self._carry_rows(
+                    name,
+                    unit.fields[name],
+                    previous_fields[name],
+                    carried,
+                )
         self.mover.carried_from(previous_slot)
 
     def _carry_rows(
@@ -259,8 +282,20 @@ class SlotRows:
             for state in self._states:
                 current = unit.fields[state.field]
                 final = unit.fields.get(state.final_field, current)
-                self._move(store, unit, current, visit.stored, state.home)
-                self._move(store, unit, final, visit.finished, state.final)
+                self._move(
+                    store,
+                    unit,
+                    current,
+                    visit.stored,
+                    state.home,
+                )
+                self._move(
+                    store,
+                    unit,
+                    final,
+                    visit.finished,
+                    state.final,
+                )
 
     def release(self, group: Group) -> None:
         """Tell the mover that all units of a head group are stored."""
@@ -358,7 +393,12 @@ def _accumulator(job: PassJob, spec: StateSpec, group: GroupSize, home: torch.de
         spec.n_rows(shape),
         spec.n_columns(shape),
     )
-    tensor = empty_accumulator(sizes, shape.state_dtype, home, job.device)
+    tensor = empty_accumulator(
+        sizes,
+        shape.state_dtype,
+        home,
+        job.device,
+    )
     return RowTensor(tensor, spec, of_group=True)
 
 
@@ -375,7 +415,12 @@ def open_slots(
     arena_bytes = sum(layout.slot_bytes * n_slots for layout, n_slots in layouts)
     arena = backend.allocate(arena_bytes, job.device)
     n_all_slots = sum(n_slots for _, n_slots in layouts)
-    mover = backend.mover(job.device, n_all_slots, storage.locks, job.clock)
+    mover = backend.mover(
+        job.device,
+        n_all_slots,
+        storage.locks,
+        job.clock,
+    )
     try:
         rows_by_layout: list[SlotRows] = []
         number = 0
@@ -386,7 +431,15 @@ def open_slots(
                 slots[number] = arena[start : start + layout.slot_bytes]
                 number += 1
                 start += layout.slot_bytes
-            rows_by_layout.append(SlotRows(job, layout, storage, slots, mover))
+            rows_by_layout.append(
+                SlotRows(
+                    job,
+                    layout,
+                    storage,
+                    slots,
+                    mover,
+                )
+            )
         yield rows_by_layout
     finally:
         mover.finish(wait=True)

@@ -90,7 +90,12 @@ class TaskLevels:
         tokens = tokens_of(task)
         children = [restricted(child, tokens) for child in children]
         end = end_of_results(self.pairs, self.problem.spec.backward)
-        return trimmed(children, self.pairs, decomposition.tile, end)
+        return trimmed(
+            children,
+            self.pairs,
+            decomposition.tile,
+            end,
+        )
 
 
 @lru_cache(maxsize=256)

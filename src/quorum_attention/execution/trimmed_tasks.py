@@ -41,9 +41,19 @@ def trim(
     tasks = list(decomposition.tasks())
     n_untrimmed = sum(task.n_tokens for task in tasks)
     if decomposition.depth:
-        tasks = trimmed(tasks, pairs, decomposition.tile, end_of_results(pairs, backward))
+        tasks = trimmed(
+            tasks,
+            pairs,
+            decomposition.tile,
+            end_of_results(pairs, backward),
+        )
     lengths = [task.n_tokens for task in tasks]
-    sizes = TrimmedSizes(len(tasks), sum(lengths), max(lengths, default=0), n_untrimmed)
+    sizes = TrimmedSizes(
+        len(tasks),
+        sum(lengths),
+        max(lengths, default=0),
+        n_untrimmed,
+    )
     return tuple(tasks), sizes
 
 

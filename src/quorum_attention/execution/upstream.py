@@ -23,7 +23,9 @@ _LARGEST_EXPONENT = 120
 
 def exceeds_range_of(gradient: torch.dtype, inputs: torch.dtype) -> bool:
     """Whether dtype ``gradient`` has numbers that are too small or large for dtype ``inputs``."""
-    return gradient != inputs and torch.finfo(gradient).tiny < torch.finfo(inputs).tiny
+    if gradient == inputs:
+        return False
+    return torch.finfo(gradient).tiny < torch.finfo(inputs).tiny
 
 
 def rescale_upstream(
@@ -48,20 +50,28 @@ def rescale_upstream(
     largest = _largest_of_kv_heads(grad_out, shape)
     exponent = torch.frexp(largest.to(torch.float64)).exponent
     exponent -= _largest_exponent_after(problem)
-    exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    factor = power_of_two(-exponent.int())  # (*batch, kv_heads)
+    exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).int()
+    factor = power_of_two(-exponent)  # (*batch, kv_heads)
     factor = factor.repeat_interleave(shape.queries_per_key_head, dim=-1)  # (*batch, heads)
-    rescaled = torch.empty(grad_out.shape, dtype=shape.dtype, device=grad_out.device)
-    torch.mul(grad_out, factor[..., None, None], out=rescaled)
-    divisor = power_of_two(exponent.int())
-    return rescaled, divisor.to(device=device, dtype=shape.state_dtype)
+    factor = factor[..., None, None]
+    rescaled = torch.empty(
+        grad_out.shape,
+        dtype=shape.dtype,
+        device=grad_out.device,
+    )
+    torch.mul(grad_out, factor, out=rescaled)
+    divisor = power_of_two(exponent)
+    divisor = divisor.to(device=device, dtype=shape.state_dtype)
+    return rescaled, divisor
 
 
 def _largest_of_kv_heads(grad_out: torch.Tensor, shape: CallShape) -> torch.Tensor:
     """The largest magnitude of ``grad_out`` for each key/value head, (*batch, kv_heads)."""
-    rows = torch.linalg.vector_norm(grad_out, ord=torch.inf, dim=-1)  # (*batch, heads, n_queries)
+    # (*batch, heads, n_queries)
+    rows = torch.linalg.vector_norm(grad_out, ord=torch.inf, dim=-1)
     # Rows that are not finite do not count.
     rows = rows.nan_to_num_(0.0, posinf=0.0)
+    # (*batch, kv_heads, queries_per_key_head, n_queries)
     by_kv_head: torch.Tensor = rows.unflatten(-2, (shape.kv_heads, -1))
     return by_kv_head.amax(dim=(-2, -1))
 
@@ -76,13 +86,17 @@ def _largest_exponent_after(problem: Problem) -> int:
     return _LARGEST
 
 
-def rescaled_upstream_bytes(gradient: torch.dtype, shape: CallShape, *, here: bool) -> int | None:
+def rescaled_upstream_bytes(
+    gradient: torch.dtype, shape: CallShape, *, on_device: bool
+) -> int | None:
     """Bytes that ``rescale_upstream`` allocates on the device that computes, for a gradient that is
-    there (``here``) or elsewhere; None if it is not divided."""
+    there (``on_device``) or elsewhere; None if it is not divided."""
     if not exceeds_range_of(gradient, shape.dtype):
         return None
-    if not here:
+    if not on_device:
         return 0
     # The divided copy, and two numbers for each row.
-    row_bytes = shape.value_dim * shape.dtype.itemsize + 2 * gradient.itemsize
-    return shape.batch * shape.heads * shape.n_queries * row_bytes
+    row_bytes = shape.value_dim * shape.dtype.itemsize
+    row_bytes += 2 * gradient.itemsize
+    n_rows = shape.batch * shape.heads * shape.n_queries
+    return n_rows * row_bytes

@@ -109,7 +109,12 @@ def _fresh_or_given_back(n_bytes: int, purpose: str, pool: PinnedPool) -> torch.
 def _fresh(n_bytes: int, purpose: str) -> torch.Tensor:
     """(n_bytes,) uint8 of host memory that begins at a page, of a large one at a huge page."""
     page = PAGE_BYTES if n_bytes < _WORTH_HUGE_PAGES else HUGE_PAGE_BYTES
-    memory = empty((n_bytes + page,), torch.uint8, HOST, purpose)
+    memory = empty(
+        (n_bytes + page,),
+        torch.uint8,
+        HOST,
+        purpose,
+    )
     first_page = -memory.data_ptr() % page
     memory = memory[first_page : first_page + n_bytes]
     if page == HUGE_PAGE_BYTES:
@@ -130,7 +135,12 @@ def empty_accumulator(
     """
     if _is_lockable(device, compute):
         try:
-            return torch.empty(shape, dtype=dtype, device=device, pin_memory=True)
+            return torch.empty(
+                shape,
+                dtype=dtype,
+                device=device,
+                pin_memory=True,
+            )
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

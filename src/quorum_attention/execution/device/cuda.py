@@ -116,7 +116,12 @@ class Cuda(Backend):
         """Calls of whole waves: a last wave that is not full would make the rate look lower."""
         count = torch.cuda.get_device_properties(device).multi_processor_count
         # A GPU's clock rate falls during its first second of work.
-        return TrialSizes(8 * _TILE_ROWS * count, 65_536, 256 << 20, 0.7)
+        return TrialSizes(
+            8 * _TILE_ROWS * count,
+            65_536,
+            256 << 20,
+            0.7,
+        )
 
     def rates_of(self, dtype: torch.dtype) -> str:
         """All dtypes that are as wide."""

@@ -37,7 +37,12 @@ class CudaMover(Mover):
     def __init__(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> None:
         compute = torch.cuda.current_stream(device)
         streams = (torch.cuda.Stream(device), compute, torch.cuda.Stream(device))
-        super().__init__(clock, n_slots, streams, torch.cuda.Event)
+        super().__init__(
+            clock,
+            n_slots,
+            streams,
+            torch.cuda.Event,
+        )
         self._locks = locks
         self._is_current = device.index == torch.cuda.current_device()
         # By address: whether a tensor was page-locked before.
@@ -105,9 +110,19 @@ class CudaMover(Mover):
             start, stop = address_range(far[:, first:last])
             self._staging.settle(start, stop - start)
         if moves_by_address:
-            return self._move_by_address(slot, far, pieces, up=up)
+            return self._move_by_address(
+                slot,
+                far,
+                pieces,
+                up=up,
+            )
         with torch.cuda.stream(self._stream):
-            return super().move(slot, far, pieces, up=up)
+            return super().move(
+                slot,
+                far,
+                pieces,
+                up=up,
+            )
 
     def _moves_by_address(self, slot: torch.Tensor, far: torch.Tensor) -> bool:
         """Whether rows of ``far`` are copied by their addresses."""
@@ -131,7 +146,13 @@ class CudaMover(Mover):
             away = far.data_ptr() + piece.start * row_bytes
             for _ in range(n_heads):
                 if not was_locked:
-                    self._add_parts(far, near, away, n_bytes, up=up)
+                    self._add_parts(
+                        far,
+                        near,
+                        away,
+                        n_bytes,
+                        up=up,
+                    )
                 elif up:
                     self._copies.add(near, away, n_bytes)
                 else:
@@ -165,9 +186,20 @@ class CudaMover(Mover):
                     buffers.settle(start, count)
                 self._copies.add(target, source, count)
             elif buffers is None:
-                self._copies.issue(target, source, count, self._stream)
+                self._copies.issue(
+                    target,
+                    source,
+                    count,
+                    self._stream,
+                )
             else:
-                buffers.move(near_start, start, count, self._stream, up=up)
+                buffers.move(
+                    near_start,
+                    start,
+                    count,
+                    self._stream,
+                    up=up,
+                )
 
     def _buffers(self, host: torch.Tensor) -> Staging | None:
         """The buffers for memory that is not page-locked, such as that of ``host``; None if there
@@ -231,7 +263,12 @@ class CudaMover(Mover):
 
 def _locked_memory(n_bytes: int) -> torch.Tensor:
     """(n_bytes,) uint8, page-locked; torch keeps such memory for the next time."""
-    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+    return torch.empty(
+        n_bytes,
+        dtype=torch.uint8,
+        pin_memory=True,
+        device="cpu",
+    )
 
 
 def by_address(copied: Copied) -> Copied:

@@ -83,14 +83,24 @@ class Mover:
         It comes after the slot's previous unit is stored, and after the next unit has read what it
         carries over.
         """
-        return self._stage(self.up, [self._stored[slot], self._handed_on[slot]], None, "h2d")
+        return self._stage(
+            self.up,
+            [self._stored[slot], self._handed_on[slot]],
+            None,
+            "h2d",
+        )
 
     def state_stage(self, slot: int, after_store_of: int) -> AbstractContextManager[None]:
         """A context for loading a unit's travelling state into ``slot``.
 
         It comes after the unit's inputs, and after the last store of slot ``after_store_of``.
         """
-        return self._stage(self.up, [self._stored[after_store_of]], self._ready[slot], "h2d")
+        return self._stage(
+            self.up,
+            [self._stored[after_store_of]],
+            self._ready[slot],
+            "h2d",
+        )
 
     def carried_from(self, slot: int) -> None:
         """Note, in a compute stage, that all that is carried over from ``slot`` has been read."""
@@ -106,7 +116,12 @@ class Mover:
 
     def store_stage(self, slot: int) -> AbstractContextManager[None]:
         """A context for storing the unit in ``slot``; it comes after the unit's compute."""
-        return self._stage(self.down, [self._computed[slot]], self._stored[slot], "d2h")
+        return self._stage(
+            self.down,
+            [self._computed[slot]],
+            self._stored[slot],
+            "d2h",
+        )
 
     @contextmanager
     def _stage(
@@ -136,11 +151,21 @@ class Mover:
             far: (heads, N, width), outside of the slot; each piece is its rows [start, stop).
             pieces: the rows.
         """
-        self.loaded_bytes += self.move(slot, far, pieces, up=True)
+        self.loaded_bytes += self.move(
+            slot,
+            far,
+            pieces,
+            up=True,
+        )
 
     def store(self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows out of a slot, within a store stage, as ``load`` copies them in."""
-        self.stored_bytes += self.move(slot, far, pieces, up=False)
+        self.stored_bytes += self.move(
+            slot,
+            far,
+            pieces,
+            up=False,
+        )
 
     def move(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool

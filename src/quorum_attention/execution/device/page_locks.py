@@ -430,7 +430,16 @@ def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]
         reached_at = high if is_by_head and not fresh else low
         share = (reached_at - start) / (stop - start)
         needed = high - low if is_dense else None
-        pieces.append(_LockedPiece(low, high, share, fresh, only_read, needed))
+        pieces.append(
+            _LockedPiece(
+                low,
+                high,
+                share,
+                fresh,
+                only_read,
+                needed,
+            )
+        )
     return pieces
 
 

@@ -72,7 +72,12 @@ def lock_until_freed(memory: torch.Tensor, locker: Locker) -> torch.Tensor | Non
         return None
     buffer = (ctypes.c_char * memory.nbytes).from_address(address)
     # The tensor's storage holds the buffer. The finalizer holds the memory until it is unlocked.
-    weakref.finalize(buffer, _unlock_and_free, memory, locker).atexit = False
+    weakref.finalize(
+        buffer,
+        _unlock_and_free,
+        memory,
+        locker,
+    ).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 

@@ -125,7 +125,13 @@ class BatchedCopies:
             RuntimeError: the driver refused it.
         """
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDefault
-        (status,) = self._runtime.cudaMemcpyAsync(target, source, n_bytes, kind, stream.cuda_stream)
+        (status,) = self._runtime.cudaMemcpyAsync(
+            target,
+            source,
+            n_bytes,
+            kind,
+            stream.cuda_stream,
+        )
         if int(status) != 0:
             raise RuntimeError(f"cudaMemcpyAsync of {n_bytes} bytes failed: {status}")
 
@@ -252,7 +258,12 @@ class Staging:
         try:
             for helper, start in zip(self._helpers, range(share, n_bytes, share), strict=False):
                 count = min(share, n_bytes - start)
-                future = helper.submit(ctypes.memmove, target + start, source + start, count)
+                future = helper.submit(
+                    ctypes.memmove,
+                    target + start,
+                    source + start,
+                    count,
+                )
                 futures.append(future)
             ctypes.memmove(target, source, min(share, n_bytes))
         finally:

@@ -92,7 +92,12 @@ class Blockwise(InPlace):
         """All tasks as one."""
         job.make_results()
         task, rectangles = all_rectangles(job.shape, schedule.decomposition, self.pieces)
-        tensors = job.task_tensors(task, rectangles, group, schedule.limits)
+        tensors = job.task_tensors(
+            task,
+            rectangles,
+            group,
+            schedule.limits,
+        )
         copies = not self._is_copied_by_kernel(job.problem)
         compute_group(job, tensors, group, copies=copies)
         return schedule.decomposition.n_tasks

@@ -31,7 +31,13 @@ def all_rectangles(
     shape: CallShape, decomposition: Decomposition, pieces: Pieces = "halves"
 ) -> tuple[Task, tuple[Rectangle, ...]]:
     """The whole sequence as one task, and rectangles of it that hold every pair of a call."""
-    return pieces_of(decomposition, pieces, shape.is_causal, shape.n_queries, shape.n_keys)
+    return pieces_of(
+        decomposition,
+        pieces,
+        shape.is_causal,
+        shape.n_queries,
+        shape.n_keys,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,13 @@ def compute_group(job: PassJob, task: TaskTensors, group: Group, *, copies: bool
         _accumulate_scaled(job, task, group, saved, states)
     else:
         with job.clock.timed("compute"):
-            job.spec.accumulate(job.kernel, task, saved, states, Scaling())
+            job.spec.accumulate(
+                job.kernel,
+                task,
+                saved,
+                states,
+                Scaling(),
+            )
     with job.clock.timed("scatter"):
         for spec, target, state in zip(job.spec.states, targets, states, strict=True):
             _finish_state(job, spec, group, target, state)
@@ -156,4 +168,10 @@ def _accumulate_scaled(
             copy_on_device(rescaled, upstream)
             undo = scaling.divide_(rescaled, task.value)
         with job.clock.timed("compute"):
-            job.spec.accumulate(job.kernel, task, inputs, states, undo)
+            job.spec.accumulate(
+                job.kernel,
+                task,
+                inputs,
+                states,
+                undo,
+            )

@@ -132,12 +132,23 @@ class Slots(Route):
         scaling = None
         if job.problem.scaled:
             heads = (schedule.group.batch, schedule.group.kv_heads)
-            scaling = BackwardScaling(job.shape, job.device, heads, n_slots, by_unit=True)
+            scaling = BackwardScaling(
+                job.shape,
+                job.device,
+                heads,
+                n_slots,
+                by_unit=True,
+            )
         n_done = controller.units_done
         n_units = controller.units_done + controller.units_left
         layout = layout_of(schedule, job.problem)
         with open_slots(job, storage, (layout, n_slots)) as (rows,):
-            engine = Engine(job, schedule.limits, rows, scaling)
+            engine = Engine(
+                job,
+                schedule.limits,
+                rows,
+                scaling,
+            )
             for unit in engine.run(_units(job, rows, controller)):
                 controller.done(unit.group, unit.visit.task.path)
                 n_done += 1
@@ -149,7 +160,14 @@ def layout_of(schedule: Schedule, problem: Problem, axis: Axis | None = None) ->
     """The memory of a task, or of its rows of one side."""
     rows = schedule.task_rows(problem.shape)
     result_dtype = problem.place.result_dtype
-    return slot_layout(problem.spec, problem.shape, schedule.group, rows, result_dtype, axis=axis)
+    return slot_layout(
+        problem.spec,
+        problem.shape,
+        schedule.group,
+        rows,
+        result_dtype,
+        axis=axis,
+    )
 
 
 def _has_headroom(job: PassJob, controller: RecoveryController) -> bool:
@@ -178,6 +196,13 @@ def _units(job: PassJob, rows: SlotRows, controller: RecoveryController) -> Iter
         # With two slots or more, rows of the unit just before are carried, not loaded. All other
         # rows were last stored by the unit before that one, or earlier.
         after = (slot - min(2, n_slots)) % n_slots
-        unit = Unit(group, visit, slot, rows.fields(slot, group, visit), after, previous)
+        unit = Unit(
+            group,
+            visit,
+            slot,
+            rows.fields(slot, group, visit),
+            after,
+            previous,
+        )
         yield unit
         before = unit

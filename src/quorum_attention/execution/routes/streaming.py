@@ -190,14 +190,25 @@ class Streaming(Route):
         scaling = None
         if job.problem.scaled:
             heads = (1, schedule.group.kv_heads)
-            scaling = BackwardScaling(job.shape, job.device, heads, self.n_cap)
+            scaling = BackwardScaling(
+                job.shape,
+                job.device,
+                heads,
+                self.n_cap,
+            )
         with (
             open_pass_storage(job, schedule.group, home, waiting) as own_storage,
             # The last slot is the chunk's.
             open_slots(job, own_storage, (block, self.n_cap), (chunk, 1)) as (blocks, chunks),
         ):
             staying = StayingRows(job, chunks)
-            engine = Engine(job, schedule.limits, blocks, scaling, staying)
+            engine = Engine(
+                job,
+                schedule.limits,
+                blocks,
+                scaling,
+                staying,
+            )
             for _ in engine.run(self._units(job, blocks, chunks, scaling, controller)):
                 yield 1
 
@@ -214,12 +225,22 @@ class Streaming(Route):
         n_groups = len(controller.groups_left)
         for n_done, group in enumerate(controller.whole_groups(), start=1):
             if scaling is None:
-                yield from self._units_of(group, job.shape, blocks, chunks)
+                yield from self._units_of(
+                    group,
+                    job.shape,
+                    blocks,
+                    chunks,
+                )
             else:
                 scaling.begin()
                 for n_repeats in scaling.runs(partial(_read_inputs, job, blocks, group)):
                     job.count_repeats(1 if n_repeats else 0)
-                    yield from self._units_of(group, job.shape, blocks, chunks)
+                    yield from self._units_of(
+                        group,
+                        job.shape,
+                        blocks,
+                        chunks,
+                    )
             job.report_progress(n_done, n_groups)
 
     def _units_of(
@@ -234,7 +255,12 @@ class Streaming(Route):
         last_units: dict[int | None, int] = {}
         for chunk in range(stream.n_chunks):
             place = _Place(chunk_slot, chunk_slot, is_first=True, is_last=True)
-            chunk_unit = _unit(chunks, group, stream.chunk(chunk), place)
+            chunk_unit = _unit(
+                chunks,
+                group,
+                stream.chunk(chunk),
+                place,
+            )
             # A chunk without pairs still has results: it meets an empty block.
             met_blocks: list[int | None] = [*stream.blocks(chunk)] or [None]
             for block in met_blocks:
@@ -257,7 +283,15 @@ class Streaming(Route):
                     is_last=block is None or chunk == stream.last_chunk(block),
                 )
                 rows = Interval(0, 0) if block is None else stream.block(block)
-                yield replace(_unit(blocks, group, rows, place), staying=staying)
+                yield replace(
+                    _unit(
+                        blocks,
+                        group,
+                        rows,
+                        place,
+                    ),
+                    staying=staying,
+                )
                 last_units[block] = number
                 number += 1
 
@@ -297,7 +331,13 @@ def _unit(side: SlotRows, group: Group, interval: Interval, place: _Place) -> Un
         stored=() if place.is_last else rows,
     )
     fields = side.fields(place.slot, group, visit)
-    return Unit(group, visit, place.slot, fields, place.after)
+    return Unit(
+        group,
+        visit,
+        place.slot,
+        fields,
+        place.after,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -313,6 +353,14 @@ def _calls(stream: ChunkStream) -> tuple[tuple[Batch, int], ...]:
                 times[block] = 1
         for block, n_times in times.items():
             for r in stream.rectangles(chunk, block):
-                call = Batch(Rectangle(0, r.n_queries, 0, r.n_keys, r.causal))
+                call = Batch(
+                    Rectangle(
+                        0,
+                        r.n_queries,
+                        0,
+                        r.n_keys,
+                        r.causal,
+                    )
+                )
                 n_calls[call] += n_times
     return tuple(n_calls.items())

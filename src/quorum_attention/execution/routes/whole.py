@@ -126,10 +126,20 @@ class Whole(InPlace):
         task, (rectangle,) = all_rectangles(job.shape, schedule.decomposition)
         one_call = _is_one_call(schedule, job.problem)
         if one_call:
-            parts = _call_kernel(job, None, rectangle.causal, _call_bias(job))
+            parts = _call_kernel(
+                job,
+                None,
+                rectangle.causal,
+                _call_bias(job),
+            )
         else:
             bias = job.task_bias(group, task)(rectangle)
-            parts = _call_kernel(job, group, rectangle.causal, bias)
+            parts = _call_kernel(
+                job,
+                group,
+                rectangle.causal,
+                bias,
+            )
         if parts is None:
             job.count_repeats(1)
             _compute_scaled(job, schedule, group)
@@ -152,7 +162,12 @@ def single_kernel_call(job: PassJob) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    parts = _call_kernel(job, None, job.shape.is_causal, _call_bias(job))
+    parts = _call_kernel(
+        job,
+        None,
+        job.shape.is_causal,
+        _call_bias(job),
+    )
     return None if parts is None else job.store_results(parts)
 
 
@@ -285,5 +300,10 @@ def _compute_scaled(job: PassJob, schedule: Schedule, group: Group) -> None:
         entry = replace(group, entry_numbers=range(number, number + 1))
         for kv_head in range(group.kv_start, group.kv_stop):
             head = replace(entry, kv_start=kv_head, kv_stop=kv_head + 1)
-            tensors = job.task_tensors(task, rectangles, head, schedule.limits)
+            tensors = job.task_tensors(
+                task,
+                rectangles,
+                head,
+                schedule.limits,
+            )
             compute_group(job, tensors, head)
