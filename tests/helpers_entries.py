@@ -49,6 +49,7 @@ def masked_call(
     limits: tuple[float, float] = (1e-5, 3e-5),
     device: str = "cpu",
     head_dim: int = 8,
+    plain: bool = False,
     **options: Any,
 ) -> None:
     """A call under a mask of tokens, and its gradients, are those of the textbook.
@@ -56,6 +57,7 @@ def masked_call(
     Args:
         number: of the draw.
         limits: for results, and for gradients.
+        plain: whether nothing but the mask changes the scores.
         options: of the call, besides those that are drawn.
     """
     draw = random.Random(number)
@@ -64,7 +66,9 @@ def masked_call(
     n = draw.randint(1, 24)
     m = n if draw.random() < 0.6 else draw.randint(1, 24)
     mask = any_mask(draw, batch, n, m)
-    if draw.random() < 0.3:
+    if plain:
+        mask = replace(mask, softcap=None)
+    if draw.random() < 0.3 and not plain:
         sizes = (batch, heads, n, m)
         bias = torch.randn([size if draw.random() < 0.6 else 1 for size in sizes])
         mask = replace(mask, bias=bias.requires_grad_())

@@ -18,7 +18,7 @@ from quorum_attention import Mask
 from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
+from quorum_attention.kernels.masked.resolve import ResolvedMask
 
 Window = tuple[int, int]
 # (queries, keys) of documents: more keys, more queries, none of either, equal.
@@ -174,7 +174,8 @@ def test_aligned_documents_are_blocks_with_diagonals_of_their_own() -> None:
     """No pair is tested one by one, and no pair between documents is computed."""
     of_query, of_key = [40, 100, 7] * 20, [90, 130, 200] * 20
     mask = Mask(causal="lower_right", documents=(ids_of(of_query), ids_of(of_key)))
-    resolved = resolve(mask, shape_of((1,), 1, 1, sum(of_query), sum(of_key)))
+    shape = shape_of((1,), 1, 1, sum(of_query), sum(of_key))
+    resolved = ResolvedMask(mask, shape, packs=False)
     (geometry,) = resolved.geometries
     kept = sum(n * m - n * (n - 1) // 2 for n, m in zip(of_query, of_key, strict=True))
     assert not geometry.rules

@@ -14,7 +14,7 @@ from helpers_memory import usage
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.kernels.masked import packing
+from quorum_attention.kernels.masked import packing, ways
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 _ENTRIES = (1, 1, 2, 3, 5, 8)
@@ -150,6 +150,7 @@ def test_the_gradient_of_a_shared_bias_takes_many_entries_at_a_time(
 def test_tokens_in_any_order_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that would be run by blocks are packed as well, one or many cells at a time."""
     monkeypatch.setattr(packing, "_CLEARLY", 0)
+    monkeypatch.setattr(ways, "_FEW_CALLS", 0)
     for number in range(60):
         monkeypatch.setattr(packing, "_HOST_BYTES", 1 << random.Random(number).choice([10, 15, 23]))
         masked_call(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from helpers_attention import error
 from helpers_entries import masked_call
 
 import quorum_attention as qa
-from quorum_attention.kernels.masked import packed_calls, packing
+from quorum_attention.kernels.masked import packing, pair_bias, ways
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -21,18 +20,29 @@ _TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bf
 
 @pytest.mark.parametrize("head_dim", [8, 16, 64])
 @pytest.mark.parametrize("dtype", _TOLERANCE, ids=str)
-def test_random_masks_of_tokens_against_float64(
+def test_masks_of_tokens_become_a_bias(
     dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is packed, though some would be faster by blocks. Triton compiles for each dtype and
-    each head dimension, which takes most of the time: a test has one of them."""
-    monkeypatch.setattr(packing, "_CLEARLY", 0)
+    """By one call or by several, beside learned biases, sinks and soft caps."""
     for number in range(56):
         seed = 1000 * head_dim + 100 * dtype.itemsize + number
+        size = random.Random(seed).choice([9, 12, 26])
+        monkeypatch.setattr(pair_bias, "_MOST_BYTES", 1 << size)
+        masked_call(seed, dtype=dtype, limits=_TOLERANCE[dtype], device="cuda", head_dim=head_dim)
+
+
+@pytest.mark.parametrize("dtype", _TOLERANCE, ids=str)
+def test_packed_masks_of_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is packed, though it would become a bias. Triton compiles for each kind of call, which
+    takes most of the time."""
+    monkeypatch.setattr(ways, "_DEVICES_FOR_BIAS", ())
+    monkeypatch.setattr(ways, "_FEW_CALLS", 0)
+    monkeypatch.setattr(packing, "_CLEARLY", 0)
+    for number in range(12):
+        seed = 100 * dtype.itemsize + number
         budget = random.Random(seed).choice([10, 16, 28])
         monkeypatch.setattr(packing, "_DEVICE_BYTES", 1 << budget)
-        limits = _TOLERANCE[dtype]
-        masked_call(seed, dtype=dtype, limits=limits, device="cuda", head_dim=head_dim)
+        masked_call(seed, dtype=dtype, limits=_TOLERANCE[dtype], device="cuda", plain=True)
 
 
 def masks() -> dict[str, tuple[qa.Mask | None, tuple[int, ...]]]:
@@ -53,23 +63,20 @@ def test_masks_of_entries_take_few_calls(name: str, monkeypatch: pytest.MonkeyPa
     """However many masks differ, and wherever their tokens lie; results are those of torch."""
     mask, (n_entries, heads, n_tokens) = masks()[name]
     calls = []
+    make = pair_bias.PairBias.of
 
-    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
-        def call_of(*arguments: Any) -> Any:
-            calls.append(arguments[0])
-            return run(*arguments)
+    def counted(self: Any, call: Any) -> torch.Tensor:
+        calls.append(call)
+        return make(self, call)
 
-        return call_of
-
-    monkeypatch.setattr(packed_calls, "_call_of", counted(packed_calls._call_of))
+    monkeypatch.setattr(pair_bias.PairBias, "of", counted)
     shape = n_entries, heads, n_tokens, 32
     three = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     leaves = [tensor.requires_grad_() for tensor in three]
     out = qa.attention(*leaves, attn_mask=mask)
     upstream = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, upstream)
-    assert len(calls) <= 24
-    assert bool(calls) == (mask is not None)
+    assert len(calls) == (0 if mask is None else 2)
     exact = [tensor.detach().float().requires_grad_() for tensor in three]
     kept = None
     if mask is not None and mask.documents is not None:

@@ -15,7 +15,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Rectangle, Span, Task
 from quorum_attention.kernels import Statistics, TaskTensors
 from quorum_attention.kernels.dropout import Dropout, dropped
-from quorum_attention.kernels.masked import packing
+from quorum_attention.kernels.masked import packing, ways
 from quorum_attention.kernels.native import NativeKernel
 
 
@@ -58,6 +58,7 @@ def test_random_masks_against_float64(
 def test_packed_calls(number: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that lie in any order are gathered for it, too."""
     monkeypatch.setattr(packing, "_CLEARLY", 0)
+    monkeypatch.setattr(ways, "_FEW_CALLS", 0)
     limits = 2e-5, 1e-4
     masked_call(number, limits=limits, device=device, head_dim=16, kernel="native")
 

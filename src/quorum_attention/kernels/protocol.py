@@ -444,6 +444,8 @@ class Kernel(ABC):
             with such masks.
         plain_variant: the kernel to compare with the reference instead of this one, if this one has
             options that change the scores; None: this one.
+        priced_as: a kernel with the same costs in uncut calls, which lives longer than this one;
+            None: this one. What is found out about short calls is remembered by that kernel.
         any_upstream: upstream gradient and output of its ``backward`` may have any dtype and
             strides; if needed they are copied, for one operator call at a time.
         thread_per_head: on a CPU each thread computes whole heads of batch entries in the backward
@@ -466,6 +468,7 @@ class Kernel(ABC):
     dropout: bool = False
     wide_masks: bool = False
     plain_variant: Kernel | None = None
+    priced_as: Kernel | None = None
     any_upstream: bool = False
     thread_per_head: bool = False
     accepts_inf_lse: bool = False

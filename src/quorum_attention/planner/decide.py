@@ -158,6 +158,8 @@ def is_small(problem: Problem, device: torch.device) -> bool:
     # A kernel's own mask is defined for these lengths only: they cannot be rounded.
     if problem.pairs.verdict is None:
         problem = replace(problem, shape=_rounded(shape))
+    if problem.kernel.priced_as is not None:
+        problem = replace(problem, kernel=problem.kernel.priced_as)
     return short_call(problem, hardware_of(device, shape.dtype, shape.head_dim)) is not None
 
 

@@ -35,6 +35,7 @@ from quorum_attention.kernels.masked.block_table import (
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.packed_calls import PackedKernel
+from quorum_attention.kernels.masked.pair_bias import BiasedKernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.native.kernel import NativeKernel
@@ -571,33 +572,97 @@ def kernel_for_mask(
         ValueError: a tensor of the mask does not fit the call, by name.
         NotImplementedError: the kernel asked for cannot run it.
     """
-    found = resolve(mask, shape)
-    if found.keeps_all and mask.softcap is None:
-        return replace(shape, is_causal=found.is_causal), wanted
-    base = _base(found, wanted, replace(shape, needs_grad=needs_grad), device, tried=tried)
-    if id(base) not in found.kernels:
-        found.kernels[id(base)] = _kernel_of(found, base)
-    return replace(shape, is_causal=found.is_causal), found.kernels[id(base)]
+    resolved = resolve(mask, shape)
+    if resolved.keeps_all and mask.softcap is None:
+        return replace(shape, is_causal=resolved.is_causal), wanted
+    choose_base = partial(
+        _base,
+        wanted=wanted,
+        shape=replace(shape, needs_grad=needs_grad),
+        device=device,
+        tried=tried,
+    )
+    if resolved.pair_bias is not None:
+        biased = _kernel_with_bias(resolved, wanted, choose_base)
+        if biased is not None:
+            return replace(shape, is_causal=False), biased
+        resolved = resolved.without_bias()
+    base = choose_base(resolved)
+    if id(base) not in resolved.kernels:
+        resolved.kernels[id(base)] = _kernel_of(resolved, base)
+    return replace(shape, is_causal=resolved.is_causal), resolved.kernels[id(base)]
+
+
+def _kernel_with_bias(
+    mask: ResolvedMask, wanted: str | Kernel, choose_base: partial[Kernel]
+) -> Kernel | None:
+    """The kernel of a mask that becomes a bias; None where no vendor's kernel takes that.
+
+    Args:
+        choose_base: ``_base`` of the call, of a mask.
+    """
+    pair_bias, shape = mask.pair_bias, choose_base.keywords["shape"]
+    if pair_bias is None or shape.dropout:
+        return None
+    biased = replace(shape, bias=pair_bias.shape(shape.bias), is_causal=pair_bias.is_causal)
+    select = partial(select_kernel, **{**choose_base.keywords, "shape": biased})
+    try:
+        kernel = select()
+    except NotImplementedError:
+        return None
+    base = _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
+    if not isinstance(base, RectangleKernel):
+        return None
+    if not base.takes_whole(biased, biased.n_tokens, every=True):
+        return None
+    if shape.dtype in base.scaled_backward:
+        # Tasks are scaled if whole calls are.
+        choose_base = partial(choose_base, wanted=base)
+    key = id(base), wanted if isinstance(wanted, str) else id(wanted)
+    if key not in mask.kernels:
+        by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, choose_base))
+        made = BiasedKernel(
+            pair_bias,
+            shape=mask.sizes,
+            base=base,
+            by_blocks=by_blocks,
+            scores=capped(mask.softcap),
+        )
+        made.remember_prices()
+        mask.kernels[key] = made
+    return mask.kernels[key]
 
 
 def _kernel_of(mask: ResolvedMask, base: Kernel) -> Kernel:
     """The kernel of a mask whose parts ``base`` computes."""
-    if mask.packing is None:
+    if mask.packing is None or mask.rules is None:
         return MaskedKernel(mask, base)
     # Not the mask itself, which holds its kernels.
-    by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, base))
-    packed = PackedKernel(mask.packing, mask.sizes, base, by_blocks, capped(mask.softcap))
-    shapes = {bucket.bias_shape for bucket in mask.packing.buckets}
-    takes_all = all(base.refusal(replace(mask.sizes, bias=shape)) is None for shape in shapes)
+    by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, lambda _: base))
+    shape = mask.sizes
+    packed = PackedKernel(
+        mask.packing,
+        rules=mask.rules,
+        shape=shape,
+        base=base,
+        by_blocks=by_blocks,
+        scores=capped(mask.softcap),
+        share=mask.packing.pairs / (shape.batch * shape.n_queries * shape.n_keys),
+    )
+    bias_shapes = {bucket.bias_shape for bucket in mask.packing.buckets}
+    takes_all = all(base.refusal(replace(shape, bias=bias)) is None for bias in bias_shapes)
     return packed if takes_all else by_blocks()
 
 
-def _kernel_by_blocks(resolve_blocks: Callable[[], ResolvedMask], base: Kernel) -> Kernel:
-    return MaskedKernel(resolve_blocks(), base)
+def _kernel_by_blocks(
+    resolve_blocks: Callable[[], ResolvedMask], choose_base: Callable[[ResolvedMask], Kernel]
+) -> Kernel:
+    mask = resolve_blocks()
+    return MaskedKernel(mask, choose_base(mask))
 
 
 def _base(
-    mask: ResolvedMask, wanted: str | Kernel, shape: CallShape, device: torch.device, *, tried: bool
+    mask: ResolvedMask, *, wanted: str | Kernel, shape: CallShape, device: torch.device, tried: bool
 ) -> Kernel:
     """Choose the kernel for the parts of a mask, with the mask's soft cap.
 

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.kernels.masked.packing import Bucket, CellSide, Packing
+from quorum_attention.kernels.masked.whole_calls import WholeCallKernel
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import (
     BiasShape,
     Call,
     CallShape,
     Extent,
-    Gradients,
     Kernel,
     Saved,
-    Statistics,
-    TaskTensors,
     Three,
     state_dtype,
 )
-from quorum_attention.kernels.reference import QueryBlock, ScoreTransform
 from quorum_attention.kernels.torch_private import outside
-
-# The blocks of more entries are not looked at together.
-_FEW_ENTRIES = 64
 
 
 def packed_forward(
@@ -220,98 +213,21 @@ def _bias_at(bias: torch.Tensor, queries: _CellPlaces, keys: _CellPlaces) -> tor
     return bias[entry, head, rows[:, None, :, None], columns[:, None, None, :]]
 
 
-class PackedKernel(Kernel):
-    """Attention under a mask with a ``Packing``.
+class PackedKernel(WholeCallKernel):
+    """Attention under a mask with a ``Packing``; other arguments as of ``WholeCallKernel``."""
 
-    Args:
-        packing: of the mask, for calls of ``sizes``.
-        base: computes packed calls.
-        by_blocks: makes the kernel that computes all other calls: tasks, and calls with dropout.
-        scores: what is done to scores beside the mask.
-    """
+    def __init__(self, packing: Packing, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.packing = packing
 
-    own_attention = True
-    sparse = True
-
-    def __init__(
-        self,
-        packing: Packing,
-        shape: CallShape,
-        base: Kernel,
-        by_blocks: Callable[[], Kernel],
-        scores: ScoreTransform,
-    ) -> None:
-        self.name, self.packing, self.base = base.name, packing, base
-        self._sizes, self._by_blocks, self._scores = shape, by_blocks, scores
-        self._share = packing.pairs / (shape.batch * shape.n_queries * shape.n_keys)
-        self.whole_tasks = base.whole_tasks
-        self.several_streams = not base.whole_tasks
-        self.rates = base.rates
-        self.launch_seconds = base.launch_seconds
-        self.scaled_backward, self.fp32_products = base.scaled_backward, base.fp32_products
-        self.dropout, self.accepts_inf_lse = base.dropout, base.accepts_inf_lse
-        self.wide_masks = base.wide_masks
-
-    def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        return self.base.refusal(replace(shape, is_causal=True))
-
-    def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """See ``Kernel``."""
-        return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, self._share))
-
-    def _verdict(self, block: Ranges) -> Verdict:
-        if self._sizes.batch > _FEW_ENTRIES:
-            return PARTIAL
-        verdict = self._by_blocks().kept_pairs(*self._sizes.lengths).verdict
-        assert verdict is not None
-        return verdict(block)
-
-    def scores_of_pairs(self) -> ScoreTransform:
-        """See ``Kernel``."""
-        return replace(self._scores, kept=self._kept)
-
-    def _kept(self, block: QueryBlock, keys: slice) -> torch.Tensor:
-        pairs = block.indices(keys)
-        return self.packing.kept(pairs.entries % self._sizes.batch, pairs.queries, pairs.keys)
-
-    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
-        """Calls are told which entries they have."""
-        return every or not shape.dropout
-
-    def _is_packed(self, call: Call) -> bool:
-        # torch.vmap may add entries, which are those of the batch over and over.
-        last = call.first_entry + call.query.shape[0]
-        return call.dropout is None and last <= self._sizes.batch
-
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Kernel``."""
-        if not self._is_packed(call):
-            return self._by_blocks().whole_forward(call)
+    def masked_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``WholeCallKernel``."""
         return packed_forward(self.packing, self.base, call)
 
-    def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """See ``Kernel``."""
-        if not self._is_packed(call):
-            return self._by_blocks().whole_backward(call, saved)
+    def masked_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``WholeCallKernel``."""
         return packed_backward(self.packing, self.base, call, saved)
 
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        self._by_blocks().forward(task, state)
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        self._by_blocks().backward(task, grads)
-
-    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        if not extent.direct or shape.dropout:
-            return self._by_blocks().forward_workspace_bytes(shape, extent)
-        return self.packing.workspace_bytes(self.base, shape, extent, backward=False)
-
-    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        if not extent.direct or shape.dropout:
-            return self._by_blocks().backward_workspace_bytes(shape, extent)
-        return self.packing.workspace_bytes(self.base, shape, extent, backward=True)
+    def masked_workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+        """See ``WholeCallKernel``."""
+        return self.packing.workspace_bytes(self.base, shape, extent, backward=backward)

@@ -11,18 +11,14 @@ So a key that no query keeps is not read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.masked.costs import cost_of_packed_calls
+from quorum_attention.kernels.masked.token_rules import Ids, PlaceRule
 from quorum_attention.kernels.protocol import BiasShape, CallShape, Extent, Kernel
-from quorum_attention.kernels.torch_private import outside
-
-Ids = NDArray[np.int64]
 
 NO_KEY = np.iinfo(np.int64).min
 """The id of a key that no query keeps."""
@@ -31,74 +27,10 @@ NO_KEY = np.iinfo(np.int64).min
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
 # Most pairs of a cell whose pairs are kept by their positions: they make a mask.
 _MOST_PAIRS = 1 << 24
-# Pairs of one head that take as long as a kernel call takes the host: of a call of blocks, whose
-# results are merged, and of a packed one.
-_BLOCK_CALL, _PACKED_CALL = 1 << 16, 1 << 14
-_DEVICE_CALL = 1 << 26
-# Pairs of one head that take as long as a row's copies.
-_PAIRS_OF_A_ROW = 16
-# Finding the blocks of a mask that is tested pair by pair takes as long as so many calls.
-_CALLS_OF_A_TEST = 64
-# Runs of a document above which its blocks are short.
-_MANY_RUNS = 8
 # How much less a packed call has to take.
 _CLEARLY = 2
 # Cells of up to so many tokens may share a call.
 _SMALL = 16
-
-
-@dataclass(frozen=True, eq=False)
-class PlaceRule:
-    """Which pairs are kept by their positions alone.
-
-    Attributes:
-        band: ``key - place`` has to lie in it.
-        places: of queries among the keys, (1 or batch, n_queries).
-        chunk: place and key have to lie in one chunk of so many; None: no such rule.
-        is_causal: whether keys after the query's own number are masked as well.
-    """
-
-    band: Band
-    places: Ids
-    chunk: int | None = None
-    is_causal: bool = False
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether no pair is masked."""
-        return self.band.keeps_all and self.chunk is None and not self.is_causal
-
-    @property
-    def is_plain_causal(self) -> bool:
-        """Whether exactly the keys after a query's own number are masked."""
-        if self.chunk is not None or self.band.low is not None:
-            return False
-        if self.band.high is None:
-            return self.is_causal
-        numbers = np.arange(self.places.shape[1])
-        return self.band.high == 0 and bool((self.places == numbers).all())
-
-    def keeps(
-        self, entries: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor:
-        """Which pairs are kept, (cells, queries, keys), of entries (cells,) and of positions
-        (cells, queries) and (cells, keys), on one device."""
-        with outside():
-            table = torch.from_numpy(np.ascontiguousarray(self.places)).to(queries.device)
-        rows = entries[:, None] if len(table) > 1 else torch.zeros_like(entries)[:, None]
-        places, columns = table[rows, queries][:, :, None], keys[:, None]
-        distance = columns - places
-        kept = torch.ones_like(distance, dtype=torch.bool)
-        if self.band.low is not None:
-            kept &= distance >= self.band.low
-        if self.band.high is not None:
-            kept &= distance <= self.band.high
-        if self.chunk is not None:
-            of_keys = torch.div(columns, self.chunk, rounding_mode="floor")
-            kept &= of_keys == torch.div(places, self.chunk, rounding_mode="floor")
-        if self.is_causal:
-            kept &= columns <= queries[:, :, None]
-        return kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,16 +133,12 @@ class Packing:
 
     Attributes:
         buckets: which hold all cells.
-        by_query, by_key: ids of queries and of keys, (1 or batch, n): pairs of equal ids are kept,
-            if the rule keeps them.
-        rule: what is kept by positions.
+        n_queries, n_keys: of a batch entry.
     """
 
     buckets: tuple[Bucket, ...]
-    by_query: Ids
-    by_key: Ids
-    rule: PlaceRule
-    _placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    n_queries: int
+    n_keys: int
 
     @property
     def pairs(self) -> int:
@@ -256,107 +184,38 @@ class Packing:
             gathered = n_cells * bucket.cell_bytes(shape, *heads)
             largest = max(largest, gathered + run(part, inside))
         # Results, and rows that have to be copied to lie one after the other.
-        rows = extent.batch * extent.query_heads * (self.by_query.shape[1] + 1)
-        key_rows = extent.batch * extent.key_heads * (self.by_key.shape[1] + 1)
+        rows = extent.batch * extent.query_heads * (self.n_queries + 1)
+        key_rows = extent.batch * extent.key_heads * (self.n_keys + 1)
         widths = shape.head_dim + 3 * shape.value_dim + 1, 2 * (shape.head_dim + shape.value_dim)
         item = max(shape.dtype.itemsize, shape.state_dtype.itemsize)
         total: int = largest + (rows * widths[0] + key_rows * widths[1]) * item
         return total
 
-    def kept(
-        self, entries: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor:
-        """Which pairs are kept, (entries, 1, queries, keys), of positions on one device."""
-        if queries.device not in self._placed:
-            with outside():
-                by_query, by_key = (
-                    torch.from_numpy(np.ascontiguousarray(ids)).to(queries.device)
-                    for ids in (self.by_query, self.by_key)
-                )
-            self._placed[queries.device] = by_query, by_key
-        of_query, of_key = (
-            table[entries if len(table) > 1 else entries[:1] * 0][:, tokens]
-            for table, tokens in zip(self._placed[queries.device], (queries, keys), strict=True)
-        )
-        equal = of_query[:, :, None] == of_key[:, None]
-        if not self.rule.keeps_all:
-            n = len(entries)
-            equal = equal & self.rule.keeps(entries, queries.expand(n, -1), keys.expand(n, -1))
-        return equal.unsqueeze(1)
 
-
-def packing_of(by_query: Ids, by_key: Ids, rule: PlaceRule, shape: CallShape) -> Packing | None:
+def packing_of(
+    by_query: Ids, by_key: Ids, rule: PlaceRule, shape: CallShape, cost: float
+) -> Packing | None:
     """The packing of a mask that keeps pairs of equal ids, as far as a rule of positions keeps
-    them; None where it would not be clearly faster than blocks of neighbouring tokens.
+    them; None where it would not be clearly cheaper than ``cost`` (``costs.py``).
 
     Args:
         by_query, by_key: (1 or batch, n); of keys ``NO_KEY`` in those that no query keeps.
     """
-    if 0 in (shape.batch, shape.heads, shape.n_queries, shape.n_keys):
-        return None
-    n_calls, n_pairs = _cost_of_blocks(by_query, by_key, shape)
-    on_host = shape.device_type == "cpu"
-    block_call, packed_call = (
-        (_BLOCK_CALL, _PACKED_CALL) if on_host else (_DEVICE_CALL, _DEVICE_CALL)
-    )
-    cost = n_calls * block_call + n_pairs * shape.heads
-    if n_calls <= _CLEARLY:
-        return None
     batch = shape.batch
     of_query, of_key = (np.broadcast_to(ids, (batch, ids.shape[1])) for ids in (by_query, by_key))
-    packing = Packing(_buckets(of_query, of_key, rule), by_query, by_key, rule)
+    packing = Packing(_buckets(of_query, of_key, rule), shape.n_queries, shape.n_keys)
     if any(
         bucket.rule is not None and bucket.queries.longest * bucket.keys.longest > _MOST_PAIRS
         for bucket in packing.buckets
     ):
         return None
     heads = shape.heads, shape.kv_heads
-    n_chunks = sum(
+    n_calls = sum(
         ceil_div(len(bucket.entries), packing.cells_of_a_call(bucket, shape, heads))
         for bucket in packing.buckets
     )
-    rows = batch * (shape.n_queries + shape.n_keys) * _PAIRS_OF_A_ROW
-    packed = n_chunks * packed_call + (packing.computed_pairs + rows) * shape.heads
+    packed = cost_of_packed_calls(n_calls, packing.computed_pairs, shape)
     return packing if packed * _CLEARLY <= cost else None
-
-
-def _cost_of_blocks(by_query: Ids, by_key: Ids, shape: CallShape) -> tuple[int, int]:
-    """About how many calls blocks of neighbouring tokens take, and pairs of one head, rows that are
-    merged among them."""
-    query_runs, key_runs = _count_runs(by_query), _count_runs(by_key)
-    names = _count_names(by_query)
-    n_entries = max(len(by_query), len(by_key))
-    # Entries are computed together with the one before if their ids are the same.
-    begins = np.zeros(n_entries, np.bool_)
-    begins[0] = True
-    for ids in (by_query, by_key):
-        if len(ids) > 1:
-            begins[1:] |= (ids[1:] != ids[:-1]).any(axis=1)
-    # Runs that meet many others are no blocks, but tested pair by pair.
-    is_tested = query_runs * key_runs > _MANY_RUNS * names * (query_runs + key_runs)
-    n_blocks = np.maximum(query_runs, key_runs)
-    if shape.device_type != "cpu":
-        # There one launch takes all blocks, but short ones are as slow as tests.
-        is_tested |= n_blocks > _MANY_RUNS * names
-        n_blocks = np.ones_like(n_blocks)
-    area = shape.n_queries * shape.n_keys
-    calls = np.where(is_tested, _CALLS_OF_A_TEST, n_blocks)
-    merged = shape.n_queries * np.maximum(1, key_runs // names) * _PAIRS_OF_A_ROW
-    pairs = np.where(is_tested, area, area // names + merged)
-    n_calls = int(np.broadcast_to(calls, n_entries)[begins].sum())
-    n_pairs = int(np.broadcast_to(pairs, n_entries).sum()) * (shape.batch // n_entries)
-    return n_calls, n_pairs
-
-
-def _count_runs(ids: Ids) -> Ids:
-    """Runs of equal numbers in each row, (rows,)."""
-    counts: Ids = (ids[:, 1:] != ids[:, :-1]).sum(axis=1) + 1
-    return counts
-
-
-def _count_names(ids: Ids) -> Ids:
-    """Distinct numbers in each row, (rows,)."""
-    return _count_runs(np.sort(ids, axis=1))
 
 
 def _buckets(by_query: Ids, by_key: Ids, rule: PlaceRule) -> tuple[Bucket, ...]:

@@ -24,7 +24,10 @@ from quorum_attention.kernels.masked.geometry import (
     bounds_of,
     geometry_of,
 )
-from quorum_attention.kernels.masked.packing import NO_KEY, Packing, PlaceRule, packing_of
+from quorum_attention.kernels.masked.packing import NO_KEY, Packing
+from quorum_attention.kernels.masked.pair_bias import PairBias
+from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
+from quorum_attention.kernels.masked.ways import fastest_way
 from quorum_attention.kernels.protocol import CallShape, Kernel
 from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import FAR, Mask, map_tensors
@@ -43,8 +46,12 @@ class ResolvedMask:
     """A mask with the sizes of a call, its bias and its sinks left aside.
 
     Attributes:
+        rules: of a mask with a bias or a packing.
+        pair_bias: of a mask that becomes a bias for whole calls; None: of others.
         packing: of a mask whose kept pairs are gathered for few calls; None: of others.
-        by_blocks: of a mask with a packing, the mask without it, for calls that are cut into tasks.
+        without_bias: of a mask with a bias, the mask without it.
+        by_blocks: of a mask with a bias or a packing, the mask without both, for calls that are cut
+            into tasks.
         sizes: of a call that it is for; the others have its batch entries and lengths.
         softcap: of scores, or None.
         functions: the user's, in the geometries.
@@ -54,17 +61,24 @@ class ResolvedMask:
         kernels: those made for it (``kernel.py``), by the id of the kernel that each computes with.
     """
 
-    def __init__(self, mask: Mask, shape: CallShape, *, packs: bool = True) -> None:
+    def __init__(
+        self, mask: Mask, shape: CallShape, *, packs: bool = True, biases: bool = True
+    ) -> None:
         self.sizes, self.softcap = shape, mask.softcap
-        self.kernels: dict[int, Kernel] = {}
-        with outside():
-            self.packing = _packing(mask, shape) if packs else None
-        if self.packing is not None:
+        self.kernels: dict[Hashable, Kernel] = {}
+        self.rules: TokenRules | None = None
+        self.pair_bias: PairBias | None = None
+        self.packing: Packing | None = None
+        if packs and _is_of_tokens(mask, shape):
+            # The caller's tensors may have changed when they are read again.
+            copied = map_tensors(replace(mask, bias=None, sinks=None), _copied)
+            with outside():
+                self._find_whole_calls(copied, biases=biases)
+        if self.is_whole:
+            self.without_bias = cache(partial(ResolvedMask, copied, shape, biases=False))
+            self.by_blocks = cache(partial(ResolvedMask, copied, shape, packs=False))
             self.functions: tuple[MaskMod, ...] = ()
             self.is_causal = self.keeps_all = False
-            # The caller's tensors may have changed when blocks are asked for.
-            copied = map_tensors(replace(mask, bias=None, sinks=None), _copied)
-            self.by_blocks = cache(partial(ResolvedMask, copied, shape, packs=False))
             return
         self._geometries = geometries(mask, shape, shape.is_causal)
         # By their ids: a callable may have no hash.
@@ -76,23 +90,44 @@ class ResolvedMask:
             g.band == below and g.blocks is None and not g.rules for g in self.geometries
         )
 
+    def _find_whole_calls(self, mask: Mask, *, biases: bool) -> None:
+        """Find the way to run whole calls: with a bias, packed, or (neither) by blocks."""
+        shape = self.sizes
+        by_query, by_key = _ids(mask, shape)
+        by_key = np.where(_kept_keys(mask, shape), by_key, NO_KEY)
+        places = np.arange(shape.n_queries) + query_offsets(mask, shape)
+        rule = PlaceRule(_relative_band(mask), places, mask.chunk, shape.is_causal)
+        self.rules = TokenRules(mask, shape.n_keys, rule)
+        way = fastest_way(self.rules, by_query, by_key, shape, biases=biases)
+        if isinstance(way, PairBias):
+            self.pair_bias = way
+        elif isinstance(way, Packing):
+            self.packing = way
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole calls are run in another way than by blocks."""
+        return self.pair_bias is not None or self.packing is not None
+
     @property
     def geometries(self) -> tuple[Geometry, ...]:
         """One for each batch entry, or one for all of them."""
-        return self._geometries if self.packing is None else self.by_blocks().geometries
+        return self.by_blocks().geometries if self.is_whole else self._geometries
 
     @property
     def kept_pairs(self) -> float:
         """Pairs of a head that a batch entry keeps, with those that rules leave out; the mean."""
         if self.packing is not None:
             return self.packing.pairs / self.sizes.batch
+        if self.pair_bias is not None:
+            return float(self.sizes.n_queries * self.sizes.n_keys)
         counts = [g.count(self.sizes.n_queries, self.sizes.n_keys) for g in self.geometries]
         return sum(counts) / len(counts)
 
     @property
     def few_bands(self) -> bool:
         """Whether it is a band within a few large blocks."""
-        return self.packing is None and all(
+        return not self.is_whole and all(
             not g.rules and (g.blocks is None or len(g.blocks) <= _FEW_BANDS)
             for g in self.geometries
         )
@@ -176,18 +211,14 @@ def _copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _packing(mask: Mask, shape: CallShape) -> Packing | None:
-    """The packing of a mask of ids, lengths, padding and positions; None if it has others."""
+def _is_of_tokens(mask: Mask, shape: CallShape) -> bool:
+    """Whether a mask has ids, lengths or padding, and no more than positions beside them."""
     if mask.keeps is not None or mask.every or mask.either:
-        return None
+        return False
+    if 0 in (shape.batch, shape.heads, shape.n_queries, shape.n_keys):
+        return False
     by_tokens = (mask.documents, mask.key_lengths, mask.key_padding)
-    if all(field is None for field in by_tokens) or not shape.batch:
-        return None
-    by_query, by_key = _ids(mask, shape)
-    by_key = np.where(_kept_keys(mask, shape), by_key, NO_KEY)
-    places = np.arange(shape.n_queries) + query_offsets(mask, shape)
-    rule = PlaceRule(_relative_band(mask), places, mask.chunk, shape.is_causal)
-    return packing_of(by_query, by_key, rule, shape)
+    return any(field is not None for field in by_tokens)
 
 
 def _both(one: tuple[Geometry, ...], other: tuple[Geometry, ...]) -> tuple[Geometry, ...]:

@@ -1,0 +1,97 @@
+"""What the ways to run a mask of tokens cost: by blocks, by packed calls, or with a bias.
+
+Costs are in pairs of a query and a key of one head, as far as the device computes them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from quorum_attention.kernels.masked.token_rules import Ids
+from quorum_attention.kernels.protocol import CallShape
+
+# Pairs of one head that take as long as a kernel call takes the host: of a call of blocks, whose
+# results are merged, and of a packed one.
+_BLOCK_CALL, _PACKED_CALL = 1 << 16, 1 << 14
+_DEVICE_CALL = 1 << 26
+# Pairs of one head that take as long as a row's copies.
+_PAIRS_OF_A_ROW = 16
+# Finding the blocks of a mask that is tested pair by pair takes as long as so many calls.
+_CALLS_OF_A_TEST = 64
+# Runs of a document above which its blocks are short.
+_MANY_RUNS = 8
+
+
+class Blocks(NamedTuple):
+    """The blocks of neighbouring tokens of a mask, about.
+
+    Attributes:
+        n_calls: of kernels.
+        pairs: of one head, rows that are merged among them.
+    """
+
+    n_calls: int
+    pairs: int
+
+
+def blocks_of(by_query: Ids, by_key: Ids, shape: CallShape) -> Blocks:
+    """About what blocks of neighbouring tokens take.
+
+    Args:
+        by_query, by_key: ids, (1 or batch, n); of keys ``NO_KEY`` in those that no query keeps.
+    """
+    query_runs, key_runs = _count_runs(by_query), _count_runs(by_key)
+    names = _count_names(by_query)
+    n_entries = max(len(by_query), len(by_key))
+    # Entries are computed together with the one before if their ids are the same.
+    begins = np.zeros(n_entries, np.bool_)
+    begins[0] = True
+    for ids in (by_query, by_key):
+        if len(ids) > 1:
+            begins[1:] |= (ids[1:] != ids[:-1]).any(axis=1)
+    # Runs that meet many others are no blocks, but tested pair by pair.
+    is_tested = query_runs * key_runs > _MANY_RUNS * names * (query_runs + key_runs)
+    n_blocks = np.maximum(query_runs, key_runs)
+    if shape.device_type != "cpu":
+        # There one launch takes all blocks, but short ones are as slow as tests.
+        is_tested |= n_blocks > _MANY_RUNS * names
+        n_blocks = np.ones_like(n_blocks)
+    area = shape.n_queries * shape.n_keys
+    calls = np.where(is_tested, _CALLS_OF_A_TEST, n_blocks)
+    merged = shape.n_queries * np.maximum(1, key_runs // names) * _PAIRS_OF_A_ROW
+    pairs = np.where(is_tested, area, area // names + merged)
+    n_calls = int(np.broadcast_to(calls, n_entries)[begins].sum())
+    n_pairs = int(np.broadcast_to(pairs, n_entries).sum()) * (shape.batch // n_entries)
+    return Blocks(n_calls, n_pairs)
+
+
+def cost_of_blocks(blocks: Blocks, shape: CallShape) -> int:
+    """The cost of blocks."""
+    call = _BLOCK_CALL if shape.device_type == "cpu" else _DEVICE_CALL
+    return blocks.n_calls * call + blocks.pairs * shape.heads
+
+
+def cost_of_packed_calls(n_calls: int, pairs: int, shape: CallShape) -> int:
+    """The cost of packed calls that compute so many pairs of one head."""
+    call = _PACKED_CALL if shape.device_type == "cpu" else _DEVICE_CALL
+    rows = shape.batch * (shape.n_queries + shape.n_keys) * _PAIRS_OF_A_ROW
+    return n_calls * call + (pairs + rows) * shape.heads
+
+
+def cost_of_bias(n_calls: int, shape: CallShape) -> int:
+    """The cost of calls with a bias, which compute all pairs."""
+    pairs = shape.batch * shape.n_queries * shape.n_keys
+    return n_calls * _DEVICE_CALL + pairs * shape.heads
+
+
+def _count_runs(ids: Ids) -> Ids:
+    """Runs of equal numbers in each row, (rows,)."""
+    counts: Ids = (ids[:, 1:] != ids[:, :-1]).sum(axis=1) + 1
+    return counts
+
+
+def _count_names(ids: Ids) -> Ids:
+    """Distinct numbers in each row, (rows,)."""
+    return _count_runs(np.sort(ids, axis=1))

@@ -1,0 +1,205 @@
+"""Which pairs are kept by what is known of their tokens: ids, whether a key is there, and places.
+
+``TokenRules`` evaluates the rules for tensors of positions, on the device of the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.torch_private import outside
+from quorum_attention.mask import Mask
+
+Ids = NDArray[np.int64]
+Tokens = torch.Tensor | slice
+"""Numbers of batch entries (cells,), or positions (cells, tokens); a slice: those for all cells."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlaceRule:
+    """Which pairs are kept by their positions alone.
+
+    Attributes:
+        band: ``key - place`` has to lie in it.
+        places: of queries among the keys, (1 or batch, n_queries).
+        chunk: place and key have to lie in one chunk of so many; None: no such rule.
+        is_causal: whether keys after the query's own number are masked as well.
+    """
+
+    band: Band
+    places: Ids
+    chunk: int | None = None
+    is_causal: bool = False
+    _on_devices: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no pair is masked."""
+        return self.band.keeps_all and self.chunk is None and not self.is_causal
+
+    @property
+    def is_plain_causal(self) -> bool:
+        """Whether exactly the keys after a query's own number are masked."""
+        if self.chunk is not None or self.band.low is not None:
+            return False
+        if self.band.high is None:
+            return self.is_causal
+        numbers = np.arange(self.places.shape[1])
+        return self.band.high == 0 and bool((self.places == numbers).all())
+
+    def keeps(self, entries: Tokens, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which pairs are kept, (cells or 1, queries, keys).
+
+        Args:
+            entries: the batch entries of the cells.
+            queries, keys: positions, (cells or 1, queries) and (cells or 1, keys), on one device.
+        """
+        places = self._places(entries, queries)[..., None]  # (cells or 1, queries, 1)
+        columns = keys[:, None]  # (cells or 1, 1, keys)
+        shape = torch.broadcast_shapes(places.shape, columns.shape)
+        kept = torch.ones(shape, dtype=torch.bool, device=queries.device)
+        if self.band.low is not None:
+            kept &= columns >= places + self.band.low
+        if self.band.high is not None:
+            kept &= columns <= places + self.band.high
+        if self.chunk is not None:
+            chunk_of_keys = torch.div(columns, self.chunk, rounding_mode="floor")
+            kept &= chunk_of_keys == torch.div(places, self.chunk, rounding_mode="floor")
+        if self.is_causal:
+            kept &= columns <= queries[..., None]
+        return kept
+
+    def _places(self, entries: Tokens, queries: torch.Tensor) -> torch.Tensor:
+        """The places of queries, (cells or 1, queries)."""
+        device = queries.device
+        if device not in self._on_devices:
+            with outside():
+                table = torch.from_numpy(np.ascontiguousarray(self.places)).to(device)
+            self._on_devices[device] = table
+        return _rows_at(self._on_devices[device], entries, queries)
+
+
+class TokenRules:
+    """The pairs that the documents, lengths, padding and positions of a mask keep.
+
+    Args:
+        mask: nobody writes to its tensors. They lie on any device.
+        n_keys: of each batch entry.
+        places: what the mask keeps by positions.
+    """
+
+    def __init__(self, mask: Mask, n_keys: int, places: PlaceRule) -> None:
+        self._mask, self._n_keys, self.places = mask, n_keys, places
+        self._on_devices: dict[torch.device, _TokenTables] = {}
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether pairs have to have equal ids."""
+        return self._mask.documents is not None
+
+    def kept(
+        self,
+        entries: Tokens,
+        queries: Tokens,
+        keys: Tokens,
+        device: torch.device,
+        *,
+        by_places: bool = True,
+    ) -> torch.Tensor:
+        """Which pairs are kept, (cells or 1, queries or 1, keys).
+
+        Args:
+            entries: the batch entries of the cells.
+            queries, keys: the tokens of each cell; or, as slices, those of all cells.
+            device: where they are.
+            by_places: whether the rule of places counts.
+        """
+        kept = self._kept_by_tokens(entries, queries, keys, device)
+        if kept is not None and (self.places.keeps_all or not by_places):
+            return kept
+        at_queries = _positions(queries, self.places.places.shape[1], device)
+        at_keys = _positions(keys, self._n_keys, device)
+        kept_by_places = self.places.keeps(entries, at_queries, at_keys)
+        return kept_by_places if kept is None else kept_by_places & kept
+
+    def _kept_by_tokens(
+        self, entries: Tokens, queries: Tokens, keys: Tokens, device: torch.device
+    ) -> torch.Tensor | None:
+        """Which pairs have equal ids, and a key that is there; None: all."""
+        tables = self._tables(device)
+        kept: torch.Tensor | None = None
+        if tables.query_ids is not None and tables.key_ids is not None:
+            query_ids = _rows_at(tables.query_ids, entries, queries)
+            key_ids = _rows_at(tables.key_ids, entries, keys)
+            kept = query_ids[..., None] == key_ids[:, None]
+        if tables.is_there is not None:
+            is_there = _rows_at(tables.is_there, entries, keys)[:, None]
+            kept = is_there if kept is None else kept & is_there
+        return kept
+
+    def _tables(self, device: torch.device) -> _TokenTables:
+        if device not in self._on_devices:
+            with outside():
+                self._on_devices[device] = _tables_on(device, self._mask, self._n_keys)
+        return self._on_devices[device]
+
+
+@dataclass(frozen=True, eq=False)
+class _TokenTables:
+    """The tensors of a mask on a device.
+
+    Attributes:
+        query_ids, key_ids: of documents, (1 or batch, n); None without documents.
+        is_there: which keys lengths and padding keep, (1 or batch, n_keys); None: all.
+    """
+
+    query_ids: torch.Tensor | None
+    key_ids: torch.Tensor | None
+    is_there: torch.Tensor | None
+
+
+def _tables_on(device: torch.device, mask: Mask, n_keys: int) -> _TokenTables:
+    query_ids: torch.Tensor | None = None
+    key_ids: torch.Tensor | None = None
+    if mask.documents is not None:
+        documents = mask.documents
+        of_query, of_key = documents if isinstance(documents, tuple) else (documents, documents)
+        query_ids = torch.atleast_2d(of_query).to(device)
+        key_ids = query_ids if of_key is of_query else torch.atleast_2d(of_key).to(device)
+    is_there: torch.Tensor | None = None
+    if mask.key_lengths is not None:
+        columns = torch.arange(n_keys, device=device)
+        is_there = columns < mask.key_lengths.to(device)[:, None]
+    if mask.key_padding is not None:
+        padding = torch.atleast_2d(mask.key_padding).to(device)
+        is_there = padding if is_there is None else is_there & padding
+    return _TokenTables(query_ids, key_ids, is_there)
+
+
+def _rows_at(table: torch.Tensor, entries: Tokens, tokens: Tokens) -> torch.Tensor:
+    """What a table (1 or batch, n) holds of the tokens of cells: (cells or 1, tokens)."""
+    if isinstance(entries, slice):
+        rows = table if len(table) == 1 else table[entries]
+        return rows[:, tokens] if isinstance(tokens, slice) else _gathered(rows, tokens)
+    if isinstance(tokens, slice):
+        return table[entries if len(table) > 1 else slice(None), tokens]
+    numbers = entries if len(table) > 1 else torch.zeros_like(entries)
+    return table[numbers[:, None], tokens]
+
+
+def _gathered(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens (cells or 1, tokens) of rows (cells or 1, n)."""
+    n_cells = max(len(rows), len(tokens))
+    return rows.expand(n_cells, -1).gather(1, tokens.expand(n_cells, -1))
+
+
+def _positions(tokens: Tokens, n_tokens: int, device: torch.device) -> torch.Tensor:
+    """The positions of tokens, (cells or 1, tokens)."""
+    if isinstance(tokens, torch.Tensor):
+        return tokens
+    return torch.arange(n_tokens, device=device)[tokens].unsqueeze(0)
