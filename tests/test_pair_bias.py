@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 from helpers_entries import masked_call
+from helpers_memory import usage
+from helpers_plans import shape_of
 
+import quorum_attention as qa
 from quorum_attention.kernels.masked import pair_bias, ways
+from quorum_attention.kernels.masked.resolve import ResolvedMask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,8 +39,106 @@ def test_random_masks_become_a_bias(
     made: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one call or by several; with learned biases, sinks, soft caps and budgets beside them."""
-    for number in range(100):
+    for number in range(60):
         size = random.Random(number).choice([8, 12, 26])
         monkeypatch.setattr(pair_bias, "_MOST_BYTES", 1 << size)
         masked_call(70_000 + number)
-    assert len(made) > 200
+    assert len(made) > 120
+
+
+def lengths_of(n_entries: int, n: int = 12) -> tuple[list[torch.Tensor], qa.Mask]:
+    """Query, key and value, and a mask of lengths."""
+    three = [torch.randn(n_entries, 2, n, 8, requires_grad=True) for _ in range(3)]
+    return three, qa.Mask(key_lengths=torch.randint(0, n + 1, (n_entries,)))
+
+
+def test_one_bias_for_many_entries(made: list[torch.Tensor]) -> None:
+    """Of one row where all queries keep the same keys, and of one entry where all entries do."""
+    three, mask = lengths_of(3000)
+    ids = torch.randint(0, 5, (12,))
+    for given, shape in (
+        (mask, (3000, 1, 1, 12)),
+        (qa.Mask(key_padding=ids > 2), (1, 1, 1, 12)),
+        (qa.Mask(causal=True, key_padding=ids > 2), (1, 1, 1, 12)),
+        (qa.Mask(documents=ids), (1, 1, 12, 12)),
+        (qa.Mask(window=(2, 3), key_padding=ids > 2), (1, 1, 12, 12)),
+        (qa.Mask(window=(2, 3), key_lengths=mask.key_lengths), (3000, 1, 12, 12)),
+    ):
+        made.clear()
+        qa.attention(*three, attn_mask=given).sum().backward()
+        assert [tuple(bias.shape) for bias in made] == [shape, shape]
+
+
+def test_the_backward_keeps_what_the_forward_kept(made: list[torch.Tensor]) -> None:
+    """The caller may write to lengths in between."""
+    three, mask = lengths_of(5)
+    grads = []
+    for writes in (False, True):
+        out = qa.attention(*three, attn_mask=mask)
+        if writes and mask.key_lengths is not None:
+            mask.key_lengths.fill_(1)
+        grads.append(torch.autograd.grad(out.square().sum(), three))
+    assert len(made) == 4
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("most", [1 << 16, 1 << 26])
+@pytest.mark.parametrize("window", [None, (7, 3)])
+def test_a_call_with_a_bias_stays_within_its_bytes(
+    most: int,
+    window: tuple[int, int] | None,
+    made: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bias is counted, whether it is that of one call or of several."""
+    monkeypatch.setattr(pair_bias, "_MOST_BYTES", most)
+    three, lengths = lengths_of(200, 60)
+    mask = qa.Mask(window=window, key_lengths=lengths.key_lengths)
+    report = qa.Report()
+
+    def forward() -> torch.Tensor:
+        out = qa.attention(*three, attn_mask=mask, report=report)
+        made.clear()  # they would be counted
+        return out
+
+    def backward() -> None:
+        torch.autograd.grad(out, three, torch.ones_like(out))
+        made.clear()
+
+    with torch.no_grad():
+        used = usage(forward)
+    assert report.forward is not None
+    assert used.peak <= report.forward.planned_peak_bytes
+    out = forward()
+    used = usage(backward)
+    assert report.backward is not None
+    assert used.peak <= report.backward.planned_peak_bytes
+
+
+def test_what_takes_no_bias_goes_the_other_ways(made: list[torch.Tensor]) -> None:
+    """Dropout, kernels that take no bias, calls that are cut into tasks, and other masks."""
+    three, mask = lengths_of(5)
+    qa.attention(*three, attn_mask=mask, dropout_p=0.1).sum().backward()
+    qa.attention(*three, attn_mask=mask, kernel="dense")
+    qa.attention(*three, attn_mask=mask, depth=1).sum().backward()
+    qa.attention(*three, attn_mask=mask | qa.Mask(causal=True))
+    qa.attention(*three, attn_mask=qa.Mask(causal=True, window=3))
+    assert not made
+    qa.attention(*three, attn_mask=mask, kernel="cpu")
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("tokens", [4096, 1 << 15])
+def test_the_cheapest_way_on_a_gpu(tokens: int) -> None:
+    """A bias in short calls; gathered rows, or blocks, in long ones."""
+    heads = 32
+    shape = shape_of((1,), heads, heads, tokens, tokens)
+    scattered = ResolvedMask(qa.Mask(documents=torch.randint(0, 400, (tokens,))), shape)
+    in_order = ResolvedMask(qa.Mask(documents=torch.arange(tokens) // 512), shape)
+    is_long = tokens > 4096
+    assert (scattered.packing is not None) == is_long
+    assert (scattered.pair_bias is not None) != is_long
+    assert not in_order.is_whole
+    small = shape_of((20_000,), 4, 4, 12, 12)
+    lengths = ResolvedMask(qa.Mask(key_lengths=torch.randint(1, 13, (20_000,))), small)
+    assert lengths.pair_bias is not None

@@ -30,8 +30,9 @@ class Mask:
     """Which pairs of queries and keys a call keeps, and what changes their scores.
 
     Give it as ``attn_mask`` of ``attention`` and its companions. A pair is kept if every given
-    field keeps it. No tensor of queries times keys is made. Scores are scaled, then capped; then
-    ``bias`` is added; then ``sinks`` take part in the softmax. A row without a kept key has output
+    field keeps it. No tensor of queries times keys is made, but in short calls on a GPU, of
+    at most 64 MiB (docs/masks.md). Scores are scaled, then capped; then ``bias`` is added; then
+    ``sinks`` take part in the softmax. A row without a kept key has output
     0 and log-sum-exp -inf; with sinks, its log-sum-exp is the sink.
 
     A mask may be given to many calls. If one of its tensors was changed in place, the next call
