@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -34,7 +34,6 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.reference import PLAIN
 from quorum_attention.kernels.tensors import empty_in_order_of
-from quorum_attention.kernels.torch_private import as_it_is
 from quorum_attention.mask import Mask
 
 # Most bytes of the bias of one call.
@@ -210,6 +209,4 @@ def _priced_kernel(
     places = PlaceRule(Band(), np.zeros((1, shape.n_queries), np.int64))
     rules = TokenRules(Mask(), shape.n_keys, places)
     pair_bias = PairBias(rules, is_causal, has_rows, has_entries)
-    return BiasedKernel(
-        pair_bias, shape=shape, base=base, by_blocks=partial(as_it_is, base), scores=PLAIN
-    )
+    return BiasedKernel(pair_bias, shape=shape, base=base, by_blocks=lambda: base, scores=PLAIN)
