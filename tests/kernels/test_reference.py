@@ -21,7 +21,7 @@ from quorum_attention.kernels import (
     Gradients,
     InnerKernel,
     Statistics,
-    reference,
+    score_tiles,
 )
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.kernel import capped
@@ -38,7 +38,7 @@ def test_random_tasks_by_every_tile(
 ) -> None:
     """Merged into states that hold keys already; rows and tiles without keys, NaN in some."""
     if tile is not None:
-        monkeypatch.setattr(reference, "IN_CACHE", reference.TileLimits(*tile))
+        monkeypatch.setattr(score_tiles, "IN_CACHE", score_tiles.TileLimits(*tile))
     r, single = random.Random(str(tile)), tile == (1, 1, 1)
     kernel: InnerKernel = CpuKernel() if drops else TiledKernel()
     for number in range(5 if single else 15):
@@ -111,5 +111,5 @@ def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype)
     query, key, value, grad_out, out = torch.randn(5, 1, 1, 4, 8, dtype=dtype)
     for lse in (1e3, 1e5, 3e6, 1e9, 1e18):
         saved = Saved(grad_out, out, torch.full((1, 1, 4), lse, dtype=dtype))
-        found = TiledKernel(reference.WHOLE_ROWS).whole_backward(Call(query, key, value), saved)
+        found = TiledKernel(score_tiles.WHOLE_ROWS).whole_backward(Call(query, key, value), saved)
         assert all(bool((t == 0).all()) for t in found), lse

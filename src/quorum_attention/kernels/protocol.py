@@ -568,8 +568,11 @@ class Kernel(ABC):
         return Pairs(n_queries, n_keys, is_causal)
 
     def scores_of_pairs(self) -> Any:
-        """How it changes and masks each score (``reference.Scores``); None: it computes more than
-        that, and the gradient of a mask beside it is not computed as beside plain softmax."""
+        """Return how the kernel changes and masks each score (``score_tiles.ScoreTransform``).
+
+        None: it computes more than that, and the gradient of a mask beside it is not computed as
+        beside plain softmax.
+        """
         return None
 
 

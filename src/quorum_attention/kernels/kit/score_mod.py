@@ -12,11 +12,12 @@ import torch
 
 from quorum_attention.decomposition import Pairs
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels import reference
+from quorum_attention.kernels import score_tiles
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, over_pairs
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
 from quorum_attention.kernels.masked.kernel import PartwiseKernel, UserModKernel
 from quorum_attention.kernels.protocol import CallShape, Extent, Gradients, Statistics, TaskTensors
+from quorum_attention.kernels.reference import TiledKernel
 
 # Score matrices that a function may hold at a time, its result among them.
 _MATRICES = 8
@@ -38,12 +39,12 @@ class ScoreModKernel(UserModKernel):
         self.geometry = geometry_of(mask_mod)
         self.mask_mods = self.geometry.functions
         self._causal_geometry = Geometry(Band(None, 0)) & self.geometry
-        transform = reference.ScoreTransform(
+        transform = score_tiles.ScoreTransform(
             None if score_mod is None else partial(_modify_tile, score_mod),
-            tiles=reference.LARGE,
+            tiles=score_tiles.LARGE,
             matrices=_MATRICES,
         )
-        tiled = reference.TiledKernel(transform)
+        tiled = TiledKernel(transform)
         self._plain_kernel = PartwiseKernel(self.geometry, tiled, transform)
         self._causal_kernel = PartwiseKernel(self._causal_geometry, tiled, transform)
 
@@ -86,11 +87,11 @@ class ScoreModKernel(UserModKernel):
 def _modify_tile(
     score_mod: ScoreMod,
     scores: torch.Tensor,
-    block: reference.QueryBlock,
+    block: score_tiles.QueryBlock,
     keys: slice,
     derivative: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A ``reference.ScoreFunction``: the modified scores of a tile, and their derivative.
+    """A ``score_tiles.ScoreFunction``: the modified scores of a tile, and their derivative.
 
     Autograd computes the derivative, if it is asked for.
     """

@@ -22,7 +22,6 @@ import torch
 from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Rectangle, Rows, Verdict
 from quorum_attention.decomposition.bands import Band, BandPart
 from quorum_attention.decomposition.rectangles import cut
-from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
@@ -58,6 +57,7 @@ from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel, TiledKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.score_tiles import PLAIN, QueryBlock, ScoreTransform
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.mask import Mask
 
@@ -106,17 +106,17 @@ class UserModKernel(Kernel):
 def _cap(
     cap: float, scores: torch.Tensor, block: object, keys: object, derivative: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A ``reference.ScoreFunction``: scores become ``cap * tanh(score / cap)``, in place."""
+    """A ``ScoreFunction``: scores become ``cap * tanh(score / cap)``, in place."""
     scores.div_(cap).tanh_()
     found = (scores * scores).neg_().add_(1.0) if derivative else None
     return scores.mul_(cap), found
 
 
-def capped(softcap: float | None) -> reference.ScoreTransform:
+def capped(softcap: float | None) -> ScoreTransform:
     """The change of scores by a soft cap; None is none."""
     if softcap is None:
-        return reference.PLAIN
-    return reference.ScoreTransform(function=partial(_cap, softcap), matrices=1)
+        return PLAIN
+    return ScoreTransform(function=partial(_cap, softcap), matrices=1)
 
 
 _Parts = tuple[tuple[Rectangle, ...], ...]
@@ -134,7 +134,7 @@ class PartwiseKernel(Kernel):
 
     name = "parts"
 
-    def __init__(self, geometry: Geometry, base: Kernel, scores: reference.ScoreTransform) -> None:
+    def __init__(self, geometry: Geometry, base: Kernel, scores: ScoreTransform) -> None:
         self._geometry, self._operator = geometry, copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
         shared = CallShape("cpu", torch.float32, heads=2, kv_heads=1, head_dim=1, value_dim=1)
@@ -426,11 +426,11 @@ class MaskedKernel(UserModKernel):
         share = self._share * n_queries * n_keys / max(1, every)
         return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, share))
 
-    def scores_of_pairs(self) -> reference.ScoreTransform:
+    def scores_of_pairs(self) -> ScoreTransform:
         """See ``Kernel``: the soft cap, and what the geometries keep."""
         return replace(self._scores, kept=self._kept)
 
-    def _kept(self, block: reference.QueryBlock, keys: slice) -> torch.Tensor:
+    def _kept(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         pairs = block.indices(keys)
         numbers = pairs.entries % self.batch
         parts = [

@@ -32,7 +32,7 @@ from quorum_attention.kernels.protocol import (
     Three,
     state_dtype,
 )
-from quorum_attention.kernels.reference import PLAIN
+from quorum_attention.kernels.score_tiles import PLAIN
 from quorum_attention.kernels.tensors import empty_in_order_of
 from quorum_attention.mask import Mask
 

@@ -21,7 +21,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
-from quorum_attention.kernels.reference import QueryBlock, ScoreTransform
+from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
 
 # The blocks of more entries are not looked at together.
 _FEW_ENTRIES = 64

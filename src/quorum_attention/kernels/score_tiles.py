@@ -1,0 +1,401 @@
+"""Scores of a task, tile by tile: a block of queries walks its tiles of keys.
+
+Everything here is in the dtype of the statistics (fp32, or fp64 for fp64 inputs), on the device
+that computes. In tensors of scores, g query heads share each of hk key heads: (b, hk, g * rows,
+keys) is the same memory as (b, h, rows, keys).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from quorum_attention.arithmetic import ceil_div
+from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.dropout import dropped, dropped_bytes
+from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Indices,
+    Saved,
+    TaskTensors,
+)
+from quorum_attention.kernels.tensors import positions
+
+
+@dataclass(frozen=True, slots=True)
+class TileLimits:
+    """The most that a tile has, all its heads together.
+
+    Attributes:
+        pairs: pairs; a single row of the query heads of a key head may have more.
+        rows: query rows, and key rows.
+        keys: keys of a head.
+    """
+
+    pairs: int
+    rows: int
+    keys: int
+
+
+# On a CPU tiles stay in the cache. Elsewhere, and for whole rows, fewer launches count more.
+IN_CACHE = TileLimits(1 << 17, 1024, 512)
+LARGE = TileLimits(1 << 21, 8192, 4096)
+
+ScoreFunction = Callable[
+    [torch.Tensor, "QueryBlock", slice, bool], tuple[torch.Tensor, torch.Tensor | None]
+]
+"""Changes scaled scores (b, h, rows, keys) of a block's tile, before they are masked; it may write
+to them. Also returns the derivative if the last argument is True; None is a derivative of 1."""
+
+At = tuple[slice, slice, slice]
+"""Batch entries, key heads and queries."""
+
+Kept = Callable[["QueryBlock", slice], torch.Tensor | None]
+"""Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys); None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTransform:
+    """Changes of scores beside those that a task asks for.
+
+    Attributes:
+        function, kept: see their types; None: nothing.
+        whole_rows: a tile has all keys of its rows. In the backward probabilities of rows that have
+            no other keys are then made to add up to 1, which an lse of 1,000 in fp32 does not.
+        tiles: how large tiles are; None: as is good for the device.
+        matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``function`` and
+            ``kept`` have at a time, their results among them.
+        exact_delta: the delta of whole rows is computed from their probabilities, not from an
+            output rounded to 16 bits; where that has no columns of its own (call/lse_columns.py).
+    """
+
+    function: ScoreFunction | None = None
+    kept: Kept | None = None
+    whole_rows: bool = False
+    tiles: TileLimits | None = None
+    matrices: int = 0
+    exact_delta: bool = False
+
+    def limits(self, device_type: str) -> TileLimits:
+        """Return the limits of tiles on such a device."""
+        if self.tiles is not None:
+            return self.tiles
+        return IN_CACHE if device_type == "cpu" else LARGE
+
+    def most_keys(self, n_keys: int, limits: TileLimits) -> int:
+        """Return the most keys of a tile, where there are ``n_keys``."""
+        if self.whole_rows:
+            return max(1, n_keys)
+        return max(1, min(n_keys, limits.keys))
+
+
+PLAIN = ScoreTransform()
+WHOLE_ROWS = ScoreTransform(whole_rows=True, tiles=LARGE)
+
+
+class QueryBlock:
+    """A block of queries: some key heads of some batch entries, with all their query heads.
+
+    Args:
+        task: the task that the block is a part of.
+        rectangle: the rectangle of the task that the block is a part of.
+        transform: what is done to its scores.
+        at: batch entries, key heads and queries (local positions).
+        like: a tensor on the device and in the dtype that is computed in.
+
+    Attributes:
+        heads: the query heads.
+        most_keys: the most keys of a tile.
+        query: (b, hk, g * rows, d), like ``like``.
+    """
+
+    def __init__(
+        self,
+        task: TaskTensors,
+        rectangle: Rectangle,
+        transform: ScoreTransform,
+        at: At,
+        like: torch.Tensor,
+    ) -> None:
+        entries, key_heads, rows = at
+        group = task.query.shape[1] // task.key.shape[1]
+        self.task = task
+        self.rectangle = rectangle
+        self.transform = transform
+        self.entries = entries
+        self.key_heads = key_heads
+        self.rows = rows
+        self.heads = slice(key_heads.start * group, key_heads.stop * group)
+        self.most_keys = transform.most_keys(rectangle.n_keys, transform.limits(like.device.type))
+        query = self.of_rows(task.query).to(like.device).to(like.dtype)  # (b, h, rows, d)
+        n_key_heads = key_heads.stop - key_heads.start
+        self.query = query.reshape(query.shape[0], n_key_heads, -1, query.shape[-1])
+
+    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the block's part of (b, hq, nq, ...), a view."""
+        return tensor[self.entries, self.heads, self.rows]
+
+    def grouped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the block's part of (b, hq, nq, d) as (b, hk, g * rows, d), like ``query``."""
+        rows = self._like_query(self.of_rows(tensor))
+        return rows.reshape(*self.query.shape[:3], tensor.shape[-1])
+
+    def of_keys(self, tensor: torch.Tensor, keys: slice) -> torch.Tensor:
+        """Return the block's part of (b, hk, nk, d), like ``query``."""
+        return self._like_query(tensor[self.entries, self.key_heads, keys])
+
+    def _like_query(self, part: torch.Tensor) -> torch.Tensor:
+        return part.to(self.query.device).to(self.query.dtype)
+
+    def by_head(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return (b, hk, g * rows, keys) as (b, h, rows, keys), a view."""
+        heads = self.heads.stop - self.heads.start
+        rows = self.rows.stop - self.rows.start
+        return scores.view(scores.shape[0], heads, rows, scores.shape[-1])
+
+    def indices(self, keys: slice) -> Indices:
+        """Return the pairs of its queries and some keys, by their numbers in the whole call; on the
+        device that computes, though the task's tensors may be elsewhere."""
+        return self.task.indices(
+            self._pairs_with(keys), self.entries, self.heads, self.query.device
+        )
+
+    def _pairs_with(self, keys: slice) -> Rectangle:
+        return Rectangle(self.rows.start, self.rows.stop, keys.start, keys.stop)
+
+    def tiles(self) -> Iterator[slice]:
+        """Yield its keys, by tiles: those that none of its queries sees are left out."""
+        r = self.rectangle
+        stop = min(r.key_stop, self.rows.stop) if r.causal else r.key_stop
+        for start in range(r.key_start, stop, self.most_keys):
+            yield slice(start, min(start + self.most_keys, stop))
+
+    def scores(
+        self, key: torch.Tensor, keys: slice, *, derivative: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scores of a tile and the derivative of their change.
+
+        Args:
+            key: (b, hk, keys, d), of the block.
+            keys: the tile.
+            derivative: whether the derivative is asked for.
+
+        Returns:
+            Scores (b, hk, g * rows, keys), -inf where a pair is not kept. The derivative, of the
+            same shape, or None where it is 1 or not asked for.
+        """
+        scores = (self.query @ key.mT).mul_(self.task.scale)
+        by_head = self.by_head(scores)
+        slope = None
+        if self.transform.function is not None:
+            by_head, slope = self.transform.function(by_head, self, keys, derivative)
+        self._add_bias_(by_head, keys)
+        self._mask_(by_head, keys)
+        if slope is not None:
+            slope = slope.reshape(scores.shape)
+        return by_head.view(scores.shape), slope
+
+    def _add_bias_(self, scores: torch.Tensor, keys: slice) -> None:
+        """Add the bias to a tile (b, h, rows, keys), in place."""
+        bias = self.task.bias(self._pairs_with(keys))
+        if bias is None:
+            return
+        bias = four_dims(bias)
+        if bias.shape[0] > 1:
+            bias = bias[self.entries]
+        if bias.shape[1] > 1:
+            bias = bias[:, self.heads]
+        scores.add_(bias)
+
+    def _mask_(self, scores: torch.Tensor, keys: slice) -> None:
+        """Write -inf to a tile (b, h, rows, keys) where pairs are not kept, in place."""
+        if self.rectangle.causal and keys.stop - 1 > self.rows.start:
+            # The rectangle is a square on the diagonal of local positions.
+            rows = torch.arange(self.rows.start, self.rows.stop, device=scores.device)
+            columns = torch.arange(keys.start, keys.stop, device=scores.device)
+            scores.masked_fill_(columns > rows.unsqueeze(-1), -torch.inf)
+        if self.transform.kept is None:
+            return
+        kept = self.transform.kept(self, keys)
+        if kept is not None:
+            scores.masked_fill_(~kept, -torch.inf)
+
+    def dropped(self, like: torch.Tensor, keys: slice) -> torch.Tensor | None:
+        """Return which pairs of a tile are dropped, in the shape of ``like`` (b, hk, g * rows,
+        keys); None without dropout."""
+        task = self.task
+        if task.dropout is None:
+            return None
+        batch, heads, _, _ = self.by_head(like).shape
+        dropout = task.dropout.at(self.heads.start, self.entries.start)
+        queries = positions(task.task, self.rows.start, self.rows.stop, like.device)
+        runs_of_keys = task.task.segments(keys.start, keys.stop)
+        return dropped(dropout, batch, heads, queries, runs_of_keys).view(like.shape)
+
+
+# By how much the logarithm of a row's sum may be off if it has no other keys, by bytes of a number:
+# as a share of its lse, and besides. In fp32 and float64 delta of other rows is as exact.
+_ROUNDING = {2: (2.0**-20, 2.0**-12), 4: (2.0**-22, 2.0**-20), 8: (2.0**-47, 2.0**-44)}
+
+
+class BackwardRows:
+    """The rows of a block as a backward reads them.
+
+    Attributes:
+        block: the block.
+        grad_out: (b, hk, g * rows, dv), upstream.
+        delta: (b, hk, g * rows, 1), rowsum(grad_out * out).
+        lse: (b, hk, g * rows, 1), 0 in rows without keys.
+    """
+
+    def __init__(self, block: QueryBlock, saved: Gradients | Saved) -> None:
+        self.block = block
+        self.grad_out = block.grouped(saved.grad_out)
+        products = self.grad_out * block.grouped(saved.out)
+        self.delta = products.sum(dim=-1, keepdim=True)
+        lse = block.grouped(saved.lse.unsqueeze(-1))
+        # In a row without keys exp(-inf - 0) is 0, where -inf - -inf would be NaN.
+        self.lse = lse.masked_fill(lse == -torch.inf, 0.0)
+
+    def pairs(
+        self, key: torch.Tensor, keys: slice, *, derivative: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return what a backward needs of the pairs of a tile, each (b, hk, g * rows, keys).
+
+        Args:
+            key: (b, hk, keys, d), of the block.
+            keys: the tile.
+            derivative: whether the derivative of the change of scores is asked for.
+
+        Returns:
+            The probabilities; the gradient of scores after their change; the derivative of that
+            change (``QueryBlock.scores``); and which pairs are dropped.
+        """
+        block = self.block
+        dropout = block.task.dropout
+        p, slope = block.scores(key, keys, derivative=derivative)
+        p.sub_(self.lse).exp_()
+        drops = block.dropped(p, keys)
+        ds = self.grad_out @ block.of_keys(block.task.value, keys).mT
+        if dropout is not None and drops is not None:
+            ds.mul_(dropout.rescale).masked_fill_(drops, 0.0)
+        delta = self.delta_of(p, ds) if block.transform.whole_rows else self.delta
+        ds.sub_(delta).mul_(p)
+        return p, ds, slope, drops
+
+    def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
+        """Return delta; by ``exact_delta`` of rows that have no keys but those of ``p``.
+
+        The probabilities of such rows are made to add up to 1, in place; other rows are left alone.
+        Rows are told apart by the logarithm of their sum, which rounding moves as much as it moves
+        lse: beside an lse of a million, the sum itself may be anything from 0 on.
+        """
+        total = p.sum(dim=-1, keepdim=True)
+        share, offset = _ROUNDING[self.block.task.query.dtype.itemsize]
+        rounding = (self.lse.abs() * share).add_(offset).clamp_(max=0.01)
+        has_other_keys = total.log().abs_() > rounding
+        p.div_(total.masked_fill_(has_other_keys, 1.0))
+        if not self.block.transform.exact_delta:
+            return self.delta
+        exact_delta = (p * dp).sum(dim=-1, keepdim=True)
+        return torch.where(has_other_keys, self.delta, exact_delta)
+
+
+def query_blocks(
+    task: TaskTensors, like: torch.Tensor, transform: ScoreTransform
+) -> Iterator[QueryBlock]:
+    """Yield the blocks of a task; all query heads of a key head are in one tile.
+
+    Args:
+        like: a tensor on the device and in the dtype that is computed in.
+    """
+    if not task.rectangles:
+        return
+    batch, key_heads = task.key.shape[:2]
+    group = task.query.shape[1] // key_heads
+    limits = transform.limits(task.query.device.type)
+    for r in task.rectangles:
+        keys = transform.most_keys(r.n_keys, limits)
+        queries = max(1, min(limits.pairs // (group * keys), limits.rows // group))
+        rows = group * min(r.n_queries, queries)
+        lanes = min(limits.pairs // (rows * keys), limits.rows // rows, limits.rows // keys)
+        heads = max(1, min(key_heads, lanes))
+        entries = max(1, lanes // heads) if heads == key_heads else 1
+        for at in product(
+            runs(slice(0, batch), entries),
+            runs(slice(0, key_heads), heads),
+            runs(slice(r.query_start, r.query_stop), queries),
+        ):
+            yield QueryBlock(task, r, transform, at, like)
+
+
+def runs(indices: slice, most: int) -> Iterator[slice]:
+    """Yield ``indices`` in runs of at most ``most``."""
+    for start in range(indices.start, indices.stop, most):
+        yield slice(start, min(start + most, indices.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersPer:
+    """How many numbers a pass holds per query row, per key row and per pair of a tile."""
+
+    query: int
+    key: int
+    pair: int
+
+
+class TileSizes:
+    """Bounds of the largest tile of a call, in rectangles of any size up to the largest.
+
+    Attributes:
+        rows: query rows.
+        keys: key rows.
+        pairs: pairs.
+        itemsize: bytes of a number in the dtype that is computed in.
+    """
+
+    def __init__(self, shape: CallShape, extent: Extent, transform: ScoreTransform) -> None:
+        limits = transform.limits(shape.device_type)
+        group = extent.query_heads // max(1, extent.key_heads)
+        lanes = extent.batch * extent.query_heads
+        longest_tile = transform.most_keys(extent.max_keys, limits)
+        all_rows = lanes * extent.max_queries
+        all_keys = extent.batch * extent.key_heads * extent.max_keys
+        self.itemsize = shape.state_dtype.itemsize
+        self.rows = max(1, min(all_rows, max(limits.rows, group)))
+        self.keys = min(all_keys, max(limits.rows, longest_tile))
+        self.pairs = min(all_rows * extent.max_keys, max(limits.pairs, group * longest_tile))
+        self._most_pairs_of_a_head = max(limits.pairs // max(1, group), longest_tile)
+        self._shape = shape
+        self._extent = extent
+        self._matrices = transform.matrices
+
+    def nbytes(self, counts: NumbersPer) -> int:
+        """Return the bytes of the tile."""
+        numbers = self.rows * counts.query
+        numbers += self.keys * counts.key
+        numbers += self.pairs * (counts.pair + self._matrices)
+        return numbers * self.itemsize + self._bias_bytes() + self._dropped_bytes()
+
+    def _bias_bytes(self) -> int:
+        """Return the bytes of the bias, made for all heads of the task at a time, and of what is
+        added to scores, of the dtype computed in."""
+        shape = self._shape
+        extent = self._extent
+        if shape.bias is None:
+            return 0
+        entries = extent.batch if shape.bias.batch else 1
+        heads = extent.query_heads if shape.bias.heads else 1
+        pairs = min(extent.max_queries * extent.max_keys, self._most_pairs_of_a_head)
+        return entries * heads * pairs * shape.bias_dtype.itemsize + 8 * self.pairs
+
+    def _dropped_bytes(self) -> int:
+        if not self._shape.dropout:
+            return 0
+        return dropped_bytes(1, 1, self.rows, ceil_div(self.pairs, self.rows))
