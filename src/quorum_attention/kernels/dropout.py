@@ -35,7 +35,9 @@ _BITS = 0xFFFFFFFF
 
 LARGEST_SEED = 2**63 - 1
 
-# Bytes of all temporaries for four neighbouring keys of a row: eight words of 64 bits.
+# Neighbouring keys that share an evaluation.
+_GROUP = 4
+# Bytes of all temporaries for a group of keys of a row: eight words of 64 bits.
 _GROUP_BYTES = 64
 
 
@@ -66,7 +68,8 @@ class Dropout:
         return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
 
     def at(self, head: int, entry: int) -> Dropout:
-        """The same from a query head and a batch entry on, numbered among those at hand."""
+        """Return the dropout from a query head and a batch entry on, numbered among those at
+        hand."""
         return replace(
             self, first_head=self.first_head + head, first_entry=self.first_entry + entry
         )
@@ -75,62 +78,86 @@ class Dropout:
 def dropped(
     dropout: Dropout, batch: int, heads: int, queries: torch.Tensor, keys: Sequence[Rows]
 ) -> torch.Tensor:
-    """Which probabilities are dropped: (batch, heads, queries, keys), True where they are.
+    """Return which probabilities are dropped: (batch, heads, queries, keys), True where they are.
 
     Args:
         queries: (queries,) int64, global positions, on the device of the result.
         keys: runs of neighbouring keys, in ascending order; global and local positions.
     """
     n_keys = sum(run.length for run in keys)
-    found = torch.empty(
+    is_dropped = torch.empty(
         (batch, heads, queries.numel(), n_keys), dtype=torch.bool, device=queries.device
     )
     for run in keys:
         if run.length:
-            low = run.local - keys[0].local
-            _fill(found[..., low : low + run.length], dropout, queries, run.start)
-    return found
+            column = run.local - keys[0].local
+            columns = is_dropped[..., column : column + run.length]
+            _fill_dropped_(columns, dropout, queries, run.start)
+    return is_dropped
 
 
 def dropped_bytes(batch: int, heads: int, n_queries: int, n_keys: int) -> int:
-    """Upper bound of the bytes that ``dropped`` takes, its result included."""
-    row = _GROUP_BYTES * (n_keys // 4 + 2)
+    """Return an upper bound of the bytes that ``dropped`` takes, its result included."""
     rows = batch * heads * n_queries
-    work = min(rows * row, max(BLOCK_BYTES, row))
-    return rows * n_keys + work + 64 * (batch + heads + n_queries + n_keys)
+    row_words = _GROUP_BYTES * (n_keys // _GROUP + 2)
+    words = min(rows * row_words, max(BLOCK_BYTES, row_words))
+    result = rows * n_keys
+    positions = 64 * (batch + heads + n_queries + n_keys)
+    return result + words + positions
 
 
-def _fill(into: torch.Tensor, dropout: Dropout, queries: torch.Tensor, first: int) -> None:
-    """Write whether the keys at global positions from ``first`` on are dropped, to ``into``."""
-    batch, heads, n_rows, n_keys = into.shape
-    device = into.device
-    groups = torch.arange(first // 4, (first + n_keys - 1) // 4 + 1, device=device)
-    every_head = torch.arange(dropout.first_head, dropout.first_head + heads, device=device)
-    entries = torch.arange(dropout.first_entry, dropout.first_entry + batch, device=device)
+def _fill_dropped_(
+    is_dropped: torch.Tensor, dropout: Dropout, queries: torch.Tensor, first_key: int
+) -> None:
+    """Write, in place, which probabilities of neighbouring keys are dropped.
+
+    Args:
+        is_dropped: (b, h, queries, keys).
+        first_key: the global position of the first key.
+    """
+    batch, heads, n_rows, n_keys = is_dropped.shape
+    device = is_dropped.device
+    first_group = first_key // _GROUP
+    last_group = (first_key + n_keys - 1) // _GROUP
+    groups = torch.arange(first_group, last_group + 1, device=device)
+    head_numbers = torch.arange(dropout.first_head, dropout.first_head + heads, device=device)
+    entry_numbers = torch.arange(dropout.first_entry, dropout.first_entry + batch, device=device)
+    column = first_key % _GROUP
     # In blocks, because words have 64 bits here.
     for b, h, r in row_blocks(batch, heads, n_rows, _GROUP_BYTES * groups.numel()):
-        places = every_head[h, None, None], entries[b, None, None, None]
-        words = philox((groups, queries[r, None], *places), dropout.seed)
-        below = torch.stack([word < dropout.threshold for word in words], dim=-1).flatten(-2)
-        into[b, h, r] = below[..., first % 4 : first % 4 + n_keys]
-        del words, below  # before the next block makes some
+        counter = (
+            groups,
+            queries[r, None],
+            head_numbers[h, None, None],
+            entry_numbers[b, None, None, None],
+        )
+        words = philox(counter, dropout.seed)
+        is_below = torch.stack([word < dropout.threshold for word in words], dim=-1)
+        is_below = is_below.flatten(-2)  # (b, h, rows, keys of whole groups)
+        is_dropped[b, h, r] = is_below[..., column : column + n_keys]
+        del words, is_below  # before the next block makes some
 
 
 def philox(counter: tuple[torch.Tensor, ...], seed: int) -> tuple[torch.Tensor, ...]:
-    """The four words of Philox4x32-7, int64 from 0 to 2**32 - 1, in the counters' common shape.
+    """Return the four words of Philox4x32-7, int64 from 0 to 2**32 - 1, in the counters' common
+    shape.
 
     Args:
         counter: four tensors of words, int64; they are broadcast as late as can be.
         seed: the key, its lower 32 bits first.
     """
     c0, c1, c2, c3 = counter
-    key = [seed & _BITS, seed >> 32]
+    low_key = seed & _BITS
+    high_key = seed >> 32
     for _ in range(ROUNDS):
         # A product of two words fits 64 bits; as a negative number where its highest bit is set.
-        one, two = c0 * FACTORS[0], c2 * FACTORS[1]
-        c0 = ((two >> 32) ^ c1 ^ key[0]).bitwise_and_(_BITS)
-        c2 = ((one >> 32) ^ c3 ^ key[1]).bitwise_and_(_BITS)
-        # The upper half of these is left as it is, because it goes no further than the line above.
-        c1, c3 = two, one
-        key = [(part + step) & _BITS for part, step in zip(key, KEY_STEPS, strict=True)]
+        product0 = c0 * FACTORS[0]
+        product2 = c2 * FACTORS[1]
+        c0 = ((product2 >> 32) ^ c1 ^ low_key).bitwise_and_(_BITS)
+        c2 = ((product0 >> 32) ^ c3 ^ high_key).bitwise_and_(_BITS)
+        # The upper half of these is left as it is, because it goes no further than the lines above.
+        c1 = product2
+        c3 = product0
+        low_key = (low_key + KEY_STEPS[0]) & _BITS
+        high_key = (high_key + KEY_STEPS[1]) & _BITS
     return c0, c1.bitwise_and(_BITS), c2, c3.bitwise_and(_BITS)

@@ -49,8 +49,8 @@ class BiasShape:
     wide: bool = False
 
 
-DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
-"""Of inputs and results."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of inputs and results."""
 Lengths = tuple[int, int, bool]
 """Queries, keys, and whether the call is causal."""
 
@@ -60,15 +60,18 @@ class CallShape:
     """The sizes and the kind of a call; hashable, without tensors.
 
     Attributes:
-        device_type: of the device that computes.
-        heads, kv_heads: of queries; of keys and values.
+        device_type: the type of the device that computes.
+        dtype: the dtype of query, key and value.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim, value_dim: columns of query and key; columns of value.
+        is_causal: whether keys after the query are masked.
         needs_grad: whether a kernel is asked for gradients too; set where kernels are asked.
         bias: the shape of an additive or boolean mask.
-        positive_scale: whether the factor of the scores is above 0.
-        dropout: whether probabilities are dropped; asked only of kernels with
-            ``dropout``.
-        exact_scale: whether nothing is lost by multiplying with the factor of the scores; False for
-            fp32 inputs unless it is a power of two, and for fp16 if it is small.
+        positive_scale: whether the scale is above 0.
+        dropout: whether probabilities are dropped; asked only of kernels with ``dropout``.
+        exact_scale: whether nothing is lost by multiplying with the scale; False for fp32 inputs
+            unless it is a power of two, and for fp16 if it is small.
         batch_shape: the shape before the head dimension, () for 3-D inputs.
         n_queries, n_keys: 0 where a kernel is asked about calls of any length.
         sinks: whether rows begin with a sink.
@@ -101,7 +104,7 @@ class CallShape:
 
     @property
     def lengths(self) -> Lengths:
-        """What the pairs of a call depend on, beside its kernel."""
+        """Return what the pairs of a call depend on, beside its kernel."""
         return self.n_queries, self.n_keys, self.is_causal
 
     @property
@@ -116,14 +119,14 @@ class CallShape:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """What statistics and gradients accumulate in: fp32, or fp64 for fp64 inputs."""
+        """Return the dtype of statistics and gradients: fp32, or fp64 for fp64 inputs."""
         return state_dtype(self.dtype)
 
     @property
     def bias_dtype(self) -> torch.dtype:
         """The dtype in which kernels are given an additive mask."""
-        wide = self.bias is not None and self.bias.wide
-        return self.state_dtype if wide else self.dtype
+        is_wide = self.bias is not None and self.bias.wide
+        return self.state_dtype if is_wide else self.dtype
 
     @property
     def pairs(self) -> int:
@@ -131,20 +134,24 @@ class CallShape:
         return self.pairs_above(self.n_queries)
 
     def pairs_above(self, row: int) -> int:
-        """Those of the queries before ``row``."""
-        return Band(high=0 if self.is_causal else None).count(0, row, 0, self.n_keys)
+        """Return the pairs of the queries before ``row``."""
+        band = Band(high=0 if self.is_causal else None)
+        return band.count(0, row, 0, self.n_keys)
 
 
 def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
-    """The ``exact_scale`` of a call."""
+    """Return the ``exact_scale`` of a call."""
     if dtype == torch.float16:
         # Its products with gradients of scores may else be no normal numbers.
         return scale == 0 or abs(scale) >= 2.0**-9
-    return dtype != torch.float32 or abs(math.frexp(scale)[0]) in (0.0, 0.5)
+    if dtype != torch.float32:
+        return True
+    mantissa, _ = math.frexp(scale)
+    return abs(mantissa) in (0.0, 0.5)  # a power of two, or 0
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What statistics and gradients of inputs of ``dtype`` accumulate in."""
+    """Return the dtype of statistics and gradients of inputs of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -234,12 +241,19 @@ class TaskTensors:
         return self.bias(Rectangle(q, q + 1, k, k + 1))
 
     def shape(self, bias: BiasShape | None = None, *, is_causal: bool = False) -> CallShape:
-        """What kernels are asked about calls of its rectangles."""
-        query, key, value = self.query, self.key, self.value
+        """Return the shape of calls of its rectangles, as kernels are asked about it."""
         return CallShape(
-            query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[-1],
-            value.shape[-1], is_causal, True, bias, dropout=self.dropout is not None,
-        )  # fmt: skip
+            device_type=self.query.device.type,
+            dtype=self.query.dtype,
+            heads=self.query.shape[1],
+            kv_heads=self.key.shape[1],
+            head_dim=self.query.shape[-1],
+            value_dim=self.value.shape[-1],
+            is_causal=is_causal,
+            needs_grad=True,
+            bias=bias,
+            dropout=self.dropout is not None,
+        )
 
     def indices(
         self,
@@ -248,28 +262,35 @@ class TaskTensors:
         heads: slice | None = None,
         device: torch.device | None = None,
     ) -> Indices:
-        """The pairs of a rectangle, by their numbers in the whole call.
+        """Return the pairs of a rectangle, by their numbers in the whole call.
 
         Args:
-            entries, heads: of the task's batch entries and query heads; default all.
-            device: of the numbers; None is the query's.
+            entries, heads: some of the task's batch entries and query heads; default all.
+            device: the device of the numbers; None is the query's.
         """
-        device = self.query.device if device is None else device
-        heads = slice(0, self.query.shape[1]) if heads is None else heads
-        first = self.first_head
+        if device is None:
+            device = self.query.device
+        if heads is None:
+            heads = slice(0, self.query.shape[1])
+        first_head = self.first_head + heads.start
+        stop_head = self.first_head + heads.stop
         return Indices(
             _on_device(self.entries[entries], device),
-            torch.arange(first + heads.start, first + heads.stop, device=device),
+            torch.arange(first_head, stop_head, device=device),
             positions(self.task, r.query_start, r.query_stop, device),
             positions(self.task, r.key_start, r.key_stop, device),
         )
 
 
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """``numbers``, int64, on a device. Consecutive ones are made there: a copy from the host would
-    wait for the device, and cannot be captured in a CUDA graph."""
-    if numbers and numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
-        return torch.arange(numbers[0], numbers[0] + len(numbers), device=device)
+    """Return ``numbers``, int64, on a device. Consecutive ones are made there: a copy from the host
+    would wait for the device, and cannot be captured in a CUDA graph."""
+    if not numbers:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    first = numbers[0]
+    stop = first + len(numbers)
+    if numbers == tuple(range(first, stop)):
+        return torch.arange(first, stop, device=device)
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
@@ -280,7 +301,8 @@ class Statistics:
     Attributes:
         out: (b, hq, nq, dv) normalised output so far, fp32, or fp64 for fp64 inputs; 0 in rows
             without keys so far.
-        lse: (b, hq, nq) its natural-log log-sum-exp, same dtype; -inf in rows without keys so far.
+        lse: (b, hq, nq) the natural-log log-sum-exp of the scores so far, same dtype; -inf in rows
+            without keys so far.
     """
 
     out: torch.Tensor
@@ -289,7 +311,7 @@ class Statistics:
 
 @dataclass(slots=True)
 class Gradients:
-    """What a backward reads (grad_out, out, lse), and the three gradients it adds to in place.
+    """The inputs of a backward (grad_out, out, lse), and the three gradients it adds to in place.
 
     Attributes:
         grad_out, out: (b, hq, nq, dv) in the input dtype.
@@ -350,63 +372,84 @@ class Call:
         return self.causal is True
 
     def mapped(self, on_rows: Pick, on_keys: Pick, **changes: Any) -> Call:
-        """The call with other queries, and other keys and values."""
-        query, key, value = on_rows(self.query), on_keys(self.key), on_keys(self.value)
-        return replace(self, query=query, key=key, value=value, **changes)
+        """Return the call with other queries, and other keys and values."""
+        return replace(
+            self,
+            query=on_rows(self.query),
+            key=on_keys(self.key),
+            value=on_keys(self.value),
+            **changes,
+        )
 
 
 def whole_task(call: Call) -> TaskTensors:
-    """A whole call as one task."""
-    n_queries, n_keys = call.query.shape[2], call.key.shape[2]
-    r = Rectangle(0, n_queries, 0, n_keys, call.is_causal)
+    """Return a whole call as one task."""
+    batch, heads, n_queries, _ = call.query.shape
+    n_keys = call.key.shape[2]
+    is_empty = 0 in (batch, heads, n_queries, n_keys)
+    all_pairs = Rectangle(0, n_queries, 0, n_keys, call.is_causal)
     return TaskTensors(
         uncut(max(n_queries, n_keys)),
-        () if 0 in (*call.query.shape[:3], n_keys) else (r,),
+        () if is_empty else (all_pairs,),
         *call.inputs,
         scale=call.scale,
         is_causal=call.is_causal,
         bias=partial(part_of, call.bias),
         max_queries=n_queries,
         max_keys=n_keys,
-        entries=tuple(range(call.first_entry, call.first_entry + call.query.shape[0])),
+        entries=tuple(range(call.first_entry, call.first_entry + batch)),
         dropout=call.dropout,
     )
 
 
 @lru_cache(maxsize=64)
 def uncut(n_tokens: int) -> Task:
-    """A sequence as one task."""
+    """Return a sequence as one task."""
     return Decomposition(n_tokens).task(())
 
 
 def part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
-    """The mask of a rectangle, from that of a whole call."""
+    """Return the bias of a rectangle, from that of a whole call."""
     if bias is None:
         return None
-    bias = bias[(None,) * (4 - bias.dim())]
-    rows = slice(r.query_start, r.query_stop) if bias.shape[2] > 1 else slice(None)
-    columns = slice(r.key_start, r.key_stop) if bias.shape[3] > 1 else slice(None)
-    return bias[:, :, rows, columns]
+    missing_dims = 4 - bias.dim()
+    bias = bias[(None,) * missing_dims]
+    if bias.shape[2] > 1:
+        bias = bias[:, :, r.query_start : r.query_stop]
+    if bias.shape[3] > 1:
+        bias = bias[..., r.key_start : r.key_stop]
+    return bias
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a backward reads besides the inputs, of whole rows: the upstream gradient and the output
-    (b, h, n, dv), and the log-sum-exp (b, h, n)."""
+    """The inputs of a backward besides query, key and value, of whole rows.
+
+    Attributes:
+        grad_out: (b, h, n, dv), upstream.
+        out: (b, h, n, dv).
+        lse: (b, h, n).
+    """
 
     grad_out: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
 
     def mapped(self, on_rows: Pick) -> Saved:
-        """Other rows of all three."""
+        """Return other rows of all three."""
         return Saved(on_rows(self.grad_out), on_rows(self.out), on_rows(self.lse))
 
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """Pairs of a call, int64 on one device: numbers of batch entries (b,) and of query heads (h,),
-    positions of queries (q,) and of keys (k,)."""
+    """Pairs of a call, by int64 tensors on one device.
+
+    Attributes:
+        entries: (b,) numbers of batch entries.
+        heads: (h,) numbers of query heads.
+        queries: (q,) positions of queries.
+        keys: (k,) positions of keys.
+    """
 
     entries: torch.Tensor
     heads: torch.Tensor
@@ -478,15 +521,15 @@ class Kernel(ABC):
 
     @abstractmethod
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Return why this kernel cannot run such a call, in words for the user, or None."""
 
     @abstractmethod
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        """Return an upper bound of the device bytes ``forward`` allocates at any one time."""
 
     @abstractmethod
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        """Return an upper bound of the device bytes ``backward`` allocates at any one time."""
 
     @abstractmethod
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -516,32 +559,44 @@ class Kernel(ABC):
         return False
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (b, h, n, dv), rounded once, and lse (b, h, n); rows without keys: 0 and -inf.
+        """Return output (b, h, n, dv), rounded once, and lse (b, h, n).
 
-        By default that is ``forward`` of a whole call as one task.
+        Rows without keys have output 0 and lse -inf. By default that is ``forward`` of a whole call
+        as one task.
         """
-        query, work = call.query, state_dtype(call.query.dtype)
-        out = empty_like_input(query, (*query.shape[:3], call.value.shape[-1]), work)
-        state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
-        empty_(state.out, state.lse)
-        self.forward(whole_task(call), state)
-        return state.out.to(call.stored or query.dtype), state.lse
+        query = call.query
+        rows = query.shape[:3]
+        dtype = state_dtype(query.dtype)
+        out = empty_like_input(query, (*rows, call.value.shape[-1]), dtype)
+        lse = torch.empty(rows, dtype=dtype, device=query.device)
+        empty_(out, lse)
+        self.forward(whole_task(call), Statistics(out, lse))
+        return out.to(call.stored or query.dtype), lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """Gradients of query, key and value, rounded once; lse is 0 in rows without keys.
+        """Return the gradients of query, key and value, rounded once; lse is 0 in rows without
+        keys.
 
         By default that is ``backward`` of a whole call as one task.
         """
-        work, dtype = state_dtype(call.query.dtype), call.stored or call.query.dtype
-        query, key, value = (empty_like_input(t, t.shape, work).zero_() for t in call.inputs)
-        given = (saved.grad_out, saved.out, saved.lse)
-        self.backward(whole_task(call), Gradients(*given, query, key, value))
-        return query.to(dtype), key.to(dtype), value.to(dtype)
+        sum_dtype = state_dtype(call.query.dtype)
+        result_dtype = call.stored or call.query.dtype
+        grad_query, grad_key, grad_value = (
+            empty_like_input(tensor, tensor.shape, sum_dtype).zero_() for tensor in call.inputs
+        )
+        grads = Gradients(saved.grad_out, saved.out, saved.lse, grad_query, grad_key, grad_value)
+        self.backward(whole_task(call), grads)
+        return (
+            grad_query.to(result_dtype),
+            grad_key.to(result_dtype),
+            grad_value.to(result_dtype),
+        )
 
     # --- What it reads, calls and keeps ------------------------------------------------------
 
     def captured(self) -> Sequence[torch.Tensor]:
-        """The tensors besides the inputs that results depend on (slopes, a function's closure).
+        """Return the tensors besides the inputs that results depend on (slopes, a function's
+        closure).
 
         Autograd saves them with the inputs. So writing to one of them before the backward is an
         error, as for any saved tensor.
@@ -549,17 +604,18 @@ class Kernel(ABC):
         return tensors(self.called_back())
 
     def called_back(self) -> Sequence[Callable[..., Any]]:
-        """The users' functions that it calls in the forward and again in the backward."""
+        """Return the users' functions that it calls in the forward and again in the backward."""
         return ()
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
-        """What the functions return for a few rows (b, h, q, d), (b, hk, k, d), (b, hk, k, dv)."""
+        """Return the functions' results for a few rows (b, h, q, d), (b, hk, k, d), (b, hk, k,
+        dv)."""
         return ()
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """The pairs of a call. Tokens without a kept pair are not copied.
+        """Return the pairs of a call. Tokens without a kept pair are not copied.
 
         Their ``verdict`` may call a block EMPTY only if no pair of it is kept, in any head of any
         batch entry. Its answers are cached by function as long as the kernel lives: return the same
@@ -581,21 +637,22 @@ InnerKernel = Kernel
 
 
 def refusal(kernel: Kernel, shape: CallShape) -> str | None:
-    """Why a kernel cannot run such a call: by its own words, or because of dropout or of a wide
-    mask; None if it can.
+    """Return why a kernel cannot run such a call, or None.
 
     Dropout and wide masks are asked about here, so that a kernel that does not know of them never
     leaves out the one, nor misreads the other.
     """
     reason = kernel.refusal(shape)
-    if reason is None and shape.dropout and not kernel.dropout:
+    if reason is not None:
+        return reason
+    if shape.dropout and not kernel.dropout:
         return "it has no dropout by the position of a pair"
-    if reason is None and shape.bias is not None and shape.bias.wide and not kernel.wide_masks:
+    if shape.bias is not None and shape.bias.wide and not kernel.wide_masks:
         return (
             f"it adds attn_mask in the inputs' dtype {shape.dtype}, which would round it: take "
             f"kernel='auto', or give attn_mask.to({shape.dtype}) if that is meant"
         )
-    return reason
+    return None
 
 
 def check_mask_gradient(kernel: Kernel) -> None:
@@ -604,7 +661,8 @@ def check_mask_gradient(kernel: Kernel) -> None:
     Raises:
         NotImplementedError: it computes another function of the scores.
     """
-    if (kernel.own_attention or kernel.plain_variant is not None) and not kernel.scores_of_pairs():
+    is_plain = not kernel.own_attention and kernel.plain_variant is None
+    if not is_plain and not kernel.scores_of_pairs():
         raise NotImplementedError(
             f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more than the "
             f"softmax of scores and mask; pass attn_mask.detach(), or take another kernel"

@@ -30,7 +30,7 @@ class Scaling:
 
     Attributes:
         shift: probabilities are computed times 2**shift.
-        unscale: (b, key heads) fp32, powers of two: what ``grad_out`` was divided by; None is 1.
+        unscale: (b, key heads) fp32, powers of two by which ``grad_out`` was divided; None is 1.
         overflow: shaped like ``unscale``, int32; 1 is set for heads where a partial gradient is
             not finite; None: not checked.
     """
@@ -41,8 +41,10 @@ class Scaling:
 
 
 def usual_shift(n_keys: int) -> int:
-    """The shift for rows of up to ``n_keys`` keys: 0 if they are few enough to need none."""
-    return min(_LARGEST_SHIFT, max(0, math.ceil(math.log2(max(1, n_keys))) + _LOG2_TYPICAL))
+    """Return the shift for rows of up to ``n_keys`` keys: 0 if they are few enough to need none."""
+    log2_keys = math.ceil(math.log2(max(1, n_keys)))
+    shift = max(0, log2_keys + _LOG2_TYPICAL)
+    return min(_LARGEST_SHIFT, shift)
 
 
 def divide_gradient_(
@@ -67,8 +69,8 @@ def divide_gradient_(
 
 
 def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """The largest Euclidean norm of a finite row of (b, h, n, d) for each key head, (b, key_heads)
-    fp32.
+    """Return the largest Euclidean norm of a finite row of (b, h, n, d) for each key head, (b,
+    key_heads) fp32.
 
     Rows that are not finite give results that are not finite, however they are scaled. They are
     left out, so that the scale is right for all others.
@@ -77,28 +79,34 @@ def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
     largest = torch.zeros((batch, heads), dtype=torch.float32, device=tensor.device)
     for block in _blocks(tensor):
         norms = torch.linalg.vector_norm(tensor[block], dim=-1, dtype=torch.float32)
-        most = norms.nan_to_num_(0.0, posinf=0.0).amax(-1)
-        largest[block[:2]] = torch.maximum(largest[block[:2]], most)
+        largest_of_block = norms.nan_to_num_(0.0, posinf=0.0).amax(-1)
+        heads_of_block = block[:2]
+        largest[heads_of_block] = torch.maximum(largest[heads_of_block], largest_of_block)
     return largest.view(batch, key_heads, heads // key_heads).amax(2)
 
 
 def divisor_exponents(grad_out: torch.Tensor, value: torch.Tensor, shift: int) -> torch.Tensor:
-    """log2 of the divisors of ``grad_out`` (``divide_gradient_``), (b, hk) int32; 0 where there is
-    nothing to scale."""
-    gradient, values = (largest_norms(t, value.shape[1]) for t in (grad_out, value))
+    """Return log2 of the divisors of ``grad_out`` (``divide_gradient_``), (b, hk) int32; 0 where
+    there is nothing to scale."""
+    key_heads = value.shape[1]
+    grad_norm = largest_norms(grad_out, key_heads)
+    value_norm = largest_norms(value, key_heads)
     # Bounds |dS| <= 2**shift 2 g v, and twice |P dO| of a single pair.
-    bound = gradient * (2 * values).clamp_min(2.0)
-    usable = (bound > 0) & (bound < math.inf)
-    exponents = torch.where(usable, bound, 1.0).log2().ceil() + (shift - LOG2_LARGEST)
-    return exponents.clamp(-60, 60).masked_fill(~usable, 0.0).int()
+    bound = grad_norm * (2 * value_norm).clamp_min(2.0)
+    is_usable = (bound > 0) & (bound < math.inf)
+    log2_bound = torch.where(is_usable, bound, 1.0).log2().ceil()
+    exponents = (log2_bound + (shift - LOG2_LARGEST)).clamp(-60, 60)
+    return exponents.masked_fill(~is_usable, 0.0).int()
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """In fp32, from its bits: exact, as a device's exp2 need not be."""
-    return (exponents + 127 << 23).view(torch.float32)
+    """Return 2**exponents in fp32, from its bits: exact, as a device's exp2 need not be."""
+    biased_exponents = exponents + 127
+    return (biased_exponents << 23).view(torch.float32)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[Block]:
     batch, heads, rows, width = tensor.shape
     # A CPU converts 16-bit rows to fp32 first. Elsewhere a row takes a few numbers.
-    return row_blocks(batch, heads, rows, 8 if tensor.is_cuda else 4 * max(1, width))
+    row_bytes = 8 if tensor.is_cuda else 4 * max(1, width)
+    return row_blocks(batch, heads, rows, row_bytes)
