@@ -80,7 +80,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> fa4.Fa4Kernel:
         return "it takes no attention mask" if shape.bias is not None else None
 
     monkeypatch.setattr(fa4, "_functions", lambda: (forward, backward))
-    monkeypatch.setattr(fa4, "_on", lambda device: nullcontext())
+    monkeypatch.setattr(fa4, "_on_device", lambda device: nullcontext())
     monkeypatch.setattr(fa4.Fa4Kernel, "refusal", refusal)
     masked._with_softcap.cache_clear()
     return fa4.Fa4Kernel()

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from quorum_attention.kernels import cache as cache_files
-from quorum_attention.kernels.cache import load, refusal, store
+from quorum_attention.kernels import cache_files
+from quorum_attention.kernels.cache_files import load, refusal, store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users here")
 NAME = "x.json"
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the cache is to be; it is not there yet."""
     made = tmp_path / "a" / "cache"
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(made))
-    cache_files._warn.cache_clear()
+    cache_files._warn_once.cache_clear()
     return made
 
 
@@ -98,7 +98,7 @@ def test_a_call_without_a_home_folder_goes_on(tmp_path: Path) -> None:
         "import torch, quorum_attention as qa\n"
         "q = torch.randn(1, 2, 300, 16)\n"
         "print(qa.attention(q, q, q, is_causal=True, budget='8MiB').shape)\n"
-        "from quorum_attention.kernels.cache import refusal, store\n"
+        "from quorum_attention.kernels.cache_files import refusal, store\n"
         "try:\n    store('x.json', lambda said: 1)\nexcept OSError: print('not kept')\n"
     )
     done = subprocess.run(

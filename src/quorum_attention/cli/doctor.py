@@ -14,7 +14,7 @@ from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
-from quorum_attention.kernels.cache import refusal
+from quorum_attention.kernels.cache_files import refusal
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.units import format_bytes
 

@@ -31,8 +31,9 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.head_groups import Group, group_part
 from quorum_attention.execution.job import PassJob
 from quorum_attention.kernels.dropout import dropped_bytes
+from quorum_attention.kernels.limits import runs
 from quorum_attention.kernels.protocol import CallShape, Saved
-from quorum_attention.kernels.score_tiles import PLAIN, BackwardRows, QueryBlock, runs
+from quorum_attention.kernels.score_tiles import PLAIN, BackwardRows, QueryBlock
 from quorum_attention.units import counted
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.

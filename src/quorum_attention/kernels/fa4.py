@@ -21,14 +21,14 @@ import torch
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.extras import install_hint
-from quorum_attention.kernels.cache import cache_folder, private_folder
+from quorum_attention.kernels.cache_files import cache_folder, private_folder
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
-from quorum_attention.kernels.operator_inputs import operator_refusal
+from quorum_attention.kernels.operator_inputs import HALF_DTYPES, operator_refusal
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES, OperatorSizes
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel
 
-_on = torch.cuda.device
+_on_device = torch.cuda.device
 _PACKAGE = "flash-attn-4"
 _SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -42,7 +42,7 @@ class Fa4Kernel(RectangleKernel):
 
     Attributes:
         softcap: bound of the scores, ``softcap * tanh(score / softcap)``; 0 is none. The package
-            compiles its code anew for each.
+            compiles its code anew for each soft cap.
     """
 
     name = "fa4"
@@ -70,39 +70,26 @@ class Fa4Kernel(RectangleKernel):
         return capped
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        reason = operator_refusal(shape, "cuda", (torch.float16, torch.bfloat16), 256)
+        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        reason = operator_refusal(shape, "cuda", HALF_DTYPES, 256)
         if reason is not None:
             return reason
         if shape.bias is not None:
             return "it takes no attention mask"
-        dims = shape.head_dim, shape.value_dim
-        if dims[0] != dims[1] and dims != (192, 128):
-            return f"it takes equal head dimensions, or 192 and 128, not {dims[0]} and {dims[1]}"
-        if shape.needs_grad:
-            if shape.head_dim <= 128 and round_up(shape.head_dim, 16) % 32:
-                # Its parts disagree about the padded width (4.0.0b36).
-                return f"its gradient of query is wrong for head dimension {shape.head_dim}"
-            if dims[0] != dims[1] and shape.heads != shape.kv_heads:
-                return "its backward takes equal head dimensions where heads are grouped"
-        if version() is None:
-            return f"it needs {_PACKAGE}, which is not installed: {install_hint('fa4')}"
-        # Plans are made for a Hopper GPU where there is none.
-        capable = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-        if capable[0] < 9:
-            return f"it needs compute capability 9.0 or higher, and this GPU has {capable}"
-        return None
+        return _width_refusal(shape) or _machine_refusal()
 
     def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
-        with _on(call.query.device):
-            out, lse = _functions()[0](
+        forward, _ = _functions()
+        with _on_device(call.query.device):
+            results = forward(
                 *_by_token(*call.inputs),
                 softmax_scale=call.scale,
                 return_lse=True,
                 **self._options(call),
-            )[:2]
-        out = out.transpose(1, 2)
+            )
+        out, lse = results[:2]
+        out = out.transpose(1, 2)  # (b, h, n, dv)
         # A row with a score of NaN or +inf has an lse of -inf, as one without keys, whose output is
         # 0. The merge would take it for that, and a backward would make finite gradients of it.
         lse.masked_fill_(torch.isneginf(lse) & out[..., 0].isnan(), torch.nan)
@@ -110,71 +97,113 @@ class Fa4Kernel(RectangleKernel):
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
-        options = self._options(call)
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        with _on(call.query.device):
-            gradients = _functions()[1](
-                *_by_token(*call.inputs, saved.out, saved.grad_out), saved.lse.contiguous(),
-                softmax_scale=call.scale, **options,
-            )  # fmt: skip
+        _, backward = _functions()
+        with _on_device(call.query.device):
+            gradients = backward(
+                *_by_token(*call.inputs, saved.out, saved.grad_out),
+                saved.lse.contiguous(),
+                softmax_scale=call.scale,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                **self._options(call),
+            )
         grad_query, grad_key, grad_value = _by_token(*gradients[:3])
         return grad_query, grad_key, grad_value
 
     def _options(self, call: Call) -> dict[str, Any]:
-        """How its functions are told what is kept of a rectangle, and of the soft cap."""
-        cap = {"softcap": self.softcap} if self.softcap else {}
-        kept = call.causal
-        if not isinstance(kept, Band):
-            return {"causal": kept, **cap}
-        # It counts keys from the last query's.
-        apart = call.key.shape[2] - call.query.shape[2]
-        return {
-            "window_size_left": None if kept.low is None else apart - kept.low,
-            "window_size_right": None if kept.high is None else kept.high - apart,
-            **cap,
-        }
+        """Return the options that say which pairs of a rectangle are kept, and the soft cap."""
+        options: dict[str, Any] = {}
+        if self.softcap:
+            options["softcap"] = self.softcap
+        band = call.causal
+        if not isinstance(band, Band):
+            options["causal"] = band
+            return options
+        # The package counts keys from the last query's.
+        offset = call.key.shape[2] - call.query.shape[2]
+        options["window_size_left"] = None if band.low is None else offset - band.low
+        options["window_size_right"] = None if band.high is None else band.high - offset
+        return options
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the bytes ``forward`` allocates at any one time."""
+        """Return an upper bound of the bytes ``forward`` allocates at any one time."""
         sizes = OperatorSizes(shape, extent, limits=self.forward_limits)
-        # What finds the rows that are not finite.
-        return sizes.forward_bytes(shape.value_dim, 0) + _held(*[sizes.rows] * 3)
+        flags = _held_bytes(sizes.rows) * 3  # to find the rows that are not finite
+        return sizes.forward_bytes(shape.value_dim, inside=0) + flags
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the bytes ``backward`` allocates at any one time."""
+        """Return an upper bound of the bytes ``backward`` allocates at any one time."""
         sizes = OperatorSizes(shape, extent, limits=self.backward_limits)
-        # dQ is summed in fp32 over padded rows, beside delta and a copy of lse; so are the
-        # gradients of keys that query heads share.
-        unit = 64 if shape.head_dim > 128 else 32
-        width, value_width = round_up(shape.head_dim, unit), round_up(shape.value_dim, unit)
-        rows = sizes.lanes * round_up(sizes.extent.max_queries, _TILE)
-        key_lanes = sizes.extent.batch * sizes.extent.key_heads
-        keys = key_lanes * round_up(sizes.extent.max_keys, _TILE)
-        inside = _held(4 * rows * width, 4 * rows, 4 * rows, rows // 8)
-        if sizes.group > 1:
-            inside += _held(4 * keys * width, 4 * keys * value_width, keys // 4, keys // 4)
+        inside = _fp32_sums_bytes(sizes)
         if extent.direct:
             # Copies of an output and of its gradient that do not lie as its loads ask for.
             inside += 2 * sizes.rows * shape.value_dim * sizes.itemsize
         return sizes.backward_bytes(inside)
 
 
+def _width_refusal(shape: CallShape) -> str | None:
+    """Return why the package cannot run calls of these head and value dimensions, or None."""
+    head_dim = shape.head_dim
+    value_dim = shape.value_dim
+    is_equal = head_dim == value_dim
+    if not is_equal and (head_dim, value_dim) != (192, 128):
+        return f"it takes equal head dimensions, or 192 and 128, not {head_dim} and {value_dim}"
+    if not shape.needs_grad:
+        return None
+    if head_dim <= 128 and round_up(head_dim, 16) % 32:
+        # Its parts disagree about the padded width (4.0.0b36).
+        return f"its gradient of query is wrong for head dimension {head_dim}"
+    if not is_equal and shape.heads != shape.kv_heads:
+        return "its backward takes equal head dimensions where heads are grouped"
+    return None
+
+
+def _machine_refusal() -> str | None:
+    """Return why the package cannot run on this machine, or None."""
+    if version() is None:
+        return f"it needs {_PACKAGE}, which is not installed: {install_hint('fa4')}"
+    if not torch.cuda.is_available():
+        return None  # plans are made for a Hopper GPU where there is none
+    capability = torch.cuda.get_device_capability()
+    if capability[0] < 9:
+        return f"it needs compute capability 9.0 or higher, and this GPU has {capability}"
+    return None
+
+
+def _fp32_sums_bytes(sizes: OperatorSizes) -> int:
+    """Return the bytes of gradients that a backward sums in fp32, over padded rows."""
+    shape = sizes.shape
+    unit = 64 if shape.head_dim > 128 else 32
+    width = round_up(shape.head_dim, unit)
+    value_width = round_up(shape.value_dim, unit)
+    rows = sizes.lanes * round_up(sizes.extent.max_queries, _TILE)
+    nbytes = _held_bytes(4 * rows * width)
+    nbytes += _held_bytes(4 * rows)  # delta
+    nbytes += _held_bytes(4 * rows)  # a copy of lse
+    nbytes += _held_bytes(rows // 8)  # semaphores
+    if sizes.group == 1:
+        return nbytes
+    # The gradients of keys and values that query heads share.
+    key_lanes = sizes.extent.batch * sizes.extent.key_heads
+    key_rows = key_lanes * round_up(sizes.extent.max_keys, _TILE)
+    nbytes += _held_bytes(4 * key_rows * width)
+    nbytes += _held_bytes(4 * key_rows * value_width)
+    return nbytes + 2 * _held_bytes(key_rows // 4)  # semaphores
+
+
 def _by_token(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(b, h, n, d) as (b, n, h, d), or the other way round."""
+    """Return (b, h, n, d) as (b, n, h, d), or the other way round."""
     return [tensor.transpose(1, 2) for tensor in tensors]
 
 
-def _held(*sizes: int) -> int:
-    """Bytes of tensors of these sizes, of which the allocator may leave some blocks unsplit."""
-    return sum(size + min(size, UNSPLIT_BYTES) for size in sizes)
-
-
-# --- The package ------------------------------------------------------------------------------
+def _held_bytes(size: int) -> int:
+    """Return the bytes of a tensor of ``size`` bytes, whose block the allocator may leave
+    unsplit."""
+    return size + min(size, UNSPLIT_BYTES)
 
 
 @functools.cache
 def version() -> str | None:
-    """The version that is installed; None if there is none. Nothing is imported."""
+    """Return the version that is installed; None if there is none. Nothing is imported."""
     try:
         return importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -182,7 +211,7 @@ def version() -> str | None:
 
 
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Its forward, and its backward for an lse from outside."""
+    """Return the package's forward, and its backward for an lse from outside."""
     if "flash_attn.cute" not in sys.modules:
         _keep_compiled_code()
         # CuTe DSL warns of FlashAttention's own code where it compiles.
@@ -193,8 +222,11 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _keep_compiled_code() -> None:
-    """Before it is imported, name a folder for what it compiles, if the user has named none. Its
-    own choice is none, and for CuTe DSL a folder that other users may write to."""
+    """Name a folder for what the package compiles, before it is imported.
+
+    A folder that the user has named stays. The package's own choice is none, and CuTe DSL's is a
+    folder that other users may write to.
+    """
     with suppress(OSError):  # no folder to trust: it compiles in each process
         private_folder(cache_folder())
         folder = os.fspath(private_folder(cache_folder() / "fa4"))

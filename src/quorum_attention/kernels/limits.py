@@ -50,8 +50,8 @@ class CallPart:
     """A part of a call: some batch entries, and some key/value heads with their query heads.
 
     Attributes:
-        query_rows: what selects its rows of a tensor (b, hq, nq, ...), as a view.
-        key_rows: what selects its rows of a tensor (b, hk, nk, ...), as a view.
+        query_rows: the index of its rows in a tensor (b, hq, nq, ...).
+        key_rows: the index of its rows in a tensor (b, hk, nk, ...).
     """
 
     query_rows: tuple[slice, slice]
@@ -82,7 +82,7 @@ class CallLimits:
     padded: bool = False
 
     def rows(self, width: int) -> tuple[int, int]:
-        """The most queries, and the most keys, of a call of a single head, whole tiles."""
+        """Return the most queries, and the most keys, of a call of a single head, whole tiles."""
         if self.scope == "several entries":
             return NO_LIMIT, NO_LIMIT
         columns = self._columns(width)
@@ -91,45 +91,53 @@ class CallLimits:
         return queries, keys
 
     def largest(self, sizes: CallSizes) -> tuple[int, int]:
-        """The most batch entries, and key/value heads, of one call with rows of these sizes. There
-        are no heads where the query heads of a single one are too many or too large."""
-        fitting = self._fitting_heads(sizes)
+        """Return the most batch entries, and key/value heads, of one call with rows of these sizes.
+
+        There are no heads where the query heads of a single key/value head are too many or too
+        large.
+        """
+        fitting_heads = self._fitting_heads(sizes)
         heads = self.heads
         if self.scope in ("call", "entry"):
-            heads = min(heads, fitting)
-        elif self.scope == "head" and not fitting:
+            heads = min(heads, fitting_heads)
+        elif self.scope == "head" and not fitting_heads:
             heads = 0
         key_heads = min(sizes.key_heads, heads // sizes.group)
         entries = min(sizes.entries, self.entries)
         if self.scope in ("call", "several entries"):
-            lanes = max(1, key_heads * sizes.group)
-            entries = min(entries, max(1, fitting // lanes))
+            heads_of_an_entry = max(1, key_heads * sizes.group)
+            entries = min(entries, max(1, fitting_heads // heads_of_an_entry))
         return entries, key_heads
 
     def group_parts(self, sizes: CallSizes) -> int:
-        """The number of equal parts of the query heads that share a key/value head, such that one
-        such part can be a call."""
-        parts = 1
-        while parts < sizes.group:
-            part = sizes._replace(key_heads=1, group=sizes.group // parts)
-            if sizes.group % parts == 0 and self.largest(part)[1]:
-                break
-            parts += 1
-        return parts
+        """Return the number of equal parts of the query heads that share a key/value head, such
+        that one such part can be a call."""
+        for parts in range(1, sizes.group):
+            if sizes.group % parts == 0 and self._takes_a_group_of(sizes.group // parts, sizes):
+                return parts
+        return max(1, sizes.group)
+
+    def _takes_a_group_of(self, heads: int, sizes: CallSizes) -> bool:
+        """Whether so many query heads of a single key/value head can be a call."""
+        _, key_heads = self.largest(sizes._replace(key_heads=1, group=heads))
+        return key_heads > 0
 
     def _fitting_heads(self, sizes: CallSizes) -> int:
-        """How many query heads have no more elements than allowed."""
+        """Return how many query heads have no more elements than allowed."""
         columns = self._columns(sizes.width)
-        return min(
-            self.query_elements // (columns * self._rows(sizes.queries)),
-            self.key_elements // (columns * self._rows(sizes.keys)),
-        )
+        query_elements = columns * self._rows(sizes.queries)
+        key_elements = columns * self._rows(sizes.keys)
+        return min(self.query_elements // query_elements, self.key_elements // key_elements)
 
     def _columns(self, width: int) -> int:
-        return max(1, round_up(width, _TILE_COLUMNS) if self.padded else width)
+        if self.padded:
+            width = round_up(width, _TILE_COLUMNS)
+        return max(1, width)
 
     def _rows(self, rows: int) -> int:
-        return max(1, round_up(rows, _TILE_ROWS) if self.padded else rows)
+        if self.padded:
+            rows = round_up(rows, _TILE_ROWS)
+        return max(1, rows)
 
 
 UNLIMITED = CallLimits()
@@ -137,35 +145,40 @@ UNLIMITED = CallLimits()
 
 @lru_cache(maxsize=1024)
 def call_parts(limits: CallLimits, sizes: CallSizes) -> tuple[CallPart, ...]:
-    """The parts of a call that has at least one batch entry and one head. The query heads of a
-    single key/value head stay together."""
-    entries, key_heads = part_sizes(limits, sizes)
+    """Return the parts of a call that has at least one batch entry and one head.
+
+    The query heads of a single key/value head stay together.
+    """
+    entries_of_a_part, key_heads_of_a_part = part_sizes(limits, sizes)
     group = sizes.group
-    return tuple(
-        CallPart((at, slice(heads.start * group, heads.stop * group)), (at, heads))
-        for at in runs_within(sizes.entries, entries)
-        for heads in runs_within(sizes.key_heads, key_heads)
-    )
+    parts = []
+    for entries in runs(slice(0, sizes.entries), entries_of_a_part):
+        for key_heads in runs(slice(0, sizes.key_heads), key_heads_of_a_part):
+            heads = slice(key_heads.start * group, key_heads.stop * group)
+            parts.append(CallPart((entries, heads), (entries, key_heads)))
+    return tuple(parts)
 
 
 def part_sizes(limits: CallLimits, sizes: CallSizes) -> tuple[int, int]:
-    """The batch entries and key/value heads of the largest part: parts are about equal, so that
-    operators have few sizes to prepare."""
+    """Return the batch entries and key/value heads of the largest part. Parts are about equal, so
+    that operators have few sizes to prepare."""
     entries, key_heads = limits.largest(sizes)
     return _even_size(sizes.entries, entries), _even_size(sizes.key_heads, max(1, key_heads))
 
 
 def _even_size(total: int, limit: int) -> int:
+    """Return the size of the largest of as few equal parts as ``limit`` allows."""
     count = ceil_div(total, limit)
     return ceil_div(total, count)
 
 
-def runs_within(total: int, length: int) -> Iterator[slice]:
-    """The indices below ``total``, in runs of ``length``; the last one may be shorter."""
-    for start in range(0, total, length):
-        yield slice(start, min(start + length, total))
+def runs(indices: slice, most: int) -> Iterator[slice]:
+    """Yield ``indices`` in runs of at most ``most``."""
+    for start in range(indices.start, indices.stop, most):
+        yield slice(start, min(start + most, indices.stop))
 
 
 def _whole_tiles(rows: int) -> int:
-    """``rows`` rounded down to whole tiles, if there is one."""
-    return rows // _TILE_ROWS * _TILE_ROWS or max(1, rows)
+    """Return ``rows`` rounded down to whole tiles, if there is one."""
+    whole = rows // _TILE_ROWS * _TILE_ROWS
+    return whole or max(1, rows)

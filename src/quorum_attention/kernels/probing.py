@@ -15,7 +15,8 @@ from itertools import product
 import torch
 
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.kernels.cache import load, remembered, store
+from quorum_attention.kernels.cache import remembered
+from quorum_attention.kernels.cache_files import load, store
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import Call, CallShape, Kernel, Saved, state_dtype
 from quorum_attention.kernels.rectangles import RectangleKernel

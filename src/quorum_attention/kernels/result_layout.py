@@ -27,7 +27,7 @@ def result_strides(like: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     step = shape[-1]
     for dim in reversed(order):
         strides[dim] = step
-        step = step * shape[dim]
+        step *= shape[dim]
     return tuple(strides)
 
 
@@ -37,9 +37,10 @@ def empty_like_input(
     """Return an uninitialised tensor of ``shape`` that lies as ``like`` does.
 
     Args:
-        device: None: that of ``like``.
+        device: the device of the tensor; None is that of ``like``.
     """
-    device = like.device if device is None else device
+    if device is None:
+        device = like.device
     if like.is_contiguous():
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     strides = result_strides(like, shape)
@@ -52,10 +53,18 @@ def laid_out_like(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return result
     if like.is_contiguous() and result.is_contiguous():
         return result
-    wanted = result_strides(like, result.shape)
-    steps = zip(result.shape, result.stride(), wanted, strict=True)
-    if all(n <= 1 or step == wanted_step for n, step, wanted_step in steps):
+    strides = result_strides(like, result.shape)
+    if _has_strides(result, strides):
         return result
-    return torch.empty_strided(
-        tuple(result.shape), wanted, dtype=result.dtype, device=result.device
-    ).copy_(result)
+    copy = torch.empty_strided(
+        tuple(result.shape), strides, dtype=result.dtype, device=result.device
+    )
+    return copy.copy_(result)
+
+
+def _has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides, but for dimensions of size 1, which have any."""
+    for size, stride, expected in zip(tensor.shape, tensor.stride(), strides, strict=True):
+        if size > 1 and stride != expected:
+            return False
+    return True

@@ -16,6 +16,7 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
+from quorum_attention.kernels.limits import runs
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -333,12 +334,6 @@ def query_blocks(
             runs(slice(r.query_start, r.query_stop), queries),
         ):
             yield QueryBlock(task, r, transform, at, like)
-
-
-def runs(indices: slice, most: int) -> Iterator[slice]:
-    """Yield ``indices`` in runs of at most ``most``."""
-    for start in range(indices.start, indices.stop, most):
-        yield slice(start, min(start + most, indices.stop))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import available_device, backend_of, best_device
 from quorum_attention.execution.dtypes import check_dtype
-from quorum_attention.kernels.cache import cache_folder, load, private_folder, store
+from quorum_attention.kernels.cache_files import cache_folder, load, private_folder, store
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
 from quorum_attention.kernels.select import select_kernel

@@ -23,7 +23,7 @@ from quorum_attention.kernels.kit.flex_backward import gradients_of_rows, takes_
 from quorum_attention.kernels.kit.function import gradients_by_autograd
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 from quorum_attention.kernels.kit.word_layout import WORD_ELEMENTS, as_word_layout
-from quorum_attention.kernels.limits import GRID_BLOCKS, runs_within
+from quorum_attention.kernels.limits import GRID_BLOCKS, runs
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     block_lists,
@@ -158,7 +158,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         Rows that keep nothing come back as out 0 and lse -inf. A call has no more batch entries
         than a grid has blocks.
         """
-        for entries in runs_within(task.query.shape[0], self.entries_limit):
+        for entries in runs(slice(0, task.query.shape[0]), self.entries_limit):
             part = entries_of(task, entries)
             for region, rectangles in regions(part):
                 flex_call = self._flex_call(part, region, rectangles)
