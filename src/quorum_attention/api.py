@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.overrides import handle_torch_function
 
-from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
+from quorum_attention.call.backward_inputs import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallKeywords, call_options
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.dispatch import attention_results, checked_request
@@ -20,7 +20,7 @@ from quorum_attention.kernels.torch_private import (
 )
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
-from quorum_attention.passes import run_backward
+from quorum_attention.passes.run import run_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.call.gradients import BackwardInputs
+from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.request import Request, is_recorded
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
@@ -25,7 +25,7 @@ from quorum_attention.kernels.torch_private import (
     uncompiled,
     unwrap_if_dead,
 )
-from quorum_attention.passes import run_backward, run_forward
+from quorum_attention.passes.run import run_backward, run_forward
 
 _REFUSED = (
     "{} derivatives of quorum_attention.attention are not supported; "

@@ -153,15 +153,15 @@ class Mask:
         # By a tuple: torch's compiler knows no ``dataclasses.fields``.
         return {name: getattr(self, name) for name in FIELDS if _given(getattr(self, name))}
 
-    def __and__(self, other: Mask) -> Mask:
+    def __and__(self, mask: Mask) -> Mask:
         """Pairs that both keep; bias, soft cap and sinks are those of the one that has them.
 
         Raises:
             ValueError: both have a bias, a soft cap or sinks.
         """
-        if not isinstance(other, Mask):
+        if not isinstance(mask, Mask):
             return NotImplemented
-        mine, others = self.set_fields(), other.set_fields()
+        mine, others = self.set_fields(), mask.set_fields()
         for name in _SCORES:
             if name in mine and name in others:
                 raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")
@@ -170,7 +170,7 @@ class Mask:
         # "lower_right" counts keys of the documents and lengths beside it alone.
         shifted = "offset" in both or both.get("causal") == "lower_right"
         positional = {*_POSITIONAL}
-        if self.counts_from_last or other.counts_from_last:
+        if self.counts_from_last or mask.counts_from_last:
             positional |= _COUNTED
         apart = not mine.keys() & positional or not others.keys() & positional
         if not mine.keys() & others.keys() and (apart or not shifted):
@@ -179,15 +179,15 @@ class Mask:
         kept = [{n: v for n, v in one.items() if n not in _SCORES} for one in (mine, others)]
         return Mask(every=(Mask(**kept[0]), Mask(**kept[1])), **scores)
 
-    def __or__(self, other: Mask) -> Mask:
+    def __or__(self, mask: Mask) -> Mask:
         """Pairs that at least one keeps.
 
         Raises:
             ValueError: one has a bias, a soft cap or sinks.
         """
-        if not isinstance(other, Mask):
+        if not isinstance(mask, Mask):
             return NotImplemented
-        return Mask(either=(self, other))
+        return Mask(either=(self, mask))
 
 
 def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Mask:

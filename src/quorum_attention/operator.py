@@ -17,11 +17,10 @@ backward.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import library
@@ -32,7 +31,7 @@ from quorum_attention.autograd import (
     refuse_forward_mode,
     refuse_second,
 )
-from quorum_attention.call.gradients import BackwardInputs
+from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.options import (
     Arguments,
     CallOptions,
@@ -54,10 +53,9 @@ from quorum_attention.kernels.torch_private import (
     restores_grad_and_autocast,
 )
 from quorum_attention.mask import FIELDS, Mask
-from quorum_attention.passes import beside, run_backward, run_forward
+from quorum_attention.passes.run import run_backward, run_forward
 
 NAME = "quorum_attention"
-_Result = TypeVar("_Result")
 # None in place of an empty list: packages of AOTInductor pass no empty lists on.
 _CALL = (
     "Tensor? seed, Tensor[]? parts, float dropout_p, float? scale, bool is_causal, "
@@ -252,7 +250,7 @@ def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings, query = current_settings(), args[0]
     tensors, request = _request(settings, *args)
-    out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
+    out, lse = run_forward(tensors, _reserving_a_copy(request))
     known = torch.tensor(_keep(settings), dtype=torch.int64, device="cpu")
     # As ``_fake_forward`` promises: as the query lies, lse beside the output.
     return laid_out_like(out, query), lse.to(query.device).contiguous(), known
@@ -267,7 +265,7 @@ def _backward(*args: Any) -> list[torch.Tensor]:
     )
     settings = _kept.get(int(known), current_settings()) if known else None
     tensors, request = _request(settings, *inputs, mask, sinks, *args[10:-2], True, of_mask)
-    grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, backward_inputs)))
+    grads = list(run_backward(tensors, _reserving_a_copy(request), backward_inputs))
     # One after the other, so that one copy is held beside them.
     for at, like in enumerate(inputs):
         grads[at] = laid_out_like(grads[at], like)
@@ -320,13 +318,13 @@ def _request(settings: Settings | None, *args: Any) -> tuple[Tensors, Request]:
     return tensors, replace(request, records=recorded, mask_grad=of_mask)
 
 
-def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Result:
-    """``run`` with the budget that leaves room for a copy of one result: a graph knows beforehand
-    how results lie, and kernels choose for themselves."""
+def _reserving_a_copy(request: Request) -> Request:
+    """Reserve a copy of one result: a graph knows beforehand how results lie, and kernels choose
+    for themselves."""
     shape = request.shape
     rows = shape.batch * max(shape.heads * shape.n_queries, shape.kv_heads * shape.n_keys)
-    held = rows * max(shape.head_dim, shape.value_dim) * request.out_dtype.itemsize
-    return beside(request, held, "a copy of a result", run)
+    n_bytes = rows * max(shape.head_dim, shape.value_dim) * request.out_dtype.itemsize
+    return request.reserving(n_bytes, "a copy of a result")
 
 
 # --- What they would compute: shapes, and derivatives -------------------------------------------

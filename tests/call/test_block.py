@@ -18,7 +18,7 @@ from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.call.options import CallOptions
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.passes import check_forward, compute_block
+from quorum_attention.passes.block_call import check_forward, compute_block
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ON_CPU = CallOptions(devices=torch.device("cpu"))

@@ -170,8 +170,8 @@ def test_a_part_that_could_not_be_sent_is_not_waited_for() -> None:
     """No shared memory for sums: the error comes at once, and the workers stay."""
     workers, asked = [worker(well), worker(well)], list[CallBlock]()
 
-    def sums(part: CallBlock) -> None:
-        asked.append(part)
+    def sums(block: CallBlock) -> None:
+        asked.append(block)
         if len(asked) == 2:
             raise OSError("no file is left")
 
@@ -185,7 +185,7 @@ def test_a_part_that_could_not_be_sent_is_not_waited_for() -> None:
 def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
     """It would write into results that the caller has back."""
 
-    def interrupted(part: CallBlock) -> None:
+    def interrupted(block: CallBlock) -> None:
         raise KeyboardInterrupt
 
     over = threading.Event()

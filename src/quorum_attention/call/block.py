@@ -1,7 +1,7 @@
 """A block of a call: some rows of some heads, against some keys, as a call of its own.
 
 Devices, ranks, Ray tasks and runs over files compute blocks: each cuts inputs and mask to the block
-and makes the block's request here, and computes it with ``passes.compute_block``.
+and makes the block's request here, and computes it with ``compute_block``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
+from quorum_attention.call.backward_inputs import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors

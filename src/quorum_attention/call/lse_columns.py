@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.call.gradients import BackwardInputs
+from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.allocate import empty

@@ -29,7 +29,7 @@ from quorum_attention.mask import map_tensors
 from quorum_attention.planner.plan import PlannerOptions
 
 if TYPE_CHECKING:
-    from quorum_attention.call.gradients import BackwardInputs
+    from quorum_attention.call.backward_inputs import BackwardInputs
 
 # Smaller factors are 0 to operators, which compute with them in fp32 (in float64 for such inputs).
 _LEAST_SCALE = 2.0**-149
@@ -39,12 +39,12 @@ class Runner(Protocol):
     """Runs the passes of a call somewhere else than on one device of this process."""
 
     def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse), as ``passes.run_forward``."""
+        """(out, lse), as ``run_forward``."""
 
     def backward(
         self, tensors: Tensors, request: Request, backward_inputs: BackwardInputs
     ) -> tuple[torch.Tensor, ...]:
-        """The gradients of query, key and value, as ``passes.run_backward``."""
+        """The gradients of query, key and value, as ``run_backward``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,11 @@ class Request:
     runner: Runner | None = None
     lse: torch.Tensor | None = None
     decisions: dict[Hashable, Problem] | None = None
+
+    def reserving(self, n_bytes: int, purpose: str) -> Request:
+        """Return the request with ``n_bytes`` of its budget reserved, for a purpose in words."""
+        options = self.options.reserving(n_bytes, purpose)
+        return self if options is self.options else replace(self, options=options)
 
     def add_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
         """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""

@@ -20,8 +20,8 @@ import torch
 
 from quorum_attention.argument_checks import shown, whole_number
 from quorum_attention.autograd import attend
+from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.gradients import BackwardInputs
 from quorum_attention.call.options import Arguments, Budget, CallOptions, DevicePool
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, request_of
@@ -45,7 +45,7 @@ from quorum_attention.kernels.result_layout import empty_like_input, result_stri
 from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import Mask, map_tensors
-from quorum_attention.passes import progress_of
+from quorum_attention.passes.run_decision import progress_of
 from quorum_attention.units import counted, parse_bytes
 
 # Options of a pool's call that `Pool.attention` does not name.

@@ -34,7 +34,7 @@ from quorum_attention.kernels.masked.functions import boolean, indexing
 from quorum_attention.kernels.masked.resolve import masks_in
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Keeps, Mask
-from quorum_attention.passes import compute_block
+from quorum_attention.passes.block_call import compute_block
 
 # How often a worker without work looks whether the pool's process has freed memory; and after how
 # long it gives back what it holds on its device.

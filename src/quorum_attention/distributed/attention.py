@@ -372,18 +372,18 @@ def _whole_mask(
     mask: Mask,
     group: dist.ProcessGroup,
     lengths: Sequence[int],
-    shard: Tensors,
+    tensors: Tensors,
 ) -> Mask:
     """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
 
     Args:
         lengths: rows of every rank.
-        shard: this rank's part of the call.
+        tensors: this rank's part of the call.
 
     Raises:
         ValueError: a bias or sinks do not fit the whole call, by name.
     """
-    rows, tokens, most = shard.query.shape[-2], sum(lengths), max(lengths)
+    rows, tokens, most = tensors.query.shape[-2], sum(lengths), max(lengths)
 
     def gathered(mine: torch.Tensor, name: str) -> torch.Tensor:
         # Where one rank has all rows the two cannot be told apart there, so all of them gather.
@@ -395,10 +395,10 @@ def _whole_mask(
     mask = map_tensors(mask, gathered)
     # Bias and sinks have to fit the whole call.
     query, key, value = (
-        t.new_empty(()).expand(*t.shape[:-2], tokens, t.shape[-1]) for t in shard[:3]
+        t.new_empty(()).expand(*t.shape[:-2], tokens, t.shape[-1]) for t in tensors[:3]
     )
     check_tensors(query, key, value, Arguments(mask, enable_gqa=True))
-    bias, batch_shape = mask.bias, shard.query.shape[:-3]
+    bias, batch_shape = mask.bias, tensors.query.shape[:-3]
     if bias is None or bias.dim() <= 3 or len(batch_shape) <= 1:
         return mask
     return replace(mask, bias=bias.expand(*batch_shape, *bias.shape[-3:]).flatten(0, -4))

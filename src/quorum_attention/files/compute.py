@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from quorum_attention import passes
+from quorum_attention.call.backward_inputs import BackwardInputs, check_backward_inputs
 from quorum_attention.call.block import BlockResults, CallBlock, WholeCall, request_of_block
-from quorum_attention.call.gradients import BackwardInputs, check_backward_inputs
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import request_of
 from quorum_attention.call.validation import as_mask
@@ -25,6 +24,8 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files.formats import Wanted, create_tensors
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Mask
+from quorum_attention.passes.block_call import check_forward, compute_block
+from quorum_attention.passes.decisions import decide_backward, decide_forward
 from quorum_attention.planner.decide import Decision, usable_bytes
 from quorum_attention.progress import progress_bar
 
@@ -120,9 +121,9 @@ class FileCall:
             return max(1, min(wanted, most))
         return min(wanted // most, max(1, self.shape.batch)) * most
 
-    def cut(self, tensors: Mapping[str, torch.Tensor], part: CallBlock) -> dict[str, torch.Tensor]:
+    def cut(self, tensors: Mapping[str, torch.Tensor], block: CallBlock) -> dict[str, torch.Tensor]:
         """The part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
-        return {n: self.whole.cut(t, part, of_keys=n in OF_KEYS) for n, t in tensors.items()}
+        return {n: self.whole.cut(t, block, of_keys=n in OF_KEYS) for n, t in tensors.items()}
 
 
 def file_call(
@@ -280,22 +281,20 @@ def _unlike(call: FileCall, parts: Sequence[CallBlock]) -> list[CallBlock]:
     return found if mask is not None and mask.is_structured else found[:1]
 
 
-def _decision(call: FileCall, part: CallBlock, *, in_file: bool) -> Decision:
+def _decision(call: FileCall, block: CallBlock, *, in_file: bool) -> Decision:
     """How a part would be run. Of results it matters only that they are given, and their dtype."""
     with torch.no_grad():
         dtype = call.shape.state_dtype if in_file else call.out_dtype
         target = torch.empty(0, dtype=dtype, device="cpu")
         tensors, request, backward_inputs = request_of_block(
-            call.whole, part, call.cut(call.tensors, part), call.options,
+            call.whole, block, call.cut(call.tensors, block), call.options,
             BlockResults(out_dtype=None if call.backward else call.out_dtype),
         )  # fmt: skip
         if backward_inputs is not None:
             backward_inputs = backward_inputs._replace(grads=(target, target, target))
-            return passes.decide_backward(tensors, request, backward_inputs)
+            return decide_backward(tensors, request, backward_inputs)
         lse = target if lse_given(call, in_file=in_file) else None
-        return passes.decide_forward(
-            tensors, replace(request, out=target, out_dtype=dtype, lse=lse)
-        )
+        return decide_forward(tensors, replace(request, out=target, out_dtype=dtype, lse=lse))
 
 
 def lse_given(call: FileCall, *, in_file: bool) -> bool:
@@ -319,9 +318,9 @@ def _shifted(bar: Any, number: int, parts: int) -> Any:
     return lambda done, total, label: bar(number * total + done, parts * total, label)
 
 
-def _compute(work: Work, part: CallBlock, options: CallOptions) -> None:
+def _compute(work: Work, block: CallBlock, options: CallOptions) -> None:
     call, in_file = work.call, work.settings.in_file
-    wanted, dtype = call.cut(work.results, part), call.shape.state_dtype
+    wanted, dtype = call.cut(work.results, block), call.shape.state_dtype
     made: dict[str, Any] = dict(wanted)
     unlike = (n for n, t in wanted.items() if in_file and t.dtype != dtype)
     scratch = {name: (tuple(wanted[name].shape), dtype) for name in unlike}
@@ -336,11 +335,11 @@ def _compute(work: Work, part: CallBlock, options: CallOptions) -> None:
     if not lse_given(call, in_file=in_file):
         made.pop("lse", None)
     results = BlockResults(made.get("out"), made.get("lse"))
-    block = call.whole, part, call.cut(call.tensors, part), options
+    block_call = call.whole, block, call.cut(call.tensors, block), options
     if call.backward:
         results = BlockResults(grads=(made["dq"], made["dk"], made["dv"]))
-        passes.check_forward(*block, work.settings.parts)
-    found = passes.compute_block(*block, results)
+        check_forward(*block_call, work.settings.parts)
+    found = compute_block(*block_call, results)
     for name, target in wanted.items():
         accumulated = made.get(name, found[1])  # an lse may be made by the call
         if accumulated is not target:

@@ -88,7 +88,19 @@ def decide(
 
 
 def with_plan(decision: Decision) -> Decision:
-    """Return the same pass with a plan: it is not small, or has run out of memory."""
+    """Return the same pass with a plan: it is not small, or has run out of memory.
+
+    Raises:
+        BudgetError: nothing fits what the reserves leave of the budget.
+    """
+    try:
+        return _planned(decision)
+    except BudgetError as error:
+        raise decision.options.of_whole_budget(error) from None
+
+
+def _planned(decision: Decision) -> Decision:
+    """Return the same pass with a plan that fits what the reserves leave of the budget."""
     options = decision.options
     device = options.device
     # Plans assume that the log-sum-exp is where the device computes; where it is not, a route that
@@ -99,7 +111,7 @@ def with_plan(decision: Decision) -> Decision:
     if options.plan is not None and options.plan.backward == problem.spec.backward:
         plan = refit(options.plan, problem, hardware)
         plan = replace(plan, budget_bytes=options.plan.budget_bytes)
-        _check_budget(plan, options.budget_bytes)
+        _check_budget(plan, options.available_bytes)
         return replace(decision, plan=plan)
     asked_shape = decision.asked_shape
     other_kernels: Iterable[InnerKernel] = ()
@@ -112,7 +124,7 @@ def with_plan(decision: Decision) -> Decision:
         hardware,
         kernel_works=lambda kernel: why_not(kernel, asked_shape, device) is None,
     )
-    plan = replace(plan, budget_bytes=options.budget_bytes)
+    plan = replace(plan, budget_bytes=options.available_bytes)
     return replace(decision, problem=replace(decision.problem, kernel=kernel), plan=plan)
 
 
@@ -141,7 +153,7 @@ def both_passes(plan_pass: Callable[[bool], _Planned]) -> tuple[_Planned, _Plann
 
 def _may_go_without_plan(options: PlannerOptions, place: Placement) -> bool:
     """Whether a pass may run without asking what memory is free, if it is small."""
-    is_free = options.budget_bytes is None and not options.pinned and not options.watched
+    is_free = options.available_bytes is None and not options.pinned and not options.watched
     is_plain = not place.results_given and place.rescaled_grad_bytes is None
     return is_free and is_plain and place.lse_here and place.same_dtype
 
@@ -273,7 +285,7 @@ def _bytes_needed(error: BudgetError) -> float:
 
 def _constraints(options: PlannerOptions) -> PlanConstraints:
     """Return what a schedule has to be for a call with these options."""
-    budget = options.budget_bytes
+    budget = options.available_bytes
     constraints = PlanConstraints(
         usable_bytes(options.device) if budget is None else budget,
         depth=options.depth,

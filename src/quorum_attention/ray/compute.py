@@ -34,7 +34,7 @@ from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Mask
-from quorum_attention.passes import compute_block
+from quorum_attention.passes.block_call import compute_block
 from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
 
 # A task's rows are kept on the device if they take no more than this share of the budget; without a

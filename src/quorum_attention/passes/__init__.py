@@ -1,0 +1,1 @@
+"""The passes of a call, forward and backward: decided, run and reported."""

@@ -1,0 +1,99 @@
+"""Passes that are one kernel call: run without a plan, and cached with the request.
+
+A request that serves later calls too (``dispatch``) caches which of its passes are one kernel call.
+Such a pass is run again without being decided again: deciding takes longer than short calls do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+
+from quorum_attention.call.backward_inputs import BackwardInputs
+from quorum_attention.call.request import Request
+from quorum_attention.call.validation import Tensors
+from quorum_attention.errors import is_out_of_memory
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.problem import Problem
+from quorum_attention.execution.routes.whole import Whole, single_kernel_call
+from quorum_attention.kernels.registry import registrations
+from quorum_attention.kernels.torch_private import numbers_only
+from quorum_attention.passes.jobs import detach_view, job_of
+from quorum_attention.planner.decide import Decision
+
+
+def run_cached_call(
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs | None = None
+) -> tuple[torch.Tensor, ...] | None:
+    """Run a pass that was one kernel call before.
+
+    Returns:
+        The results; None if the pass is not cached, or has to be planned now.
+    """
+    if not request.decisions:
+        return None
+    problem = request.decisions.get(_pass_key(request, backward_inputs))
+    if problem is None:
+        return None
+    results = run_single_kernel_call(tensors, request, problem, {}, backward_inputs)
+    return None if results is None else tuple(map(detach_view, results))
+
+
+def cache_call(
+    request: Request, backward_inputs: BackwardInputs | None, decision: Decision
+) -> None:
+    """Cache a decision for one kernel call, if the request serves later calls too."""
+    if request.decisions is not None and _is_single_kernel_call(decision, request):
+        request.decisions[_pass_key(request, backward_inputs)] = decision.problem
+
+
+def run_single_kernel_call(
+    tensors: Tensors,
+    request: Request,
+    problem: Problem,
+    results: Mapping[str, torch.Tensor],
+    backward_inputs: BackwardInputs | None,
+) -> tuple[torch.Tensor, ...] | None:
+    """Run a pass as one kernel call.
+
+    Args:
+        results: the preallocated results, by the names of their states.
+
+    Returns:
+        The results; None if the pass has to be planned, because memory ran out, or gradients in
+        16 bits are not finite.
+    """
+    job = job_of(tensors, request, problem, results, backward_inputs)
+    device = request.options.device
+    backend = backend_of(device)
+    try:
+        with backend.current(device), numbers_only():
+            return single_kernel_call(job)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    backend.give_back_cached()
+    return None
+
+
+def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hashable:
+    """Return the key of a pass: everything that differs between passes of one request."""
+    if backward_inputs is None:
+        return None
+    deterministic = torch._C._get_deterministic_algorithms()
+    return request.shape.columns, deterministic, registrations(), torch.get_num_threads()
+
+
+def _is_single_kernel_call(decision: Decision, request: Request) -> bool:
+    """Tell whether a decision is for one kernel call, on a device with memory of its own if it has
+    a plan."""
+    if decision.plan is None:
+        return True
+    problem = decision.problem
+    # Scaled gradients are checked afterwards, and those that overflow are planned.
+    if len(request.shape.batch_shape) != 1 or problem.scaled or not problem.place.same_dtype:
+        return False
+    schedule = decision.plan.schedule
+    is_uncut = isinstance(schedule.route, Whole) and schedule.is_all(request.shape)
+    return is_uncut and problem.backend.own_memory
