@@ -91,7 +91,7 @@ def test_a_budget_counts_the_columns(dtype: torch.dtype) -> None:
     grad_lse = upstream_of(given)
     call = pass_of(given, True, grad_lse=grad_lse)
     smallest = smallest_budget(
-        lambda most: call(budget=most), match="gradients of mask and log-sum-exp"
+        lambda most: call(budget=most), match="the gradient of the log-sum-exp"
     )
     assert usage(lambda: call(budget=smallest)).peak <= smallest
     assert_close(call(budget=smallest), wanted(given, grad_lse), GRADIENT_TOLERANCE[dtype])

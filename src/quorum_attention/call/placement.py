@@ -40,7 +40,7 @@ def backward_place(
     out = backward_inputs.out
     grads = backward_inputs.grads
     rescaled_bytes = rescaled_upstream_bytes(
-        grad_out.dtype, request.shape, here=grad_out.device == device
+        grad_out.dtype, request.shape, on_device=grad_out.device == device
     )
     return Placement(
         resident=tensors.query.device == grad_out.device == out.device == device,
@@ -61,7 +61,9 @@ def place_after(place: Placement, request: Request) -> Placement:
     is_out_readable = request.out_dtype == dtype
     if request.out is not None and not is_kernel_readable(request.out, dtype):
         is_out_readable = False
-    rescaled_bytes = rescaled_upstream_bytes(request.out_dtype, request.shape, here=place.resident)
+    rescaled_bytes = rescaled_upstream_bytes(
+        request.out_dtype, request.shape, on_device=place.resident
+    )
     return replace(
         place,
         results_given=False,

@@ -117,7 +117,7 @@ def _reserving_for_backward(
         request = request.reserving(mask_grad_bytes(tensors, request), MASK_GRAD)
     if backward_inputs.grad_lse is not None:
         columns = column_bytes(tensors, request, backward_inputs)
-        request = request.reserving(columns, "inputs with columns for the gradient of the lse")
+        request = request.reserving(columns, "the gradient of the log-sum-exp")
     return request
 
 
