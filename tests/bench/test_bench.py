@@ -15,8 +15,16 @@ from helpers_processes import until
 
 import quorum_attention
 from quorum_attention.bench import child
-from quorum_attention.bench.cases import EXPERIMENTS, spec
-from quorum_attention.bench.child import RESULTS, Measurement, Spec
+from quorum_attention.bench.experiments import EXPERIMENTS, spec_of
+from quorum_attention.bench.measurement import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    UNSUPPORTED,
+    Measurement,
+    Spec,
+)
+from quorum_attention.bench.methods import RESULTS
 
 
 def options(**others) -> Namespace:
@@ -27,7 +35,7 @@ def options(**others) -> Namespace:
     return Namespace(**{**fields, **others})
 
 
-SPEC = spec(options(), "sdpa", 64)
+SPEC = spec_of(options(), "sdpa", 64)
 
 
 def fast(seconds: float = 0.1) -> Measurement:
@@ -37,9 +45,9 @@ def fast(seconds: float = 0.1) -> Measurement:
 
 
 def test_a_measurement_in_this_process() -> None:
-    asked = spec(options(), "quorum-depth-1", 300, backward=True, repeats=2)
+    asked = spec_of(options(), "quorum-depth-1", 300, backward=True, repeats=2)
     found = child.measure(asked)
-    assert found.status == child.OK, found.reason
+    assert found.status == OK, found.reason
     assert len(found.first_seconds) == len(found.forward_seconds) == 2
     assert len(found.backward_seconds) == 2
     assert found.report["backward"]["levels"] == (7,)
@@ -48,18 +56,18 @@ def test_a_measurement_in_this_process() -> None:
         assert set(found.errors) == set(RESULTS)
         assert all(len(e) == 2 and all(low < x < high for x in e) for e in found.errors.values())
     found = child.measure(replace(asked, method="cudnn"))
-    assert found.status == child.UNSUPPORTED
+    assert found.status == UNSUPPORTED
     assert "CUDA" in found.reason
 
 
 def test_whatever_a_process_does_is_an_answer() -> None:
     found = child.run_child(replace(SPEC, tokens=65_536, limit_bytes=1 << 20))
-    assert found.status == child.OUT_OF_MEMORY, found.reason
+    assert found.status == OUT_OF_MEMORY, found.reason
     assert found.stage == "forward"
     found = child.run_child(SPEC, timeout=0.01)
-    assert (found.status, found.reason) == (child.FAILED, "not done after 0.01 s")
+    assert (found.status, found.reason) == (FAILED, "not done after 0.01 s")
     found = child.run_child(replace(SPEC, draws="no number"))
-    assert found.status == child.FAILED
+    assert found.status == FAILED
     assert "TypeError" in found.reason
 
 
@@ -79,7 +87,7 @@ def test_a_sweep_ends_with_a_method() -> None:
 
     def rule(spec: Spec) -> Measurement:
         if spec.method == "sdpa" and spec.tokens > 4096:
-            return Measurement(child.OUT_OF_MEMORY)
+            return Measurement(OUT_OF_MEMORY)
         return fast(spec.tokens / 1024)
 
     (*_, rows), _ = run("cost", options(), rule)

@@ -16,7 +16,7 @@ import pytest
 from helpers_docs import QWEN3_8B
 
 import quorum_attention as qa
-from quorum_attention.bench.child import Measurement
+from quorum_attention.bench.measurement import Measurement
 from quorum_attention.cli import bench, main
 from quorum_attention.cli.output import say, show_table
 

@@ -19,8 +19,8 @@ from helpers_docs import QWEN3_8B, ROOT, blocks, commands, my_attention, normal
 from helpers_kernels import taken_as_tried
 
 import quorum_attention as qa
-from quorum_attention.bench.cases import EXPERIMENTS
-from quorum_attention.bench.child import OK, OUT_OF_MEMORY, UNSUPPORTED
+from quorum_attention.bench.experiments import EXPERIMENTS
+from quorum_attention.bench.measurement import OK, OUT_OF_MEMORY, UNSUPPORTED
 from quorum_attention.cli import main, parser
 from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.planner import calibration

@@ -11,8 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quorum_attention.bench.cases import EXPERIMENTS, USUAL, about
-from quorum_attention.bench.child import METHODS, Measurement, Spec, run_child
+from quorum_attention.bench.child import run_child
+from quorum_attention.bench.experiments import EXPERIMENTS, USUAL_METHODS, describe_machine
+from quorum_attention.bench.measurement import Measurement, Spec
+from quorum_attention.bench.methods import METHODS
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.units import counted
@@ -49,20 +51,22 @@ def _run(options: argparse.Namespace) -> int:
     _complete(options)
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {
-        "about": about(options.device), "command": ["quorum-attention", *sys.argv[1:]],
+    report: dict[str, Any] = {
+        "about": describe_machine(options.device),
+        "command": ["quorum-attention", *sys.argv[1:]],
         "measurements": [],
-    }  # fmt: skip
+    }
 
     def measure(experiment: str, spec: Spec) -> Measurement:
         warn(f"{experiment}: {spec.method}, {counted(spec.tokens, 'token')}, {spec.dtype}")
-        answer = run_child(spec, _LONGEST_SECONDS)
-        measured = {"experiment": experiment, "spec": asdict(spec), "answer": asdict(answer)}
-        found["measurements"].append(measured)
-        write_text(folder / "results.json", json.dumps(found, indent=1))
-        return answer
+        measurement = run_child(spec, _LONGEST_SECONDS)
+        report["measurements"].append(
+            {"experiment": experiment, "spec": asdict(spec), "answer": asdict(measurement)}
+        )
+        write_text(folder / "results.json", json.dumps(report, indent=1))
+        return measurement
 
-    lines = ["# Benchmark report", "", ", ".join(map(" ".join, found["about"].items())), ""]
+    lines = ["# Benchmark report", "", ", ".join(map(" ".join, report["about"].items())), ""]
     for name in options.only or EXPERIMENTS:
         title, text, columns, rows = EXPERIMENTS[name](options, measure)
         lines += [f"## {title}", "", text, ""]
@@ -74,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
         write_text(folder / "report.md", "\n".join(lines))
     files = [str(folder / "results.json"), str(folder / "report.md")]
     if options.json:
-        print_json({"files": files, "measurements": found["measurements"]})
+        print_json({"files": files, "measurements": report["measurements"]})
     else:
         say("\n".join(f"wrote {file}" for file in files))
     return 0
@@ -85,7 +89,7 @@ def _complete(options: argparse.Namespace) -> None:
     options.device = device = shared.default_device(options.device).type
     on_cpu, quick = device == "cpu", options.quick
     few = ("sdpa", "flash", "cudnn", "quorum")
-    usual = [name for name in USUAL[device] if not quick or name in few]
+    usual = [name for name in USUAL_METHODS[device] if not quick or name in few]
     options.methods = list(dict.fromkeys([usual[0], *(options.methods or usual)]))
     options.heads = options.heads or (2 if on_cpu else 8)
     options.kv_heads = shared.kv_heads(options.heads, options.kv_heads)

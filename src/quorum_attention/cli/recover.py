@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from quorum_attention.bench.child import Measurement, Spec, run_child
+from quorum_attention.bench.child import run_child
+from quorum_attention.bench.measurement import Measurement, Spec
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.decomposition import Decomposition
