@@ -9,6 +9,7 @@ small     small calls on a CPU beside torch's
 wrapped   dense and LongNet kernels recovered, against themselves
 devices   a call on several devices against one of them
 ranks     a sequence sharded over ranks, beside one device and other ways
+prompt    a long prompt in little device memory, beside other ways
 entries   many small entries, and masks that keep pairs here and there, beside torch's
 
 What is in FILE already is kept and added to.

@@ -35,18 +35,18 @@ def set_attention(model: Any, name: str, how: str) -> Change:
     """
     from quorum_attention.integrations.transformers.options import options_of
 
-    before = _implementations(model)
+    before = implementations(model)
     model.set_attn_implementation(name)
     kind = type(model).__name__
     if name not in {config._attn_implementation for config in _part_configs(model)}:
         # Transformers only logs it. Configurations that are of no model may have the name.
-        _restore(before)
+        restore_implementations(before)
         return Change(ATTENTION, False, f"{kind} does not take its attention by name")
     options = options_of(name)
     if options is not None and options.group is not None:
         return Change(ATTENTION, True, f"{how}; over a group of ranks it was not tried")
     results = _try_model(model)
-    _restore(before)
+    restore_implementations(before)
     if isinstance(results, BudgetError):
         raise results
     expected = _try_model(model)
@@ -57,7 +57,7 @@ def set_attention(model: Any, name: str, how: str) -> Change:
     if isinstance(results, Exception):
         why = f"{kind} failed with it on a few tokens: {type(results).__name__}: {results}"
         return Change(ATTENTION, False, why)
-    if not _agree(results, expected):
+    if not agree(results, expected):
         return Change(ATTENTION, False, f"{kind} had other results with it on a few tokens")
     model.set_attn_implementation(name)
     return Change(ATTENTION, True, how)
@@ -68,7 +68,7 @@ def _part_configs(model: Any) -> list[Any]:
     return [part.config for part in model.modules() if hasattr(part, "set_attn_implementation")]
 
 
-def _implementations(model: Any) -> list[tuple[Any, str | None]]:
+def implementations(model: Any) -> list[tuple[Any, str | None]]:
     """The configurations of a model and of its parts, outer ones first, each with the name of its
     attention."""
     todo = _part_configs(model)
@@ -81,9 +81,9 @@ def _implementations(model: Any) -> list[tuple[Any, str | None]]:
     return list(names.values())
 
 
-def _restore(implementations: list[tuple[Any, str | None]]) -> None:
+def restore_implementations(previous: list[tuple[Any, str | None]]) -> None:
     """Undo ``set_attn_implementation``, which does not take all names that it replaces (None)."""
-    for config, name in implementations:  # an outer one sets those within it
+    for config, name in previous:  # an outer one sets those within it
         config._attn_implementation = name
 
 
@@ -103,7 +103,7 @@ def _try_model(model: Any) -> list[torch.Tensor] | Exception:
         return error.with_traceback(None)
 
 
-def _agree(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def agree(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     """Whether two runs gave the same but for rounding, which experts amplify."""
     if [value.shape for value in results] != [value.shape for value in expected]:
         return False

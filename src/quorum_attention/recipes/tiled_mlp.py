@@ -128,8 +128,11 @@ def _compute_tiles(
 ) -> torch.Tensor:
     """What comes of all tiles, each a checkpoint.
 
-    Gradients of weights in 16 bits are summed in float32: each tile's would round the sum.
+    Gradients of weights in 16 bits are summed in float32: each tile's would round the sum. Without
+    gradients nothing is kept, and nothing is widened.
     """
+    if not torch.is_grad_enabled():
+        return _write_tiles(plain, module, tiles)
     weights: dict[str, Any] = dict(module.named_parameters())
     wide = {name: weight.float() for name, weight in weights.items() if _is_summed_wide(weight)}
 
@@ -140,6 +143,20 @@ def _compute_tiles(
             return plain(module, tile)  # without its hooks, which are called once, outside
 
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
+
+
+def _write_tiles(
+    plain: Callable[..., Any], module: torch.nn.Module, tiles: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Compute all tiles, each into its part of one tensor."""
+    first = plain(module, tiles[0])
+    n_rows = sum(tile.shape[-2] for tile in tiles)
+    results = first.new_empty((*first.shape[:-2], n_rows, first.shape[-1]))
+    parts = results.split(tiles[0].shape[-2], -2)
+    parts[0].copy_(first)
+    for part, tile in zip(parts[1:], tiles[1:], strict=True):
+        part.copy_(plain(module, tile))
+    return results
 
 
 def _is_summed_wide(weight: torch.Tensor) -> bool:

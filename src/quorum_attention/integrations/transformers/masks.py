@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,21 @@ from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.units import counted
+
+
+class _Prompt(threading.local):
+    """The prompt that this thread's forwards see some tokens of. Masks are made for all of them.
+
+    Attributes:
+        n_tokens: of the prompt, which begins an empty cache; None: forwards see all their tokens.
+        padding: (batch, n_tokens), the ``attention_mask`` of the prompt, or None.
+    """
+
+    n_tokens: int | None = None
+    padding: torch.Tensor | None = None
+
+
+PROMPT = _Prompt()
 
 
 class DescribedMask:
@@ -176,6 +192,10 @@ def quorum_mask(
     """
     from transformers import masking_utils
 
+    if PROMPT.n_tokens is not None:
+        q_length = kv_length = PROMPT.n_tokens
+        q_offset = kv_offset = 0
+        attention_mask = PROMPT.padding
     if attention_mask is not None and attention_mask.ndim not in (2, 4):
         raise ValueError(
             "attention_mask must be (batch, tokens), or (batch, heads, queries, keys), got shape "

@@ -1,0 +1,93 @@
+"""A long prompt in little device memory: seconds of the prefill and of each token after it.
+
+The model has a published shape in bf16 and random weights; on a CPU a small shape runs in a minute.
+Each row runs in a process of its own, whose device memory is limited to --memory, and which has
+--timeout seconds. A row that runs out of memory says so.
+
+Ways, --ways chooses some:
+
+sdpa: SDPA, the cache of Transformers on the device.
+offloaded: SDPA, the cache of Transformers in host memory, a layer on the device at a time.
+chunks: the same, the prompt in chunks of 4,096 tokens, as ``prefill_chunk_size`` has it.
+heads: HeadInfer's scheme: keys and values in host memory, one key/value head on the device at a
+time; the prompt in chunks.
+long_context: ``long_context(model)`` with the offloaded cache.
+ours: ``long_prompt(model)``; with --weights host the layers' weights are in host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quorum_attention.sizes import format_bytes, parse_bytes, parse_count
+
+WAYS = ("sdpa", "offloaded", "chunks", "heads", "long_context", "ours")
+ROW = Path(__file__).resolve().parents[1] / "prompt_row.py"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--shape", default="Qwen3-4B" if on_gpu else "small")
+    parser.add_argument("--layers", type=int, help="of the model; default: all")
+    parser.add_argument("--tokens", default="128K,256K" if on_gpu else "1K,2K")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("24GiB"))
+    parser.add_argument("--weights", choices=("device", "host"), default="device")
+    parser.add_argument("--generate", type=int, default=8, help="tokens after the prompt")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a row")
+
+
+def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Measure row by row."""
+    rows: dict[str, Any] = dict(found.get("prompt", {}))
+    for tokens in map(parse_count, options.tokens.split(",")):
+        for way in options.ways.split(","):
+            row = measure_row(options, way, tokens)
+            rows[f"{options.shape} {tokens} {format_bytes(options.memory)} {way}"] = row
+            print(f"{tokens:>9,} {way:13} {described(row)}", flush=True)
+            yield {"prompt": rows}
+
+
+def measure_row(options: argparse.Namespace, way: str, tokens: int) -> dict[str, Any]:
+    """Run a row in a process of its own."""
+    row = {
+        "way": way,
+        "tokens": tokens,
+        "shape": options.shape,
+        "layers": options.layers,
+        "memory": options.memory,
+        "weights": options.weights,
+        "generate": options.generate,
+    }
+    command = [sys.executable, str(ROW), json.dumps(row)]
+    try:
+        finished = subprocess.run(
+            command, capture_output=True, text=True, timeout=options.timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {options.timeout:.0f} s"}
+    lines = finished.stdout.splitlines()
+    if finished.returncode or not lines:
+        reason = finished.stderr.strip().splitlines()[-1:] or ["no word"]
+        return {"failed": reason[0][:300]}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def described(row: dict[str, Any]) -> str:
+    """One line about a row."""
+    if "failed" in row:
+        return str(row["failed"])
+    return (
+        f"prefill {row['prefill_seconds']:.2f} s, {row['token_seconds']:.3f} s a token, "
+        f"peak {format_bytes(row['peak_bytes'])} of which weights {format_bytes(row['weights_bytes'])}"
+    )

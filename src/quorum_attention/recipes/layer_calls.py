@@ -1,0 +1,114 @@
+"""Decoder layers of a model whose calls can be recorded and answered by somebody else.
+
+The forward of each layer asks first whether this thread replaces layers for now. While a prompt
+runs layer by layer, the model's own code around its layers (embedding, positions, masks, last norm,
+output layer) runs tile by tile; the layers' arguments are recorded, and stored results are returned
+in their place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
+from quorum_attention.recipes.patching import is_patched, patch, unpatch
+
+_HIDDEN = "hidden_states"
+
+
+class _Replacement(threading.local):
+    """What this thread runs in place of decoder layers: called with a layer's number and call."""
+
+    function: Callable[[int, LayerCall], Any] | None = None
+
+
+_REPLACEMENT = _Replacement()
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments of a decoder layer's forward.
+
+    Attributes:
+        hidden: (batch, tokens, width).
+        args: positional arguments behind the hidden states.
+        named: keyword arguments.
+        is_named: whether the hidden states were given by keyword.
+    """
+
+    hidden: torch.Tensor
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    is_named: bool = False
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], named: dict[str, Any]) -> LayerCall:
+        """The call with these arguments."""
+        if args:
+            return cls(args[0], args[1:], named)
+        rest = {name: value for name, value in named.items() if name != _HIDDEN}
+        return cls(named[_HIDDEN], (), rest, is_named=True)
+
+    def run(self, function: Callable[..., Any]) -> Any:
+        """Call ``function`` with these arguments."""
+        if self.is_named:
+            return function(**{_HIDDEN: self.hidden}, **self.named)
+        return function(self.hidden, *self.args, **self.named)
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """Return the layers of a model's decoder in their order; none if it has no known ones."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    modules = model.get_decoder().modules()
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+
+
+def make_replaceable(layers: list[torch.nn.Module], weights: HostWeights | None) -> None:
+    """Change layers so that ``layers_replaced_by`` reaches them.
+
+    Args:
+        layers: the decoder's layers.
+        weights: of the layers, in host memory; None: each layer has its weights.
+    """
+    for number, layer in enumerate(layers):
+        patch(layer, "forward", _run_layer, number, weights)
+
+
+def make_plain(layers: list[torch.nn.Module]) -> None:
+    """Undo ``make_replaceable``."""
+    for layer in layers:
+        if is_patched(layer, _run_layer):
+            unpatch(layer)
+
+
+def _run_layer(
+    number: int,
+    weights: HostWeights | None,
+    plain: Callable[..., Any],
+    layer: torch.nn.Module,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """The forward of a changed layer."""
+    if _REPLACEMENT.function is not None:
+        return _REPLACEMENT.function(number, LayerCall.of(args, named))
+    with weights_on_device(weights, number):
+        return plain(layer, *args, **named)
+
+
+@contextmanager
+def layers_replaced_by(function: Callable[[int, LayerCall], Any] | None) -> Iterator[None]:
+    """Run ``function(number, call)`` in place of each decoder layer of this thread's forwards."""
+    outside = _REPLACEMENT.function
+    _REPLACEMENT.function = function
+    try:
+        yield
+    finally:
+        _REPLACEMENT.function = outside

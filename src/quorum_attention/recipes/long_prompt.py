@@ -1,0 +1,280 @@
+"""``long_prompt(model)``: prompts of any length for inference, one layer at a time."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quorum_attention.counts import one_of, whole_number
+from quorum_attention.execution.device.lookup import backend_of, best_device, on_host
+from quorum_attention.keywords import helps_with_names
+from quorum_attention.recipes.attention import (
+    implementations,
+    restore_implementations,
+    set_attention,
+)
+from quorum_attention.recipes.host_weights import HostWeights, MovedTensors, why_not
+from quorum_attention.recipes.layer_calls import decoder_layers, make_plain, make_replaceable
+from quorum_attention.recipes.model_shape import ModelShape, read_shape
+from quorum_attention.recipes.patching import patch, plain_class, unpatch
+from quorum_attention.recipes.prompt_memory import MARGIN, TokenBytes, working_bytes
+from quorum_attention.sizes import format_bytes, parse_bytes
+
+# Where the weights of layers may lie.
+WEIGHTS = ("device", "host")
+# The attribute of a changed model that says how it was changed.
+_CHANGES = "_long_prompt_changes"
+
+
+@dataclass
+class _Changes:
+    """How a model was changed, and how to undo it.
+
+    Attributes:
+        runner: a ``PromptRunner``.
+        weights: "device" or "host", as asked for.
+        notes: what was done, for people.
+        host_weights, moved: what was moved to host memory, and to the device; None: nothing.
+        attention: configurations of the model, each with the name of its attention before.
+        model_class: the model's class before.
+    """
+
+    runner: Any
+    weights: str
+    notes: tuple[str, ...]
+    host_weights: HostWeights | None
+    moved: MovedTensors | None
+    attention: list[tuple[Any, str | None]]
+    model_class: type[torch.nn.Module]
+    layers: list[torch.nn.Module] = field(default_factory=list)
+
+
+@helps_with_names
+def long_prompt(
+    model: Any,
+    *,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    weights: str = "device",
+    cache: Any = None,
+    tile: int | None = None,
+    progress: Any = None,
+) -> Any:
+    """Change a decoder of Transformers in place so that prompts of any length run through it, and
+    return a cache for one of them. Results stay the model's own.
+
+    ``model.generate(ids, past_key_values=cache, max_new_tokens=...)`` then computes the prompt one
+    layer at a time: its hidden states, queries and outputs lie in host memory if the device has no
+    room, and keys and values go into the cache. A model whose layers cannot run so gets its prompts
+    in chunks, and a warning says why. Calls with gradients run as before.
+
+    Args:
+        model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around one, with its
+            weights loaded.
+        device_memory: bytes of the device that the model may take in all: weights, cache and
+            working memory, as a number or text such as "16GiB"; None: what is free, less a margin.
+        host_memory: bytes of page-locked host memory that the cache may take; None: what is free,
+            less a margin.
+        folder: a folder for mapped files that hold what neither has room for; None: no files.
+        weights: "device" leaves weights where they are; "host" keeps those of layers in page-locked
+            host memory, and copies each layer's to the device ahead of its use.
+        cache: a folder that a cache was saved to, or a cache; None: a new cache.
+        tile: tokens that are computed at once beside attention; None: as many as fit well.
+        progress: False shows no progress; a callable gets (layers done, layers, label); None: a bar
+            (lines in files) for prompts that take longer than a moment.
+
+    Returns:
+        A cache of Transformers. Print it to see which part lies where.
+
+    Raises:
+        ImportError: Transformers is not installed, or its version is not supported.
+        TypeError, ValueError: an argument is wrong.
+        NotImplementedError: weights that cannot be kept in host memory.
+    """
+    one_of(weights, "weights", WEIGHTS)
+    if tile is not None:
+        whole_number(tile, "tile", 1)
+    limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "set_attn_implementation"):
+        raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
+    changes = vars(base).get(_CHANGES)
+    if changes is not None and changes.weights != weights:
+        undo_long_prompt(base)
+        changes = None
+    if changes is None:
+        changes = _change(base, weights)
+    runner = changes.runner
+    runner.tile = tile
+    runner.progress = progress
+    free = _free_beside_weights(base, runner.device, changes, limit)
+    runner.working = working_bytes(free)
+    return _prompt_cache(base, runner, free, host_memory, folder, cache)
+
+
+def undo_long_prompt(model: Any) -> None:
+    """Undo ``long_prompt``: the model has its own forward, its attention and its weights again where
+    they were. A model that was not changed stays as it is."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    changes = vars(base).pop(_CHANGES, None)
+    if changes is None:
+        return
+    unpatch(base)
+    base.__class__ = changes.model_class
+    make_plain(changes.layers)
+    restore_implementations(changes.attention)
+    if changes.host_weights is not None:
+        changes.host_weights.restore()
+    if changes.moved is not None:
+        changes.moved.restore()
+
+
+def _change(model: Any, weights: str) -> _Changes:
+    """Change a model, and say what was done.
+
+    Raises:
+        NotImplementedError: its weights cannot be kept in host memory.
+    """
+    from quorum_attention.recipes.prompt_runner import PromptRunner
+
+    layers = decoder_layers(model)
+    device = model.device
+    host_weights = None
+    moved = None
+    if weights == "host":
+        device = best_device() if device.type == "cpu" else device
+        reason = why_not(layers) if layers else "it has no decoder layers that are known"
+        if reason is not None:
+            raise NotImplementedError(
+                f'weights="host" cannot be used with this {type(model).__name__}: {reason}'
+            )
+        moved = MovedTensors(model, layers, device)
+        host_weights = HostWeights(layers, device)
+    runner = PromptRunner(device, _token_bytes(model), 0, None)
+    changes = _Changes(
+        runner, weights, (), host_weights, moved, implementations(model), type(model), layers
+    )
+    setattr(model, _CHANGES, changes)
+    make_replaceable(layers, host_weights)
+    patch(model, "forward", _run_model)
+    try:
+        _choose_way(model, changes)
+    except BaseException:
+        undo_long_prompt(model)
+        raise
+    return changes
+
+
+def _choose_way(model: Any, changes: _Changes) -> None:
+    """Let a model's prompts run by layers if that is right, else by chunks, and say why."""
+    from quorum_attention.integrations.transformers import name_for
+    from quorum_attention.recipes.prefill_trial import try_layers
+
+    name, _ = name_for(None)
+    change = set_attention(model, name, "for prompts")
+    reason = None if change.done else change.how
+    if reason is None:
+        result = try_layers(
+            model, plain_class(model).forward, changes.layers, _cache_maker(model),
+            changes.host_weights,
+        )  # fmt: skip
+        if isinstance(result, str):
+            reason = result
+        else:
+            changes.runner.layered = result
+    if reason is not None:
+        warnings.warn(
+            f"{type(model).__name__} gets its prompts in chunks, not one layer at a time: {reason}",
+            stacklevel=4,
+        )
+
+
+def _run_model(plain: Callable[..., Any], model: Any, *args: Any, **named: Any) -> Any:
+    """The forward of a changed model."""
+    from quorum_attention.recipes.prompt_runner import named_arguments
+
+    runner = vars(model)[_CHANGES].runner
+    return runner.run(plain, model, named_arguments(plain, args, named))
+
+
+def _token_bytes(model: Any) -> TokenBytes:
+    """Bytes of a token of a model, from its configuration, or a guess where that says no sizes."""
+    try:
+        parameters = sum(weight.numel() for weight in model.parameters())
+        shape = read_shape(model.config.to_dict(), parameters)
+    except ValueError:  # sizes by other names
+        shape = _guessed_shape(model)
+    return TokenBytes.of(shape, model.dtype.itemsize)
+
+
+def _guessed_shape(model: Any) -> ModelShape:
+    """A shape with the width of the embeddings: MLPs are four times as wide, heads are not
+    grouped."""
+    vocabulary, width = model.get_input_embeddings().weight.shape
+    n_layers = max(1, len(decoder_layers(model)))
+    return ModelShape(
+        kind=model.config.model_type,
+        layers=n_layers,
+        hidden=width,
+        heads=1,
+        kv_heads=1,
+        head_dim=width,
+        vocabulary=vocabulary,
+        intermediate=4 * width,
+        experts=0,
+        experts_per_token=1,
+        parameters=0,
+        mlp_width=4 * width,
+    )
+
+
+def _cache_maker(model: Any) -> Callable[[], Any]:
+    """A function that makes an empty cache for a few tokens."""
+    from transformers import DynamicCache
+
+    return lambda: DynamicCache(config=model.config)
+
+
+def _free_beside_weights(
+    model: Any, device: torch.device, changes: _Changes, limit: int | None
+) -> int:
+    """Bytes of the device that cache and working memory may take.
+
+    Raises:
+        ValueError: the limit is below what the weights take.
+    """
+    free = backend_of(device).free_bytes(device)
+    if limit is None:
+        return int(free * (1 - MARGIN))
+    n_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
+    if changes.host_weights is not None:
+        n_bytes += changes.host_weights.device_bytes
+    if on_host(device):
+        n_bytes = 0
+    usable = int(limit * (1 - MARGIN))
+    if usable <= n_bytes:
+        raise ValueError(
+            f"device_memory must be more than the {format_bytes(n_bytes)} of weights that lie on "
+            f'{device}, got {format_bytes(limit)}: weights="host" leaves two layers there'
+        )
+    return min(free, usable - n_bytes)
+
+
+def _prompt_cache(
+    model: Any,
+    runner: Any,
+    free: int,
+    host_memory: int | str | None,
+    folder: Any,
+    cache: Any,
+) -> Any:
+    """The cache of a prompt, in what computing layers leaves of the device."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config) if cache is None else cache

@@ -1,0 +1,307 @@
+"""Prefill one layer at a time over a whole prompt.
+
+Tokens meet in attention alone. So each layer runs in three steps:
+
+1. tile by tile up to its attention: queries, keys and values of all tokens are stored, keys and
+   values in the cache as well;
+2. one attention call over the whole prompt;
+3. tile by tile from its attention on: the hidden states of all tokens become the layer's results.
+
+The layer's own code runs, once in each of the tiled steps, with something in place of its
+attention. The model's code around its layers runs tile by tile before the first and after the last
+layer (``layer_calls``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from quorum_attention.api import attention
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.integrations.transformers.prompt_tiles import (
+    TileCache,
+    attention_replaced_by,
+    prompt_masks,
+)
+from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
+from quorum_attention.recipes.layer_calls import LayerCall, layers_replaced_by
+from quorum_attention.recipes.prompt_inputs import PromptInputs
+from quorum_attention.recipes.tile_storage import DeviceTiles, Span, spans_of
+
+
+class _ReachedAttentionError(Exception):
+    """Ends a layer's forward at its attention.
+
+    Attributes:
+        call: the attention, without its query, key and value.
+        heads: query, key and value, (batch, heads, tokens, head_dim).
+    """
+
+    def __init__(self, call: Any, heads: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.call = call
+        self.heads = heads
+
+
+class _RecordedError(Exception):
+    """Ends a model's forward at its last layer."""
+
+
+@dataclass(frozen=True)
+class LayeredModel:
+    """A model whose layers can run one after the other over a whole prompt.
+
+    Attributes:
+        model: the model. Its layers are replaceable, and call an attention that is.
+        run_model: called with the model and arguments, its own forward.
+        layers: the decoder's layers, in the order in which they run.
+        tuple_lengths: for each layer, how many results its forward returns as a tuple, of which
+            the first is the hidden states; 0: it returns a tensor.
+        weights: of the layers, if they are in host memory.
+    """
+
+    model: torch.nn.Module
+    run_model: Callable[..., Any]
+    layers: Sequence[Any]
+    tuple_lengths: Sequence[int]
+    weights: HostWeights | None = None
+
+    def result_of(self, number: int, hidden: torch.Tensor) -> Any:
+        """Hidden states as a layer's forward returns them."""
+        length = self.tuple_lengths[number]
+        return (hidden, *[None] * (length - 1)) if length else hidden
+
+    def hidden_of(self, number: int, result: Any) -> torch.Tensor:
+        """The hidden states in what a layer's forward returned."""
+        hidden: torch.Tensor = result[0] if self.tuple_lengths[number] else result
+        return hidden
+
+
+class _Recorder:
+    """Runs in place of a model's layers, and records what each is given for one tile.
+
+    Attributes:
+        hidden: (batch, tokens, width), the first layer's input.
+        calls: of all layers, with tensors where they may stay.
+    """
+
+    def __init__(self, model: LayeredModel, tiles: DeviceTiles) -> None:
+        self._model = model
+        self._tiles = tiles
+        # Layers share tensors (positions): each is stashed once. By id, with the tensor itself.
+        self._stashed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.hidden: torch.Tensor | None = None
+        self.calls: list[LayerCall] = []
+
+    def __call__(self, number: int, call: LayerCall) -> Any:
+        """Record a layer's call. The last one ends the model's forward."""
+        if number == 0:
+            self.hidden = call.hidden
+        args, named = tree_map_only(torch.Tensor, self._stash, (call.args, call.named))
+        self.calls.append(LayerCall(call.hidden[:0], args, named, call.is_named))
+        if number + 1 == len(self._model.layers):
+            raise _RecordedError
+        return self._model.result_of(number, call.hidden)
+
+    def _stash(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._stashed:
+            self._stashed[id(tensor)] = (tensor, self._tiles.stash(tensor))
+        return self._stashed[id(tensor)][1]
+
+
+@dataclass
+class LayerwisePrefill:
+    """One prompt on its way through a model.
+
+    Attributes:
+        model: the model.
+        inputs: the prompt; its cache is empty.
+        cache: gets keys and values of all layers.
+        tiles: keeps rows of all tokens.
+        tile: the tokens of a tile.
+        budget: bytes of device memory for an attention call; None: what is free.
+        report: called with (layers done, layers) after each layer.
+    """
+
+    model: LayeredModel
+    inputs: PromptInputs
+    cache: Any
+    tiles: DeviceTiles
+    tile: int
+    budget: int | None = None
+    report: Callable[[int, int], None] | None = None
+    # (batch, tokens, width) of all tokens; the calls of all layers, by tile.
+    _hidden: Any = None
+    _calls: list[list[LayerCall]] = field(default_factory=list)
+    # Memory for rows of one layer, used again by the next layer with the same shapes.
+    _memory: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._spans = spans_of(self.inputs.n_tokens, self.tile)
+        self._tile_cache = TileCache(self.cache)
+
+    def run(self) -> Any:
+        """Fill the cache, and return what the model's forward of the prompt returns.
+
+        Raises:
+            NotImplementedError: a layer has no attention that can be replaced.
+        """
+        n_layers = len(self.model.layers)
+        for span in self._spans:
+            self._record(span)
+        self.tiles.finish()
+        for number in range(n_layers):
+            with weights_on_device(self.model.weights, number):
+                call, heads = self._run_to_attention(number)
+                outputs = self._attend(call, *heads)
+                self._run_from_attention(number, outputs)
+            if self.report is not None:
+                self.report(number + 1, n_layers)
+        self._memory.clear()
+        return self._run_head()
+
+    def _record(self, span: Span) -> None:
+        """Compute a tile's embeddings, and record what each layer is given beside them."""
+        recorder = _Recorder(self.model, self.tiles)
+        with suppress(_RecordedError):
+            self._run_model(recorder, span)
+        embeddings = recorder.hidden
+        if embeddings is None or len(recorder.calls) != len(self.model.layers):
+            raise NotImplementedError("the model does not run each of its layers once")
+        if self._hidden is None:
+            self._hidden = self.tiles.empty(embeddings, self.inputs.n_tokens)
+        self.tiles.store(span, [self._hidden], [embeddings])
+        self._calls.append(recorder.calls)
+
+    def _run_model(self, function: Callable[[int, LayerCall], Any], span: Span) -> Any:
+        """Run the model's forward on a tile, with ``function`` in place of its layers."""
+        self._tile_cache.past = span.start
+        arguments = self.inputs.of_tile(span)
+        masks = prompt_masks(self.inputs.n_tokens, self.inputs.padding)
+        with masks, layers_replaced_by(function):
+            model = self.model.model
+            return self.model.run_model(model, **arguments, past_key_values=self._tile_cache)
+
+    def _run_to_attention(self, number: int) -> tuple[Any, list[torch.Tensor]]:
+        """Run a layer up to its attention.
+
+        Returns:
+            The attention call, and query, key and value of all tokens.
+        """
+        call: Any = None
+        rows: list[torch.Tensor] = []
+        self._tile_cache.is_storing = True
+        loaded = self.tiles.load(self._spans, self._hidden)
+        for index, (span, (hidden,)) in enumerate(loaded):
+            reached = self._reach_attention(number, index, span, hidden)
+            if call is None:
+                call = reached.call
+                names = ("query", "key", "value")
+                rows = [self._rows_like(*pair) for pair in zip(names, reached.heads, strict=True)]
+            self.tiles.store(span, rows, reached.heads)
+        self._tile_cache.is_storing = False
+        self.tiles.finish()
+        return call, rows
+
+    def _reach_attention(
+        self, number: int, index: int, span: Span, hidden: torch.Tensor
+    ) -> _ReachedAttentionError:
+        def stop(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
+            raise _ReachedAttentionError(partial(call, *mask), (query, key, value))
+
+        try:
+            self._run_layer(stop, number, index, span, hidden)
+        except _ReachedAttentionError as reached:
+            return reached.with_traceback(None)
+        raise NotImplementedError("a layer has no attention that can be replaced")
+
+    def _run_layer(
+        self, function: Any, number: int, index: int, span: Span, hidden: torch.Tensor
+    ) -> Any:
+        """Run a layer on a tile, with ``function`` in place of its attention."""
+        self._tile_cache.past = span.start
+        stashed = self._calls[index][number]
+        args, named = tree_map_only(
+            torch.Tensor, self.tiles.unstash, (stashed.args, stashed.named)
+        )
+        call = LayerCall(hidden, args, named, stashed.is_named)
+        with attention_replaced_by(function):
+            return call.run(self.model.layers[number])
+
+    def _rows_like(self, name: str, tile: torch.Tensor) -> torch.Tensor:
+        """Memory for rows like those of ``tile``, of all tokens."""
+        key = (name, tile.shape[:-2], tile.shape[-1], tile.dtype)
+        if key not in self._memory:
+            self._memory[key] = self.tiles.empty(tile, self.inputs.n_tokens)
+        return self._memory[key]
+
+    def _attend(
+        self, call: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute attention of all tokens, (batch, heads, tokens, value_dim)."""
+        like_output = query[..., :1, :1].expand(*query.shape[:-2], 1, value.shape[-1])
+        output = self._rows_like("output", like_output)
+        # The mask is the argument behind query, key and value.
+        options, module, *mask = call.args
+        named = tree_map_only(torch.Tensor, lambda tensor: tensor.to(query.device), call.keywords)
+        compute = partial(_attention_into, output, self.budget)
+        device = self.tiles.device
+        with backend_of(device).current(device):
+            computed = call.func(
+                options, module, query, key, value, *mask, **named, compute=compute
+            )
+        if computed.data_ptr() != output.data_ptr():
+            output.copy_(computed)
+        return output
+
+    def _run_from_attention(self, number: int, outputs: torch.Tensor) -> None:
+        """Run a layer from its attention on: its results become the hidden states."""
+        loaded = self.tiles.load(self._spans, self._hidden, outputs)
+        for index, (span, (hidden, rows)) in enumerate(loaded):
+            replay = partial(_return_rows, rows)
+            result = self._run_layer(replay, number, index, span, hidden)
+            hidden_after = self.model.hidden_of(number, result)
+            self.tiles.store(span, [self._hidden], [hidden_after])
+        self.tiles.finish()
+
+    def _run_head(self) -> Any:
+        """Run the model from its last layer on, for the tokens whose logits are asked for."""
+        spans = [span for span in self._spans if self.inputs.has_logits(span)]
+        results = []
+        for span, (hidden,) in self.tiles.load(spans, self._hidden):
+            results.append(self._run_model(partial(self._replay, hidden), span))
+        result = joined_results(results)
+        result.past_key_values = self.cache
+        return result
+
+    def _replay(self, hidden: torch.Tensor, number: int, call: LayerCall) -> Any:
+        """The last layer's results are ``hidden``; earlier ones are not looked at."""
+        is_last = number + 1 == len(self.model.layers)
+        return self.model.result_of(number, hidden if is_last else call.hidden)
+
+
+def _attention_into(
+    output: torch.Tensor, budget: int | None, /, *args: Any, **named: Any
+) -> Any:
+    """Attention whose result is written to ``output``."""
+    return attention(*args, **{**named, "budget": budget, "out": output})
+
+
+def _return_rows(rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    """In place of attention: its rows, which are computed already."""
+    return rows
+
+
+def joined_results(results: Sequence[Any]) -> Any:
+    """The last of a model's results for consecutive tiles, with the logits of all of them."""
+    result = results[-1]
+    if len(results) > 1:
+        result.logits = torch.cat([part.logits for part in results], dim=1)
+    return result

@@ -1,0 +1,96 @@
+"""The arguments of a model's forward of a prompt, and those of a tile of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quorum_attention.recipes.tile_storage import Span
+
+# Tensors with a value for each token, by the dimension of tokens.
+_TOKEN_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": -1}
+_MASK = "attention_mask"
+_LOGITS = "logits_to_keep"
+# Requests for what is only there if layers run as they are.
+_COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """A prompt as a model's forward is given it.
+
+    Attributes:
+        tensors: the arguments with a value for each token, by name.
+        padding: (batch, past + tokens), the ``attention_mask``; None: no token is padding.
+        options: other arguments, which are the same for each tile.
+        n_tokens: tokens of the prompt.
+        past: tokens that are in the cache already.
+        logits_to_keep: logits are asked for of so many last tokens; 0: of all.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    padding: torch.Tensor | None
+    options: Mapping[str, Any]
+    n_tokens: int
+    past: int
+    logits_to_keep: int
+
+    @classmethod
+    def read(cls, named: Mapping[str, Any], past: int) -> PromptInputs | None:
+        """The prompt in arguments of a forward; None if they do not all come in tiles.
+
+        Args:
+            named: arguments without the cache.
+            past: tokens in the cache.
+        """
+        tensors = {name: named[name] for name in _TOKEN_DIMS if named.get(name) is not None}
+        tokens = tensors.get("input_ids", tensors.get("inputs_embeds"))
+        if tokens is None:
+            return None
+        n_tokens = int(tokens.shape[1])
+        padding = named.get(_MASK)
+        if padding is not None and not _is_padding(padding, past + n_tokens):
+            return None
+        if any(tensor.shape[_TOKEN_DIMS[name]] != n_tokens for name, tensor in tensors.items()):
+            return None
+        options = {
+            name: value
+            for name, value in named.items()
+            if value is not None and name not in (*_TOKEN_DIMS, _MASK)
+        }
+        if not all(_is_option(name, value) for name, value in options.items()):
+            return None
+        return cls(tensors, padding, options, n_tokens, past, options.get(_LOGITS, 0))
+
+    def of_tile(self, span: Span) -> dict[str, Any]:
+        """Return the arguments of the tokens of a span: of no later token."""
+        arguments = {
+            name: tensor.narrow(_TOKEN_DIMS[name], span.start, span.length)
+            for name, tensor in self.tensors.items()
+        }
+        if self.padding is not None:
+            arguments[_MASK] = self.padding[:, : self.past + span.stop]
+        if self.logits_to_keep:
+            later = self.n_tokens - span.stop
+            arguments[_LOGITS] = max(1, min(span.length, self.logits_to_keep - later))
+        return {**self.options, **arguments}
+
+    def has_logits(self, span: Span) -> bool:
+        """Whether logits are asked for of a token in a span."""
+        return not self.logits_to_keep or span.stop > self.n_tokens - self.logits_to_keep
+
+
+def _is_padding(mask: Any, n_keys: int) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == n_keys
+
+
+def _is_option(name: str, value: Any) -> bool:
+    """Whether an argument is the same for each tile, and does not ask for results of layers."""
+    if name in _COLLECTED or name == "labels":
+        return not value
+    if name == "return_dict":
+        return bool(value)
+    return isinstance(value, (bool, int, float, str))

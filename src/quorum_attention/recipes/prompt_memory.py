@@ -1,0 +1,128 @@
+"""What a long prompt takes of the device and of host memory, and where its parts lie.
+
+The device is shared by the weights, the cache, and what computing a layer needs: either the rows of
+all tokens, or tiles of them beside an attention call that streams from host memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from quorum_attention.recipes.model_shape import ModelShape
+
+# The largest tile: more tokens at once do not make matrix products faster.
+MAX_TILE = 8192
+MIN_TILE = 256
+# Device memory beyond which computing a layer gets no faster; and its share of what the weights
+# leave, on a smaller device.
+_WORKING_BYTES = 4608 << 20
+_WORKING_SHARE = 3
+# An attention call that streams from host memory gets no faster with more.
+_ATTENTION_BYTES = 4 << 30
+# A tile may take this share of the working memory.
+_TILE_SHARE = 4
+# A share of the device that nobody plans with: the allocator's gaps, and kernels' workspaces.
+MARGIN = 0.04
+# Bytes that an attention call over rows on the device takes, as a share of its output: log-sum-exps
+# and workspaces.
+_CALL_SHARE = 8
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes for each token of a prompt.
+
+    Attributes:
+        rows: hidden states, queries, keys, values and outputs of one layer.
+        output: of these, the outputs of attention.
+        hidden: of these, the hidden states.
+        tile: what a layer computes with for a token of a tile, at its peak.
+        cache: keys and values of all layers.
+    """
+
+    rows: int
+    output: int
+    hidden: int
+    tile: int
+    cache: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, size: int) -> TokenBytes:
+        """The bytes of a model's tokens, with ``size`` bytes for each number."""
+        query = shape.heads * shape.head_dim
+        key_and_value = 2 * shape.kv_heads * shape.head_dim
+        projected = 2 * query + key_and_value
+        # A norm computes in float32, beside its input and its result.
+        norm_bytes = 4 * (2 * shape.hidden + query)
+        mlp = 3 * shape.mlp_width
+        return cls(
+            rows=(shape.hidden + projected) * size,
+            output=query * size,
+            hidden=shape.hidden * size,
+            tile=(mlp + 2 * projected + 6 * shape.hidden) * size + norm_bytes,
+            cache=shape.layers * key_and_value * size,
+        )
+
+    def of_batch(self, batch: int) -> TokenBytes:
+        """The bytes of one token of every text in a batch."""
+        names = [field.name for field in fields(self)]
+        return TokenBytes(**{name: batch * getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """How the layers of a prompt are computed.
+
+    Attributes:
+        tile: the tokens of a tile.
+        is_on_device: whether rows of all tokens lie on the device; else they lie in host memory.
+        budget: bytes of an attention call beyond its inputs and outputs on the device.
+        device_bytes: all of that, beside weights and cache.
+        host_bytes: the rows in host memory.
+    """
+
+    tile: int
+    is_on_device: bool
+    budget: int
+    device_bytes: int
+    host_bytes: int
+
+    def with_tile(self, tile: int) -> PromptPlan:
+        """The same with another tile."""
+        return replace(self, tile=tile)
+
+
+def working_bytes(free: int) -> int:
+    """Bytes of the device that computing layers may take, of what the weights leave free. The cache
+    gets the rest."""
+    return min(_WORKING_BYTES, free // _WORKING_SHARE)
+
+
+def plan_prompt(token: TokenBytes, n_tokens: int, working: int) -> PromptPlan:
+    """Choose the tile, and the place for rows of all tokens.
+
+    Args:
+        token: bytes of a token.
+        n_tokens: the prompt.
+        working: bytes of the device that computing layers may take.
+    """
+    tile = _tile_within(token, working // _TILE_SHARE)
+    rows = n_tokens * token.rows
+    tile_bytes = tile * token.tile
+    call_bytes = n_tokens * token.output // _CALL_SHARE
+    on_device = rows + max(tile_bytes, call_bytes)
+    if on_device <= working:
+        return PromptPlan(tile, True, working - rows, on_device, 0)
+    # Two tiles of hidden states and outputs: one is used, one arrives.
+    buffers = 2 * tile * (token.hidden + token.output)
+    budget = max(1, min(_ATTENTION_BYTES, working - buffers))
+    device_bytes = buffers + max(tile_bytes, budget)
+    return PromptPlan(tile, False, budget, device_bytes, rows)
+
+
+def _tile_within(token: TokenBytes, n_bytes: int) -> int:
+    """The largest tile, a power of two, that takes at most so many bytes."""
+    tile = MAX_TILE
+    while tile > MIN_TILE and tile * token.tile > n_bytes:
+        tile //= 2
+    return tile

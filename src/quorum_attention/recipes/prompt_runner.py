@@ -1,0 +1,137 @@
+"""How a changed model runs its prompts: by layers, by chunks, or as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.progress import progress_bar
+from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill, joined_results
+from quorum_attention.recipes.prompt_inputs import PromptInputs
+from quorum_attention.recipes.prompt_memory import PromptPlan, TokenBytes, plan_prompt
+from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, spans_of
+
+_CACHE = "past_key_values"
+# A bar is shown without being asked for if a prompt has more tokens.
+_LABEL = "prefill: layers"
+
+
+@dataclass
+class PromptRunner:
+    """Runs the prompts of one model.
+
+    Attributes:
+        device: where layers compute.
+        token: bytes of a token of one text.
+        working: bytes of the device that computing layers may take.
+        layered: the model, if its layers can run one after the other; else prompts run by chunks.
+        tile: the tokens of a tile or a chunk; None: as many as fit well.
+        progress: whether progress is shown, or a callable (done, total, label).
+    """
+
+    device: torch.device
+    token: TokenBytes
+    working: int
+    layered: LayeredModel | None
+    tile: int | None = None
+    progress: Any = None
+
+    def run(self, run_model: Callable[..., Any], model: Any, named: Mapping[str, Any]) -> Any:
+        """Return what the model's forward returns.
+
+        Args:
+            run_model: the model's own forward.
+            model: the model.
+            named: the arguments.
+        """
+        inputs = self._read_prompt(model, named)
+        if inputs is None:
+            return run_model(model, **named)
+        batch = next(iter(inputs.tensors.values())).shape[0]
+        plan = self._plan(inputs.n_tokens, batch)
+        if inputs.n_tokens <= plan.tile:
+            return run_model(model, **named)
+        cache = named[_CACHE]
+        if self.layered is None or inputs.past:
+            return self._run_chunks(run_model, model, inputs, plan.tile, cache)
+        return self._run_layers(self.layered, inputs, plan, cache)
+
+    def _read_prompt(self, model: Any, named: Mapping[str, Any]) -> PromptInputs | None:
+        """The prompt in a forward's arguments; None if the model has to run as it is."""
+        cache = named.get(_CACHE)
+        if not isinstance(cache, Cache) or cache.is_compileable:
+            return None
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type):
+            return None
+        if torch.compiler.is_compiling() or _collects_results(model):
+            return None
+        rest = {name: value for name, value in named.items() if name != _CACHE}
+        return PromptInputs.read(rest, cache.get_seq_length())
+
+    def _plan(self, n_tokens: int, batch: int) -> PromptPlan:
+        token = self.token.of_batch(batch)
+        plan = plan_prompt(token, n_tokens, self.working)
+        return plan if self.tile is None else plan.with_tile(self.tile)
+
+    def _run_layers(
+        self, layered: LayeredModel, inputs: PromptInputs, plan: PromptPlan, cache: Any
+    ) -> Any:
+        reserve = getattr(cache, "reserve", None)
+        if reserve is not None:
+            reserve(inputs.n_tokens)
+        tiles = DeviceTiles(self.device) if plan.is_on_device else HostTiles(self.device)
+        budget = plan.budget if self.device.type == "cuda" else None
+        with progress_bar() as show:
+            report = partial(_report, self.progress or show)
+            if self.progress is False:
+                report = None
+            prefill = LayerwisePrefill(
+                layered, inputs, cache, tiles, plan.tile, budget, report
+            )
+            with backend_of(self.device).current(self.device):
+                return prefill.run()
+
+    def _run_chunks(
+        self,
+        run_model: Callable[..., Any],
+        model: Any,
+        inputs: PromptInputs,
+        chunk: int,
+        cache: Any,
+    ) -> Any:
+        """Run a prompt some tokens at a time through all layers."""
+        results = []
+        for span in spans_of(inputs.n_tokens, chunk):
+            result = run_model(model, **inputs.of_tile(span), **{_CACHE: cache})
+            if inputs.has_logits(span):
+                results.append(result)
+        return joined_results(results)
+
+
+def _report(show: Callable[[int, int, str], None], done: int, total: int) -> None:
+    show(done, total, _LABEL)
+
+
+def _collects_results(model: Any) -> bool:
+    """Whether a model's configuration asks for what is only there if layers run as they are."""
+    config = model.config
+    names = ("output_attentions", "output_hidden_states", "output_router_logits")
+    return any(getattr(config, name, False) for name in names)
+
+
+def named_arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a forward by name; positional ones have the names of its parameters."""
+    if not args:
+        return dict(named)
+    # The first parameter is the model.
+    names = list(inspect.signature(forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **named}
