@@ -87,7 +87,9 @@ def described(row: dict[str, Any]) -> str:
     """One line about a row."""
     if "failed" in row:
         return str(row["failed"])
+    peak = format_bytes(row["peak_bytes"])
+    weights = format_bytes(row["weights_bytes"])
     return (
         f"prefill {row['prefill_seconds']:.2f} s, {row['token_seconds']:.3f} s a token, "
-        f"peak {format_bytes(row['peak_bytes'])} of which weights {format_bytes(row['weights_bytes'])}"
+        f"peak {peak}, of which weights {weights}"
     )

@@ -172,7 +172,7 @@ def why_not(layers: Sequence[torch.nn.Module]) -> str | None:
 
 
 class MovedTensors:
-    """Tensors of a model beside its layers (embeddings, norms, the output layer), moved to a device.
+    """Tensors of a model beside its layers, such as embeddings, moved to a device.
 
     Args:
         model: the model.

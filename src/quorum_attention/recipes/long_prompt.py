@@ -119,8 +119,8 @@ def long_prompt(
 
 
 def undo_long_prompt(model: Any) -> None:
-    """Undo ``long_prompt``: the model has its own forward, its attention and its weights again where
-    they were. A model that was not changed stays as it is."""
+    """Undo ``long_prompt``: the model has its own forward and attention again, and its weights
+    where they were. A model that was not changed stays as it is."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     changes = vars(base).pop(_CHANGES, None)
     if changes is None:
@@ -249,7 +249,7 @@ def _free_beside_weights(
     Raises:
         ValueError: the limit is below what the weights take.
     """
-    free = backend_of(device).free_bytes(device)
+    free: int = backend_of(device).free_bytes(device)
     if limit is None:
         return int(free * (1 - MARGIN))
     n_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device == device)

@@ -228,9 +228,7 @@ class LayerwisePrefill:
         """Run a layer on a tile, with ``function`` in place of its attention."""
         self._tile_cache.past = span.start
         stashed = self._calls[index][number]
-        args, named = tree_map_only(
-            torch.Tensor, self.tiles.unstash, (stashed.args, stashed.named)
-        )
+        args, named = tree_map_only(torch.Tensor, self.tiles.unstash, (stashed.args, stashed.named))
         call = LayerCall(hidden, args, named, stashed.is_named)
         with attention_replaced_by(function):
             return call.run(self.model.layers[number])
@@ -287,9 +285,7 @@ class LayerwisePrefill:
         return self.model.result_of(number, hidden if is_last else call.hidden)
 
 
-def _attention_into(
-    output: torch.Tensor, budget: int | None, /, *args: Any, **named: Any
-) -> Any:
+def _attention_into(output: torch.Tensor, budget: int | None, /, *args: Any, **named: Any) -> Any:
     """Attention whose result is written to ``output``."""
     return attention(*args, **{**named, "budget": budget, "out": output})
 

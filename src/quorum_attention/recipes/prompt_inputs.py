@@ -73,10 +73,11 @@ class PromptInputs:
         }
         if self.padding is not None:
             arguments[_MASK] = self.padding[:, : self.past + span.stop]
+        options = dict(self.options)
         if self.logits_to_keep:
             later = self.n_tokens - span.stop
-            arguments[_LOGITS] = max(1, min(span.length, self.logits_to_keep - later))
-        return {**self.options, **arguments}
+            options[_LOGITS] = max(1, min(span.length, self.logits_to_keep - later))
+        return {**options, **arguments}
 
     def has_logits(self, span: Span) -> bool:
         """Whether logits are asked for of a token in a span."""

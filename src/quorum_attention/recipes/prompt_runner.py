@@ -89,12 +89,8 @@ class PromptRunner:
         tiles = DeviceTiles(self.device) if plan.is_on_device else HostTiles(self.device)
         budget = plan.budget if self.device.type == "cuda" else None
         with progress_bar() as show:
-            report = partial(_report, self.progress or show)
-            if self.progress is False:
-                report = None
-            prefill = LayerwisePrefill(
-                layered, inputs, cache, tiles, plan.tile, budget, report
-            )
+            report = None if self.progress is False else partial(_report, self.progress or show)
+            prefill = LayerwisePrefill(layered, inputs, cache, tiles, plan.tile, budget, report)
             with backend_of(self.device).current(self.device):
                 return prefill.run()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.execution.device.mover import AtOnce
+from quorum_attention.execution.device.mover import ImmediateStream
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 
 
@@ -62,7 +62,7 @@ class SideStream:
         """
         if self._stream is None:
             _copy_all(targets, sources)
-            return AtOnce()
+            return ImmediateStream()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             _copy_all(targets, sources)

@@ -151,7 +151,7 @@ def _write_tiles(
     """Compute all tiles, each into its part of one tensor."""
     first = plain(module, tiles[0])
     n_rows = sum(tile.shape[-2] for tile in tiles)
-    results = first.new_empty((*first.shape[:-2], n_rows, first.shape[-1]))
+    results: torch.Tensor = first.new_empty((*first.shape[:-2], n_rows, first.shape[-1]))
     parts = results.split(tiles[0].shape[-2], -2)
     parts[0].copy_(first)
     for part, tile in zip(parts[1:], tiles[1:], strict=True):

@@ -17,7 +17,7 @@ from quorum_attention.integrations.transformers.attending import HERE
 from quorum_attention.integrations.transformers.masks import PROMPT
 
 
-class TileCache(Cache):
+class TileCache(Cache):  # type: ignore[misc]
     """A cache for one tile at a time: keys and values go to ``cache``, and none come back.
 
     Args:

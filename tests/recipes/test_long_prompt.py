@@ -1,0 +1,256 @@
+"""``long_prompt``: a model gives the tokens that it gave before, however its prompts run."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from helpers_models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
+
+from quorum_attention.recipes import long_prompt, undo_long_prompt
+from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, Span, spans_of
+
+LATENT: dict[str, Any] = {
+    "head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+MANY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EIGHT = {"head_dim": None}  # the width over the heads
+OLD: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, **EIGHT}
+# Kinds of models whose layers run one after the other. None takes a size away.
+LAYERED: dict[str, dict[str, Any]] = {
+    "gpt_oss": DECODERS["gpt_oss"],
+    **DECODERS,
+    "apertus": {},
+    "arcee": {},
+    "cohere": {},
+    "cohere2": {"sliding_window": 9, "layer_types": MIXED},
+    "deepseek_v3": LATENT,
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 9, "layer_types": MIXED},
+    "gemma": {},
+    "glm": {},
+    "glm4": {},
+    "gpt2": OLD,
+    "gpt_bigcode": OLD,
+    "gpt_neox": {"num_key_value_heads": None, **EIGHT},
+    "granite": {},
+    "granitemoe": EXPERTS,
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {},
+    "mixtral": EXPERTS,
+    "nemotron": {},
+    "olmo": EIGHT,
+    "olmo2": EIGHT,
+    "olmo3": {"sliding_window": 9, "layer_types": MIXED},
+    "persimmon": EIGHT,
+    "phi3": EIGHT,
+    "qwen2": EIGHT,
+    "qwen2_moe": {**MANY_EXPERTS, "shared_expert_intermediate_size": 24, **EIGHT},
+    "qwen3_moe": MANY_EXPERTS,
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": EIGHT,
+    "starcoder2": {"sliding_window": 9, **EIGHT},
+}  # fmt: skip
+# Kinds that are given their prompts in chunks, or as they were.
+CHUNKED: dict[str, dict[str, Any]] = {
+    "gptj": {**OLD, "rotary_dim": 8},
+    "bloom": {"n_layer": 2, "n_head": 4, **EIGHT},
+    "codegen": {**OLD, "rotary_dim": 8},
+    "falcon": {"ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2, **EIGHT},
+}
+N_PROMPT = 67
+N_GENERATED = 64
+TILE = 20
+
+
+def new_model(kind: str, sizes: dict[str, Any]) -> Any:
+    """A small decoder in float32, whose scores differ from token to token."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this version of Transformers has no {kind}")
+    chosen = {**SIZES, **sizes}
+    chosen = {name: size for name, size in chosen.items() if size is not None}
+    config = transformers.CONFIG_MAPPING[kind](**chosen, bos_token_id=None, eos_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and any(part in name for part in SHARP):
+                weight.mul_(8.0)
+            if "sinks" in name:
+                weight.normal_(0.0, 1.0)
+    return model.eval()
+
+
+def prompt(n_tokens: int = N_PROMPT, batch: int = 1) -> torch.Tensor:
+    """Ids of a prompt, the same each time."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(1, VOCABULARY, (batch, n_tokens), generator=generator)
+
+
+def generated(model: Any, ids: torch.Tensor, n_tokens: int = N_GENERATED, **named: Any) -> Any:
+    """The greedy tokens after a prompt, with the logits of each."""
+    named.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(
+        ids, max_new_tokens=n_tokens, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **named,
+    )  # fmt: skip
+
+
+def assert_same(result: Any, expected: Any) -> None:
+    """Tokens are equal, logits up to rounding."""
+    assert torch.equal(result.sequences, expected.sequences)
+    for logits, exact in zip(result.logits, expected.logits, strict=True):
+        torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-5)
+
+
+def runner_of(model: Any) -> Any:
+    return vars(model)["_long_prompt_changes"].runner
+
+
+@pytest.fixture(autouse=True)
+def no_warning_of_chunks(request: pytest.FixtureRequest) -> Any:
+    """A test of models that run by layers fails if one does not."""
+    with warnings.catch_warnings():
+        if "chunks" not in request.node.name:
+            warnings.filterwarnings("error", message=".*gets its prompts in chunks.*")
+        yield
+
+
+@pytest.mark.parametrize("kind", LAYERED)
+def test_greedy_tokens_are_the_plain_models(kind: str) -> None:
+    model = new_model(kind, LAYERED[kind])
+    expected = generated(copy.deepcopy(model), prompt())
+    cache = long_prompt(model, tile=TILE)
+    assert runner_of(model).layered is not None
+    assert_same(generated(model, prompt(), past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_a_model_without_replaceable_attention_runs_in_chunks(kind: str) -> None:
+    model = new_model(kind, CHUNKED[kind])
+    expected = generated(copy.deepcopy(model), prompt())
+    with pytest.warns(UserWarning, match=f"{type(model).__name__} gets its prompts in chunks"):
+        cache = long_prompt(model, tile=TILE)
+    assert_same(generated(model, prompt(), past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("tile", [13, 66])
+def test_texts_of_a_batch_may_be_padded(kind: str, tile: int) -> None:
+    model = new_model(kind, LAYERED[kind])
+    ids = prompt(batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    expected = generated(copy.deepcopy(model), ids, attention_mask=mask)
+    cache = long_prompt(model, tile=tile)
+    result = generated(model, ids, attention_mask=mask, past_key_values=cache)
+    assert_same(result, expected)
+
+
+def test_weights_in_host_memory_change_nothing_and_come_back() -> None:
+    model = new_model("llama", {"num_hidden_layers": 3})
+    expected = generated(copy.deepcopy(model), prompt())
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    cache = long_prompt(model, tile=TILE, weights="host")
+    assert_same(generated(model, prompt(), past_key_values=cache), expected)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    undo_long_prompt(model)
+    assert_same(generated(model, prompt()), expected)
+
+
+def test_undo_leaves_the_model_as_it_was() -> None:
+    model = new_model("llama", {})
+    classes = [type(module) for module in model.modules()]
+    long_prompt(model, tile=TILE)
+    assert [type(module) for module in model.modules()] != classes
+    undo_long_prompt(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert model.config._attn_implementation == "eager"
+    undo_long_prompt(model)
+
+
+def test_logits_of_all_tokens_if_they_are_asked_for() -> None:
+    model = new_model("qwen3", DECODERS["qwen3"])
+    plain = copy.deepcopy(model)
+    cache = long_prompt(model, tile=TILE)
+    with torch.no_grad():
+        result = model(prompt(), past_key_values=cache)
+        expected = plain(prompt(), past_key_values=transformers.DynamicCache(config=plain.config))
+        torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
+        cache = long_prompt(model, tile=TILE)
+        last = model(prompt(), past_key_values=cache, logits_to_keep=29).logits
+    torch.testing.assert_close(last, expected.logits[:, -29:], rtol=1e-4, atol=1e-5)
+    assert result.past_key_values.get_seq_length() == N_PROMPT
+
+
+def test_a_second_prompt_continues_the_first() -> None:
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    cache = long_prompt(model, tile=TILE)
+    plain_cache = transformers.DynamicCache(config=plain.config)
+    with torch.no_grad():
+        for ids in (prompt(), prompt(45)):
+            result = model(ids, past_key_values=cache)
+            expected = plain(ids, past_key_values=plain_cache)
+            torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_calls_with_gradients_and_without_a_cache_run_as_before() -> None:
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    long_prompt(model, tile=TILE)
+    for some_model in (model, plain):
+        some_model(prompt(), labels=prompt()).loss.backward()
+    for weight, plain_weight in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, plain_weight.grad)
+
+
+def test_progress_is_told_by_layer() -> None:
+    model = new_model("llama", {"num_hidden_layers": 3})
+    steps: list[tuple[int, int, str]] = []
+    cache = long_prompt(model, tile=TILE, progress=lambda *step: steps.append(step))
+    generated(model, prompt(), 1, past_key_values=cache)
+    assert [step[:2] for step in steps] == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "error"),
+    [
+        ({"weights": "disk"}, ValueError),
+        ({"tile": 0}, ValueError),
+        ({"device_memory": "much"}, ValueError),
+        ({"memory": "1GiB"}, TypeError),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(argument: dict[str, Any], error: type) -> None:
+    model = new_model("llama", {})
+    (name,) = argument
+    with pytest.raises(error, match=name):
+        long_prompt(model, **argument)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_tiles_of_host_memory_are_those_of_the_device() -> None:
+    """Rows come back as they were stored, with a tile that does not divide the tokens."""
+    spans = spans_of(67, 20)
+    assert spans[0] == Span(0, 17)
+    assert [span.length for span in spans] == [17, 17, 17, 16]
+    rows = torch.randn(2, 3, 67, 5)
+    for tiles in (DeviceTiles(torch.device("cpu")), HostTiles(torch.device("cpu"))):
+        stored = tiles.empty(rows[:, :, :1], 67)
+        for span in spans:
+            tiles.store(span, [stored], [rows[:, :, span.start : span.stop]])
+        tiles.finish()
+        loaded = [tile.clone() for _, (tile,) in tiles.load(spans, stored)]
+        assert torch.equal(torch.cat(loaded, 2), rows)
