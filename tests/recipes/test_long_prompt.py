@@ -15,7 +15,7 @@ import transformers
 from helpers_models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
 
 from quorum_attention.recipes import long_prompt, undo_long_prompt
-from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, Span, spans_of
+from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, TileSpan, spans_of
 
 LATENT: dict[str, Any] = {
     "head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
@@ -244,7 +244,7 @@ def test_wrong_arguments_are_refused_by_name(argument: dict[str, Any], error: ty
 def test_tiles_of_host_memory_are_those_of_the_device() -> None:
     """Rows come back as they were stored, with a tile that does not divide the tokens."""
     spans = spans_of(67, 20)
-    assert spans[0] == Span(0, 17)
+    assert spans[0] == TileSpan(0, 17)
     assert [span.length for span in spans] == [17, 17, 17, 16]
     rows = torch.randn(2, 3, 67, 5)
     for tiles in (DeviceTiles(torch.device("cpu")), HostTiles(torch.device("cpu"))):

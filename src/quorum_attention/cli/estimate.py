@@ -1,4 +1,5 @@
-"""``estimate``: whether a call fits; with ``--model``, what a training step needs, by part."""
+"""``estimate``: whether a call fits; with ``--model``, what a training step needs, by part; with
+``--prompt`` too, what a long prompt takes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.cli import masks
+from quorum_attention.cli import estimate_prompt, masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.cli.plan import add_call, sizes_of, summary
@@ -25,7 +26,7 @@ def add_to(commands: Any) -> None:
     """Add the command."""
     words = "tell whether a call or a training step fits in memory"
     parser = shared.add_command(commands, "estimate", words, __doc__, _run)
-    add_call(parser)
+    add_call(parser, needs_tokens=False)
     shared.add(
         parser,
         ("--model CONFIG.json", str, "a model's config.json from Hugging Face: estimate a "
@@ -39,9 +40,17 @@ def add_to(commands: Any) -> None:
         ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
          "layers, the rest frozen (default: all weights)"),
     )  # fmt: skip
+    estimate_prompt.add_options(parser)
+    # One option of two is needed, which argparse cannot say.
+    parser.set_defaults(refuse=parser.error)
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.prompt is not None:
+        return estimate_prompt.run(options)
+    shared.refuse(options, "goes with --prompt only", generate=None, weights="device", folder=False)
+    if options.tokens is None:
+        options.refuse("the following arguments are required: --tokens")
     if options.model is not None:
         return _of_model(options)
     shared.refuse(options, "goes with --model only", memory=None, host_memory=None, lora=None,

@@ -60,10 +60,10 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
 
 
-def add_call(parser: argparse.ArgumentParser) -> None:
+def add_call(parser: argparse.ArgumentParser, *, needs_tokens: bool = True) -> None:
     """Add the options that say what a call is."""
     parser.add_argument(
-        "--tokens", type=shared.count_of, required=True, metavar="N", help=shared.TOKENS
+        "--tokens", type=shared.count_of, required=needs_tokens, metavar="N", help=shared.TOKENS
     )
     shared.add(parser, shared.HEADS, shared.KV_HEADS, shared.HEAD_DIM, shared.DTYPE)
     masks.add_to(parser, files=False)

@@ -93,13 +93,17 @@ class HostWeights:
     def __init__(self, layers: Sequence[torch.nn.Module], device: torch.device) -> None:
         lock_pages_with_threads()
         self._layers = [_LayerWeights.moved(layer, device) for layer in layers]
-        largest = max(layer.host.nbytes for layer in self._layers)
-        self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+        sizes = [layer.host.nbytes for layer in self._layers]
+        largest = max(sizes)
+        self._slots = [
+            torch.empty(largest, dtype=torch.uint8, device=device),
+            torch.empty(largest, dtype=torch.uint8, device=device),
+        ]
         self._stream = SideStream(device)
         # The layer whose weights are in each slot, or on their way there, with the copy's event.
         self._contents: list[tuple[int, Any] | None] = [None, None]
         self._active: int | None = None
-        self.nbytes = sum(layer.host.nbytes for layer in self._layers)
+        self.nbytes = sum(sizes)
         self.device_bytes = 2 * largest
 
     @contextmanager

@@ -23,7 +23,7 @@ _HIDDEN = "hidden_states"
 
 
 class _Replacement(threading.local):
-    """What this thread runs in place of decoder layers: called with a layer's number and call."""
+    """The function that this thread runs in place of layers, with a layer's number and call."""
 
     function: Callable[[int, LayerCall], Any] | None = None
 
@@ -48,7 +48,7 @@ class LayerCall:
     is_named: bool = False
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], named: dict[str, Any]) -> LayerCall:
+    def from_arguments(cls, args: tuple[Any, ...], named: dict[str, Any]) -> LayerCall:
         """The call with these arguments."""
         if args:
             return cls(args[0], args[1:], named)
@@ -98,7 +98,7 @@ def _run_layer(
 ) -> Any:
     """The forward of a changed layer."""
     if _REPLACEMENT.function is not None:
-        return _REPLACEMENT.function(number, LayerCall.of(args, named))
+        return _REPLACEMENT.function(number, LayerCall.from_arguments(args, named))
     with weights_on_device(weights, number):
         return plain(layer, *args, **named)
 

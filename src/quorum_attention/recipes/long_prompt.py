@@ -181,9 +181,12 @@ def _choose_way(model: Any, changes: _Changes) -> None:
     reason = None if change.done else change.how
     if reason is None:
         result = try_layers(
-            model, plain_class(model).forward, changes.layers, _cache_maker(model),
+            model,
+            plain_class(model).forward,
+            changes.layers,
+            _cache_maker(model),
             changes.host_weights,
-        )  # fmt: skip
+        )
         if isinstance(result, str):
             reason = result
         else:
@@ -210,7 +213,7 @@ def _token_bytes(model: Any) -> TokenBytes:
         shape = read_shape(model.config.to_dict(), parameters)
     except ValueError:  # sizes by other names
         shape = _guessed_shape(model)
-    return TokenBytes.of(shape, model.dtype.itemsize)
+    return TokenBytes.from_shape(shape, model.dtype.itemsize)
 
 
 def _guessed_shape(model: Any) -> ModelShape:
@@ -252,7 +255,7 @@ def _free_beside_weights(
     free: int = backend_of(device).free_bytes(device)
     if limit is None:
         return int(free * (1 - MARGIN))
-    n_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
+    n_bytes: int = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
     if changes.host_weights is not None:
         n_bytes += changes.host_weights.device_bytes
     if on_host(device):

@@ -33,7 +33,7 @@ from quorum_attention.integrations.transformers.prompt_tiles import (
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.layer_calls import LayerCall, layers_replaced_by
 from quorum_attention.recipes.prompt_inputs import PromptInputs
-from quorum_attention.recipes.tile_storage import DeviceTiles, Span, spans_of
+from quorum_attention.recipes.tile_storage import DeviceTiles, TileSpan, spans_of
 
 
 class _ReachedAttentionError(Exception):
@@ -167,7 +167,7 @@ class LayerwisePrefill:
         self._memory.clear()
         return self._run_head()
 
-    def _record(self, span: Span) -> None:
+    def _record(self, span: TileSpan) -> None:
         """Compute a tile's embeddings, and record what each layer is given beside them."""
         recorder = _Recorder(self.model, self.tiles)
         with suppress(_RecordedError):
@@ -180,7 +180,7 @@ class LayerwisePrefill:
         self.tiles.store(span, [self._hidden], [embeddings])
         self._calls.append(recorder.calls)
 
-    def _run_model(self, function: Callable[[int, LayerCall], Any], span: Span) -> Any:
+    def _run_model(self, function: Callable[[int, LayerCall], Any], span: TileSpan) -> Any:
         """Run the model's forward on a tile, with ``function`` in place of its layers."""
         self._tile_cache.past = span.start
         arguments = self.inputs.of_tile(span)
@@ -211,7 +211,7 @@ class LayerwisePrefill:
         return call, rows
 
     def _reach_attention(
-        self, number: int, index: int, span: Span, hidden: torch.Tensor
+        self, number: int, index: int, span: TileSpan, hidden: torch.Tensor
     ) -> _ReachedAttentionError:
         def stop(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
             raise _ReachedAttentionError(partial(call, *mask), (query, key, value))
@@ -223,7 +223,7 @@ class LayerwisePrefill:
         raise NotImplementedError("a layer has no attention that can be replaced")
 
     def _run_layer(
-        self, function: Any, number: int, index: int, span: Span, hidden: torch.Tensor
+        self, function: Any, number: int, index: int, span: TileSpan, hidden: torch.Tensor
     ) -> Any:
         """Run a layer on a tile, with ``function`` in place of its attention."""
         self._tile_cache.past = span.start
@@ -236,9 +236,11 @@ class LayerwisePrefill:
     def _rows_like(self, name: str, tile: torch.Tensor) -> torch.Tensor:
         """Memory for rows like those of ``tile``, of all tokens."""
         key = (name, tile.shape[:-2], tile.shape[-1], tile.dtype)
-        if key not in self._memory:
-            self._memory[key] = self.tiles.empty(tile, self.inputs.n_tokens)
-        return self._memory[key]
+        memory = self._memory.get(key)
+        if memory is None:
+            memory = self.tiles.empty(tile, self.inputs.n_tokens)
+            self._memory[key] = memory
+        return memory
 
     def _attend(
         self, call: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

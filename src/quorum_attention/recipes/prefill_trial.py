@@ -86,7 +86,7 @@ def _try(
 
     layered = LayeredModel(model, run_model, layers, tuple_lengths, weights)
     cache = new_cache()
-    inputs = PromptInputs.read({"input_ids": prompt_ids, "use_cache": True}, past=0)
+    inputs = PromptInputs.from_arguments({"input_ids": prompt_ids, "use_cache": True}, past=0)
     assert inputs is not None
     tiles = DeviceTiles(table.device)
     result = LayerwisePrefill(layered, inputs, cache, tiles, _TRIAL_TILE).run()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.recipes.tile_storage import Span
+from quorum_attention.recipes.tile_storage import TileSpan
 
 # Tensors with a value for each token, by the dimension of tokens.
 _TOKEN_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": -1}
@@ -39,33 +39,37 @@ class PromptInputs:
     logits_to_keep: int
 
     @classmethod
-    def read(cls, named: Mapping[str, Any], past: int) -> PromptInputs | None:
+    def from_arguments(cls, named: Mapping[str, Any], past: int) -> PromptInputs | None:
         """The prompt in arguments of a forward; None if they do not all come in tiles.
 
         Args:
             named: arguments without the cache.
             past: tokens in the cache.
         """
-        tensors = {name: named[name] for name in _TOKEN_DIMS if named.get(name) is not None}
+        tensors: dict[str, torch.Tensor] = {}
+        options: dict[str, Any] = {}
+        padding = named.get(_MASK)
+        for name, value in named.items():
+            if value is None or name == _MASK:
+                continue
+            if name in _TOKEN_DIMS:
+                tensors[name] = value
+            else:
+                options[name] = value
         tokens = tensors.get("input_ids", tensors.get("inputs_embeds"))
         if tokens is None:
             return None
         n_tokens = int(tokens.shape[1])
-        padding = named.get(_MASK)
         if padding is not None and not _is_padding(padding, past + n_tokens):
             return None
-        if any(tensor.shape[_TOKEN_DIMS[name]] != n_tokens for name, tensor in tensors.items()):
+        if not _have_tokens(tensors, n_tokens):
             return None
-        options = {
-            name: value
-            for name, value in named.items()
-            if value is not None and name not in (*_TOKEN_DIMS, _MASK)
-        }
         if not all(_is_option(name, value) for name, value in options.items()):
             return None
-        return cls(tensors, padding, options, n_tokens, past, options.get(_LOGITS, 0))
+        logits_to_keep = options.get(_LOGITS, 0)
+        return cls(tensors, padding, options, n_tokens, past, logits_to_keep)
 
-    def of_tile(self, span: Span) -> dict[str, Any]:
+    def of_tile(self, span: TileSpan) -> dict[str, Any]:
         """Return the arguments of the tokens of a span: of no later token."""
         arguments = {
             name: tensor.narrow(_TOKEN_DIMS[name], span.start, span.length)
@@ -79,9 +83,15 @@ class PromptInputs:
             options[_LOGITS] = max(1, min(span.length, self.logits_to_keep - later))
         return {**options, **arguments}
 
-    def has_logits(self, span: Span) -> bool:
+    def has_logits(self, span: TileSpan) -> bool:
         """Whether logits are asked for of a token in a span."""
         return not self.logits_to_keep or span.stop > self.n_tokens - self.logits_to_keep
+
+
+def _have_tokens(tensors: Mapping[str, torch.Tensor], n_tokens: int) -> bool:
+    """Whether all tensors have a value for each token."""
+    lengths = [tensor.shape[_TOKEN_DIMS[name]] for name, tensor in tensors.items()]
+    return all(length == n_tokens for length in lengths)
 
 
 def _is_padding(mask: Any, n_keys: int) -> bool:

@@ -47,7 +47,7 @@ class TokenBytes:
     cache: int
 
     @classmethod
-    def of(cls, shape: ModelShape, size: int) -> TokenBytes:
+    def from_shape(cls, shape: ModelShape, size: int) -> TokenBytes:
         """The bytes of a model's tokens, with ``size`` bytes for each number."""
         query = shape.heads * shape.head_dim
         key_and_value = 2 * shape.kv_heads * shape.head_dim

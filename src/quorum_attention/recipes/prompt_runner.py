@@ -73,7 +73,7 @@ class PromptRunner:
         if torch.compiler.is_compiling() or _collects_results(model):
             return None
         rest = {name: value for name, value in named.items() if name != _CACHE}
-        return PromptInputs.read(rest, cache.get_seq_length())
+        return PromptInputs.from_arguments(rest, cache.get_seq_length())
 
     def _plan(self, n_tokens: int, batch: int) -> PromptPlan:
         token = self.token.of_batch(batch)

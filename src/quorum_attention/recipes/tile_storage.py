@@ -19,7 +19,7 @@ from quorum_attention.kernels.torch_private import lock_pages_with_threads
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TileSpan:
     """Consecutive tokens of a prompt, ``start`` to ``stop`` (exclusive)."""
 
     start: int
@@ -31,15 +31,15 @@ class Span:
         return self.stop - self.start
 
 
-def spans_of(n_tokens: int, tile: int) -> list[Span]:
+def spans_of(n_tokens: int, tile: int) -> list[TileSpan]:
     """Return spans of about one length, at most ``tile`` tokens, that cover all tokens."""
     n_tiles = ceil_div(n_tokens, tile)
     length = ceil_div(n_tokens, n_tiles)
     starts = range(0, n_tokens, length)
-    return [Span(start, min(n_tokens, start + length)) for start in starts]
+    return [TileSpan(start, min(n_tokens, start + length)) for start in starts]
 
 
-def rows_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor, span: TileSpan) -> torch.Tensor:
     """Return the rows of a span as a view: tensors are (..., tokens, width)."""
     return tensor.narrow(-2, span.start, span.length)
 
@@ -112,13 +112,13 @@ class DeviceTiles:
         return torch.empty(shape, dtype=tile.dtype, device=self.device)
 
     def load(
-        self, spans: Sequence[Span], *tensors: torch.Tensor
-    ) -> Iterator[tuple[Span, list[torch.Tensor]]]:
+        self, spans: Sequence[TileSpan], *tensors: torch.Tensor
+    ) -> Iterator[tuple[TileSpan, list[torch.Tensor]]]:
         """Yield each span with its rows of every tensor, on the device."""
         for span in spans:
             yield span, [rows_of(tensor, span) for tensor in tensors]
 
-    def store(self, span: Span, tensors: Sequence[torch.Tensor], tiles: Any) -> None:
+    def store(self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any) -> None:
         """Write the tiles of a span, one for each tensor."""
         for tensor, tile in zip(tensors, tiles, strict=True):
             rows_of(tensor, span).copy_(tile)
@@ -157,8 +157,8 @@ class HostTiles(DeviceTiles):
         return torch.empty(shape, dtype=tile.dtype, device="cpu", pin_memory=is_locked)
 
     def load(
-        self, spans: Sequence[Span], *tensors: torch.Tensor
-    ) -> Iterator[tuple[Span, list[torch.Tensor]]]:
+        self, spans: Sequence[TileSpan], *tensors: torch.Tensor
+    ) -> Iterator[tuple[TileSpan, list[torch.Tensor]]]:
         """Yield each span with its rows, on the device. The next span's rows come meanwhile."""
         upcoming = self._begin_load(spans, 0, tensors)
         for number, span in enumerate(spans):
@@ -168,7 +168,7 @@ class HostTiles(DeviceTiles):
             yield span, tiles
 
     def _begin_load(
-        self, spans: Sequence[Span], number: int, tensors: Sequence[torch.Tensor]
+        self, spans: Sequence[TileSpan], number: int, tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Any]:
         if number >= len(spans):
             return [], None
@@ -191,7 +191,7 @@ class HostTiles(DeviceTiles):
         memory = pair[number % 2]
         return memory[: rows.numel()].view(rows.shape)
 
-    def store(self, span: Span, tensors: Sequence[torch.Tensor], tiles: Any) -> None:
+    def store(self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any) -> None:
         """Write the tiles of a span to host memory, beside the computation."""
         targets = [rows_of(tensor, span) for tensor in tensors]
         dense = [tile.contiguous() for tile in tiles]

@@ -1,0 +1,106 @@
+"""``estimate --model --prompt``: what a long prompt takes, by place, and how long it takes."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from quorum_attention.cli import masks
+from quorum_attention.cli import options as shared
+from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.execution.device.lookup import backend_of, best_device
+from quorum_attention.recipes.checkpoints import host_room
+from quorum_attention.recipes.model_shape import ModelShape, read_shape
+from quorum_attention.recipes.prompt_estimate import (
+    PromptEstimate,
+    PromptRequest,
+    estimate_prompt,
+)
+from quorum_attention.sizes import counted, format_bytes, format_seconds
+
+_GENERATED = 500
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that go with ``--prompt``."""
+    shared.add(
+        parser,
+        (
+            "--prompt N",
+            shared.count_of,
+            "with --model: estimate a prompt of so many tokens "
+            "through long_prompt, instead of a training step",
+        ),
+        ("--generate", shared.count_of, "with --prompt: tokens after it (default: 500)"),
+        (
+            "--weights",
+            ("device", "host"),
+            "with --prompt: where weights of layers lie (default: device)",
+            "device",
+        ),
+        ("--folder", None, "with --prompt: files take what memory has no room for"),
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command, with ``--prompt``.
+
+    Raises:
+        ValueError: sizes of a call or of a training step were given as well; the file is no
+            configuration; the weights do not fit.
+    """
+    shared.refuse(
+        options,
+        "does not go with --prompt",
+        tokens=None,
+        heads=None,
+        kv_heads=None,
+        head_dim=64,
+        kernel="auto",
+        batch=1,
+        budget=None,
+        lora=None,
+        optimizer="adamw",
+        **masks.NOT_GIVEN,
+    )
+    if options.model is None:
+        raise ValueError("--prompt goes with --model only")
+    shape = read_shape(options.model)
+    device = torch.device(options.device) if options.device else best_device()
+    request = PromptRequest(
+        options.prompt,
+        _GENERATED if options.generate is None else options.generate,
+        options.memory or backend_of(device).free_bytes(device),
+        host_room() if options.host_memory is None else options.host_memory,
+        options.folder,
+        options.weights,
+        options.dtype or torch.bfloat16,
+        device.type,
+    )
+    estimate = estimate_prompt(shape, request)
+    if options.json:
+        print_json(estimate.to_dict())
+        return 0
+    show(shape, request, estimate)
+    return 0
+
+
+def show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -> None:
+    """Print an estimate."""
+    rows = [
+        [part.name, *(format_bytes(size) for size in (part.device, part.host, part.file))]
+        for part in estimate.parts
+    ]
+    totals = [format_bytes(estimate.total(place)) for place in ("device", "host", "file")]
+    rows.append(["all", *totals])
+    title = (
+        f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a prompt of "
+        f"{counted(estimate.tokens, 'token')}, {counted(estimate.generate, 'token')} after it"
+    )
+    show_table(["part", "device", "host memory", "files"], rows, title=title)
+    say(f"prefill: {format_seconds(estimate.prefill_seconds)}")
+    say(f"each further token: {format_seconds(estimate.token_seconds)}")
+    memory = format_bytes(request.device_memory)
+    verdict = "fits" if estimate.fits else "does not fit"
+    say(f"{verdict} in {memory} of the device: {estimate.advice}")

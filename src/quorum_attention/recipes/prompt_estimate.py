@@ -1,0 +1,260 @@
+"""What a long prompt takes, before it is run: bytes by place, seconds of prefill and of a token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from quorum_attention.counts import one_of, whole_number
+from quorum_attention.execution.device.lookup import GPU
+from quorum_attention.planner import plan
+from quorum_attention.recipes.model_shape import ModelShape
+from quorum_attention.recipes.prompt_memory import (
+    MARGIN,
+    PromptPlan,
+    TokenBytes,
+    plan_prompt,
+    working_bytes,
+)
+from quorum_attention.sizes import format_bytes
+
+# Rates of an H200's host and memory, measured: bytes a second that attention of one query reads on
+# the device, across the bus, and on the host's cores; and that a disk gives.
+_DEVICE_RATE = 2.8e12
+_BUS_RATE = 55e9
+_CORES_RATE = 45e9
+_DISK_RATE = 2e9
+# FLOP/s of a layer's matrix products in 16 bits, and of a CPU's thread.
+_MATRIX_RATE = 600e12
+_CPU_MATRIX_RATE = 70e9
+# Bytes a second of what is computed number by number (norms, activations, rotations), and how many
+# times a tile's numbers are read or written for that.
+_ELEMENT_RATE = 3.5e12
+_PASSES = 3.0
+# Seconds of the host for a layer of one token.
+_LAYER_SECONDS = 0.4e-3
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """One part of a prompt, with its bytes in each place."""
+
+    name: str
+    device: int = 0
+    host: int = 0
+    file: int = 0
+
+
+@dataclass(frozen=True)
+class PromptEstimate:
+    """A long prompt before it is run.
+
+    Attributes:
+        tokens, generate: of the prompt, and after it.
+        parts: bytes of weights, cache and working memory, by place.
+        plan: how layers are computed.
+        prefill_seconds: until the first token.
+        token_seconds: of each further token.
+        missing_bytes: of the cache, for which no place has room; 0: all fits.
+        advice: what would make it fit, or faster.
+    """
+
+    tokens: int
+    generate: int
+    parts: tuple[PartBytes, ...]
+    plan: PromptPlan
+    prefill_seconds: float
+    token_seconds: float
+    missing_bytes: int
+    advice: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether all parts have a place."""
+        return self.missing_bytes == 0
+
+    def total(self, place: str) -> int:
+        """Bytes of all parts in "device", "host" or "file"."""
+        return sum(getattr(part, place) for part in self.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types."""
+        return {**asdict(self), "fits": self.fits}
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """A prompt, and the machine that it runs on.
+
+    Attributes:
+        tokens: of the prompt.
+        generate: tokens after it.
+        device_memory: bytes of the device that the model may take in all.
+        host_memory: bytes of host memory that may be page-locked; None: as many as are needed.
+        has_folder: whether files take what neither has room for.
+        weights: of layers, on the "device" or in "host" memory.
+        dtype: of weights and cache.
+        device: the kind of device.
+    """
+
+    tokens: int
+    generate: int
+    device_memory: int
+    host_memory: int | None = None
+    has_folder: bool = False
+    weights: str = "device"
+    dtype: torch.dtype = torch.bfloat16
+    device: str = GPU
+
+    def __post_init__(self) -> None:
+        whole_number(self.tokens, "tokens", 1)
+        whole_number(self.generate, "generate", 0)
+        whole_number(self.device_memory, "device_memory", 1)
+        one_of(self.weights, "weights", ("device", "host"))
+
+
+def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate:
+    """Say what a long prompt takes.
+
+    Raises:
+        ValueError: the weights alone do not fit on the device.
+    """
+    size = request.dtype.itemsize
+    token = TokenBytes.from_shape(shape, size)
+    weights = _weights(shape, request)
+    usable = int(request.device_memory * (1 - MARGIN))
+    free = usable - weights.device
+    if free <= 0:
+        hint = "" if request.weights == "host" else ': try weights="host"'
+        raise ValueError(
+            f"the weights take {format_bytes(weights.device)} of the device, which has "
+            f"{format_bytes(request.device_memory)}{hint}"
+        )
+    working = working_bytes(free)
+    plan_of_prompt = plan_prompt(token, request.tokens, working)
+    n_cached = (request.tokens + request.generate) * token.cache
+    host_left = _host_left(request, weights.host + plan_of_prompt.host_bytes)
+    cache, missing = _place_cache(n_cached, free - working, host_left, request.has_folder)
+    working_part = PartBytes(
+        "working memory", plan_of_prompt.device_bytes, plan_of_prompt.host_bytes
+    )
+    parts = (weights, cache, working_part)
+    return PromptEstimate(
+        tokens=request.tokens,
+        generate=request.generate,
+        parts=parts,
+        plan=plan_of_prompt,
+        prefill_seconds=_prefill_seconds(shape, request, token, plan_of_prompt),
+        token_seconds=_token_seconds(shape, request, weights, cache),
+        missing_bytes=missing,
+        advice=_advice(missing, cache),
+    )
+
+
+def _weights(shape: ModelShape, request: PromptRequest) -> PartBytes:
+    """The weights: all on the device, or those of two layers there and all in host memory."""
+    n_bytes = shape.parameters * request.dtype.itemsize
+    if request.weights == "device":
+        return PartBytes("weights", device=n_bytes)
+    in_layers = max(0, n_bytes - shape.vocabulary * shape.hidden * request.dtype.itemsize)
+    on_device = n_bytes - in_layers + 2 * in_layers // shape.layers
+    return PartBytes("weights", device=on_device, host=in_layers)
+
+
+def _host_left(request: PromptRequest, taken: int) -> int:
+    """Bytes of host memory for the cache; a CPU's device memory is its host memory."""
+    if request.device != GPU:
+        return 0
+    if request.host_memory is None:
+        return 1 << 62
+    return max(0, request.host_memory - taken)
+
+
+def _place_cache(
+    n_bytes: int, device_room: int, host_room: int, has_folder: bool
+) -> tuple[PartBytes, int]:
+    """The cache in its places, and the bytes that no place has room for."""
+    on_device = min(n_bytes, device_room)
+    on_host = min(n_bytes - on_device, host_room)
+    rest = n_bytes - on_device - on_host
+    in_files = rest if has_folder else 0
+    return PartBytes("cache", on_device, on_host, in_files), rest - in_files
+
+
+def _prefill_seconds(
+    shape: ModelShape, request: PromptRequest, token: TokenBytes, prompt_plan: PromptPlan
+) -> float:
+    """Seconds until the first token."""
+    return shape.layers * (
+        _attention_seconds(shape, request, prompt_plan)
+        + _tiles_seconds(shape, request, token, prompt_plan)
+    )
+
+
+def _attention_seconds(shape: ModelShape, request: PromptRequest, prompt_plan: PromptPlan) -> float:
+    """Seconds of one layer's attention, as the planner has it."""
+    inputs: Literal["device", "host"] = "device" if prompt_plan.is_on_device else "host"
+    call = plan(
+        request.tokens,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=request.dtype,
+        is_causal=True,
+        inputs=inputs,
+        device=request.device,
+        budget=1 << 50 if prompt_plan.is_on_device else prompt_plan.budget,
+    )
+    return float(call.predicted_seconds)
+
+
+def _tiles_seconds(
+    shape: ModelShape, request: PromptRequest, token: TokenBytes, prompt_plan: PromptPlan
+) -> float:
+    """Seconds of everything in one layer that is computed token by token."""
+    query_width = shape.heads * shape.head_dim
+    key_width = shape.kv_heads * shape.head_dim
+    # Queries, keys and values are computed twice: up to attention, and on the way behind it.
+    projections = 2 * shape.hidden * (query_width + 2 * key_width)
+    projections += shape.hidden * query_width
+    mlp = 3 * shape.hidden * shape.mlp_width
+    operations = 2 * request.tokens * (projections + mlp)
+    if request.device != GPU:
+        return operations / (_CPU_MATRIX_RATE * torch.get_num_threads())
+    element_bytes = _PASSES * request.tokens * token.tile
+    compute_seconds = operations / _MATRIX_RATE + element_bytes / _ELEMENT_RATE
+    if prompt_plan.is_on_device:
+        return compute_seconds
+    # Hidden states twice to the device and once back, queries, keys and values back, outputs in.
+    copied_bytes = request.tokens * (token.rows + 2 * token.hidden)
+    return max(compute_seconds, copied_bytes / _BUS_RATE)
+
+
+def _token_seconds(
+    shape: ModelShape, request: PromptRequest, weights: PartBytes, cache: PartBytes
+) -> float:
+    """Seconds of a token after the prompt."""
+    if request.device != GPU:
+        return (weights.device + cache.device) / _CORES_RATE + cache.file / _DISK_RATE
+    seconds = (weights.device + cache.device) / _DEVICE_RATE
+    # The bus brings weights, while the cores read the cache.
+    bus_seconds = weights.host / _BUS_RATE
+    shared = max(0.0, cache.host - bus_seconds * _CORES_RATE)
+    seconds += bus_seconds + shared / (_BUS_RATE + _CORES_RATE)
+    seconds += cache.file / _DISK_RATE
+    return max(seconds, shape.layers * _LAYER_SECONDS)
+
+
+def _advice(missing: int, cache: PartBytes) -> str:
+    """Say what would make a prompt fit, or its tokens faster."""
+    if missing:
+        return (
+            f"{format_bytes(missing)} of the cache have no place: folder= keeps it in files, or "
+            f"{format_bytes(missing)} more of host memory"
+        )
+    if cache.host + cache.file == 0:
+        return "the whole cache lies on the device"
+    outside = format_bytes(cache.host + cache.file)
+    return f"{outside} more of the device would hold the whole cache"
