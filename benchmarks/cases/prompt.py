@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.sizes import format_bytes, parse_bytes, parse_count
+from quorum_attention.units import format_bytes, parse_bytes, parse_count
 
 WAYS = ("sdpa", "offloaded", "chunks", "heads", "long_context", "ours")
 ROW = Path(__file__).resolve().parents[1] / "prompt_row.py"

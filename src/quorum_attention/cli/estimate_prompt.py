@@ -17,7 +17,7 @@ from quorum_attention.recipes.prompt_estimate import (
     PromptRequest,
     estimate_prompt,
 )
-from quorum_attention.sizes import counted, format_bytes, format_seconds
+from quorum_attention.units import counted, format_bytes, format_seconds
 
 _GENERATED = 500
 

@@ -103,6 +103,63 @@ def _run_layer(
         return plain(layer, *args, **named)
 
 
+class _AttentionRows(threading.local):
+    """The rows that attention modules of this thread return the output projection of.
+
+    Attributes:
+        rows: (batch, heads, tokens, value_dim); None: modules run as they are.
+    """
+
+    rows: torch.Tensor | None = None
+
+
+_ATTENTION_ROWS = _AttentionRows()
+
+
+def make_skippable(module: torch.nn.Module, output_name: str) -> None:
+    """Let ``attention_skipped`` skip all of an attention module but its output projection.
+
+    Args:
+        module: of one layer.
+        output_name: the name of the output projection among its children.
+    """
+    patch(module, "forward", _run_attention_module, output_name)
+
+
+def make_unskippable(module: torch.nn.Module) -> None:
+    """Undo ``make_skippable``."""
+    if is_patched(module, _run_attention_module):
+        unpatch(module)
+
+
+def _run_attention_module(
+    output_name: str,
+    plain: Callable[..., Any],
+    module: torch.nn.Module,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """The forward of a changed attention module: it returns its output, and no weights."""
+    rows = _ATTENTION_ROWS.rows
+    if rows is None:
+        return plain(module, *args, **named)
+    project = getattr(module, output_name)
+    # (batch, tokens, heads * value_dim)
+    output = project(rows.transpose(1, 2).flatten(2))
+    return output, None
+
+
+@contextmanager
+def attention_skipped(rows: torch.Tensor) -> Iterator[None]:
+    """Let skippable attention modules return the output projection of ``rows``, (batch, heads,
+    tokens, value_dim)."""
+    _ATTENTION_ROWS.rows = rows
+    try:
+        yield
+    finally:
+        _ATTENTION_ROWS.rows = None
+
+
 @contextmanager
 def layers_replaced_by(function: Callable[[int, LayerCall], Any] | None) -> Iterator[None]:
     """Run ``function(number, call)`` in place of each decoder layer of this thread's forwards."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.counts import one_of, whole_number
+from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.execution.device.lookup import backend_of, best_device, on_host
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.recipes.attention import (
@@ -18,12 +18,13 @@ from quorum_attention.recipes.attention import (
     restore_implementations,
     set_attention,
 )
+from quorum_attention.recipes.attention_skips import skip_no_attention
 from quorum_attention.recipes.host_weights import HostWeights, MovedTensors, why_not
 from quorum_attention.recipes.layer_calls import decoder_layers, make_plain, make_replaceable
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.patching import patch, plain_class, unpatch
 from quorum_attention.recipes.prompt_memory import MARGIN, TokenBytes, working_bytes
-from quorum_attention.sizes import format_bytes, parse_bytes
+from quorum_attention.units import format_bytes, parse_bytes
 
 # Where the weights of layers may lie.
 WEIGHTS = ("device", "host")
@@ -128,6 +129,7 @@ def undo_long_prompt(model: Any) -> None:
     unpatch(base)
     base.__class__ = changes.model_class
     make_plain(changes.layers)
+    skip_no_attention(base)
     restore_implementations(changes.attention)
     if changes.host_weights is not None:
         changes.host_weights.restore()
@@ -174,19 +176,20 @@ def _change(model: Any, weights: str) -> _Changes:
 def _choose_way(model: Any, changes: _Changes) -> None:
     """Let a model's prompts run by layers if that is right, else by chunks, and say why."""
     from quorum_attention.integrations.transformers import name_for
-    from quorum_attention.recipes.prefill_trial import try_layers
+    from quorum_attention.recipes.prefill_trial import PromptTrial
 
     name, _ = name_for(None)
     change = set_attention(model, name, "for prompts")
     reason = None if change.done else change.how
     if reason is None:
-        result = try_layers(
+        trial = PromptTrial(
             model,
             plain_class(model).forward,
             changes.layers,
             _cache_maker(model),
             changes.host_weights,
         )
+        result = trial.try_layers()
         if isinstance(result, str):
             reason = result
         else:

@@ -31,7 +31,7 @@ from quorum_attention.integrations.transformers.prompt_tiles import (
     prompt_masks,
 )
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
-from quorum_attention.recipes.layer_calls import LayerCall, layers_replaced_by
+from quorum_attention.recipes.layer_calls import LayerCall, attention_skipped, layers_replaced_by
 from quorum_attention.recipes.prompt_inputs import PromptInputs
 from quorum_attention.recipes.tile_storage import DeviceTiles, TileSpan, spans_of
 
@@ -266,7 +266,8 @@ class LayerwisePrefill:
         loaded = self.tiles.load(self._spans, self._hidden, outputs)
         for index, (span, (hidden, rows)) in enumerate(loaded):
             replay = partial(_return_rows, rows)
-            result = self._run_layer(replay, number, index, span, hidden)
+            with attention_skipped(rows):
+                result = self._run_layer(replay, number, index, span, hidden)
             hidden_after = self.model.hidden_of(number, result)
             self.tiles.store(span, [self._hidden], [hidden_after])
         self.tiles.finish()

@@ -7,11 +7,18 @@ change, or they fail; such a model gets its prompts in chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from quorum_attention.integrations.transformers.prompt_tiles import attention_replaced_by
 from quorum_attention.recipes.attention import agree
+from quorum_attention.recipes.attention_skips import (
+    AttentionWatch,
+    skip_attention,
+    skip_no_attention,
+)
 from quorum_attention.recipes.host_weights import HostWeights
 from quorum_attention.recipes.layer_calls import LayerCall, layers_replaced_by
 from quorum_attention.recipes.patching import evaluating
@@ -27,72 +34,107 @@ _NEXT_TOKENS = 3
 _TRIAL_VALUES = 11
 
 
-def try_layers(
-    model: Any,
-    run_model: Callable[..., Any],
-    layers: Sequence[Any],
-    new_cache: Callable[[], Any],
-    weights: HostWeights | None,
-) -> LayeredModel | str:
-    """Try a model's layers one after the other against the model as it is.
+@dataclass
+class PromptTrial:
+    """A trial of one model.
 
-    Args:
+    Attributes:
         model: the model, whose layers are replaceable.
         run_model: its own forward.
         layers: of its decoder.
         new_cache: makes an empty cache.
         weights: of the layers, if they are in host memory.
-
-    Returns:
-        The model for ``LayerwisePrefill``, or why its layers cannot run so.
     """
-    if not layers:
-        return "it has no decoder layers that are known"
-    try:
-        with torch.no_grad(), evaluating(model):
-            layered = _try(model, run_model, layers, new_cache, weights)
-    except Exception as error:  # whatever it is, the model gets its prompts in chunks
-        return f"it failed on a few tokens: {type(error).__name__}: {error}"
-    return layered or "it had other results for parts of the tokens"
 
+    model: Any
+    run_model: Callable[..., Any]
+    layers: Sequence[Any]
+    new_cache: Callable[[], Any]
+    weights: HostWeights | None
+    _tuple_lengths: list[int] = field(default_factory=list)
+    _watches: list[AttentionWatch] = field(default_factory=list)
 
-def _try(
-    model: Any,
-    run_model: Callable[..., Any],
-    layers: Sequence[Any],
-    new_cache: Callable[[], Any],
-    weights: HostWeights | None,
-) -> LayeredModel | None:
-    """The layered model, if its results are those of the model as it is."""
-    table = model.get_input_embeddings().weight
-    values = min(_TRIAL_VALUES, len(table))
-    ids = torch.arange(_TRIAL_TOKENS + _NEXT_TOKENS, device=table.device)[None] % values
-    prompt_ids = ids[:, :_TRIAL_TOKENS]
-    next_ids = ids[:, _TRIAL_TOKENS:]
-    tuple_lengths: list[int] = []
+    def try_layers(self) -> LayeredModel | str:
+        """Run the layers one after the other, and compare with the model as it is.
 
-    def observe(number: int, call: LayerCall) -> Any:
-        if number != len(tuple_lengths):
+        Returns:
+            The model for ``LayerwisePrefill``, or why its layers cannot run so.
+        """
+        if not self.layers:
+            return "it has no decoder layers that are known"
+        try:
+            with torch.no_grad(), evaluating(self.model):
+                layered = self._try()
+        except Exception as error:  # whatever it is, the model gets its prompts in chunks
+            return f"it failed on a few tokens: {type(error).__name__}: {error}"
+        return layered or "it had other results for parts of the tokens"
+
+    def _try(self) -> LayeredModel | None:
+        """The layered model, if its results are those of the model as it is."""
+        prompt_ids, next_ids = self._some_ids()
+        expected = self._run_as_it_is(prompt_ids, next_ids)
+        layered = LayeredModel(
+            self.model,
+            self.run_model,
+            self.layers,
+            self._tuple_lengths,
+            self.weights,
+        )
+        if skip_attention(self._watches):
+            try:
+                results = self._run_layers(layered, prompt_ids, next_ids)
+                is_right = agree(results, expected)
+            except Exception:  # whatever it is, nothing is skipped
+                is_right = False
+            if is_right:
+                return layered
+            skip_no_attention(self.model)
+        results = self._run_layers(layered, prompt_ids, next_ids)
+        return layered if agree(results, expected) else None
+
+    def _some_ids(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids of a prompt, and of tokens behind it, (1, tokens)."""
+        table = self.model.get_input_embeddings().weight
+        n_values = min(_TRIAL_VALUES, len(table))
+        n_tokens = _TRIAL_TOKENS + _NEXT_TOKENS
+        ids = torch.arange(n_tokens, device=table.device)[None] % n_values
+        return ids[:, :_TRIAL_TOKENS], ids[:, _TRIAL_TOKENS:]
+
+    def _run_as_it_is(self, prompt_ids: torch.Tensor, next_ids: torch.Tensor) -> list[torch.Tensor]:
+        """The logits of the model as it is. What its layers return is noted."""
+        cache = self.new_cache()
+        with layers_replaced_by(self._observe):
+            result = self._run_model(prompt_ids, cache)
+        return [result.logits, self._run_model(next_ids, cache).logits]
+
+    def _observe(self, number: int, call: LayerCall) -> Any:
+        """Run a layer, and note what it returns, and what its attention module runs."""
+        if number != len(self._tuple_lengths):
             raise NotImplementedError("it does not run its layers in their order")
-        with layers_replaced_by(None):
-            result = call.run(layers[number])
-        tuple_lengths.append(_tuple_length(result))
+        watch = AttentionWatch()
+        try:
+            with layers_replaced_by(None), attention_replaced_by(watch.attend):
+                result = call.run(self.layers[number])
+        finally:
+            watch.stop()
+        self._watches.append(watch)
+        self._tuple_lengths.append(_tuple_length(result))
         return result
 
-    cache = new_cache()
-    with layers_replaced_by(observe):
-        expected = run_model(model, input_ids=prompt_ids, past_key_values=cache, use_cache=True)
-    expected_next = run_model(model, input_ids=next_ids, past_key_values=cache, use_cache=True)
+    def _run_layers(
+        self, layered: LayeredModel, prompt_ids: torch.Tensor, next_ids: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The logits of the model whose layers run one after the other."""
+        cache = self.new_cache()
+        arguments = {"input_ids": prompt_ids, "use_cache": True}
+        inputs = PromptInputs.from_arguments(arguments, past=0)
+        assert inputs is not None
+        tiles = DeviceTiles(prompt_ids.device)
+        result = LayerwisePrefill(layered, inputs, cache, tiles, _TRIAL_TILE).run()
+        return [result.logits, self._run_model(next_ids, cache).logits]
 
-    layered = LayeredModel(model, run_model, layers, tuple_lengths, weights)
-    cache = new_cache()
-    inputs = PromptInputs.from_arguments({"input_ids": prompt_ids, "use_cache": True}, past=0)
-    assert inputs is not None
-    tiles = DeviceTiles(table.device)
-    result = LayerwisePrefill(layered, inputs, cache, tiles, _TRIAL_TILE).run()
-    result_next = run_model(model, input_ids=next_ids, past_key_values=cache, use_cache=True)
-    results = [result.logits, result_next.logits]
-    return layered if agree(results, [expected.logits, expected_next.logits]) else None
+    def _run_model(self, ids: torch.Tensor, cache: Any) -> Any:
+        return self.run_model(self.model, input_ids=ids, past_key_values=cache, use_cache=True)
 
 
 def _tuple_length(result: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from quorum_attention.counts import one_of, whole_number
+from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.planner import plan
 from quorum_attention.recipes.model_shape import ModelShape
@@ -18,7 +18,7 @@ from quorum_attention.recipes.prompt_memory import (
     plan_prompt,
     working_bytes,
 )
-from quorum_attention.sizes import format_bytes
+from quorum_attention.units import format_bytes
 
 # Rates of an H200's host and memory, measured: bytes a second that attention of one query reads on
 # the device, across the bus, and on the host's cores; and that a disk gives.

@@ -149,13 +149,16 @@ def _write_tiles(
     plain: Callable[..., Any], module: torch.nn.Module, tiles: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     """Compute all tiles, each into its part of one tensor."""
-    first = plain(module, tiles[0])
-    n_rows = sum(tile.shape[-2] for tile in tiles)
-    results: torch.Tensor = first.new_empty((*first.shape[:-2], n_rows, first.shape[-1]))
-    parts = results.split(tiles[0].shape[-2], -2)
-    parts[0].copy_(first)
-    for part, tile in zip(parts[1:], tiles[1:], strict=True):
-        part.copy_(plain(module, tile))
+    first, *rest = tiles
+    first_result = plain(module, first)
+    *lead, _, width = first_result.shape
+    lengths = [tile.shape[-2] for tile in tiles]
+    results: torch.Tensor = first_result.new_empty((*lead, sum(lengths), width))
+    first_part, *parts = results.split(lengths, -2)
+    first_part.copy_(first_result)
+    for part, tile in zip(parts, rest, strict=True):
+        result = plain(module, tile)
+        part.copy_(result)
     return results
 
 
