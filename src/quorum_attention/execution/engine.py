@@ -265,7 +265,7 @@ class Engine:
                 self._run_again(reloaded)
         if scaling.overflowed(unit.slot):
             with self.rows.mover.compute_stage(unit.slot):
-                self.rows.finish(unit, again=True)
+                self.rows.finish(unit, was_finished=True)
             self.rows.mover.wait_computed(unit.slot)
         return n_repeats > 0
 

@@ -146,20 +146,24 @@ class PassJob:
         of the group, (h, 1, 1)."""
         if self.sinks is None or state.name != "lse":
             return state.fill
-        return self.sinks[group.query_heads][:, None, None]
+        sinks = self.sinks[group.query_heads]
+        return sinks[:, None, None]
 
     def finishing_factor(self, group: Group, axis: Axis) -> torch.Tensor | None:
         """The factor of a head group's finished rows, (entries, heads, 1, 1); None is 1."""
         if self.divisor is None:
             return None
-        factor = torch.stack([self.divisor[entry][group.key_heads] for entry in group.entries])
+        entries = [self.divisor[entry] for entry in group.entries]
+        factor = torch.stack([entry[group.key_heads] for entry in entries])
         if axis == "query":
             factor = factor.repeat_interleave(group.queries_per_key_head, dim=-1)
         return factor[:, :, None, None]
 
     def result_dtype(self, state: StateSpec) -> torch.dtype:
         """The dtype of the result of ``state``."""
-        return self.shape.state_dtype if state.over is None else self.problem.place.result_dtype
+        if state.over is None:
+            return self.shape.state_dtype
+        return self.problem.place.result_dtype
 
     def make_results(self, home: torch.device | None = None) -> tuple[torch.Tensor, ...]:
         """All results, in the order of the pass's states; allocates those that do not exist.
@@ -170,10 +174,12 @@ class PassJob:
         Raises:
             OutOfMemoryError: host memory cannot hold them.
         """
+        results: list[torch.Tensor] = []
         for state in self.spec.states:
             if state.name not in self.results:
                 self.results[state.name] = self._make_result(state, home)
-        return tuple(self.results[state.name] for state in self.spec.states)
+            results.append(self.results[state.name])
+        return tuple(results)
 
     def _make_result(self, state: StateSpec, home: torch.device | None) -> torch.Tensor:
         """An uninitialised result of ``state``, laid out as its input is."""
@@ -197,9 +203,12 @@ class PassJob:
     def store_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
         that the caller gave tensors for, or that have another dtype."""
+        results: list[torch.Tensor] = []
         for state, part in zip(self.spec.states, parts, strict=True):
-            self.results[state.name] = self._as_result(state, part)
-        return tuple([self.results[state.name] for state in self.spec.states])
+            result = self._as_result(state, part)
+            self.results[state.name] = result
+            results.append(result)
+        return tuple(results)
 
     def _as_result(self, state: StateSpec, part: torch.Tensor) -> torch.Tensor:
         """A kernel's own tensor of the whole call as the result of ``state``."""

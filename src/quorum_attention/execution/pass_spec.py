@@ -53,7 +53,9 @@ class RowSpec:
 
     def n_heads(self, shape: CallShape, kv_heads: int) -> int:
         """How many heads belong to ``kv_heads`` key/value heads."""
-        return kv_heads * shape.queries_per_key_head if self.axis == "query" else kv_heads
+        if self.axis == "key":
+            return kv_heads
+        return kv_heads * shape.queries_per_key_head
 
     def count(
         self, shape: CallShape, group: GroupSize | None = None, rows: int | None = None
@@ -69,8 +71,11 @@ class RowSpec:
     def tensor_shape(self, shape: CallShape) -> tuple[int, ...]:
         """The shape of the whole tensor: (*batch, heads, rows, width)."""
         n_heads = self.n_heads(shape, shape.kv_heads)
-        sizes = (*shape.batch_shape, n_heads, self.n_rows(shape))
-        return sizes if self.width == "one" else (*sizes, self.n_columns(shape))
+        n_rows = self.n_rows(shape)
+        sizes = (*shape.batch_shape, n_heads, n_rows)
+        if self.width == "one":
+            return sizes
+        return (*sizes, self.n_columns(shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,9 @@ class Problem:
     @property
     def scaled(self) -> bool:
         """Whether the pass is a scaled backward (execution/scaling.py)."""
-        return self.spec.rescaled_input is not None and scales(self.kernel, self.shape)
+        if self.spec.rescaled_input is None:
+            return False
+        return scales(self.kernel, self.shape)
 
     @property
     def kernel_shape(self) -> CallShape:
@@ -102,4 +104,6 @@ class Problem:
 def scales(kernel: InnerKernel, shape: CallShape) -> bool:
     """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
     # Kernels that have dropout compute it in fp32, or scale by themselves.
-    return shape.dtype in kernel.scaled_backward and not shape.dropout
+    if shape.dropout:
+        return False
+    return shape.dtype in kernel.scaled_backward

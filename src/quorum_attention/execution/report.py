@@ -17,7 +17,7 @@ _LOCK = Lock()
 
 
 class InWords:
-    """What notebooks show as its words, in the colours of their theme."""
+    """Notebooks show such an object as its words, in the colours of their theme."""
 
     __slots__ = ()
 
@@ -50,17 +50,22 @@ class Total(InWords):
     recovery_seconds: float = 0.0
     kernels: dict[str, int] = field(default_factory=dict)
 
-    def add(self, one: PassReport, *, backward: bool) -> None:
+    def add(self, report: PassReport, *, backward: bool) -> None:
         """Add one pass."""
+        peak_bytes = report.peak_bytes or report.planned_peak_bytes
         with _LOCK:
-            self.forwards += not backward
-            self.backwards += backward
-            self.cut += one.cut
-            self.seconds += one.seconds
-            self.peak_bytes = max(self.peak_bytes, one.peak_bytes or one.planned_peak_bytes)
-            self.recoveries += len(one.recoveries)
-            self.recovery_seconds += one.recovery_seconds
-            self.kernels[one.kernel] = self.kernels.get(one.kernel, 0) + 1
+            if backward:
+                self.backwards += 1
+            else:
+                self.forwards += 1
+            if report.cut:
+                self.cut += 1
+            self.seconds += report.seconds
+            self.peak_bytes = max(self.peak_bytes, peak_bytes)
+            self.recoveries += len(report.recoveries)
+            self.recovery_seconds += report.recovery_seconds
+            n_passes = self.kernels.get(report.kernel, 0)
+            self.kernels[report.kernel] = n_passes + 1
 
     def to_dict(self) -> dict[str, Any]:
         """The total in plain types, for JSON."""
@@ -70,7 +75,8 @@ class Total(InWords):
     def __str__(self) -> str:
         if not self.forwards + self.backwards:
             return "nothing has run yet"
-        forwards, backwards = counted(self.forwards, "forward"), counted(self.backwards, "backward")
+        forwards = counted(self.forwards, "forward")
+        backwards = counted(self.backwards, "backward")
         lines = [
             f"passes: {forwards}, {backwards}, {self.cut} of them cut",
             f"time: {format_seconds(self.seconds)}",
@@ -81,10 +87,8 @@ class Total(InWords):
             cost = format_seconds(self.recovery_seconds)
             lines.append(f"recoveries: {self.recoveries}, which cost {cost}")
         # A copy: another thread may meet another kernel meanwhile.
-        lines += [
-            f"kernel {name}: {counted(n, 'pass', 'passes')}"
-            for name, n in dict(self.kernels).items()
-        ]
+        for name, n_passes in dict(self.kernels).items():
+            lines.append(f"kernel {name}: {counted(n_passes, 'pass', 'passes')}")
         return "\n".join(lines)
 
 
@@ -148,38 +152,47 @@ class PassReport:
     @property
     def cut(self) -> bool:
         """Whether it ran in more than one unit."""
-        return bool(self.levels or self.planned_levels) or self.n_groups > 1
+        has_tasks = bool(self.levels or self.planned_levels)
+        return has_tasks or self.n_groups > 1
 
     @property
     def overlap(self) -> float | None:
         """Share of the transfers' time that was hidden by compute, 0 to 1; None if not measured."""
-        transfers = self.stages.get("h2d", 0.0) + self.stages.get("d2h", 0.0)
+        loads = self.stages.get("h2d", 0.0)
+        stores = self.stages.get("d2h", 0.0)
+        transfers = loads + stores
         if transfers <= 0:
             return None
         on_device = sum(self.stages.values()) - transfers
-        return min(1.0, max(0.0, 1 - (self.seconds - on_device) / transfers))
+        shown = self.seconds - on_device
+        return min(1.0, max(0.0, 1 - shown / transfers))
 
     def add_stages(self, seconds: Mapping[str, float]) -> None:
         """Add device seconds by stage."""
         for stage, spent in seconds.items():
-            self.stages[stage] = self.stages.get(stage, 0.0) + spent
+            before = self.stages.get(stage, 0.0)
+            self.stages[stage] = before + spent
 
     def cells(self) -> dict[str, str]:
         """The report by label, for people; nothing that does not apply."""
-        moved = f"{format_bytes(self.loaded_bytes)} in, {format_bytes(self.stored_bytes)} out"
-        stages = {stage: format_seconds(spent) for stage, spent in self.stages.items() if spent}
-        groups = f"{counted(self.n_groups, 'group')} of {counted(self.heads_per_group, 'head')}"
+        loaded = format_bytes(self.loaded_bytes)
+        stored = format_bytes(self.stored_bytes)
+        groups = counted(self.n_groups, "group")
+        heads = counted(self.heads_per_group, "head")
+        stages = [
+            f"{stage} {format_seconds(spent)}" for stage, spent in self.stages.items() if spent
+        ]
         cells = {
             "kernel": self.kernel,
             "levels": " x ".join(map(str, self.levels)) or "none (uncut)",
-            "units": f"{self.units} ({groups}, {self.n_cap} at a time)",
+            "units": f"{self.units} ({groups} of {heads}, {self.n_cap} at a time)",
             "accumulators": self.accumulator,
             "time": format_seconds(self.seconds),
             "planned peak": format_bytes(self.planned_peak_bytes),
             "measured peak": _bytes_or_nothing(self.peak_bytes),
             "budget": _bytes_or_nothing(self.budget_bytes),
-            "copied": moved,
-            "stages": ", ".join(map(" ".join, stages.items())),
+            "copied": f"{loaded} in, {stored} out",
+            "stages": ", ".join(stages),
             "copies hidden by compute": "" if self.overlap is None else f"{self.overlap:.0%}",
         }
         if self.dropout_p is not None:
@@ -194,13 +207,29 @@ class PassReport:
         return {label: text for label, text in cells.items() if text}
 
 
+def _pass_to_dict(report: PassReport | None) -> dict[str, Any] | None:
+    """A pass's report in plain types, for JSON."""
+    if report is None:
+        return None
+    return {**asdict(report), "overlap": report.overlap}
+
+
+def _pass_in_words(name: str, report: PassReport) -> str:
+    """A pass's report, one line for each thing that applies."""
+    lines = [f"{name}:"]
+    for label, text in report.cells().items():
+        lines.append(f"{label}: {text}")
+    return "\n  ".join(lines)
+
+
 def _bytes_or_nothing(n_bytes: int | None) -> str:
+    """``n_bytes`` in words; nothing for None."""
     return "" if n_bytes is None else format_bytes(n_bytes)
 
 
 @dataclass
 class Report(InWords):
-    """What a call did. Pass an empty one as ``report=`` and print it afterwards.
+    """Tells what a call did. Pass an empty one as ``report=`` and print it afterwards.
 
     The call fills ``forward``, and its backward ``backward``; with several calls the last one
     counts. ``mask_gradient`` has a line that says how the gradient of ``attn_mask`` was computed,
@@ -229,13 +258,15 @@ class Report(InWords):
 
     def to_dict(self) -> dict[str, Any]:
         """The last call in plain types, for JSON (``total.to_dict`` has all calls)."""
-        found: dict[str, Any] = {
-            name: None if part is None else {**asdict(part), "overlap": part.overlap}
-            for name, part in (("forward", self.forward), ("backward", self.backward))
+        data: dict[str, Any] = {
+            "forward": _pass_to_dict(self.forward),
+            "backward": _pass_to_dict(self.backward),
         }
         if self.mask_gradient:
-            found["mask_gradient"] = list(self.mask_gradient)
-        return found if self.pool is None else {**found, "pool": self.pool.to_dict()}
+            data["mask_gradient"] = list(self.mask_gradient)
+        if self.pool is not None:
+            data["pool"] = self.pool.to_dict()
+        return data
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the report to ``path`` (needs matplotlib: the ``draw`` extra)."""
@@ -244,11 +275,11 @@ class Report(InWords):
         draw_report(path, self.to_dict())
 
     def __str__(self) -> str:
-        parts = []
-        for name, part in (("forward", self.forward), ("backward", self.backward)):
-            if part is not None:
-                lines = (f"{label}: {text}" for label, text in part.cells().items())
-                parts.append("\n  ".join([f"{name}:", *lines]))
+        parts: list[str] = []
+        if self.forward is not None:
+            parts.append(_pass_in_words("forward", self.forward))
+        if self.backward is not None:
+            parts.append(_pass_in_words("backward", self.backward))
         parts += [f"mask gradient: {line}" for line in self.mask_gradient]
         if self.pool is not None:
             parts.append(str(self.pool))

@@ -58,13 +58,24 @@ _WIDE_INPUTS = [item for item in BACKWARD.inputs if item.width != "one"]
 
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:
     """Whether 16-bit gradients are finite everywhere; the host waits once, nothing is allocated."""
-    first_sum, *other_sums = (part.sum(dtype=torch.float32) for part in parts)
-    return math.isfinite(float(sum(other_sums, first_sum)))
+    # Numbers that are not finite stay so in a sum.
+    sums = [part.sum(dtype=torch.float32) for part in parts]
+    total = sums[0]
+    for part_sum in sums[1:]:
+        total = total + part_sum
+    return math.isfinite(float(total))
 
 
 def inputs_of_group(tensors: TensorsByName, group: Group) -> TensorsByName:
     """The inputs of a backward's head group of one batch entry, without the log-sum-exp."""
-    return {item.name: group_part(tensors[item.name], group, item.axis) for item in _WIDE_INPUTS}
+    inputs: dict[str, torch.Tensor] = {}
+    for item in _WIDE_INPUTS:
+        inputs[item.name] = group_part(tensors[item.name], group, item.axis)
+    return inputs
+
+
+# A key/value head of a batch entry: the numbers of both.
+_Head = tuple[int, int]
 
 
 class BackwardScaling:
@@ -103,7 +114,7 @@ class BackwardScaling:
             for _ in range(n_flags)
         ]
         # How many steps each (entry, key/value head) has been taken down.
-        self._steps: list[dict[tuple[int, int], int]] = [{} for _ in range(n_flags)]
+        self._steps: list[dict[_Head, int]] = [{} for _ in range(n_flags)]
 
     def _flags_of(self, slot: int) -> int:
         """The number of the flags and steps of the unit in ``slot``."""
@@ -117,8 +128,10 @@ class BackwardScaling:
         """Divide a unit's ``grad_out`` (b, h, n, dv) in place; returns how a kernel undoes that."""
         n_entries, kv_heads = value.shape[:2]
         flags = self._flags_of(slot)
-        unscale = self._unscale[slot][:n_entries, :kv_heads]
-        overflow = self._overflow[flags][:n_entries, :kv_heads]
+        unscale = self._unscale[slot]
+        unscale = unscale[:n_entries, :kv_heads]
+        overflow = self._overflow[flags]
+        overflow = overflow[:n_entries, :kv_heads]
         divide_gradient_(grad_out, value, unscale, self._usual_shift)
         steps = self._steps[flags]
         for (entry, kv_head), n_steps in steps.items():
@@ -133,19 +146,22 @@ class BackwardScaling:
         if self.by_unit:
             overflow.zero_()
         most_steps = max(steps.values(), default=0)
-        return Scaling(self._usual_shift - _off_the_shift(most_steps), unscale, overflow)
+        shift = self._usual_shift - _off_the_shift(most_steps)
+        return Scaling(shift, unscale, overflow)
 
     def computed(self, slot: int) -> None:
         """Copy a unit's flags to the host, in the stream of its kernel calls."""
         if self.by_unit:
-            self._host_overflow[slot].copy_(self._overflow[slot], non_blocking=True)
+            flags = self._overflow[slot]
+            self._host_overflow[slot].copy_(flags, non_blocking=True)
 
     def overflowed(self, slot: int = 0) -> bool:
         """Whether a gradient is not finite: of the unit in ``slot``, which has been computed; or of
         the head group, for which the host waits."""
         if not self.by_unit:
             self._host_overflow[0].copy_(self._overflow[0])
-        return bool(self._host_overflow[self._flags_of(slot)].any())
+        flags = self._host_overflow[self._flags_of(slot)]
+        return bool(flags.any())
 
     def runs(self, read_inputs: Callable[[], TensorsByName], slot: int = 0) -> Iterator[int]:
         """Yields a number for each time that the unit, or group, has to run: once, and again as
@@ -160,7 +176,9 @@ class BackwardScaling:
         yield n_repeats
         if capturing(self._overflow[0].device):
             return
-        while self.overflowed(slot) and self._step_down(read_inputs(), slot):
+        while self.overflowed(slot):
+            if not self._step_down(read_inputs(), slot):
+                return
             n_repeats += 1
             yield n_repeats
 
@@ -169,28 +187,31 @@ class BackwardScaling:
         was."""
         flags = self._flags_of(slot)
         steps = self._steps[flags]
-        lowered: list[tuple[int, int]] = []
+        lowered: list[_Head] = []
         for entry, kv_head in self._host_overflow[flags].nonzero().tolist():
-            if self._may_step_down(inputs, entry, kv_head, steps.get((entry, kv_head), 0)):
-                lowered.append((entry, kv_head))
+            head = (entry, kv_head)
+            if self._may_step_down(inputs, head, steps.get(head, 0)):
+                lowered.append(head)
         for head in lowered:
             steps[head] = steps.get(head, 0) + 1
         if not self.by_unit:
             self._overflow[flags].zero_()
         return bool(lowered)
 
-    def _may_step_down(self, inputs: TensorsByName, entry: int, kv_head: int, n_steps: int) -> bool:
+    def _may_step_down(self, inputs: TensorsByName, head: _Head, n_steps: int) -> bool:
         """Whether a head that was taken down ``n_steps`` steps may be taken down one more."""
+        entry, kv_head = head
         # The inputs of a unit in a slot come with its states, which overflowed.
-        head = {
-            item.name: _head(inputs[item.name], inputs["value"], entry, kv_head)
-            for item in _WIDE_INPUTS
-        }
-        if not all_finite(list(head.values())):
+        parts: dict[str, torch.Tensor] = {}
+        for item in _WIDE_INPUTS:
+            tensor = inputs[item.name]
+            parts[item.name] = _head(tensor, inputs["value"], entry, kv_head)
+        if not all_finite(list(parts.values())):
             return n_steps == 0
-        exponent = int(divisor_exponents(head["grad_out"], head["value"], self._usual_shift))
-        exponent += _off_the_gradient(n_steps + 1)
-        largest_row = float(largest_norms(head["grad_out"], 1))
+        grad_out = parts["grad_out"]
+        divisor = divisor_exponents(grad_out, parts["value"], self._usual_shift)
+        exponent = int(divisor) + _off_the_gradient(n_steps + 1)
+        largest_row = float(largest_norms(grad_out, 1))
         return math.ldexp(largest_row, -exponent) >= _SMALLEST_ROW
 
 
@@ -208,6 +229,8 @@ def _off_the_gradient(n_steps: int) -> int:
 
 def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, kv_head: int) -> torch.Tensor:
     """The part of (b, h, n, d) that belongs to a key/value head: (1, h / hk, n, d)."""
-    shared = tensor.shape[1] // value.shape[1]
-    heads = slice(kv_head * shared, (kv_head + 1) * shared)
-    return tensor[entry : entry + 1, heads]
+    n_heads = tensor.shape[1]
+    kv_heads = value.shape[1]
+    shared = n_heads // kv_heads
+    first_head = kv_head * shared
+    return tensor[entry : entry + 1, first_head : first_head + shared]

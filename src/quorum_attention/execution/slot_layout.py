@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 
 import torch
 
@@ -75,24 +76,29 @@ class SlotLayout:
     def __post_init__(self) -> None:
         by_offset = sorted(self.fields.values(), key=lambda field: field.offset)
         separate = [field for field in by_offset if field.over is None]
-        misplaced = [field for field in by_offset if not self._is_within_slot(field)]
-        misplaced += [after for before, after in pairwise(separate) if before.stop > after.offset]
-        misplaced += [field for field in by_offset if not self._is_within_input(field)]
+        misplaced = list(filterfalse(self._is_within_slot, by_offset))
+        for before, after in pairwise(separate):
+            if before.stop > after.offset:
+                misplaced.append(after)
+        misplaced += filterfalse(self._is_within_input, by_offset)
         if misplaced:
             name = misplaced[0].name
             raise LayoutError(f"field {name!r} does not lie where it may: {by_offset}")
 
     def _is_within_slot(self, field: SlotField) -> bool:
         """Whether a field begins at the alignment and ends within the slot."""
-        is_aligned = field.offset >= 0 and field.offset % ALIGNMENT == 0
-        return is_aligned and field.stop <= self.slot_bytes
+        if field.offset < 0 or field.offset % ALIGNMENT:
+            return False
+        return field.stop <= self.slot_bytes
 
     def _is_within_input(self, field: SlotField) -> bool:
         """Whether a finished result lies in the memory of its input, if it is over one."""
         if field.over is None:
             return True
         under = self.fields[field.over]
-        return field.offset == under.offset and field.stop <= under.stop
+        if field.offset != under.offset:
+            return False
+        return field.stop <= under.stop
 
     def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` survive when *other* rows are finished.
@@ -100,8 +106,10 @@ class SlotLayout:
         They do, unless a finished result with rows of another size is written over the input.
         """
         row_bytes = self.fields[name].row_bytes
-        results = [field for field in self.fields.values() if field.over == name]
-        return all(result.row_bytes == row_bytes for result in results)
+        for result in self.fields.values():
+            if result.over == name and result.row_bytes != row_bytes:
+                return False
+        return True
 
     def carve(
         self, slot: torch.Tensor, name: str, entries: int, kv_heads: int, rows: int
@@ -115,16 +123,13 @@ class SlotLayout:
         """
         field = self.fields[name]
         n_heads = kv_heads * self.shared if field.axis == "query" else kv_heads
-        n_bytes = entries * n_heads * rows * field.row_bytes
+        sizes = (entries, n_heads, rows, field.width)
+        n_bytes = math.prod(sizes) * field.dtype.itemsize
         if n_bytes > field.n_bytes:
             raise LayoutError(f"field {name!r} has {field.n_bytes} bytes of {n_bytes}")
-        memory = slot[field.offset : field.offset + n_bytes]
-        return memory.view(field.dtype).view(
-            entries,
-            n_heads,
-            rows,
-            field.width,
-        )
+        stop = field.offset + n_bytes
+        memory = slot[field.offset : stop]
+        return memory.view(field.dtype).view(sizes)
 
 
 # The planner's search asks for the same layout with every number of slots.
@@ -190,9 +195,11 @@ class _LayoutBuilder:
             return
         most_queries, most_keys = self.rows
         most_rows = most_queries if spec.axis == "query" else most_keys
-        n_bytes = spec.count(self.shape, self.group, most_rows) * dtype.itemsize
-        if over is not None and aligned(n_bytes) <= aligned(self.fields[over].n_bytes):
-            offset = self.fields[over].offset
+        n_numbers = spec.count(self.shape, self.group, most_rows)
+        n_bytes = n_numbers * dtype.itemsize
+        under = None if over is None else self.fields[over]
+        if under is not None and aligned(n_bytes) <= aligned(under.n_bytes):
+            offset = under.offset
         else:
             over = None
             offset = self.slot_bytes

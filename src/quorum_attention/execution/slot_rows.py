@@ -44,8 +44,10 @@ class RowTensor:
         """The group's part: a view (heads, n, width) for each batch entry."""
         heads = group.heads(self.spec.axis)
         if not self.of_group:
-            return [self.tensor[entry][heads] for entry in group.entries]
-        part = self.tensor[: group.n_entries, : heads.stop - heads.start]
+            entries = [self.tensor[entry] for entry in group.entries]
+            return [entry[heads] for entry in entries]
+        n_heads = heads.stop - heads.start
+        part = self.tensor[: group.n_entries, :n_heads]
         return list(part.unbind(0))
 
 
@@ -101,8 +103,9 @@ class Unit:
 
     def from_home(self) -> Unit:
         """The same unit with its carried rows loaded instead, to run it again."""
-        carried = tuple(piece.rows for piece in self.visit.carried)
-        visit = replace(self.visit, loaded=(*self.visit.loaded, *carried), carried=())
+        carried = [piece.rows for piece in self.visit.carried]
+        loaded = (*self.visit.loaded, *carried)
+        visit = replace(self.visit, loaded=loaded, carried=())
         return replace(self, visit=visit, previous=None)
 
 
@@ -149,8 +152,9 @@ class SlotRows:
         self.slots = slots
         self.mover = mover
         # One side's slots have no fields for the rows of the other.
-        self._inputs = [item for item in storage.inputs if item.spec.name in layout.fields]
-        self._states = [state for state in storage.states if state.field in layout.fields]
+        names = layout.fields.keys()
+        self._inputs = [item for item in storage.inputs if item.spec.name in names]
+        self._states = [state for state in storage.states if state.field in names]
         # The inputs whose shared rows may be copied from the previous slot. A scaled backward
         # divides one input in its slot, so the rows of that one are loaded anew.
         divided = job.spec.rescaled_input if job.problem.scaled else None
@@ -190,7 +194,9 @@ class SlotRows:
         """Load the rows of all inputs."""
         task_rows = unit.visit.task.runs
         # Carried rows of some inputs are copied from the previous slot instead.
-        new_rows = (*unit.visit.fresh, *unit.visit.loaded) if unit.previous else task_rows
+        new_rows = task_rows
+        if unit.previous is not None:
+            new_rows = (*unit.visit.fresh, *unit.visit.loaded)
         with self.mover.input_stage(unit.slot):
             for item in self._inputs:
                 name = item.spec.name
@@ -249,22 +255,22 @@ class SlotRows:
         """Copy the rows of the field ``name`` that the previous task held as well."""
         axis = self._layout.fields[name].axis
         for rows in self._existing([carried.rows], axis):
-            start = carried.previous_local
-            source = previous[:, :, start : start + rows.length]
-            copy_on_device(field[:, :, _local(rows)], source)
+            source = previous.narrow(2, carried.previous_local, rows.length)
+            target = field[:, :, _local(rows)]
+            copy_on_device(target, source)
 
-    def finish(self, unit: Unit, *, again: bool = False) -> None:
+    def finish(self, unit: Unit, *, was_finished: bool = False) -> None:
         """Write finished rows in their final form.
 
         Args:
-            again: whether they have been finished before. Rows that are final where they are have
+            was_finished: whether they have been finished before. Rows that are final in place have
                 been multiplied then.
         """
         for state in self._states:
             factor = self._job.finishing_factor(unit.group, state.spec.axis)
             current = unit.fields[state.field]
             final = unit.fields.get(state.final_field, current)
-            if final is current and (factor is None or again):
+            if final is current and (factor is None or was_finished):
                 continue
             for rows in self._existing(unit.visit.finished, state.spec.axis):
                 source = current[:, :, _local(rows)]
@@ -326,8 +332,12 @@ class SlotRows:
     def _existing(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
         """The rows that this side has: queries and keys may differ in number."""
         limit = self._shape.n_queries if axis == "query" else self._shape.n_keys
-        clipped = [piece.within(0, limit) for piece in rows]
-        return [piece for piece in clipped if piece is not None]
+        existing: list[Rows] = []
+        for piece in rows:
+            clipped = piece.within(0, limit)
+            if clipped is not None:
+                existing.append(clipped)
+        return existing
 
 
 def _local(rows: Rows) -> slice:
@@ -361,7 +371,7 @@ def open_pass_storage(
         result_device: where results that are their own state are allocated; None: where the inputs
             are.
     """
-    given_results = {id(result) for result in job.results.values()}
+    given_results = set(map(id, job.results.values()))
     results = job.make_results(result_device)
     inputs: list[RowTensor] = []
     states: list[State] = []
@@ -373,7 +383,8 @@ def open_pass_storage(
         copied.append(Copied(tensor, by_address=needs_no_cast, only_read=True))
     for spec, result in zip(job.spec.states, results, strict=True):
         final = RowTensor(_with_columns(result, spec), spec)
-        copied.append(Copied(result, is_result=True, fresh=id(result) not in given_results))
+        is_fresh = id(result) not in given_results
+        copied.append(Copied(result, is_result=True, fresh=is_fresh))
         if spec.axis in waiting and job.result_dtype(spec) != job.shape.state_dtype:
             state_home = _accumulator(job, spec, group, home)
             copied.append(Copied(state_home.tensor))
@@ -412,9 +423,12 @@ def open_slots(
     any more, and the results of units that were reported done have arrived.
     """
     backend = backend_of(job.device)
-    arena_bytes = sum(layout.slot_bytes * n_slots for layout, n_slots in layouts)
+    arena_bytes = 0
+    n_all_slots = 0
+    for layout, n_slots in layouts:
+        arena_bytes += layout.slot_bytes * n_slots
+        n_all_slots += n_slots
     arena = backend.allocate(arena_bytes, job.device)
-    n_all_slots = sum(n_slots for _, n_slots in layouts)
     mover = backend.mover(
         job.device,
         n_all_slots,
@@ -428,9 +442,10 @@ def open_slots(
         for layout, n_slots in layouts:
             slots: dict[int, torch.Tensor] = {}
             for _ in range(n_slots):
-                slots[number] = arena[start : start + layout.slot_bytes]
+                stop = start + layout.slot_bytes
+                slots[number] = arena[start:stop]
                 number += 1
-                start += layout.slot_bytes
+                start = stop
             rows_by_layout.append(
                 SlotRows(
                     job,

@@ -76,4 +76,6 @@ def trimmed_sizes(
 
 def end_of_results(pairs: Pairs, backward: bool) -> int:
     """The end of the positions whose rows the pass returns."""
-    return max(pairs.n_queries, pairs.n_keys) if backward else pairs.n_queries
+    if not backward:
+        return pairs.n_queries
+    return max(pairs.n_queries, pairs.n_keys)

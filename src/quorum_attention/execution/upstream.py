@@ -68,7 +68,11 @@ def rescale_upstream(
 def _largest_of_kv_heads(grad_out: torch.Tensor, shape: CallShape) -> torch.Tensor:
     """The largest magnitude of ``grad_out`` for each key/value head, (*batch, kv_heads)."""
     # (*batch, heads, n_queries)
-    rows = torch.linalg.vector_norm(grad_out, ord=torch.inf, dim=-1)
+    rows = torch.linalg.vector_norm(
+        grad_out,
+        ord=torch.inf,
+        dim=-1,
+    )
     # Rows that are not finite do not count.
     rows = rows.nan_to_num_(0.0, posinf=0.0)
     # (*batch, kv_heads, queries_per_key_head, n_queries)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quorum_attention.decomposition import Task
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from quorum_attention.execution.task_levels import TaskLevels
 
 Path = tuple[int, ...]
+# A depth, and whether state may be carried from one slot to the next.
+_Level = tuple[int, bool]
 # A head group; the controller only compares them.
 Group: TypeAlias = Any
 
@@ -119,7 +122,7 @@ class RecoveryController:
         self._visits: deque[Visit] = deque()
         self._carry = False
         # Visits of all tasks of a depth, worked out once for all groups.
-        self._level_visits: dict[tuple[int, bool], list[Visit]] = {}
+        self._level_visits: dict[_Level, list[Visit]] = {}
 
     @property
     def levels(self) -> TaskLevels:
@@ -140,11 +143,15 @@ class RecoveryController:
     @property
     def units_left(self) -> int:
         """Units that are not done; groups not begun count as cut to the present depth."""
-        units = sum(len(group_tasks.remaining) for group_tasks in self.begun.values())
+        n_units = 0
+        for group_tasks in self.begun.values():
+            n_units += len(group_tasks.remaining)
         if not self.waiting:
-            return units
-        units_per_group = 1 if self.groups_are_whole else len(self.levels.tasks(self.depth))
-        return units + len(self.waiting) * units_per_group
+            return n_units
+        if self.groups_are_whole:
+            return n_units + len(self.waiting)
+        tasks = self.levels.tasks(self.depth)
+        return n_units + len(self.waiting) * len(tasks)
 
     @property
     def groups_left(self) -> list[Group]:
@@ -168,7 +175,8 @@ class RecoveryController:
     @property
     def where(self) -> str:
         """The first unit that is not done, in words."""
-        paths = (path for group_tasks in self.begun.values() for path in group_tasks.remaining)
+        remaining = [group_tasks.remaining for group_tasks in self.begun.values()]
+        paths = chain.from_iterable(remaining)
         path = next(paths, ())
         n_groups = counted(self.n_groups - self.n_finished, "head group")
         return f"task {path or '()'} ({n_groups} to go)"
@@ -180,7 +188,10 @@ class RecoveryController:
         self._unfinished = list(self.begun.values())
         self._current = None
         self._visits = deque()
-        self.n_slots = 1 if self.groups_are_whole else min(self.n_cap, max(1, self.units_left))
+        self.n_slots = 1
+        if not self.groups_are_whole:
+            n_units = max(1, self.units_left)
+            self.n_slots = min(self.n_cap, n_units)
         self._carry = self.n_slots > 1
         return self.n_slots
 
@@ -188,7 +199,10 @@ class RecoveryController:
         """The next unit, as its head group and visit; None if there is no more. A visit is valid
         only if units run in the order given."""
         while not self._visits:
-            group_tasks = self._unfinished.pop(0) if self._unfinished else self._begin_group()
+            if self._unfinished:
+                group_tasks: GroupTasks | None = self._unfinished.pop(0)
+            else:
+                group_tasks = self._begin_group()
             if group_tasks is None:
                 return None
             self._current = group_tasks.group
@@ -215,18 +229,19 @@ class RecoveryController:
         if not self.waiting:
             return None
         group = self.waiting.popleft()
-        tasks = (WHOLE,) if self._levels is None else self._levels.tasks(self.depth)
-        group_tasks = GroupTasks(group, self.depth, {task.path: task for task in tasks})
+        tasks = [WHOLE] if self._levels is None else self._levels.tasks(self.depth)
+        remaining = {task.path: task for task in tasks}
+        group_tasks = GroupTasks(group, self.depth, remaining)
         self.begun[group] = group_tasks
         self._finish_empty()
         return group_tasks
 
     def _finish_empty(self) -> None:
         """Finish the groups that have no unfinished task."""
-        finished = [group for group, tasks in self.begun.items() if not tasks.remaining]
-        for group in finished:
-            del self.begun[group]
-            self.n_finished += 1
+        for group, group_tasks in list(self.begun.items()):
+            if not group_tasks.remaining:
+                del self.begun[group]
+                self.n_finished += 1
 
     def _visits_of(self, group_tasks: GroupTasks) -> Iterable[Visit]:
         """The visits of a group's unfinished tasks."""
@@ -238,7 +253,8 @@ class RecoveryController:
             return visits(remaining, touched=rows, carry=self._carry)
         key = (group_tasks.depth, self._carry)
         if key not in self._level_visits:
-            self._level_visits[key] = list(visits(remaining, carry=self._carry))
+            level_visits = visits(remaining, carry=self._carry)
+            self._level_visits[key] = list(level_visits)
         return self._level_visits[key]
 
     def out_of_memory(self, message: str = "") -> None:
@@ -254,15 +270,17 @@ class RecoveryController:
         elif self._levels is None:
             self._fall_back(message)
         elif self.n_cap > 1:
+            before = self.n_cap
             self.n_cap -= 1
-            self.history.append(f"{where}: slots {self.n_cap + 1} -> {self.n_cap}")
+            self.history.append(f"{where}: slots {before} -> {self.n_cap}")
         elif self.depth >= self._levels.deepest:
             reason = f"one slot at depth {self.depth} is the finest decomposition"
             self.given_up = f"{where} and no recovery: {reason}"
         else:
+            before = self.depth
             self.depth += 1
             self._cut_further()
-            self.history.append(f"{where}: depth {self.depth - 1} -> {self.depth}")
+            self.history.append(f"{where}: depth {before} -> {self.depth}")
 
     def _fall_back(self, message: str) -> None:
         """Cut the whole groups that are not done: they are too large."""
@@ -272,7 +290,8 @@ class RecoveryController:
         self.n_cap = self._levels.n_cap
         done = ""
         if self.n_finished:
-            done = f", {self.n_finished} of {counted(self.n_groups, 'head group')} done"
+            n_groups = counted(self.n_groups, "head group")
+            done = f", {self.n_finished} of {n_groups} done"
         self.history.append(f"{failed} ({message}{done}): {instead}")
         self.waiting.extendleft(reversed(self.begun))
         self.begun.clear()
@@ -294,6 +313,7 @@ class RecoveryController:
         groups that are not begun one level less."""
         if self.may_coarsen:
             assert not self.begun, "headroom is for groups that are not begun"
+            before = self.depth
             self.depth -= 1
             self.coarsenings += 1
-            self.history.append(f"headroom: depth {self.depth + 1} -> {self.depth}")
+            self.history.append(f"headroom: depth {before} -> {self.depth}")

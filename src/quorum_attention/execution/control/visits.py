@@ -29,7 +29,10 @@ class Carried(NamedTuple):
     def continued(self, after: Carried) -> Carried | None:
         """Both as one, if ``after`` follows these rows in both tasks; else None."""
         rows = self.rows.continued(after.rows)
-        if rows is None or after.previous_local != self.previous_local + self.rows.length:
+        if rows is None:
+            return None
+        next_local = self.previous_local + self.rows.length
+        if after.previous_local != next_local:
             return None
         return Carried(rows, self.previous_local)
 
@@ -64,7 +67,8 @@ def visits(
         touched: ranges of global rows, ascending, whose state exists from completed tasks.
         carry: whether state may be carried from slot to slot; this takes two slots or more.
     """
-    cells = _Cells([rows[:2] for task in tasks for rows in task.runs], touched)
+    runs = [(start, stop) for task in tasks for start, stop, _ in task.runs]
+    cells = _Cells(runs, touched)
     # The cells of the previous task, with the local position of each.
     previous: dict[int, int] = {}
     for task in tasks:
@@ -82,7 +86,11 @@ class _Cells:
     """
 
     def __init__(self, runs: Sequence[tuple[int, int]], touched: Sequence[tuple[int, int]]) -> None:
-        self.edges = sorted({edge for run in (*runs, *touched) for edge in run})
+        edges: set[int] = set()
+        for start, stop in (*runs, *touched):
+            edges.add(start)
+            edges.add(stop)
+        self.edges = sorted(edges)
         self.n_remaining = [0] * len(self.edges)
         self.exists = [False] * len(self.edges)
         for start, stop in runs:
@@ -93,7 +101,10 @@ class _Cells:
                 self.exists[cell] = True
 
     def _between(self, start: int, stop: int) -> range:
-        return range(bisect_left(self.edges, start), bisect_left(self.edges, stop))
+        """The cells of the rows [start, stop)."""
+        first_cell = bisect_left(self.edges, start)
+        end_cell = bisect_left(self.edges, stop)
+        return range(first_cell, end_cell)
 
     def visit(self, task: Task, previous: dict[int, int]) -> tuple[Visit, dict[int, int]]:
         """Visit the next task.
@@ -113,7 +124,8 @@ class _Cells:
         for start, stop, local in task.runs:
             for cell in self._between(start, stop):
                 first = self.edges[cell]
-                rows = Rows(first, self.edges[cell + 1], local + first - start)
+                after = self.edges[cell + 1]
+                rows = Rows(first, after, local + first - start)
                 local_of_cell[cell] = rows.local
                 if not self.exists[cell]:
                     fresh.append(rows)

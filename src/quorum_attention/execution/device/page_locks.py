@@ -292,9 +292,11 @@ class PageLocks:
 
     def _pieces_in(self, start: int, stop: int) -> list[_LockedPiece]:
         """The pieces that have any address of [start, stop)."""
-        first = max(0, bisect_right(self._starts, start) - 1)
+        n_before = bisect_right(self._starts, start)
+        first = max(0, n_before - 1)
         last = bisect_left(self._starts, stop)
-        return [piece for piece in self._pieces[first:last] if piece.stop > start]
+        pieces = self._pieces[first:last]
+        return [piece for piece in pieces if piece.stop > start]
 
     def _await(self, pieces: list[_LockedPiece]) -> None:
         """Have ``pieces`` locked before all others, and wait until they are settled."""
@@ -430,16 +432,8 @@ def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]
         reached_at = high if is_by_head and not fresh else low
         share = (reached_at - start) / (stop - start)
         needed = high - low if is_dense else None
-        pieces.append(
-            _LockedPiece(
-                low,
-                high,
-                share,
-                fresh,
-                only_read,
-                needed,
-            )
-        )
+        piece = _LockedPiece(low, high, share, fresh, only_read, needed)
+        pieces.append(piece)
     return pieces
 
 

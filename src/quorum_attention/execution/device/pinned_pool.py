@@ -72,12 +72,8 @@ def lock_until_freed(memory: torch.Tensor, locker: Locker) -> torch.Tensor | Non
         return None
     buffer = (ctypes.c_char * memory.nbytes).from_address(address)
     # The tensor's storage holds the buffer. The finalizer holds the memory until it is unlocked.
-    weakref.finalize(
-        buffer,
-        _unlock_and_free,
-        memory,
-        locker,
-    ).atexit = False
+    finalizer = weakref.finalize(buffer, _unlock_and_free, memory, locker)
+    finalizer.atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
@@ -187,9 +183,11 @@ class PinnedPool:
 
     def _lend(self, pooled: _ResultMemory, n_bytes: int) -> torch.Tensor:
         """The first bytes of ``pooled`` as a tensor that hands the memory back when it is freed."""
-        buffer = (ctypes.c_char * n_bytes).from_address(pooled.memory.data_ptr())
+        address = pooled.memory.data_ptr()
+        buffer = (ctypes.c_char * n_bytes).from_address(address)
         # The tensor's storage holds this object, and frees it.
-        weakref.finalize(buffer, self._take_back, pooled).atexit = False
+        finalizer = weakref.finalize(buffer, self._take_back, pooled)
+        finalizer.atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def _take_back(self, pooled: _ResultMemory) -> None:

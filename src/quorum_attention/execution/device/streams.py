@@ -26,8 +26,9 @@ class KernelStreams:
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
-        self._merged = [torch.cuda.Event() for _ in range(count)]
+        numbers = range(count)
+        self._streams = [torch.cuda.Stream(device) for _ in numbers]
+        self._merged = [torch.cuda.Event() for _ in numbers]
         # The event after the last merge of the task; None before the first.
         self._last_merge: torch.cuda.Event | None = None
 

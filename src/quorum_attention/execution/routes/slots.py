@@ -172,9 +172,11 @@ def layout_of(schedule: Schedule, problem: Problem, axis: Axis | None = None) ->
 
 def _has_headroom(job: PassJob, controller: RecoveryController) -> bool:
     """Whether the slots of one level less fit twice into free memory."""
-    coarser = layout_of(controller.levels.schedule(controller.depth - 1), job.problem)
-    free_bytes = backend_of(job.device).free_bytes(job.device)
-    return free_bytes >= 2 * controller.n_cap * coarser.slot_bytes
+    coarser_schedule = controller.levels.schedule(controller.depth - 1)
+    coarser = layout_of(coarser_schedule, job.problem)
+    slot_bytes = controller.n_cap * coarser.slot_bytes
+    backend = backend_of(job.device)
+    return backend.free_bytes(job.device) >= 2 * slot_bytes
 
 
 def _units(job: PassJob, rows: SlotRows, controller: RecoveryController) -> Iterator[Unit]:
