@@ -14,7 +14,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.call import capture
-from quorum_attention.kernels import tensors as kernel_tensors
+from quorum_attention.kernels import device_copies
 
 N = 12
 LENGTHS = torch.tensor([3, 7])
@@ -26,7 +26,7 @@ PADDING = torch.ones(2, N, dtype=torch.bool)
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks see a capture; nothing is captured."""
     monkeypatch.setattr(capture, "capturing", lambda device: True)
-    monkeypatch.setattr(kernel_tensors, "capturing", lambda device: True)
+    monkeypatch.setattr(device_copies, "capturing", lambda device: True)
 
 
 def call(mask: Any = None, **options: Any) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_what_a_graph_reads_at_replays_is_kept() -> None:
     """The graph has addresses only: tables whose mask is gone must not be given to others."""
     table = torch.arange(5)
     alive = weakref.ref(table)
-    kernel_tensors.to_device(table, torch.device("cpu"))
+    device_copies.to_device(table, torch.device("cpu"))
     kernel = qa.NativeKernel(window=2)
     kernel_alive = weakref.ref(kernel)
     capture.keep_for_replays(kernel, torch.device("cpu"))
@@ -91,5 +91,5 @@ def test_what_a_graph_reads_at_replays_is_kept() -> None:
     gc.collect()
     assert alive() is not None
     assert kernel_alive() is not None
-    kernel_tensors._READ_BY_GRAPHS.clear()
+    device_copies._READ_BY_GRAPHS.clear()
     capture._KERNELS_OF_GRAPHS.clear()

@@ -12,8 +12,8 @@ from helpers_memory import usage
 
 from quorum_attention.kernels import cudnn
 from quorum_attention.kernels.cudnn import CudnnKernel
+from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST, dead_rows
 from quorum_attention.kernels.protocol import BiasShape, Call, CallShape, Extent, Saved
-from quorum_attention.kernels.tensors import BASE_TWO_LOWEST, dead_rows
 
 
 def _forward(query, key, value, bias, _lse, _p, causal, _debug, *, scale):  # type: ignore[no-untyped-def]

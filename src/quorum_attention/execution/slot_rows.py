@@ -22,7 +22,7 @@ from quorum_attention.execution.head_groups import Axis, Group, GroupSize
 from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.pass_spec import RowSpec, StateSpec
 from quorum_attention.execution.slot_layout import SlotLayout
-from quorum_attention.kernels.tensors import copy_on_device
+from quorum_attention.kernels.device_copies import copy_on_device
 
 # Most lists of views that are remembered: enough for a few head groups.
 _MOST_BLOCKS = 64

@@ -8,13 +8,16 @@ import torch
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
 from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
     operator_refusal,
     small_scale_refusal,
 )
+from quorum_attention.kernels.operator_layout import aligned_bias, in_layout_of
 from quorum_attention.kernels.operator_sizes import OperatorSizes, multiprocessors
+from quorum_attention.kernels.padding import bias_for_padding, pad_rows, repeat_last
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -24,14 +27,6 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
-from quorum_attention.kernels.tensors import (
-    BASE_TWO_LOWEST,
-    aligned_bias,
-    bias_for_padding,
-    in_layout_of,
-    pad_rows,
-    repeat_last,
-)
 from quorum_attention.kernels.torch_private import outside
 
 _TILE_ROWS = 128

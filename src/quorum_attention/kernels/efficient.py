@@ -7,22 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
 from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
     operator_refusal,
     small_scale_refusal,
 )
+from quorum_attention.kernels.operator_layout import aligned_bias, token_major, zero_unit_strides
 from quorum_attention.kernels.operator_sizes import OperatorSizes
+from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel
-from quorum_attention.kernels.tensors import (
-    BASE_TWO_LOWEST,
-    aligned_bias,
-    pad_last,
-    token_major,
-    zero_unit_strides,
-)
 
 _ROW_UNIT_BYTES = 16
 _TILE_ROWS = 128

@@ -8,10 +8,10 @@ from functools import cache
 import torch
 
 from quorum_attention.arithmetic import round_up
+from quorum_attention.kernels.dead_rows import dead_rows_bytes
 from quorum_attention.kernels.limits import UNLIMITED, CallLimits, CallSizes, part_sizes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import CallShape, Extent
-from quorum_attention.kernels.tensors import dead_rows_bytes
 
 SLACK_BYTES = 64 * 1024
 """Bound of what the allocator adds by rounding, for the few tensors alive at once."""
@@ -21,7 +21,7 @@ UNSPLIT_BYTES = 1 << 20
 tensor may then take this much more."""
 
 _MULTIPROCESSORS_OF_THE_LARGEST_GPU = 160
-# Rows of a bias that are copied begin at multiples of so many bytes (``tensors.aligned_bias``).
+# Rows of a bias that are copied begin at multiples of so many bytes (``operator_layout.aligned_bias``).
 _BIAS_ROW_BYTES = 16
 
 
@@ -78,7 +78,7 @@ class OperatorSizes:
         expanded_key_rows: key rows of one call if every query head had its own.
         itemsize: bytes of an element of the inputs.
         state_itemsize: bytes of an element of the statistics.
-        aligned_bias_bytes: bytes of a copy of the bias by ``tensors.aligned_bias``.
+        aligned_bias_bytes: bytes of a copy of the bias by ``operator_layout.aligned_bias``.
     """
 
     def __init__(

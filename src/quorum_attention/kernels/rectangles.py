@@ -20,6 +20,7 @@ import torch
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.rectangles import Batch, batches, cut
+from quorum_attention.kernels.dead_rows import dead_rows
 from quorum_attention.kernels.limits import (
     UNLIMITED,
     CallLimits,
@@ -32,6 +33,7 @@ from quorum_attention.kernels.operator_inputs import (
     four_dims,
     with_positive_scale,
 )
+from quorum_attention.kernels.operator_layout import empty_in_order_of
 from quorum_attention.kernels.protocol import (
     Call,
     CallShape,
@@ -41,7 +43,7 @@ from quorum_attention.kernels.protocol import (
     state_dtype,
 )
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
-from quorum_attention.kernels.tensors import dead_rows, empty_in_order_of, key_rows, query_rows
+from quorum_attention.kernels.tensors import key_rows, query_rows
 
 
 class RectangleKernel(CallsKernel):

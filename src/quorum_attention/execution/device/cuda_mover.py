@@ -24,7 +24,7 @@ from quorum_attention.execution.device.staging import (
     BatchedCopies,
     Staging,
 )
-from quorum_attention.kernels.tensors import copy_on_device
+from quorum_attention.kernels.device_copies import copy_on_device
 
 
 class CudaMover(Mover):

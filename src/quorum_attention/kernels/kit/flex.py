@@ -18,6 +18,7 @@ from quorum_attention.argument_checks import shown, switch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.device_copies import to_device
 from quorum_attention.kernels.kit.compiled_flex import FlexCall, compiled_flex
 from quorum_attention.kernels.kit.flex_backward import gradients_of_rows, takes_rows
 from quorum_attention.kernels.kit.function import gradients_by_autograd
@@ -48,7 +49,7 @@ from quorum_attention.kernels.protocol import (
     whole_task,
 )
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
-from quorum_attention.kernels.tensors import positions, to_device
+from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import as_it_is, outside
 from quorum_attention.keywords import helps_with_names
 

@@ -22,6 +22,7 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.masked.whole_calls import WholeCallKernel
 from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.operator_layout import empty_in_order_of
 from quorum_attention.kernels.protocol import (
     BiasShape,
     Call,
@@ -33,7 +34,6 @@ from quorum_attention.kernels.protocol import (
     state_dtype,
 )
 from quorum_attention.kernels.score_tiles import PLAIN
-from quorum_attention.kernels.tensors import empty_in_order_of
 from quorum_attention.mask import Mask
 
 # Most bytes of the bias of one call.

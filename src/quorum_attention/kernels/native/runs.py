@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import EMPTY, FULL, Ranges, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.device_copies import to_device
 from quorum_attention.kernels.masked.block_table import (
     BLOCK,
     PAIR_BYTES,
@@ -29,7 +30,6 @@ from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.config import Config
 from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES
 from quorum_attention.kernels.protocol import TaskTensors
-from quorum_attention.kernels.tensors import to_device
 from quorum_attention.kernels.torch_private import outside
 
 Axis = Literal["query", "key"]

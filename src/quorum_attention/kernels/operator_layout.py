@@ -1,0 +1,81 @@
+"""Tensors in the memory layouts that operators need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quorum_attention.arithmetic import round_up
+
+_WORD_BYTES = 16
+
+
+def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same view with stride 0 in dimensions of size 1 (the last one excepted).
+
+    Some operators require every stride to fit 32 bits, even those that are never used.
+    """
+    strides = list(tensor.stride())
+    for dim, size in enumerate(tensor.shape[:-1]):
+        if size == 1:
+            strides[dim] = 0
+    return tensor.as_strided(tensor.shape, strides)
+
+
+def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without gaps, its dimensions in the memory order of ``model``; copied if
+    needed.
+
+    Operators allocate the output for a query ``model`` in this layout.
+    """
+    order, back = _memory_order(model)
+    return tensor.permute(order).contiguous().permute(back)
+
+
+def empty_in_order_of(
+    model: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return an empty tensor without gaps, its dimensions in the memory order of ``model``."""
+    order, back = _memory_order(model)
+    sizes = [shape[dim] for dim in order]
+    return torch.empty(sizes, dtype=dtype, device=model.device).permute(back)
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the permutation of a tensor's dimensions to the order in memory, and the one back."""
+    order = sorted(range(tensor.dim()), key=tensor.stride)
+    order.reverse()
+    back = [order.index(dim) for dim in range(tensor.dim())]
+    return order, back
+
+
+def token_major(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a (b, h, rows, d) tensor that is stored as (b, rows, h, d); copied if needed."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def aligned_bias(bias: torch.Tensor, n_keys: int) -> torch.Tensor:
+    """Return ``bias`` as operators with vector loads need it; copied only where it is not so
+    already.
+
+    It has all ``n_keys`` columns, its last dimension is contiguous, its address and all other
+    strides are multiples of 16 bytes, and its strides fit 32 bits.
+    """
+    word = max(1, _WORD_BYTES // bias.element_size())  # in elements
+    if bias.shape[-1] == n_keys and _has_aligned_rows(bias, word):
+        return bias
+    rows = bias.shape[:-1]
+    padded = torch.empty((*rows, round_up(n_keys, word)), dtype=bias.dtype, device=bias.device)
+    padded[..., :n_keys].copy_(bias.expand(*rows, n_keys))
+    return padded[..., :n_keys]
+
+
+def _has_aligned_rows(bias: torch.Tensor, word: int) -> bool:
+    """Whether rows are contiguous, begin at multiples of a word and are less than 2**31 apart."""
+    if bias.stride(-1) != 1 or bias.data_ptr() % _WORD_BYTES:
+        return False
+    for size, stride in zip(bias.shape[:-1], bias.stride()[:-1], strict=True):
+        if size > 1 and (stride % word or stride >= 2**31):
+            return False
+    return True
