@@ -12,15 +12,51 @@ import triton.language as tl
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "rows", "blocks", "out_b", "out_h", "out_r", "out_i_b", "out_i_h", "out_i_r",
-        "lse", "lse_i", "lse_b", "lse_h", "lse_r", "lse_i_b", "lse_i_h", "lse_i_r",
+        "heads",
+        "rows",
+        "blocks",
+        "out_b",
+        "out_h",
+        "out_r",
+        "out_i_b",
+        "out_i_h",
+        "out_i_r",
+        "lse",
+        "lse_i",
+        "lse_b",
+        "lse_h",
+        "lse_r",
+        "lse_i_b",
+        "lse_i_h",
+        "lse_i_r",
     ]
-)  # fmt: skip
+)
 def _merge_kernel(
-    out, lse, out_i, lse_i, heads, rows, blocks, out_b, out_h, out_r, out_i_b, out_i_h, out_i_r,
-    lse_b, lse_h, lse_r, lse_i_b, lse_i_h, lse_i_r, UNIT: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    out_i,
+    lse_i,
+    heads,
+    rows,
+    blocks,
+    out_b,
+    out_h,
+    out_r,
+    out_i_b,
+    out_i_h,
+    out_i_r,
+    lse_b,
+    lse_h,
+    lse_r,
+    lse_i_b,
+    lse_i_h,
+    lse_i_r,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Merge (out_i, lse_i) into (out, lse): a block of rows of one head for each program."""
     # Offsets have 64 bits: a tensor may hold more than 2**31 elements.
     lane = tl.program_id(0) // blocks
     b = (lane // heads).to(tl.int64)
@@ -29,26 +65,30 @@ def _merge_kernel(
     live = row < rows
 
     lse_at = lse + b * lse_b + h * lse_h + row * lse_r
+    lse_i_at = lse_i + b * lse_i_b + h * lse_i_h + row * lse_i_r
     old = tl.load(lse_at, mask=live, other=0.0)
-    new = tl.load(lse_i + b * lse_i_b + h * lse_i_h + row * lse_i_r, mask=live, other=0.0)
+    new = tl.load(lse_i_at, mask=live, other=0.0)
     no_old = old == float("-inf")
     no_new = new == float("-inf")
     # Only differences of lse are exponentiated (of two empty rows: NaN, so they are handled apart).
     # The smaller weight is computed: 1 minus the larger one would lose its digits.
-    less = tl.where(no_new | no_old, 0.0, 1.0 / (1.0 + tl.exp(tl.abs(old - new))))
-    nearer = (old >= new) | no_new
+    smaller_weight = tl.where(no_new | no_old, 0.0, 1.0 / (1.0 + tl.exp(tl.abs(old - new))))
+    old_is_larger = (old >= new) | no_new
     larger = tl.where(old > new, old, new)
     merged = larger + tl.log(1.0 + tl.exp(-tl.abs(old - new)))
+
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
     out += (b * out_b + h * out_h) * UNIT
     out_i += (b * out_i_b + h * out_i_h) * UNIT
     out_at = out + (row * out_r * UNIT)[:, None] + column[None, :]
     out_i_at = out_i + (row * out_i_r * UNIT)[:, None] + column[None, :]
-    a = tl.load(out_at, mask=cells, other=0.0)
-    a_i = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
-    more, other = tl.where(nearer[:, None], a, a_i), tl.where(nearer[:, None], a_i, a)
-    tl.store(out_at, more + less[:, None] * (other - more), mask=cells)
+    old_out = tl.load(out_at, mask=cells, other=0.0)
+    new_out = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
+    larger_out = tl.where(old_is_larger[:, None], old_out, new_out)
+    smaller_out = tl.where(old_is_larger[:, None], new_out, old_out)
+    merged_out = larger_out + smaller_weight[:, None] * (smaller_out - larger_out)
+    tl.store(out_at, merged_out, mask=cells)
     # Warps share rows: all of them must have read the old lse before one of them replaces it.
     tl.debug_barrier()
     tl.store(lse_at, tl.where(no_old & no_new, float("-inf"), merged), mask=live)
@@ -56,16 +96,49 @@ def _merge_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "unscale", "overflow", "alpha", "heads", "rows", "blocks", "target_b", "target_h",
-        "target_r", "source_b", "source_h", "source_r", "unscale_b", "unscale_h", "shared",
+        "unscale",
+        "overflow",
+        "alpha",
+        "heads",
+        "rows",
+        "blocks",
+        "target_b",
+        "target_h",
+        "target_r",
+        "source_b",
+        "source_h",
+        "source_r",
+        "unscale_b",
+        "unscale_h",
+        "shared",
     ]
-)  # fmt: skip
+)
 def _add_kernel(
-    target, source, unscale, overflow, alpha, heads, rows, blocks, target_b, target_h, target_r,
-    source_b, source_h, source_r, unscale_b, unscale_h, shared, SCALED: tl.constexpr,
-    CHECKED: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    target,
+    source,
+    unscale,
+    overflow,
+    alpha,
+    heads,
+    rows,
+    blocks,
+    target_b,
+    target_h,
+    target_r,
+    source_b,
+    source_h,
+    source_r,
+    unscale_b,
+    unscale_h,
+    shared,
+    SCALED: tl.constexpr,
+    CHECKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-):  # fmt: skip
+):
+    """Add alpha * unscale * source to target: a block of rows of one head for each program."""
     lane = tl.program_id(0) // blocks
     b = (lane // heads).to(tl.int64)
     h = (lane % heads).to(tl.int64)
@@ -81,7 +154,8 @@ def _add_kernel(
     factor = alpha
     if SCALED:
         factor *= tl.load(unscale + b * unscale_b + (h // shared) * unscale_h)
-    tl.store(target_at, tl.load(target_at, mask=cells, other=0.0) + part * factor, mask=cells)
+    total = tl.load(target_at, mask=cells, other=0.0) + part * factor
+    tl.store(target_at, total, mask=cells)
     if CHECKED:
         # The comparison is false for NaN, too.
         bad = tl.max(tl.where(tl.abs(part) < float("inf"), 0, 1), axis=1)
@@ -91,22 +165,33 @@ def _add_kernel(
 
 @triton.jit(do_not_specialize=["norms", "heads", "rows", "blocks", "group"])
 def _norm_kernel(
-    tensor, norms, heads, rows, blocks, group, strides, WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-):  # fmt: skip
+    tensor,
+    norms,
+    heads,
+    rows,
+    blocks,
+    group,
+    strides,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Raise ``norms`` to the largest squared norm of a block of rows."""
     lane = tl.program_id(0) // blocks
+    b = (lane // heads).to(tl.int64)
+    h = (lane % heads).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
-    tensor += (lane // heads).to(tl.int64) * strides[0] + (lane % heads).to(tl.int64) * strides[1]
     cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    tensor += b * strides[0] + h * strides[1]
     at = tensor + row[:, None] * strides[2] + column[None, :]
-    x = tl.load(at, mask=cells, other=0.0).to(tl.float32)
-    tl.atomic_max(norms + lane // group, largest_square(x))
+    numbers = tl.load(at, mask=cells, other=0.0).to(tl.float32)
+    tl.atomic_max(norms + lane // group, largest_square(numbers))
 
 
 @triton.jit
 def largest_square(rows):
-    """The largest squared norm of the rows that are finite: others are so however they are scaled,
-    and would scale the rest to 0. (The comparison is false for NaN, too.)"""
+    """Return the largest squared norm of the rows that are finite: others are so however they are
+    scaled, and would scale the rest to 0. (The comparison is false for NaN, too.)"""
     squares = tl.sum(rows * rows, 1)
     return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)

@@ -21,7 +21,7 @@ UNSPLIT_BYTES = 1 << 20
 tensor may then take this much more."""
 
 _MULTIPROCESSORS_OF_THE_LARGEST_GPU = 160
-# Rows of a bias that are copied begin at multiples of so many bytes (``operator_layout.aligned_bias``).
+# Rows of a bias that is copied by ``operator_layout.aligned_bias`` begin at multiples of it.
 _BIAS_ROW_BYTES = 16
 
 
