@@ -258,7 +258,7 @@ def test_header_and_census_are_about_the_mask(mask: qa.Mask, causal: bool, words
     )
     assert made.describe().splitlines()[0].endswith(f"float16, {words}")
     kept, wanted = dense(mask, 1, 1, 3_000, 3_000)[0, 0], Counter[bool | None]()
-    tasks = made._trimmed() or list(made.tasks())
+    tasks = made._trimmed_tasks() or list(made.tasks())
     assert len(tasks) == made.n_tasks
     for task in tasks:
         at = torch.cat([torch.arange(s.start, s.stop) for s in task.spans])

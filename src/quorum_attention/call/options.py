@@ -27,7 +27,8 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.keywords import check_names, names_of, unknown_option
 from quorum_attention.mask import Mask
-from quorum_attention.planner.plan import Plan, PlannerOptions
+from quorum_attention.planner.options import PlannerOptions
+from quorum_attention.planner.plan import Plan
 from quorum_attention.units import parse_bytes
 
 if TYPE_CHECKING:

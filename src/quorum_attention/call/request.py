@@ -26,7 +26,7 @@ from quorum_attention.kernels.torch_private import (
     outside,
 )
 from quorum_attention.mask import map_tensors
-from quorum_attention.planner.plan import PlannerOptions
+from quorum_attention.planner.options import PlannerOptions
 
 if TYPE_CHECKING:
     from quorum_attention.call.backward_inputs import BackwardInputs

@@ -96,7 +96,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     schedule = plan.schedule
     heads = schedule.group.kv_heads * plan.shape.queries_per_key_head
     return {
-        "kept": plan.kept or "all pairs", "layout": plan.decomposition.layout,
+        "kept": plan.mask_words or "all pairs", "layout": plan.decomposition.layout,
         "max_task_tokens": schedule.largest_task, "heads_per_group": heads,
         "n_cap": schedule.route.n_cap, "accumulator": schedule.route.accumulator,
         **{name: getattr(plan, name) for name in own},

@@ -23,7 +23,7 @@ from quorum_attention.files.compute import Compute, FileCall, Work, compute_here
 from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.files.run import Mode, Ran, described, output_of, run_call
 from quorum_attention.kernels import get_kernel
-from quorum_attention.planner.estimate import words_of
+from quorum_attention.planner.mask_words import mask_words
 from quorum_attention.progress import progress_bar
 from quorum_attention.units import counted
 
@@ -230,4 +230,4 @@ def _headline(options: argparse.Namespace, call: FileCall, device: torch.device 
 
 
 def _kept(call: FileCall) -> str:
-    return words_of(call.whole.mask, call.shape.is_causal) or "all pairs"
+    return mask_words(call.whole.mask, call.shape.is_causal) or "all pairs"

@@ -28,7 +28,8 @@ from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.hardware import HardwareModel
-from quorum_attention.planner.plan import Plan, PlannerOptions
+from quorum_attention.planner.options import PlannerOptions
+from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import forward_flops, kernel_hardware, least_seconds
 from quorum_attention.planner.search import choose, refit, short_call
 from quorum_attention.units import format_bytes, format_least

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from quorum_attention.argument_checks import chance, one_of, shown, switch, whole_number
+from quorum_attention.argument_checks import one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.bias import bias_shape
-from quorum_attention.execution.device.lookup import (
-    available_device,
-    backend_of,
-    best_device,
-    named_device,
-    on_host,
-)
-from quorum_attention.execution.dtypes import check_dtype
-from quorum_attention.execution.head_groups import GroupSize
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.report import InWords
 from quorum_attention.kernels.masked.kernel import kernel_for_mask
-from quorum_attention.kernels.protocol import CallShape, InnerKernel, scale_is_exact
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.select import rivals, select_kernel
 from quorum_attention.keywords import check_names, helps_with_names, names_of
 from quorum_attention.mask import Mask
@@ -33,13 +24,17 @@ from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.decide import both_passes, choose_plan, usable_bytes
+from quorum_attention.planner.mask_words import mask_words
 from quorum_attention.planner.plan import Plan, is_cut
+from quorum_attention.planner.plan_arguments import (
+    checked_device,
+    checked_group,
+    checked_levels,
+    checked_shape,
+    optional_number,
+)
 from quorum_attention.planner.price import forward_flops
-from quorum_attention.quorums import quorum_size
 from quorum_attention.units import format_bytes, format_seconds, parse_bytes
-
-# The largest size of anything: torch counts in 64 bits.
-_MOST = 2**63 - 1
 
 
 @helps_with_names
@@ -113,93 +108,87 @@ def plan(
         >>> q = torch.randn(1, 8, 2048, 64)
         >>> out = qa.attention(q, q, q, plan=small)  # the plan's sizes are the call's
     """
-    counts = _counts(
+    where = checked_device(device)
+    plain_shape = checked_shape(
+        where,
+        dtype,
         n_tokens=n_tokens,
-        n_keys=n_tokens if n_keys is None else n_keys,
+        n_keys=n_keys,
         heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim if value_dim is None else value_dim,
+        value_dim=value_dim,
         batch=batch,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
     )
-    check_dtype(dtype, "dtype")
-    where = _device(device)
-    shape = CallShape(
-        where.type, dtype, counts["heads"], counts["kv_heads"], counts["head_dim"],
-        counts["value_dim"], switch(is_causal, "is_causal"), batch_shape=(counts["batch"],),
-        n_queries=counts["n_tokens"], n_keys=counts["n_keys"],
-        dropout=chance(dropout_p, "dropout_p") > 0.0,
-        exact_scale=scale_is_exact(counts["head_dim"] ** -0.5, dtype),
-    )  # fmt: skip
     backward = switch(backward, "backward")
-    given, (shape, kernel) = shape, _under(attn_mask, shape, kernel, where, backward)
-    bytes_given = None if budget is None else parse_bytes(budget)
-    levels = _levels(levels)
-    depth = None if depth is None else whole_number(depth, "depth", 0)
-    if levels is not None and depth is not None and depth != len(levels):
-        raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
+    shape, kernel = _under_mask(attn_mask, plain_shape, kernel, where, backward)
+    levels, depth = checked_levels(levels, depth)
     pinned = levels is not None or depth is not None
+    budget_bytes = None if budget is None else parse_bytes(budget)
     constraints = PlanConstraints(
-        budget_bytes=usable_bytes(where) if bytes_given is None else bytes_given,
+        budget_bytes=usable_bytes(where) if budget_bytes is None else budget_bytes,
         levels=levels,
         depth=depth,
         layout=one_of(layout, "layout", ("aligned", "balanced")),
         tile=whole_number(tile, "tile", 1),
         accumulator=one_of(accumulator, "accumulator", (None, "device", "host")),
-        group=_group(shape, heads_per_group),
-        n_cap=None if n_cap is None else whole_number(n_cap, "n_cap", 1),
-        streams=None if streams is None else whole_number(streams, "streams", 1, 2),
-        over_inputs=None if over_inputs is None else switch(over_inputs, "over_inputs"),
+        group=checked_group(shape, heads_per_group),
+        n_cap=optional_number(n_cap, "n_cap", 1),
         pinned=pinned,
-        enforce_budget=bytes_given is not None or not pinned,
+        streams=optional_number(streams, "streams", 1, 2),
+        over_inputs=None if over_inputs is None else switch(over_inputs, "over_inputs"),
+        enforce_budget=budget_bytes is not None or not pinned,
     )
-    one_of(inputs, "inputs", (None, "device", "host"))
-    resident = on_host(where) if inputs is None else inputs == "device"
-    if on_host(where) and not resident:
-        raise ValueError("inputs must be 'device' when the CPU computes")
-    # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
-    place = Placement(resident, results_given, dtype, n_unreadable=1 if backward else 0)
+    place = Placement(
+        _are_inputs_resident(inputs, where),
+        results_given,
+        dtype,
+        # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
+        n_unreadable=1 if backward else 0,
+    )
     asked_shape = replace(shape, needs_grad=backward)
     preferred = select_kernel(kernel, asked_shape, where, tried=False, flops=forward_flops(shape))
-    # Kernels are not tried out.
-    chosen, found = choose_plan(
-        Problem(shape, preferred, spec_of(backward), place), constraints,
-        rivals(preferred, asked_shape, where) if kernel == "auto" else (),
-        hardware_of(where, shape.dtype, shape.head_dim), kernel_works=lambda _: True,
-    )  # fmt: skip
+    other_kernels = rivals(preferred, asked_shape, where) if kernel == "auto" else ()
+    chosen_kernel, chosen_plan = choose_plan(
+        Problem(shape, preferred, spec_of(backward), place),
+        constraints,
+        other_kernels,
+        hardware_of(where, shape.dtype, shape.head_dim),
+        kernel_works=lambda _: True,  # kernels are not tried out
+    )
     pairs = None
-    if chosen.sparse:
-        pairs = chosen.kept_pairs(shape.n_queries, shape.n_keys, shape.is_causal)
-    kept = words_of(attn_mask, given.is_causal)
-    return replace(found, budget_bytes=bytes_given, pairs=pairs, kept=kept)
+    if chosen_kernel.sparse:
+        pairs = chosen_kernel.kept_pairs(shape.n_queries, shape.n_keys, shape.is_causal)
+    words = mask_words(attn_mask, plain_shape.is_causal)
+    return replace(chosen_plan, budget_bytes=budget_bytes, pairs=pairs, mask_words=words)
 
 
-def words_of(mask: Mask | None, is_causal: bool) -> str:
-    """What a call keeps, in words: of tensors and functions, that there are some."""
-    said = ["causal"] if is_causal else []
-    for field in fields(Mask) if mask is not None else ():
-        value, name = getattr(mask, field.name), field.name.replace("_", " ")
-        if isinstance(value, tuple) and any(isinstance(one, Mask) for one in value):
-            joint = " or " if field.name == "either" else " and "
-            said.append(joint.join(f"({words_of(one, False)})" for one in value))
-        elif value is True or isinstance(value, torch.Tensor) or callable(value):
-            said += [name] if name not in said else []
-        elif field.name == "documents" and value is not None:
-            said.append(name)  # two tensors
-        elif value not in (None, False, ()):
-            numbers = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else value
-            said.append(f"{name} {numbers}")
-    return ", ".join(said)
+def _are_inputs_resident(inputs: Literal["device", "host"] | None, device: torch.device) -> bool:
+    """Whether the call's tensors are where ``device`` computes.
+
+    Raises:
+        ValueError: ``inputs`` says that the CPU's are elsewhere, or something unknown.
+    """
+    one_of(inputs, "inputs", (None, "device", "host"))
+    if on_host(device) and inputs == "host":
+        raise ValueError("inputs must be 'device' when the CPU computes")
+    return on_host(device) if inputs is None else inputs == "device"
 
 
-def _under(
+def _under_mask(
     mask: Mask | None,
     shape: CallShape,
     kernel: str | InnerKernel,
-    where: torch.device,
+    device: torch.device,
     backward: bool,
 ) -> tuple[CallShape, str | InnerKernel]:
-    """The call and its kernel under ``mask``."""
+    """Return a call and its kernel under ``mask``.
+
+    Raises:
+        TypeError: ``mask`` is no ``Mask``.
+    """
     if mask is None:
         return shape, kernel
     if not isinstance(mask, Mask):
@@ -208,52 +197,7 @@ def _under(
     if mask.bias is not None:
         bias = bias_shape(mask.bias, len(shape.batch_shape), shape.dtype)
     shape = replace(shape, bias=bias, sinks=mask.sinks is not None)
-    return kernel_for_mask(mask, kernel, shape, where, needs_grad=backward, tried=False)
-
-
-def _counts(**given: int) -> dict[str, int]:
-    """The sizes of a call, checked."""
-    counts = {
-        name: whole_number(count, name, 0 if name in ("n_tokens", "n_keys") else 1, _MOST)
-        for name, count in given.items()
-    }
-    if counts["heads"] % counts["kv_heads"]:
-        raise ValueError(
-            f"heads must be a multiple of kv_heads, got {counts['heads']} and {counts['kv_heads']}"
-        )
-    return counts
-
-
-def _levels(levels: Iterable[int] | None) -> tuple[int, ...] | None:
-    if levels is None:
-        return None
-    if isinstance(levels, str) or not isinstance(levels, Iterable):
-        raise TypeError(f"levels must be chunk counts such as (7, 7) or None, got {shown(levels)}")
-    numbers = tuple(whole_number(c, "levels", 1) for c in levels)
-    for c in numbers:
-        quorum_size(c)
-    return numbers
-
-
-def _group(shape: CallShape, heads_per_group: int | None) -> GroupSize | None:
-    if heads_per_group is None:
-        return None
-    shared = shape.queries_per_key_head
-    heads_per_group = whole_number(heads_per_group, "heads_per_group", 1)
-    if heads_per_group < shared or heads_per_group > shape.heads or heads_per_group % shared:
-        raise ValueError(
-            f"heads_per_group must be a multiple of {shared} (query heads that share a key/value "
-            f"head) up to {shape.heads}, got {heads_per_group}"
-        )
-    return GroupSize(1, heads_per_group // shared)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return best_device()
-    # A plan can also be made for a device that is not available.
-    named = named_device(device, "device")
-    return available_device(named, "device") if backend_of(named).is_here() else named
+    return kernel_for_mask(mask, kernel, shape, device, needs_grad=backward, tried=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,36 +220,43 @@ class Estimate(InWords):
     alternatives: tuple[Plan, ...]
 
     def describe(self) -> str:
-        """The estimate in words."""
+        """Return the estimate in words."""
         fits = "fits" if self.fits_monolithic else "does not fit"
         lines = [
             f"the uncut forward: {format_bytes(self.monolithic_bytes)}, {fits}",
             self.forward.describe(),
             self.backward.describe(),
-            "alternatives (forward), with other levels:" if self.alternatives else _NO_OTHERS,
         ]
+        if not self.alternatives:
+            return "\n".join(
+                [*lines, "alternatives (forward): no other levels that were tried fit"]
+            )
+        lines.append("alternatives (forward), with other levels:")
         for plan in self.alternatives:
             levels = " x ".join(map(str, plan.levels)) or "none"
-            peak, seconds = format_bytes(plan.peak_bytes), format_seconds(plan.predicted_seconds)
-            other = "" if plan.kernel == self.forward.kernel else f", kernel {plan.kernel}"
-            lines.append(f"  {levels:>12}: peak {peak}, predicted {seconds}{other}")
+            peak = format_bytes(plan.peak_bytes)
+            seconds = format_seconds(plan.predicted_seconds)
+            line = f"  {levels:>12}: peak {peak}, predicted {seconds}"
+            if plan.kernel != self.forward.kernel:
+                line += f", kernel {plan.kernel}"
+            lines.append(line)
         return "\n".join(lines)
 
     __str__ = describe
 
 
-_NO_OTHERS = "alternatives (forward): no other levels that were tried fit"
-# Other levels that an estimate tries, and how many of those that fit it names.
+# Other levels that an estimate tries.
 _OTHER_LEVELS: tuple[tuple[int, ...], ...] = (
     *((), (7,), (13,), (31,), (57,), (133,), (307,), (553,), (993,)),
     *((7, 7), (13, 13), (31, 31), (57, 57), (133, 133), (307, 307), (993, 993), (2451, 2451)),
     *((57, 57, 57), (133, 133, 133), (57, 57, 57, 57)),
 )
-_MOST_OTHERS = 6
+# The most of those that fit that it names.
+_MAX_ALTERNATIVES = 6
 
 
 def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -> Estimate:
-    """Whether a call fits; its plans, memory, time and alternatives.
+    """Plan both passes of a call: whether it fits, its memory, time and alternatives.
 
     Takes the arguments of ``plan`` (less ``levels``, ``depth`` and ``backward``).
 
@@ -324,21 +275,37 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -
     forward, backward = both_passes(
         lambda back: plan(n_tokens, budget=budget, backward=back, **call)
     )
-    limit = None if budget is None else parse_bytes(budget)
-    room = limit if limit is not None else usable_bytes(torch.device(forward.shape.device_type))
-    whole = forward.peak_bytes
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    available = budget_bytes
+    if available is None:
+        available = usable_bytes(torch.device(forward.shape.device_type))
+    uncut_bytes = forward.peak_bytes
     if is_cut(forward) and forward.uncut_bytes is not None:
-        whole = forward.uncut_bytes
-    others = []
+        uncut_bytes = forward.uncut_bytes
+    return Estimate(
+        budget_bytes=budget_bytes,
+        fits_monolithic=uncut_bytes <= available,
+        monolithic_bytes=uncut_bytes,
+        forward=forward,
+        backward=backward,
+        alternatives=_alternatives(forward, n_tokens, available, call),
+    )
+
+
+def _alternatives(
+    forward: Plan, n_tokens: int, available: int, call: dict[str, Any]
+) -> tuple[Plan, ...]:
+    """Return forward plans with other levels that fit ``available`` bytes, the fastest first."""
     # Under a mask of the kernel's own each task of a decomposition is looked at.
-    most = math.inf if forward.pairs is None else policy.MAX_TRIMMED_TASKS
+    max_tasks = math.inf if forward.pairs is None else policy.MAX_TRIMMED_TASKS
+    alternatives = []
     for levels in _OTHER_LEVELS:
-        looked_at = levels != forward.levels and math.prod(levels) <= most
-        if looked_at and n_tokens >= 128 * max(levels, default=0):
-            try:
-                others.append(plan(n_tokens, levels=levels, budget=room, **call))
-            except BudgetError:
-                continue
-    others.sort(key=lambda other: other.predicted_seconds)
-    alternatives = tuple(others[:_MOST_OTHERS])
-    return Estimate(limit, whole <= room, whole, forward, backward, alternatives)
+        has_small_chunks = n_tokens < 128 * max(levels, default=0)
+        if levels == forward.levels or math.prod(levels) > max_tasks or has_small_chunks:
+            continue
+        try:
+            alternatives.append(plan(n_tokens, levels=levels, budget=available, **call))
+        except BudgetError:
+            continue
+    alternatives.sort(key=lambda alternative: alternative.predicted_seconds)
+    return tuple(alternatives[:_MAX_ALTERNATIVES])

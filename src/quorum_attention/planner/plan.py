@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from os import PathLike
-from typing import NamedTuple
-
-import torch
 
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
-from quorum_attention.errors import BudgetError
-from quorum_attention.execution.device.allocate import Home
 from quorum_attention.execution.footprint import Footprint
 from quorum_attention.execution.head_groups import count_groups
 from quorum_attention.execution.problem import Placement
 from quorum_attention.execution.report import InWords
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimmed_tasks import trim
-from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.units import counted, format_bytes, format_least, format_seconds
+from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.units import counted, format_bytes, format_seconds
 
 LOG = logging.getLogger("quorum_attention")
 
@@ -56,23 +51,26 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of a pass: the slowest of compute, copies and host where they overlap,
-        otherwise their sum."""
+        """Predicted seconds of a pass.
+
+        They are those of the slowest of compute, copies and host where these overlap, otherwise
+        their sum.
+        """
         compute = self.arithmetic + self.merge
-        if self.overlaps:
-            side_by_side = (compute, self.up, self.down, self.issue)
-            longest = max(side_by_side)
-            if not self.uniform_units and longest > 0:
-                # One unit computes longer, the next copies longer: two slots hide only a part of
-                # the shorter terms (fitted: docs/planner.md).
-                longest *= sum((part / longest) ** 2.5 for part in side_by_side) ** 0.4
-            return longest + self.exposed + self.fixed
-        return compute + self.up + self.down + self.issue + self.fixed
+        if not self.overlaps:
+            return compute + self.up + self.down + self.issue + self.fixed
+        side_by_side = (compute, self.up, self.down, self.issue)
+        longest = max(side_by_side)
+        if not self.uniform_units and longest > 0:
+            # One unit computes longer, the next copies longer: two slots hide only a part of the
+            # shorter terms (fitted: docs/planner.md).
+            longest *= sum((part / longest) ** 2.5 for part in side_by_side) ** 0.4
+        return longest + self.exposed + self.fixed
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(InWords):
-    """How one pass of one call will be run; made by ``quorum_attention.plan``.
+    """The way one pass of one call will be run; made by ``quorum_attention.plan``.
 
     Attributes:
         shape: the call's sizes.
@@ -85,7 +83,7 @@ class Plan(InWords):
         uncut_bytes: device bytes of the whole call at once; None where a search did not say.
         budget_bytes: the budget that the plan was made for; None where none was given.
         pairs: the pairs that the call keeps; None is what ``shape`` says.
-        kept: them in words, such as "causal, window 4096"; "" is all pairs.
+        mask_words: these pairs in words, such as "causal, window 4096"; "" is all pairs.
     """
 
     shape: CallShape
@@ -99,7 +97,7 @@ class Plan(InWords):
     uncut_bytes: int | None = field(default=None, compare=False)
     budget_bytes: int | None = None
     pairs: Pairs | None = field(default=None, compare=False, repr=False)
-    kept: str = field(default="", compare=False)
+    mask_words: str = field(default="", compare=False)
 
     @property
     def decomposition(self) -> Decomposition:
@@ -138,166 +136,131 @@ class Plan(InWords):
         return self.cost.seconds
 
     def tasks(self) -> Iterator[Task]:
-        """All tasks of the decomposition, lazily, in the order they run. They include tokens and
-        whole tasks that are trimmed under a kernel's own mask (``n_tasks`` counts what is run)."""
+        """Yield all tasks of the decomposition, in the order they run.
+
+        They include tokens and whole tasks that are trimmed under a kernel's own mask (``n_tasks``
+        counts what is run).
+        """
         return self.decomposition.tasks()
 
     def census(self) -> Census:
-        """Shares of masked, clear and mixed tiles (128 x 128) of the tasks as they are run, under
-        the call's mask (paper, Appendix A.2)."""
-        return census(self._trimmed() or self.tasks(), self._pairs())
+        """Return the shares of masked, clear and mixed tiles (128 x 128) of the tasks as they run.
 
-    def _pairs(self) -> Pairs:
-        shape = self.shape
-        return self.pairs or Pairs(shape.n_queries, shape.n_keys, shape.is_causal)
-
-    def _kept(self) -> str:
-        return self.kept or ("causal" if self.shape.is_causal else "")
-
-    def _trimmed(self) -> list[Task] | None:
-        """The tasks as they are run; None where they are those of the decomposition."""
-        if self.schedule.route.trimmed is None:
-            return None
-        return list(trim(self.decomposition, self._pairs(), self.backward)[0])
+        Tiles are judged under the call's mask (paper, Appendix A.2).
+        """
+        return census(self._trimmed_tasks() or self.tasks(), self._call_pairs())
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the coverage to ``path`` (needs matplotlib: the ``draw`` extra)."""
         from quorum_attention.pictures import draw_coverage
 
         draw_coverage(
-            self.decomposition, self._pairs(), path, tasks=self._trimmed(), kept=self._kept()
+            self.decomposition,
+            self._call_pairs(),
+            path,
+            tasks=self._trimmed_tasks(),
+            kept=_mask_words(self),
         )
 
     def describe(self) -> str:
-        """The plan in words, with the reasons."""
-        first, *rest = self._lines()
-        return "\n".join([first[1], *(f"{label}: {text}" for label, text in rest)])
+        """Return the plan in words, with the reasons."""
+        lines = [_call_words(self)]
+        lines += [f"{label}: {text}" for label, text in _labelled_words(self)]
+        return "\n".join(lines)
 
-    def _lines(self) -> list[tuple[str, str]]:
-        """(what, words about it), the call itself first."""
-        shape, schedule, cost = self.shape, self.schedule, self.cost
-        cut, kept = self.decomposition, self._kept()
-        dtype = str(shape.dtype).removeprefix("torch.")
-        call = (
-            f"{'backward' if self.backward else 'forward'} of "
-            f"{counted(shape.n_queries, 'query', 'queries')} x {counted(shape.n_keys, 'key')}, "
-            f"{shape.batch} x {counted(shape.heads, 'head')} ({shape.kv_heads} key/value), "
-            f"head_dim {shape.head_dim}, {dtype}{f', {kept}' if kept else ''}"
-        )
-        levels = "none, one uncut task for each head group"
-        if cut.levels:
-            share = 100 * schedule.largest_task / max(1, cut.n_tokens)
-            levels = (
-                f"{' x '.join(map(str, cut.levels))} chunks ({cut.layout}), "
-                f"{counted(self.n_tasks, 'task')} of at most "
-                f"{counted(schedule.largest_task, 'token')} "
-                f"({share:.{1 if share >= 0.1 else 4}f}% of the sequence)"
-            )
-        units = (
-            f"{counted(self.n_groups, 'head group')} of {schedule.group.batch} x "
-            f"{counted(schedule.group.kv_heads, 'key/value head')} x "
-            f"{schedule.route.parts(schedule, shape)}, "
-            f"{schedule.route.n_cap} at a time, "
-            f"{counted(schedule.route.streams, 'kernel call')} in flight"
-        )
-        within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
-        terms = {
-            "arithmetic": cost.arithmetic, "merge": cost.merge, "up": cost.up, "down": cost.down,
-            "host": cost.issue,
-        }  # fmt: skip
-        parts = ", ".join(f"{label} {format_seconds(spent)}" for label, spent in terms.items())
-        order = "overlapped" if cost.overlaps else "one after the other"
-        lines = [
-            ("call", call),
-            ("levels", levels),
-            ("units", units),
-            ("kernel", f"{self.kernel} on {self.shape.device_type}, {schedule.route.words}"),
-            (
-                "peak memory",
-                f"{format_bytes(self.peak_bytes)}{within} ({self.footprint.words})",
-            ),
-            ("predicted", f"{format_seconds(cost.seconds)} ({parts}, {order})"),
-        ]
-        if cost.preparation:
-            more = f"at least {format_seconds(cost.preparation)} more"
-            lines.append(("first call", f"{more}, while the kernel prepares its shapes"))
-        lines.append(("why", self.why or "no other was asked for"))
-        return lines
+    def _call_pairs(self) -> Pairs:
+        """Return the pairs that the call keeps."""
+        shape = self.shape
+        return self.pairs or Pairs(shape.n_queries, shape.n_keys, shape.is_causal)
+
+    def _trimmed_tasks(self) -> list[Task] | None:
+        """Return the tasks as they are run; None where they are those of the decomposition."""
+        if self.schedule.route.trimmed is None:
+            return None
+        tasks, _ = trim(self.decomposition, self._call_pairs(), self.backward)
+        return list(tasks)
 
     __str__ = describe
 
 
-class Reserve(NamedTuple):
-    """Bytes of a budget that something else than the pass takes.
+def _labelled_words(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what a line of a description is about, and its words; the call is left aside."""
+    schedule = plan.schedule
+    peak = format_bytes(plan.peak_bytes)
+    if plan.budget_bytes is not None:
+        peak = f"{peak} of {format_bytes(plan.budget_bytes)}"
+    yield "levels", _levels_words(plan)
+    yield "units", _units_words(plan)
+    yield "kernel", f"{plan.kernel} on {plan.shape.device_type}, {schedule.route.words}"
+    yield "peak memory", f"{peak} ({plan.footprint.words})"
+    yield "predicted", _cost_words(plan.cost)
+    if plan.cost.preparation:
+        seconds = format_seconds(plan.cost.preparation)
+        yield "first call", f"at least {seconds} more, while the kernel prepares its shapes"
+    yield "why", plan.why or "no other was asked for"
 
-    Attributes:
-        purpose: what takes them, in words for an error.
-    """
 
-    n_bytes: int
-    purpose: str
+def _call_words(plan: Plan) -> str:
+    """Return the call of a plan in words: "forward of 1,024 queries x 1,024 keys, ..."."""
+    shape = plan.shape
+    pass_name = "backward" if plan.backward else "forward"
+    words = [
+        f"{pass_name} of {counted(shape.n_queries, 'query', 'queries')} x "
+        f"{counted(shape.n_keys, 'key')}",
+        f"{shape.batch} x {counted(shape.heads, 'head')} ({shape.kv_heads} key/value)",
+        f"head_dim {shape.head_dim}",
+        str(shape.dtype).removeprefix("torch."),
+    ]
+    mask_words = _mask_words(plan)
+    if mask_words:
+        words.append(mask_words)
+    return ", ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerOptions:
-    """Where and how a call may be run; None leaves a choice to the planner.
+def _mask_words(plan: Plan) -> str:
+    """Return the pairs that a call keeps, in words; "" is all of them."""
+    if plan.mask_words:
+        return plan.mask_words
+    return "causal" if plan.shape.is_causal else ""
 
-    Attributes:
-        device: what computes.
-        kernel: "auto", the name of a registered kernel, or a kernel.
-        budget_bytes: device bytes that a pass may take; None: what is free when it begins.
-        plan: the plan of one of the two passes; the other pass gets its levels.
-        depth: number of levels; 0 is the monolithic call.
-        accumulator: where unfinished rows are kept between tasks.
-        watched: whether a report or progress is asked for.
-        reserves: what the budget has to hold beside the pass.
-    """
 
-    device: torch.device
-    kernel: str | InnerKernel = "auto"
-    budget_bytes: int | None = None
-    plan: Plan | None = None
-    depth: int | None = None
-    accumulator: Home | None = None
-    watched: bool = False
-    reserves: tuple[Reserve, ...] = ()
+def _levels_words(plan: Plan) -> str:
+    if not plan.levels:
+        return "none, one uncut task for each head group"
+    decomposition = plan.decomposition
+    largest = plan.schedule.largest_task
+    percent = 100 * largest / max(1, decomposition.n_tokens)
+    decimals = 1 if percent >= 0.1 else 4
+    chunks = " x ".join(map(str, plan.levels))
+    return (
+        f"{chunks} chunks ({decomposition.layout}), {counted(plan.n_tasks, 'task')} of at most "
+        f"{counted(largest, 'token')} ({percent:.{decimals}f}% of the sequence)"
+    )
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the budget that the pass may not take."""
-        return sum(reserve.n_bytes for reserve in self.reserves)
 
-    @property
-    def available_bytes(self) -> int | None:
-        """What the reserves leave of the budget to the pass; None without a budget."""
-        if self.budget_bytes is None:
-            return None
-        return max(0, self.budget_bytes - self.reserved_bytes)
+def _units_words(plan: Plan) -> str:
+    schedule = plan.schedule
+    group = schedule.group
+    return (
+        f"{counted(plan.n_groups, 'head group')} of {group.batch} x "
+        f"{counted(group.kv_heads, 'key/value head')} x "
+        f"{schedule.route.parts(schedule, plan.shape)}, "
+        f"{schedule.route.n_cap} at a time, "
+        f"{counted(schedule.route.streams, 'kernel call')} in flight"
+    )
 
-    def reserving(self, n_bytes: int, purpose: str) -> PlannerOptions:
-        """Return the options with ``n_bytes`` of the budget reserved, for a purpose in words."""
-        if n_bytes == 0 or self.budget_bytes is None:
-            return self
-        return replace(self, reserves=(*self.reserves, Reserve(n_bytes, purpose)))
 
-    def of_whole_budget(self, error: BudgetError) -> BudgetError:
-        """Return the error about the whole budget, for one about what the reserves leave of it."""
-        budget = self.budget_bytes
-        if not self.reserves or budget is None or error.smallest_bytes is None:
-            return error
-        smallest = error.smallest_bytes + self.reserved_bytes
-        reserved = ", ".join(f"{r.purpose} {format_bytes(r.n_bytes)}" for r in self.reserves)
-        return BudgetError(
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call; the "
-            f"smallest that works is {format_least(smallest)} ({smallest} bytes): {reserved}, and "
-            f"beside that {error}",
-            smallest_bytes=smallest,
-        )
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the depth is given: running out of memory is then reported, not recovered."""
-        return self.plan is not None or self.depth is not None
+def _cost_words(cost: Cost) -> str:
+    terms = {
+        "arithmetic": cost.arithmetic,
+        "merge": cost.merge,
+        "up": cost.up,
+        "down": cost.down,
+        "host": cost.issue,
+    }
+    parts = ", ".join(f"{label} {format_seconds(seconds)}" for label, seconds in terms.items())
+    order = "overlapped" if cost.overlaps else "one after the other"
+    return f"{format_seconds(cost.seconds)} ({parts}, {order})"
 
 
 def is_cut(plan: Plan) -> bool:
@@ -312,10 +275,10 @@ def log_cut(plan: Plan) -> None:
     """Log (INFO) that a pass is cut: once for each such call."""
     if not LOG.isEnabledFor(logging.INFO) or not is_cut(plan):
         return
-    call = plan._lines()[0][1]
     within = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     _log_once(
-        f"{call}, is cut: budget {within}, depth {plan.depth} ({counted(plan.n_tasks, 'task')}), "
+        f"{_call_words(plan)}, is cut: "
+        f"budget {within}, depth {plan.depth} ({counted(plan.n_tasks, 'task')}), "
         f"{counted(plan.n_groups, 'head group')}, kernel {plan.kernel}, peak "
         f"{format_bytes(plan.peak_bytes)}, predicted {format_seconds(plan.predicted_seconds)}; "
         f"said once for calls like this"
