@@ -39,7 +39,7 @@ from quorum_attention.units import counted
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
 _MOST_QUERIES, _MOST_KEYS = 2048, 2048
-# What allocators round up by, for the few tensors alive at once.
+# Allocators round up by about this much, for the few tensors alive at once.
 _SLACK_BYTES = 64 << 10
 
 
@@ -60,7 +60,9 @@ class Tile:
             return replace(self, heads=ceil_div(self.heads, 2))
         if self.keys > 1 and self.keys >= self.queries:
             return replace(self, keys=ceil_div(self.keys, 2))
-        return replace(self, queries=ceil_div(self.queries, 2)) if self.queries > 1 else None
+        if self.queries > 1:
+            return replace(self, queries=ceil_div(self.queries, 2))
+        return None
 
 
 def tile_bytes(shape: CallShape, tile: Tile, mask_bytes: int) -> int:
@@ -69,48 +71,62 @@ def tile_bytes(shape: CallShape, tile: Tile, mask_bytes: int) -> int:
     Args:
         mask_bytes: of an element of the mask.
     """
-    item, wide = shape.dtype.itemsize, shape.state_dtype.itemsize
-    lanes = tile.entries * tile.heads
-    keys = lanes * tile.keys
-    rows = lanes * shape.queries_per_key_head * tile.queries
+    input_bytes = shape.dtype.itemsize
+    state_bytes = shape.state_dtype.itemsize
+    query_heads = tile.heads * shape.queries_per_key_head
+    n_rows = tile.entries * query_heads * tile.queries
+    n_keys = tile.entries * tile.heads * tile.keys
+    n_pairs = n_rows * tile.keys
     widths = shape.head_dim + shape.value_dim
-    # Inputs as they came, and in the state's dtype; the product of gradient and output.
-    found = (rows + keys) * widths * (item + wide) + rows * (2 * shape.value_dim + 6) * wide
+    # Inputs as they came, and in the state's dtype.
+    inputs = (n_rows + n_keys) * widths * (input_bytes + state_bytes)
+    # The product of gradient and output, and a few numbers for each row.
+    row_numbers = 2 * shape.value_dim + 6
+    rows = n_rows * row_numbers * state_bytes
     # Scores, dP, a copy while one of them is summed; the mask, and the sums so far.
-    pairs = rows * tile.keys
+    pair_bytes = 6 * state_bytes + 2 * mask_bytes
+    pair_bytes += shape.bias_dtype.itemsize + 1
+    total = inputs + rows + n_pairs * pair_bytes + _SLACK_BYTES
     if shape.dropout:
-        heads = tile.heads * shape.queries_per_key_head
-        found += dropped_bytes(tile.entries, heads, tile.queries, tile.keys)
-    bias = shape.bias_dtype.itemsize
-    return found + pairs * (6 * wide + bias + 2 * mask_bytes + 1) + _SLACK_BYTES
+        total += dropped_bytes(tile.entries, query_heads, tile.queries, tile.keys)
+    return total
 
 
-def fitting(shape: CallShape, device: torch.device, left: int | None, mask_bytes: int) -> Tile:
-    """The largest tile worth computing at once that takes at most ``left`` bytes (None: what is
+def fitting(shape: CallShape, device: torch.device, budget: int | None, mask_bytes: int) -> Tile:
+    """The largest tile worth computing at once that takes at most ``budget`` bytes (None: what is
     usual on ``device``); the smallest there is if none does."""
-    usual = _DEVICE_BYTES if backend_of(device).own_memory else _HOST_BYTES
-    most = usual if left is None else min(usual, left)
-    entries = shape.batch_shape[-1] if shape.batch_shape else 1
-    sides = min(shape.n_queries, _MOST_QUERIES), min(shape.n_keys, _MOST_KEYS)
-    tile = Tile(shape.kv_heads, *sides, entries)
-    while tile_bytes(shape, tile, mask_bytes) > most:
-        after = tile.smaller()
-        if after is None:
+    limit = _DEVICE_BYTES if backend_of(device).own_memory else _HOST_BYTES
+    if budget is not None:
+        limit = min(limit, budget)
+    tile = Tile(
+        heads=shape.kv_heads,
+        queries=min(shape.n_queries, _MOST_QUERIES),
+        keys=min(shape.n_keys, _MOST_KEYS),
+        entries=_n_last_entries(shape),
+    )
+    while tile_bytes(shape, tile, mask_bytes) > limit:
+        smaller = tile.smaller()
+        if smaller is None:
             break
-        tile = after
+        tile = smaller
     return tile
 
 
+def _n_last_entries(shape: CallShape) -> int:
+    """How many entries the last batch dimension has; 1 without one."""
+    return shape.batch_shape[-1] if shape.batch_shape else 1
+
+
 def add_up_mask_gradient(
-    job: PassJob, given: Saved, target: torch.Tensor, left: int | None
+    job: PassJob, saved: Saved, target: torch.Tensor, budget: int | None
 ) -> list[str]:
     """Fill ``target`` with the gradient of the call's mask.
 
     Args:
-        given: as the caller gave it, on any device: (*batch, heads, n_queries, value_dim) and
+        saved: as the caller gave it, on any device: (*batch, heads, n_queries, value_dim) and
             without it, of the whole rows.
         target: of the mask's shape, on any device, of any floating dtype.
-        left: most device bytes to take; None: no limit but what there is.
+        budget: most device bytes to take; None: no limit but what there is.
 
     Returns:
         A line for each time that memory ran out and smaller tiles were taken.
@@ -120,34 +136,57 @@ def add_up_mask_gradient(
     """
     assert job.bias is not None
     mask = job.bias.mask
-    mask = mask if mask.dim() > 3 else mask.unsqueeze(0)
-    target = target.reshape(mask.shape)
-    walk = _Walk(job, given, target, job.problem.pairs)
-    # What is tested of each pair takes a distance of 64 bits, and a few flags.
-    tested = 8 if job.kernel.own_attention else 0
-    tile = fitting(job.shape, job.device, left, mask.element_size() + tested)
+    if mask.dim() <= 3:
+        mask = mask.unsqueeze(0)
+    walk = _Walk(job, saved, target.reshape(mask.shape), job.problem.pairs)
+    element_bytes = mask.element_size()
+    if job.kernel.own_attention:
+        # The test of a pair takes a distance of 64 bits, and a few flags.
+        element_bytes += 8
+    tile = fitting(job.shape, job.device, budget, element_bytes)
     recoveries: list[str] = []
-    for index in product(*(range(n) for n in mask.shape[:-4])):
+    outer_sizes = mask.shape[:-4]
+    for index in product(*map(range, outer_sizes)):
         # Blocks are those of the tile that began; a failed one is computed by smaller tiles.
         for block in _blocks(mask, job.shape, tile):
-            while True:
-                try:
-                    walk.fill(index, block, tile)
-                    break
-                except Exception as error:
-                    smaller = tile.smaller()
-                    if not is_out_of_memory(error) or smaller is None:
-                        raise
-                    # Only the text stays: the traceback would hold the failed tile's tensors.
-                    tile, failure = smaller, first_line(error)
-                backend_of(job.device).give_back_cached()
-                recoveries.append(
-                    f"mask gradient out of memory ({failure}): tiles of "
-                    f"{counted(tile.queries, 'query', 'queries')} by "
-                    f"{counted(tile.keys, 'key')} of {counted(tile.heads, 'key/value head')}, "
-                    f"batch entries at a time: {tile.entries}"
-                )
+            tile = _fill_with_recovery(walk, index, block, tile, recoveries)
     return recoveries
+
+
+def _fill_with_recovery(
+    walk: _Walk,
+    index: tuple[int, ...],
+    block: _MaskBlock,
+    tile: Tile,
+    recoveries: list[str],
+) -> Tile:
+    """Write one block of the gradient, by smaller tiles if memory runs out.
+
+    Args:
+        recoveries: gets a line for each time that memory ran out.
+
+    Returns:
+        The tile that fitted.
+    """
+    while True:
+        try:
+            walk.fill(index, block, tile)
+            return tile
+        except Exception as error:
+            smaller = tile.smaller()
+            if not is_out_of_memory(error) or smaller is None:
+                raise
+            # Only the text stays: the traceback would hold the failed tile's tensors.
+            failure = first_line(error)
+        tile = smaller
+        backend_of(walk.job.device).give_back_cached()
+        queries = counted(tile.queries, "query", "queries")
+        keys = counted(tile.keys, "key")
+        heads = counted(tile.heads, "key/value head")
+        recoveries.append(
+            f"mask gradient out of memory ({failure}): tiles of {queries} by {keys} of {heads}, "
+            f"batch entries at a time: {tile.entries}"
+        )
 
 
 class _MaskBlock(NamedTuple):
@@ -162,12 +201,14 @@ class _MaskBlock(NamedTuple):
 
 def _blocks(mask: torch.Tensor, shape: CallShape, tile: Tile) -> Iterator[_MaskBlock]:
     """Blocks of the result: no larger than a tile in dimensions that the mask has."""
-    n_entries = shape.batch_shape[-1] if shape.batch_shape else 1
-    every = (n_entries, shape.kv_heads, shape.n_queries, shape.n_keys)
-    most = (tile.entries, tile.heads, tile.queries, tile.keys)
-    sizes = zip(every, most, mask.shape[-4:], strict=True)
-    cuts = [runs(slice(0, n), size if of_mask > 1 else n) for n, size, of_mask in sizes]
-    yield from (_MaskBlock(*cut) for cut in product(*cuts))
+    sizes = (_n_last_entries(shape), shape.kv_heads, shape.n_queries, shape.n_keys)
+    tile_sizes = (tile.entries, tile.heads, tile.queries, tile.keys)
+    cuts: list[Iterator[slice]] = []
+    for size, tile_size, mask_size in zip(sizes, tile_sizes, mask.shape[-4:], strict=True):
+        run_length = tile_size if mask_size > 1 else size
+        cuts.append(runs(slice(0, size), run_length))
+    for entries, heads, queries, keys in product(*cuts):
+        yield _MaskBlock(entries, heads, queries, keys)
 
 
 @dataclass(slots=True)
@@ -175,104 +216,160 @@ class _Walk:
     """The tensors of a call, and where its mask's gradient goes.
 
     Attributes:
+        saved: the upstream gradient, the output and the log-sum-exp.
         target: of the shape of the mask, (*batch or 1, heads or 1, n_queries or 1, n_keys or 1),
             with one batch dimension at least.
         pairs: which pairs the call keeps, as far as that is known.
     """
 
     job: PassJob
-    given: Saved
+    saved: Saved
     target: torch.Tensor
     pairs: Pairs
 
     def fill(self, index: tuple[int, ...], block: _MaskBlock, tile: Tile) -> None:
         """Write one block of the gradient: the sum of all its tiles."""
+        place: tuple[int | slice, ...] = (*index, *self._cuts(block))
+        target = self.target[place]
+        first = tuple(side.start for side in block)
         total: torch.Tensor | None = None
-        at: tuple[int | slice, ...] = (*index, *self._cuts(block))
-        shape, begins = self.target[at].shape, tuple(part.start for part in block)
-        along_rows = (
+        for tile_block, part in self._parts(index, block, tile):
+            if total is None and part.shape == target.shape:
+                total = part
+                continue
+            if total is None:
+                total = torch.zeros(target.shape, dtype=part.dtype, device=part.device)
+            total[self._cuts(tile_block, first)].add_(part)
+            # The next tile is computed without it.
+            del part
+        if total is None:
+            target.zero_()
+        else:
+            target.copy_(total)
+
+    def _parts(
+        self, index: tuple[int, ...], block: _MaskBlock, tile: Tile
+    ) -> Iterator[tuple[_MaskBlock, torch.Tensor]]:
+        """The tiles that are summed into a block, and the part of each."""
+        shape = self.job.shape
+        by_rows = product(
+            self._outer(index),
             runs(block.entries, tile.entries),
             runs(block.heads, tile.heads),
             runs(block.queries, tile.queries),
         )
-        for outer, entries, heads, queries in product(self._outer(index), *along_rows):
-            rows = None
+        for outer, entries, heads, queries in by_rows:
+            rows: BackwardRows | None = None
             for keys in runs(block.keys, tile.keys):
-                positions = Ranges.of(queries.start, queries.stop, keys.start, keys.stop)
-                if self.pairs.of(positions) is EMPTY:
+                if self._is_empty(queries, keys):
                     continue
                 if rows is None:
-                    whole_rows = tile.keys >= self.job.shape.n_keys
-                    rows = self._rows(self._group(outer, entries, heads), queries, whole_rows)
-                part = self._tile(rows, keys)
-                if total is None and part.shape == shape:
-                    total = part
-                    continue
-                if total is None:
-                    total = torch.zeros(shape, dtype=part.dtype, device=part.device)
-                total[self._cuts(_MaskBlock(entries, heads, queries, keys), begins)].add_(part)
-                del part
-        if total is None:
-            self.target[at].zero_()
-        else:
-            self.target[at].copy_(total)
+                    group = self._group(outer, entries, heads)
+                    rows = self._rows(group, queries, tile.keys >= shape.n_keys)
+                yield _MaskBlock(entries, heads, queries, keys), self._tile(rows, keys)
+
+    def _is_empty(self, queries: slice, keys: slice) -> bool:
+        """Whether the call keeps no pair of these queries and keys."""
+        positions = Ranges.of(queries.start, queries.stop, keys.start, keys.stop)
+        return self.pairs.of(positions) is EMPTY
 
     def _outer(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Where, in all batch dimensions but the last, pairs get the mask at ``index``."""
-        sizes = zip(self.job.shape.batch_shape[:-1], self.target.shape[:-4], index, strict=True)
-        return product(*(range(n) if m == 1 else (i,) for n, m, i in sizes))
+        outer_sizes = self.job.shape.batch_shape[:-1]
+        mask_sizes = self.target.shape[:-4]
+        positions: list[range] = []
+        for size, mask_size, position in zip(outer_sizes, mask_sizes, index, strict=True):
+            if mask_size == 1:
+                positions.append(range(size))
+            else:
+                positions.append(range(position, position + 1))
+        return product(*positions)
 
     def _group(self, outer: tuple[int, ...], entries: slice, heads: slice) -> Group:
         """Some heads of a run of batch entries."""
         shape = self.job.shape
-        numbers = range(1)
+        entry_numbers = range(1)
         if shape.batch_shape:
             first = 0
-            for place, size in zip(outer, shape.batch_shape[:-1], strict=True):
-                first = first * size + place
+            for position, size in zip(outer, shape.batch_shape[:-1], strict=True):
+                first = first * size + position
             first *= shape.batch_shape[-1]
-            numbers = range(first + entries.start, first + entries.stop)
+            entry_numbers = range(first + entries.start, first + entries.stop)
         return Group(
-            numbers, shape.batch_shape, heads.start, heads.stop, shape.queries_per_key_head
+            entry_numbers,
+            shape.batch_shape,
+            heads.start,
+            heads.stop,
+            shape.queries_per_key_head,
         )
 
-    def _cuts(self, block: _MaskBlock, within: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[slice, ...]:
-        """The mask's part for a block, in positions from ``within`` on; dimensions that it
+    def _cuts(self, block: _MaskBlock, first: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[slice, ...]:
+        """The mask's part for a block, in positions from ``first`` on; dimensions that it
         broadcasts over are whole."""
-        times = (1, self.job.shape.queries_per_key_head, 1, 1)
-        return tuple(
-            slice((part.start - first) * factor, (part.stop - first) * factor)
-            if n > 1
-            else slice(None)
-            for part, first, factor, n in zip(
-                block, within, times, self.target.shape[-4:], strict=True
-            )
-        )
+        # The mask has a position for each query head, blocks one for each key/value head.
+        factors = (1, self.job.shape.queries_per_key_head, 1, 1)
+        sizes = self.target.shape[-4:]
+        cuts: list[slice] = []
+        for side, start, factor, size in zip(block, first, factors, sizes, strict=True):
+            if size == 1:
+                cuts.append(slice(None))
+            else:
+                low = (side.start - start) * factor
+                high = (side.stop - start) * factor
+                cuts.append(slice(low, high))
+        return tuple(cuts)
 
-    def _rows(self, group: Group, queries: slice, whole_rows: bool) -> BackwardRows:
-        """Some queries of a head group, on the computing device."""
-        job, shape = self.job, self.job.shape
-        whole = Decomposition(shape.n_tokens).task(())
-        task = job.task_tensors(whole, (), group, (shape.n_queries, shape.n_keys))
-        exact = whole_rows and shape.dtype != torch.float32 and not (shape.sinks or shape.columns)
-        transform = replace(
-            job.kernel.scores_of_pairs() or PLAIN, whole_rows=exact, exact_delta=exact
+    def _rows(self, group: Group, queries: slice, has_whole_rows: bool) -> BackwardRows:
+        """Some queries of a head group, on the computing device.
+
+        Args:
+            has_whole_rows: whether tiles have all keys of a row.
+        """
+        job = self.job
+        shape = job.shape
+        sequence = Decomposition(shape.n_tokens).task(())
+        limits = (shape.n_queries, shape.n_keys)
+        task = job.task_tensors(sequence, (), group, limits)
+        exact = has_whole_rows and shape.dtype != torch.float32
+        if shape.sinks or shape.columns:
+            exact = False
+        transform = job.kernel.scores_of_pairs() or PLAIN
+        transform = replace(transform, whole_rows=exact, exact_delta=exact)
+        rectangle = Rectangle(
+            queries.start,
+            queries.stop,
+            0,
+            shape.n_keys,
+            shape.is_causal,
         )
-        r = Rectangle(queries.start, queries.stop, 0, shape.n_keys, shape.is_causal)
         like = torch.empty(0, dtype=shape.state_dtype, device=job.device)
-        at = slice(0, len(group.entry_numbers)), slice(0, group.kv_stop - group.kv_start), queries
-        given = self.given
-        saved = (group_part(t, group, "query") for t in (given.grad_out, given.out, given.lse))
-        return BackwardRows(QueryBlock(task, r, transform, at, like), Saved(*saved))
+        kv_heads = group.kv_stop - group.kv_start
+        place = (slice(0, group.n_entries), slice(0, kv_heads), queries)
+        block = QueryBlock(
+            task,
+            rectangle,
+            transform,
+            place,
+            like,
+        )
+        saved = Saved(
+            group_part(self.saved.grad_out, group, "query"),
+            group_part(self.saved.out, group, "query"),
+            group_part(self.saved.lse, group, "query"),
+        )
+        return BackwardRows(block, saved)
 
     def _tile(self, rows: BackwardRows, keys: slice) -> torch.Tensor:
         """A tile's part of the gradient: (entries or 1, heads or 1, queries or 1, keys or 1),
         summed over what the mask broadcasts over."""
         block = rows.block
-        key = block.of_keys(block.task.key, keys)
+        key = block.of_keys(block.task.key, keys)  # (b, hk, keys, d)
         p, ds, _, _ = rows.pairs(key, keys, derivative=False)
         # 0 times a value that is not finite is NaN, and a hidden pair has no part in anything.
         ds.masked_fill_(p == 0.0, 0.0)
-        ds = block.by_head(ds)
-        over = [dim for dim, n in enumerate(self.target.shape[-4:]) if n == 1]
-        return ds.sum(dim=over, keepdim=True) if over else ds
+        ds = block.by_head(ds)  # (b, h, queries, keys)
+        sizes = self.target.shape[-4:]
+        summed = [dim for dim, size in enumerate(sizes) if size == 1]
+        if not summed:
+            return ds
+        return ds.sum(dim=summed, keepdim=True)
