@@ -30,6 +30,9 @@ from quorum_attention.writing import reserve_space
 # A share of the free host memory that no cache takes: other programs, and the system's own buffers.
 _HOST_MARGIN = 1 / 16
 _MADV_WILLNEED = 3
+# Bytes of a GPU that are set aside for copies: at most this many, and such a part of its limit.
+_STAGING_BYTES = 256 << 20
+_STAGING_SHARE = 8
 
 
 class Place(Enum):
@@ -77,7 +80,28 @@ class CachePlaces:
         if self.folder is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._used = dict.fromkeys(Place, 0)
+        self._staging_bytes = self._bytes_for_copies()
         self._lock = threading.Lock()
+
+    def _bytes_for_copies(self) -> int:
+        """The bytes of a GPU that are set aside for copies from host memory."""
+        if on_host(self.device):
+            return 0
+        limit = self._limits[Place.DEVICE]
+        return _STAGING_BYTES if limit is None else min(_STAGING_BYTES, limit // _STAGING_SHARE)
+
+    def staging_memory(self) -> torch.Tensor | None:
+        """Allocate the bytes of a GPU that are set aside for copies from host memory.
+
+        Returns:
+            (n_bytes,) uint8 on the device; None where there is no GPU, or it has no memory left.
+        """
+        if self._staging_bytes == 0:
+            return None
+        try:
+            return self._device_memory(self._staging_bytes)
+        except OutOfMemoryError:
+            return None
 
     def used(self, place: Place) -> int:
         """Return the bytes that caches have taken of a place."""
@@ -94,7 +118,10 @@ class CachePlaces:
         free = backend_of(memory).free_bytes(memory)
         if on_host(memory):
             free -= int(free * _HOST_MARGIN)
-        return free if limit is None else max(0, min(free, limit - self._used[place]))
+        if limit is None:
+            return free
+        reserved = self._staging_bytes if place is Place.DEVICE else 0
+        return max(0, min(free, limit - self._used[place] - reserved))
 
     def allocate(self, n_bytes: int, place: Place) -> torch.Tensor:
         """Take memory of one place. It counts as used until the returned tensor is freed.

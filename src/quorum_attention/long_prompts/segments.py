@@ -238,11 +238,15 @@ class SegmentedCache:
         shapes = self._checked_shapes(key, value)
         if key.shape[2] == 0:
             return
+        key = key.detach()
+        value = value.detach()
         n_before = self.n_tokens
         shapes_before = self._shapes
         self._shapes = shapes
         try:
-            self._append(key, value)
+            # Memory that is allocated in inference mode could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._append(key, value)
         except BaseException:
             self.crop(n_before)
             self._shapes = shapes_before

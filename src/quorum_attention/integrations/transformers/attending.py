@@ -16,9 +16,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from quorum_attention.api import attention
+from quorum_attention.integrations.transformers.cached_attention import (
+    attend_cached,
+    cached_pairs,
+)
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import ModelOptions
 from quorum_attention.integrations.transformers.packing import warn_of_packing
+from quorum_attention.integrations.transformers.segmented_tensor import SegmentedTensor
 from quorum_attention.mask import Mask
 from quorum_attention.units import counted
 
@@ -117,6 +122,11 @@ def _attend(
     """
     refuse(others, module)
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if isinstance(key, SegmentedTensor):
+        pairs = cached_pairs(attention_mask, query, key.shape[2])
+        if pairs is not None and not packed and position_bias is None and dropout == 0.0:
+            return attend_cached(query, key, pairs, scaling=scaling, softcap=softcap, sinks=s_aux)
+        key, value = key.layer.concatenated()
     described = isinstance(attention_mask, (DescribedMask, BlockMask))
     if query.shape[2] == 1 and not packed and not described:
         # A step of decoding: its scores are no larger than the keys, so nothing is cut.

@@ -1,0 +1,110 @@
+"""Attention of a model's layer over a cache in segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quorum_attention.integrations.transformers.masks import DescribedMask
+from quorum_attention.integrations.transformers.segmented_tensor import SegmentedTensor
+from quorum_attention.long_prompts.attend import attend_segments
+from quorum_attention.mask import Mask
+
+_FIELDS = frozenset({"causal", "offset", "window", "key_padding"})
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPairs:
+    """Which pairs attention over a cache keeps, as ``attend_segments`` takes them.
+
+    Attributes:
+        is_causal: keep keys at or before the query alone.
+        window: keep keys less than this many tokens before the query; None: no limit.
+        key_padding: (b, n_keys) bool, True where a key is kept; None: no padding.
+    """
+
+    is_causal: bool
+    window: int | None = None
+    key_padding: torch.Tensor | None = None
+
+
+def cached_pairs(
+    attention_mask: torch.Tensor | DescribedMask | None, query: torch.Tensor, n_keys: int
+) -> CachedPairs | None:
+    """Return the pairs that a model's mask keeps; None if they cannot be said so.
+
+    Args:
+        attention_mask: as attention functions of Transformers get it.
+        query: (b, h_q, n_q, d).
+        n_keys: how many keys there are.
+    """
+    batch, _, n_queries, _ = query.shape
+    if isinstance(attention_mask, DescribedMask):
+        if attention_mask.shape[2:] != (n_queries, n_keys):
+            return None
+        return _pairs_of_mask(attention_mask.on(query.device), query, n_keys)
+    if n_queries != 1:
+        return None
+    if attention_mask is None:
+        return CachedPairs(is_causal=True)
+    is_padding = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
+    if not is_padding or attention_mask.shape[3] < n_keys:
+        return None
+    key_padding = attention_mask[:, 0, 0, :n_keys].expand(batch, n_keys)
+    return CachedPairs(is_causal=True, key_padding=key_padding)
+
+
+def _pairs_of_mask(mask: Mask, query: torch.Tensor, n_keys: int) -> CachedPairs | None:
+    if not mask.set_fields().keys() <= _FIELDS:
+        return None
+    batch, _, n_queries, _ = query.shape
+    n_before, n_behind = mask.sides
+    is_placed = bool(mask.causal) or n_before != -1
+    if n_behind != -1 or (is_placed and (mask.offset or 0) != n_keys - n_queries):
+        return None
+    padding = mask.key_padding
+    return CachedPairs(
+        is_causal=bool(mask.causal),
+        window=None if n_before == -1 else n_before + 1,
+        key_padding=None if padding is None else padding.expand(batch, n_keys),
+    )
+
+
+def attend_cached(
+    query: torch.Tensor,
+    key: SegmentedTensor,
+    pairs: CachedPairs,
+    *,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend over the segments that ``key`` stands for.
+
+    Args:
+        query: (b, h_q, n_q, d).
+        key: of a layer's cache.
+        pairs: which are kept.
+        scaling, softcap: of the scores.
+        sinks: (h_q,) or None.
+
+    Returns:
+        (b, h_q, n_q, d_v).
+    """
+    layer = key.layer
+    options: dict[str, Any] = {}
+    if layer.sharing is not None:
+        options = {"sharing": layer.sharing, "next_segments": layer.next_segments()}
+    return attend_segments(
+        query,
+        layer.segments,
+        softmax_scale=scaling,
+        softcap=softcap,
+        sinks=None if sinks is None else sinks.detach().flatten(),
+        window=pairs.window,
+        key_padding=pairs.key_padding,
+        is_causal=pairs.is_causal,
+        **options,
+    )

@@ -1,0 +1,187 @@
+"""Models generate the same tokens with a cache in segments as with Transformers' own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers_models import DECODERS, MIXED, attended, some_ids, tiny
+
+from quorum_attention.integrations.transformers import register, segmented_tensor
+from quorum_attention.integrations.transformers.prompt_cache import PromptCache, SegmentedLayer
+from quorum_attention.long_prompts import segments as segments_module
+from quorum_attention.long_prompts.places import Place
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "chunks": {"prefill_chunk_size": 16},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+}
+MEMORY = {"device": None, "both": 20_000, "files": 0}
+TOKENS = 41
+NEW_TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts are cut as long ones are."""
+    register()
+    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
+
+
+def model_of(kind: str) -> Any:
+    model = attended(tiny(kind), "quorum")
+    model.config.use_cache = True
+    model.generation_config.use_cache = True
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def generate(model: Any, ids: torch.Tensor, cache: Any = None, **options: Any) -> torch.Tensor:
+    named = {} if cache is None else {"past_key_values": cache}
+    tokens: torch.Tensor = model.generate(
+        ids, max_new_tokens=NEW_TOKENS, do_sample=False, **named, **options
+    )
+    return tokens
+
+
+def cache_of(model: Any, memory: int | None, folder: Path) -> PromptCache:
+    return PromptCache(model.config, device_memory=memory, folder=folder)
+
+
+def left_padded(ids: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    return mask
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", DECODERS)
+def test_tokens_are_those_of_the_plain_cache(
+    kind: str, way: str, memory: str, tmp_path: Path
+) -> None:
+    """Every way of generating, whatever the layers and wherever segments lie."""
+    model = model_of(kind)
+    ids = some_ids(1 if way == "assisted" else 2, TOKENS)
+    padding = torch.ones_like(ids) if way == "assisted" else left_padded(ids)
+    options = {**WAYS[way], "attention_mask": padding}
+    cache = cache_of(model, MEMORY[memory], tmp_path)
+    expected = generate(model, ids, **options)
+    assert torch.equal(generate(model, ids, cache, **options), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "qwen3"])
+def test_forks_answer_several_questions_about_one_text(kind: str, tmp_path: Path) -> None:
+    """Neither fork sees the other's tokens, and the text is there once."""
+    model = model_of(kind)
+    text = some_ids(1, TOKENS)
+    cache = cache_of(model, None, tmp_path)
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+    used = cache.places.used(Place.DEVICE)
+    for _ in range(3):
+        question = torch.cat((text, some_ids(1, 5)), dim=1)
+        expected = generate(model, question)
+        assert torch.equal(generate(model, question, cache.fork()), expected)
+    assert cache.get_seq_length() == TOKENS
+    assert cache.places.used(Place.DEVICE) == used
+
+
+def test_a_batch_of_questions_reads_the_text_once(tmp_path: Path) -> None:
+    """The text's keys are one row that all questions read."""
+    model = model_of("llama")
+    text = some_ids(1, TOKENS)
+    cache = cache_of(model, None, tmp_path)
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+    questions = torch.cat((text.expand(3, -1), some_ids(3, 6)), dim=1)
+    padding = torch.ones_like(questions)
+    padding[1, TOKENS : TOKENS + 2] = 0
+    cache.batch_repeat_interleave(3)
+    expected = generate(model, questions, attention_mask=padding)
+    assert torch.equal(generate(model, questions, cache, attention_mask=padding), expected)
+    layer = next(layer for layer in cache.layers if isinstance(layer, SegmentedLayer))
+    assert layer.tokens.segments()[0].key.shape[0] == 1
+
+
+def test_a_conversation_goes_on(tmp_path: Path) -> None:
+    """A second question behind the first answer, with the cache as it is."""
+    model = model_of("gemma2")
+    cache = cache_of(model, 20_000, tmp_path)
+    ids = some_ids(1, TOKENS)
+    for _ in range(3):
+        expected = generate(model, ids)
+        answer = generate(model, ids, cache)
+        assert torch.equal(answer, expected)
+        ids = torch.cat((answer, some_ids(1, 9)), dim=1)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_other_attention_gets_copies(name: str, tmp_path: Path) -> None:
+    """A model that computes with its keys itself gets right results, and a warning says it once."""
+    model = model_of("llama")
+    model.set_attn_implementation(name)
+    ids = some_ids(2, TOKENS)
+    expected = generate(model, ids)
+    segmented_tensor._warn_of_copies.cache_clear()
+    with pytest.warns(UserWarning, match="copies its whole cache"):
+        assert torch.equal(generate(model, ids, cache_of(model, 0, tmp_path)), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, ids, cache_of(model, 0, tmp_path))
+
+
+def test_nothing_is_copied_for_our_attention(tmp_path: Path) -> None:
+    """Segments reach the attention as they are."""
+    segmented_tensor._warn_of_copies.cache_clear()
+    for kind in ("llama", "gemma2", "gpt_oss"):
+        model = model_of(kind)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*copies its whole cache")
+            for options in WAYS.values():
+                generate(model, some_ids(1, TOKENS), cache_of(model, 0, tmp_path), **options)
+
+
+def test_inference_mode_and_no_grad_take_turns(tmp_path: Path) -> None:
+    """Memory allocated in inference mode can be written to outside of it."""
+    model = model_of("llama")
+    cache = cache_of(model, None, tmp_path)
+    ids = some_ids(1, TOKENS)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    cache.reorder_cache(torch.tensor([0]))
+    with torch.no_grad():
+        logits = model(some_ids(1, 1), past_key_values=cache).logits
+    assert logits.isfinite().all()
+
+
+def test_a_reset_cache_takes_another_prompt(tmp_path: Path) -> None:
+    """Also of another batch."""
+    model = model_of("gpt_oss")
+    cache = cache_of(model, 20_000, tmp_path)
+    for batch in (1, 3):
+        ids = some_ids(batch, TOKENS)
+        expected = generate(model, ids)
+        assert torch.equal(generate(model, ids, cache), expected)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+    assert cache.places.used(Place.FILE) == 0
+    assert "0 tokens" in repr(cache)
+
+
+def test_layers_of_other_kinds_stay_the_models_own(tmp_path: Path) -> None:
+    """Sliding windows keep no more than their window."""
+    model = attended(tiny("gemma2", {"layer_types": MIXED}), "quorum")
+    cache = cache_of(model, None, tmp_path)
+    kinds = [isinstance(layer, SegmentedLayer) for layer in cache.layers]
+    assert kinds == [False, True]
+    assert cache.is_sliding == [True, False]
