@@ -75,15 +75,16 @@ def attend_segments(
     n_keys = sum(segment.n_tokens for segment in segments)
     mask = KeyMask(query.shape[2], n_keys, is_causal, window, _contiguous(key_padding))
     call = _SegmentedCall(query, mask, ScoreScaling(scale, softcap))
-    state = _RunningStatistics.empty(query, segments[0].value.shape[3])
+    state = _RunningStatistics(query, segments[0].value.shape[3])
     visible = list(_visible(segments, mask))
     if on_host(query.device):
         _attend_in_host_memory(call, visible, state)
     else:
         _attend_with_device(call, visible, state, sharing, next_segments)
+    out, lse = state.results()
     if sinks is not None:
-        join_sinks_(state.out, state.lse, sinks.to(state.lse))
-    return state.out.to(query.dtype)
+        join_sinks_(out, lse, sinks.to(lse))
+    return out.to(query.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +116,42 @@ class _SegmentedCall:
         return _SegmentedCall(group.take(self.query), mask, self.scaling)
 
 
-@dataclass(frozen=True, slots=True)
 class _RunningStatistics:
-    """The statistics over the keys so far: out (b, h_q, n_q, d_v) and lse (b, h_q, n_q)."""
+    """The statistics over the keys so far: out (b, h, r, d_v) and lse (b, h, r).
 
-    out: torch.Tensor
-    lse: torch.Tensor
+    Args:
+        query: (b, h, r, d).
+        value_dim: d_v.
+    """
 
-    @classmethod
-    def empty(cls, query: torch.Tensor, value_dim: int) -> _RunningStatistics:
-        dtype = _state_dtype(query)
-        out = query.new_empty((*query.shape[:3], value_dim), dtype=dtype)
-        lse = query.new_empty(query.shape[:3], dtype=dtype)
-        empty_(out, lse)
-        return cls(out, lse)
+    def __init__(self, query: torch.Tensor, value_dim: int) -> None:
+        self._query = query
+        self._value_dim = value_dim
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the statistics over more keys, from any device."""
-        device = self.out.device
-        merge_(self.out, self.lse, out.to(device), lse.to(device))
+        """Merge the statistics over more keys, from any device. They may be written to later."""
+        out = out.to(self._query.device)
+        lse = lse.to(self._query.device)
+        if self._results is None:
+            self._results = (out, lse)
+        else:
+            merge_(*self._results, out, lse)
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse; without any keys, 0 and -inf."""
+        if self._results is None:
+            out, lse = self.empty_results()
+            empty_(out, lse)
+            self._results = (out, lse)
+        return self._results
+
+    def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return uninitialised out and lse."""
+        query = self._query
+        dtype = _state_dtype(query)
+        out = query.new_empty((*query.shape[:3], self._value_dim), dtype=dtype)
+        return out, query.new_empty(query.shape[:3], dtype=dtype)
 
 
 def _check(
@@ -221,7 +239,7 @@ def _attend_with_device(
         return
     if call.query.shape[2] >= _MANY_QUERIES:
         # The cores are too slow for so many queries.
-        for piece in _copied(elsewhere, state.out.device):
+        for piece in _copied(elsewhere, call.query.device):
             _attend_on_device(call, [piece], state)
     elif sharing is None:
         host_call = call.to_host()
@@ -256,9 +274,9 @@ def _attend_on_cores(
     host_call: _SegmentedCall, pieces: Sequence[Piece]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries in host memory over pieces there, as statistics of their own."""
-    state = _RunningStatistics.empty(host_call.query, pieces[0].segment.value.shape[3])
+    state = _RunningStatistics(host_call.query, pieces[0].segment.value.shape[3])
     _attend_in_host_memory(host_call, pieces, state)
-    return state.out, state.lse
+    return state.results()
 
 
 def _copied(pieces: Sequence[Piece], device: torch.device) -> Iterator[Piece]:
@@ -298,16 +316,17 @@ def _attend_shared_rows(
     call: _SegmentedCall, pieces: Sequence[Piece]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over pieces whose batch entries read the same rows, row by row."""
-    state = _RunningStatistics.empty(call.query, pieces[0].segment.value.shape[3])
+    value_dim = pieces[0].segment.value.shape[3]
+    all_out, all_lse = _RunningStatistics(call.query, value_dim).empty_results()
     starts = [piece.start for piece in pieces]
     groups_of_pieces = [row_groups(piece.segment) for piece in pieces]
     for groups in zip(*groups_of_pieces, strict=True):
         group = groups[0]
         keys = list(map(_keys_at, starts, groups))
         out, lse = _attend_rows(call.for_group(group), keys)
-        group.put(state.out, out)
-        group.put(state.lse, lse)
-    return state.out, state.lse
+        group.put(all_out, out)
+        group.put(all_lse, lse)
+    return all_out, all_lse
 
 
 def _with_equal_entries(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -328,14 +347,15 @@ def _attend_rows(call: _SegmentedCall, keys: Sequence[KeysAt]) -> tuple[torch.Te
     if can_decode(call.query, value_dim, layout.rows_per_head):
         return decode(call.query, keys, call.mask, call.scaling)
     rows = layout.to_rows(call.query)
-    state = _RunningStatistics.empty(rows, value_dim)
+    state = _RunningStatistics(rows, value_dim)
     for part in keys:
         stop = part.start + part.key.shape[2]
         pairs = call.mask.kept_pairs(part.start, stop, rows.device)
         is_kept = layout.mask_of_rows(pairs)
         out, lse = attend_by_equations(rows, part.key, part.value, call.scaling, is_kept)
         state.merge(out, lse)
-    return layout.from_rows(state.out), layout.from_rows(state.lse)
+    out, lse = state.results()
+    return layout.from_rows(out), layout.from_rows(lse)
 
 
 def _attend_many(call: _SegmentedCall, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:

@@ -254,7 +254,7 @@ class Streaming(Route):
         # The number of the last unit of each block.
         last_units: dict[int | None, int] = {}
         for chunk in range(stream.n_chunks):
-            place = _Place(chunk_slot, chunk_slot, is_first=True, is_last=True)
+            place = _RowsInSlot(chunk_slot, chunk_slot, is_first=True, is_last=True)
             chunk_unit = _unit(
                 chunks,
                 group,
@@ -276,7 +276,7 @@ class Streaming(Route):
                 # with it.
                 last_unit = last_units.get(block, -1)
                 is_recent = last_unit > number - self.n_cap
-                place = _Place(
+                place = _RowsInSlot(
                     slot,
                     last_unit % self.n_cap if is_recent else slot,
                     is_first=chunk == 0,
@@ -303,7 +303,7 @@ def _read_inputs(job: PassJob, blocks: SlotRows, group: Group) -> TensorsByName:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RowsInSlot:
     """Where and when rows are in a slot.
 
     Attributes:
@@ -319,7 +319,7 @@ class _Place:
     is_last: bool
 
 
-def _unit(side: SlotRows, group: Group, interval: Interval, place: _Place) -> Unit:
+def _unit(side: SlotRows, group: Group, interval: Interval, place: _RowsInSlot) -> Unit:
     """Neighbouring rows of one side in a slot."""
     rows = (Rows(*interval, 0),)
     visit = Visit(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.segmented_tensor import SegmentedTensor
@@ -31,7 +32,9 @@ class CachedPairs:
 
 
 def cached_pairs(
-    attention_mask: torch.Tensor | DescribedMask | None, query: torch.Tensor, n_keys: int
+    attention_mask: torch.Tensor | DescribedMask | BlockMask | None,
+    query: torch.Tensor,
+    n_keys: int,
 ) -> CachedPairs | None:
     """Return the pairs that a model's mask keeps; None if they cannot be said so.
 
@@ -45,7 +48,7 @@ def cached_pairs(
         if attention_mask.shape[2:] != (n_queries, n_keys):
             return None
         return _pairs_of_mask(attention_mask.on(query.device), query, n_keys)
-    if n_queries != 1:
+    if n_queries != 1 or isinstance(attention_mask, BlockMask):
         return None
     if attention_mask is None:
         return CachedPairs(is_causal=True)

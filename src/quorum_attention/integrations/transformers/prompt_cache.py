@@ -218,11 +218,12 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(config=config)
+        plain_layers: list[Any] = self.layers
         places = CachePlaces(
             device, device_memory=device_memory, host_memory=host_memory, folder=folder
         )
         self._shared = SharedReader(places)
-        self.layers = [self._layer_like(layer) for layer in self.layers]
+        self.layers: list[Any] = [self._layer_like(layer) for layer in plain_layers]
         if not self.layers:
             self.layer_class_to_replicate = partial(_new_layer, self._shared)
         self._link_layers()

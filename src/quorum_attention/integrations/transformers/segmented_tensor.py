@@ -50,7 +50,9 @@ class LayerSegments:
 
     def tensors(self) -> tuple[SegmentedTensor, SegmentedTensor]:
         """Return tensors that stand for key and value."""
-        return SegmentedTensor(self, 0), SegmentedTensor(self, 1)
+        key = SegmentedTensor(self, is_value=False)
+        value = SegmentedTensor(self, is_value=True)
+        return key, value
 
 
 @cache
@@ -69,42 +71,43 @@ class SegmentedTensor(torch.Tensor):
 
     Attributes:
         layer: the segments.
-        index: 0 for keys, 1 for values.
+        is_value: whether it stands for values, not keys.
     """
 
     layer: LayerSegments
-    index: int
+    is_value: bool
 
     @staticmethod
-    def __new__(cls, layer: LayerSegments, index: int) -> SegmentedTensor:
+    def __new__(cls, layer: LayerSegments, *, is_value: bool) -> SegmentedTensor:
         """Make a tensor without memory."""
         first = layer.segments[0]
-        part = first.key if index == 0 else first.value
+        part = first.value if is_value else first.key
         n_tokens = sum(segment.n_tokens for segment in layer.segments)
         shape = (first.batch, part.shape[1], n_tokens, part.shape[3])
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=layer.device
         )
         tensor.layer = layer
-        tensor.index = index
+        tensor.is_value = is_value
         return tensor
 
     def concatenated(self) -> torch.Tensor:
         """Return a tensor with memory: a copy of all segments."""
-        return self.layer.concatenated()[self.index]
+        key, value = self.layer.concatenated()
+        return value if self.is_value else key
 
     # Functions of torch run as of any tensor, down to the operators that need memory.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operator on copies."""
         args, kwargs = tree_map(_with_memory, (args, kwargs or {}))
         return operator(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         segments = self.layer.segments
         return f"SegmentedTensor(shape={tuple(self.shape)}, {len(segments)} segments)"
 
