@@ -16,7 +16,7 @@ from helpers_attention import exact as textbook
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.native import runs
+from quorum_attention.kernels.native import rule_blocks
 
 if TYPE_CHECKING:
     import pytest
@@ -167,4 +167,4 @@ def random_mask(
 
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
     """Room for the bits of so many partial blocks, and for evaluating one."""
-    monkeypatch.setattr(runs, "_MOST", words * runs.BIT_BYTES)
+    monkeypatch.setattr(rule_blocks, "_MAX_BYTES", words * rule_blocks.BIT_BYTES)

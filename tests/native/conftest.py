@@ -28,12 +28,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     from quorum_attention.kernels.native.launch import NativeLaunch
 
     found = []
-    original = NativeLaunch._compiled
+    original = NativeLaunch._constants
 
     def noted(launch: NativeLaunch, *args: Any, **named: Any) -> Any:
-        made = original(launch, *args, **named)
-        found.append((launch, made[1]["K"]))
-        return made
+        constants = original(launch, *args, **named)
+        found.append((launch, constants))
+        return constants
 
-    monkeypatch.setattr(NativeLaunch, "_compiled", noted)
+    monkeypatch.setattr(NativeLaunch, "_constants", noted)
     return found

@@ -19,8 +19,8 @@ from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Rectangle
 from quorum_attention.kernels.masked import block_table
 from quorum_attention.kernels.masked.block_table import BlockEvaluator, listed_blocks
 from quorum_attention.kernels.masked.resolve import resolve
-from quorum_attention.kernels.native import runs
-from quorum_attention.kernels.native.runs import bits_of
+from quorum_attention.kernels.native import rule_blocks
+from quorum_attention.kernels.native.rule_blocks import bits_of
 from quorum_attention.kernels.protocol import Call, whole_task
 
 
@@ -74,8 +74,10 @@ def test_a_window_beside_a_rule(device: str) -> None:
 def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, original = [], runs.listed_blocks
-    monkeypatch.setattr(runs, "listed_blocks", lambda *args: made.append(1) or original(*args))
+    made, original = [], rule_blocks.listed_blocks
+    monkeypatch.setattr(
+        rule_blocks, "listed_blocks", lambda *args: made.append(1) or original(*args)
+    )
     q, k, v = (torch.randn(1, 1, 20, 16, device=device) for _ in range(3))
     kept = torch.arange(20, device=device) < 13
     held = SimpleNamespace(kept=kept.clone())

@@ -15,20 +15,22 @@ import torch
 from kernel_harness import Case, exact
 
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.native.config import Config
-from quorum_attention.kernels.native.runs import NO_DIAGONAL, UNLIMITED, bounded
+from quorum_attention.kernels.native.columns import EntryColumn
+from quorum_attention.kernels.native.config import Config, Tiling
+from quorum_attention.kernels.native.pieces import NO_DIAGONAL, UNLIMITED
+from quorum_attention.kernels.native.runs import bounded
 from quorum_attention.kernels.protocol import Call, Saved
 
 tl = pytest.importorskip("triton.language")
 import triton  # noqa: E402
 
-from quorum_attention.kernels.native.kernels_triton import kept  # noqa: E402
+from quorum_attention.kernels.native.tiles_triton import kept_of_query_run  # noqa: E402
 
 FAR = (1 << 30) + 64 * 5
 
 
 class Constants(NamedTuple):
-    """Those that ``kept`` depends on."""
+    """The constants that ``kept_of_query_run`` depends on."""
 
     WINDOW: bool
 
@@ -37,7 +39,7 @@ class Constants(NamedTuple):
 def _keeps(found, row, column, n, diagonal, left, right, K: tl.constexpr) -> None:
     rows = row + tl.arange(0, 16)[:, None]
     columns = column + tl.arange(0, 16)[None, :]
-    keep = kept(rows, columns, (0, n, diagonal, 0), (0, n), (left, right), K)
+    keep = kept_of_query_run(rows, columns, (0, n, diagonal, 0), (0, n), (left, right), K)
     at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(found + at, keep.to(tl.int32))
 
@@ -53,9 +55,9 @@ def test_bounds_of_runs(axis, window, causal: bool) -> None:
         last = min(first + 64, n)
         piece = [first, last, 0, n] if axis == "query" else [0, n, first, last]
         piece += [0 if causal else NO_DIAGONAL, 0, 0, 0]
-        tiling = axis, Config(64, 64, 4, 1)
+        tiling = Tiling(axis, Config(64, 64, 4, 1))
         (entry,) = bounded(torch.tensor([piece]), n, tiling, window).tolist()
-        start, begin, end, stop = entry[2:6]
+        start, begin, end, stop = entry[EntryColumn.START : EntryColumn.DIAGONAL]
         before, after = window or (n, n)
         after = min(after, 0) if causal else after
         if axis == "query":

@@ -15,7 +15,8 @@ from kernel_harness import Case, check_nan_in_a_query, errors, exact, random_cas
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.native import NativeKernel, kernel
-from quorum_attention.kernels.native.config import Config
+from quorum_attention.kernels.native.columns import EntryColumn
+from quorum_attention.kernels.native.config import Config, Tiling
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 half, brain, full = torch.float16, torch.bfloat16, torch.float32
@@ -124,11 +125,14 @@ def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> 
     bound = native.forward_workspace_bytes(
         CallShape("cuda", half, 1, 1, 64, 64, causal), Extent(1, 1, 1, n, n, n)
     )
-    pairs, tiled = 0, Config(128, 64, 4, 1)
-    for part in native.parts(tensors, tensors.rectangles, (("query", tiled),)):
-        (runs,) = part.tables
+    pairs = 0
+    tiling = Tiling("query", Config(128, 64, 4, 1))
+    for launch in native.launch_tables(tensors, tensors.rectangles, (tiling,)):
+        (runs,) = launch.tables
         assert 4 * (runs.starts.numel() + runs.entries.numel()) <= bound
-        rows, columns = (runs.entries[:, b] - runs.entries[:, a] for a, b in ((0, 1), (2, 5)))
-        pairs += int((rows.long() * columns).sum())
+        entries = runs.entries.long()
+        rows = entries[:, EntryColumn.HIGH] - entries[:, EntryColumn.LOW]
+        columns = entries[:, EntryColumn.STOP] - entries[:, EntryColumn.START]
+        pairs += int((rows * columns).sum())
     every = sum(r.n_queries * r.n_keys for r in tensors.rectangles)
     assert pairs <= every if causal else pairs == every

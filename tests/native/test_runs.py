@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.native.runs import NO_DIAGONAL, pieces, table
+from quorum_attention.kernels.native.pieces import NO_DIAGONAL, pieces_of
+from quorum_attention.kernels.native.runs import table
 from quorum_attention.kernels.protocol import uncut
 
 
@@ -50,7 +51,7 @@ def test_every_pair_once(
     band = Band(-left if left >= 0 else None, right if right >= 0 else None)
     # Without a window positions do not matter.
     whole = uncut(task.n_tokens) if band.keeps_all else task
-    found = pieces(task.rectangles(is_causal, *sizes), whole, Geometry(band))
+    found = pieces_of(task.rectangles(is_causal, *sizes), whole, Geometry(band))
     made = table(found, rows if axis == "query" else columns, block, axis)
     where = np.array([p for s in task.spans for p in range(s.start, s.stop)], dtype=int)
     apart = where[:, None] - where[None]
@@ -66,13 +67,13 @@ def test_neighbouring_runs_are_joined() -> None:
     """At depth 1 a block of queries walks its keys in one go, the diagonal included."""
     decomposition = Decomposition(13 * 256, (13,))
     for task in list(decomposition.tasks())[:3]:
-        found = pieces(task.rectangles(True), uncut(task.n_tokens), Geometry())
+        found = pieces_of(task.rectangles(True), uncut(task.n_tokens), Geometry())
         assert max(np.diff(table(found, task.n_tokens, 128, "query")[0])) <= 1
 
 
 @pytest.mark.parametrize("axis", ["query", "key"])
 def test_nothing_to_do(axis) -> None:
-    starts, entries = table(pieces([], uncut(300), Geometry()), 300, 128, axis)
+    starts, entries = table(pieces_of([], uncut(300), Geometry()), 300, 128, axis)
     assert starts.tolist() == [0, 0, 0, 0]
     assert entries.shape == (0, 8)
     assert NO_DIAGONAL > 1 << 29

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-Half = Literal["forward", "query", "key"]
+KernelKind = Literal["forward", "query", "key"]
+"""A Triton kernel: the forward, or the backward by blocks of queries or of keys."""
+
+Axis = Literal["query", "key"]
+"""What a kernel's blocks of rows are made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +35,27 @@ class Config:
     stages: int
     descriptors: bool = False
 
-    def rows(self, axis: Literal["query", "key"]) -> int:
-        """Queries, or keys, of a tile."""
-        return self.block_m if axis == "query" else self.block_n
+
+class Tiling(NamedTuple):
+    """The blocks of rows that a table is for, and the kernel that reads it.
+
+    Attributes:
+        axis: the side whose rows stay in a program.
+        config: of the kernel that reads the table.
+    """
+
+    axis: Axis
+    config: Config
+
+    @property
+    def block(self) -> int:
+        """Rows of a block, which stay in a program."""
+        return self.config.block_m if self.axis == "query" else self.config.block_n
+
+    @property
+    def step(self) -> int:
+        """Rows of the other side in a tile."""
+        return self.config.block_n if self.axis == "query" else self.config.block_m
 
 
 def padded(width: int) -> int:
@@ -47,8 +69,9 @@ def padded(width: int) -> int:
 
 
 # For 16-bit inputs, by the largest padded head dimension; above 256 there is only the forward.
-# Those for 64 and 128 are the fastest of some forty on an H200, the others have the fewest spills.
-_NARROW: dict[Half, dict[int, Config]] = {
+# The configs for 64 and 128 are the fastest of some forty on an H200, the others have the fewest
+# spills.
+_NARROW: dict[KernelKind, dict[int, Config]] = {
     "forward": {
         64: Config(128, 64, 4, 3),
         128: Config(128, 64, 4, 2, descriptors=True),
@@ -67,9 +90,9 @@ _NARROW: dict[Half, dict[int, Config]] = {
     },
 }
 # Used instead without descriptors: four warps would spill registers.
-_WITHOUT = {("forward", 128): Config(128, 64, 8, 3)}
+_WITHOUT_DESCRIPTORS = {("forward", 128): Config(128, 64, 8, 3)}
 # With dropout, whose random words take registers: four warps would spill hundreds of bytes.
-_DROPPING: dict[tuple[Half, int], Config] = {
+_WITH_DROPOUT: dict[tuple[KernelKind, int], Config] = {
     ("forward", 64): Config(128, 64, 8, 3),
     ("forward", 128): Config(128, 64, 8, 2, descriptors=True),
 }
@@ -78,8 +101,8 @@ _WIDE = Config(32, 32, 4, 1)
 _WIDEST = Config(16, 16, 4, 1)
 
 
-def config(
-    half: Half,
+def choose_config(
+    kind: KernelKind,
     query: torch.Tensor,
     value: torch.Tensor,
     dropout: bool,
@@ -89,40 +112,51 @@ def config(
     """The config of a kernel.
 
     Args:
-        half: the forward, or the backward by blocks of queries or of keys.
         dropout: whether it drops probabilities.
         wide_mask: whether it adds an fp32 mask to the scores of 16-bit inputs.
     """
-    width, itemsize = max(padded(query.shape[-1]), padded(value.shape[-1])), query.element_size()
+    width = max(padded(query.shape[-1]), padded(value.shape[-1]))
+    itemsize = query.element_size()
     if itemsize > 2:
         return _WIDE if width <= 128 else _WIDEST
-    size = next(limit for limit in sorted(_NARROW[half]) if width <= limit)
-    found = _NARROW[half][size]
+    configs = _NARROW[kind]
+    size = min(limit for limit in configs if width <= limit)
+    config = configs[size]
     if dropout:
-        found = _DROPPING.get((half, size), found)
-    capability, shared = _device(query.device)
-    if found.descriptors and capability < (9, 0):
-        found = replace(_WITHOUT.get((half, size), found), descriptors=False)
-    while found.stages > 1 and _shared_bytes(half, found, size, itemsize, wide_mask) > shared:
-        found = replace(found, stages=found.stages - 1)
-    return found
+        config = _WITH_DROPOUT.get((kind, size), config)
+    capability, device_bytes = _device_limits(query.device)
+    if config.descriptors and capability < (9, 0):
+        config = _WITHOUT_DESCRIPTORS.get((kind, size), config)
+        config = replace(config, descriptors=False)
+    while (
+        config.stages > 1 and _shared_bytes(kind, config, size, itemsize, wide_mask) > device_bytes
+    ):
+        config = replace(config, stages=config.stages - 1)
+    return config
 
 
-def _shared_bytes(half: Half, found: Config, width: int, itemsize: int, wide_mask: bool) -> int:
-    """Estimate of a program's shared memory: the block that stays, and the blocks of all stages,
-    tiles of an fp32 mask among them."""
-    stays, moves = found.block_m, found.block_n
-    if half == "key":
-        stays, moves = moves, stays
-    held = stays * width * (1 if half == "forward" else 2)
-    mask_tile = 4 * found.block_m * found.block_n if wide_mask else 0
-    return held * itemsize + found.stages * (2 * moves * width * itemsize + mask_tile)
+def _shared_bytes(
+    kind: KernelKind, config: Config, width: int, itemsize: int, wide_mask: bool
+) -> int:
+    """Estimate a program's shared memory: the block that stays, and the tiles of all stages.
+
+    Tiles of an fp32 mask are among them.
+    """
+    tiling = Tiling("key" if kind == "key" else "query", config)
+    row_bytes = width * itemsize
+    # A forward keeps the queries, a backward two tensors.
+    staying_bytes = tiling.block * row_bytes * (1 if kind == "forward" else 2)
+    stage_bytes = 2 * tiling.step * row_bytes
+    if wide_mask:
+        stage_bytes += 4 * config.block_m * config.block_n
+    return staying_bytes + config.stages * stage_bytes
 
 
 @functools.cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
+def _device_limits(device: torch.device) -> tuple[tuple[int, int], int]:
     """Compute capability, and the most shared memory of a program in bytes."""
     if device.type != "cuda":
         return (0, 0), 1 << 30
-    found = torch.cuda.get_device_properties(device)
-    return (found.major, found.minor), getattr(found, "shared_memory_per_block_optin", 99 << 10)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    return capability, getattr(properties, "shared_memory_per_block_optin", 99 << 10)

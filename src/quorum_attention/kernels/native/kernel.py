@@ -6,33 +6,31 @@ import copy
 import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quorum_attention.argument_checks import switch
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.block_table import BLOCK
 from quorum_attention.kernels.masked.geometry import Geometry, GroupBits
-from quorum_attention.kernels.native.config import Config, Half, config
+from quorum_attention.kernels.native.columns import EntryColumn, PieceColumn
+from quorum_attention.kernels.native.config import Axis, KernelKind, Tiling, choose_config
 from quorum_attention.kernels.native.launch import NativeLaunch
-from quorum_attention.kernels.native.runs import (
-    BIT_BYTES,
+from quorum_attention.kernels.native.pieces import (
     BLOCK_WINDOW,
-    FIELDS,
     UNLIMITED,
-    Axis,
     Ints,
-    Room,
-    RuledTask,
-    Runs,
     Window,
-    pieces,
+    pieces_of,
 )
+from quorum_attention.kernels.native.rule_blocks import BIT_BYTES, EvaluationBudget, RuledTask
+from quorum_attention.kernels.native.runs import Runs
 from quorum_attention.kernels.operator_inputs import operator_refusal
 from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES, bias_bytes
 from quorum_attention.kernels.protocol import (
@@ -61,21 +59,33 @@ _LARGEST_BACKWARD = 256
 # are one or two).
 _RUNS_OF_A_BLOCK = 4
 _SMALLEST_BLOCK = 64
-# Bytes of host memory in which a kernel's tables, and the blocks of rules, are remembered.
+# Bytes of host memory in which a kernel's tables, and the pieces of rules, are cached.
 _TABLE_BYTES = 64 << 20
-
-_CODE_BYTES = 256 << 20
-
-Tilings = tuple[tuple[Axis, Config], ...]
-"""The tables that a pass reads, by axis, with the config of the Triton kernel that reads each."""
+_RULED_PIECES_BYTES = 256 << 20
 
 
 class _LaunchTables(NamedTuple):
-    """A launch on the host: its tables, in the order of the tilings, and the rows and columns of
-    the partial blocks of rules, (2, blocks)."""
+    """A launch on the host.
+
+    Attributes:
+        tables: in the order of the tilings.
+        blocks: rows and columns of the partial blocks of rules, (2, blocks); None without rules.
+    """
 
     tables: tuple[Runs, ...]
     blocks: torch.Tensor | None = None
+
+
+class _Limits(NamedTuple):
+    """The most that a launch has; a task with more is launched in parts.
+
+    Attributes:
+        entries: entries of all its tables.
+        partial_blocks: partial blocks of rules.
+    """
+
+    entries: float = math.inf
+    partial_blocks: float = math.inf
 
 
 class NativeKernel(Kernel):
@@ -120,27 +130,29 @@ class NativeKernel(Kernel):
         alibi_slopes: torch.Tensor | None = None,
         allow_tf32: bool = False,
     ) -> None:
-        left, right = Mask(window=window, softcap=softcap).sides  # which checks both
-        band = Band(-left if left >= 0 else None, right if right >= 0 else None)
-        self.geometry, self.softcap = Geometry(band), float(softcap or 0.0)
+        checked = Mask(window=window, softcap=softcap)
+        before, after = checked.sides
+        band = Band(-before if before >= 0 else None, after if after >= 0 else None)
+        self.geometry = Geometry(band)
+        self.softcap = float(softcap or 0.0)
         self.slopes = None if alibi_slopes is None else _checked_slopes(alibi_slopes)
         self.allow_tf32 = switch(allow_tf32, "allow_tf32")
         self._verdict = None if band.keeps_all else band.verdict
-        self._slopes: dict[torch.device, torch.Tensor] = {}
-        self._known()
+        self._slopes_by_device: dict[torch.device, torch.Tensor] = {}
+        self._make_caches()
         if not self._is_plain:
-            self.plain_variant = _plain(self.allow_tf32)
+            self.plain_variant = _plain_kernel(self.allow_tf32)
 
-    def _known(self) -> None:
-        self._parts: Cache[tuple[_LaunchTables, ...]] = Cache(_TABLE_BYTES, _parts_bytes)
-        self._blocks: Cache[Ints] = Cache(_CODE_BYTES, _blocks_bytes)
+    def _make_caches(self) -> None:
+        self._tables: Cache[tuple[_LaunchTables, ...]] = Cache(_TABLE_BYTES, _tables_bytes)
+        self._ruled_pieces: Cache[Ints] = Cache(_RULED_PIECES_BYTES, _pieces_bytes)
 
     def under(self, geometry: Geometry) -> NativeKernel:
         """The kernel for pairs of a geometry; one with rules is for tasks without dropout."""
-        found = copy.copy(self)
-        found.geometry = geometry
-        found._known()
-        return found
+        kernel = copy.copy(self)
+        kernel.geometry = geometry
+        kernel._make_caches()
+        return kernel
 
     def with_softcap(self, softcap: float) -> NativeKernel:
         """See ``Kernel``."""
@@ -153,9 +165,10 @@ class NativeKernel(Kernel):
         """The kernel for pairs without a group bit in common, of queries and of keys; copied."""
         with outside():
             rule = GroupBits(*(side.detach().cpu().numpy().copy() for side in bits))
-        found = self.under(Geometry(Band(None, 0 if is_causal else None), rules=(rule,)))
-        found.plain_variant = _plain(self.allow_tf32)
-        return found
+        band = Band(None, 0 if is_causal else None)
+        kernel = self.under(Geometry(band, rules=(rule,)))
+        kernel.plain_variant = _plain_kernel(self.allow_tf32)
+        return kernel
 
     @property
     def _is_plain(self) -> bool:
@@ -164,8 +177,10 @@ class NativeKernel(Kernel):
 
     @property
     def _window(self) -> Window | None:
-        """How far before and after a query its keys are, if the kernel has to test both; beside
-        rules the bits say it."""
+        """How far before and after a query its keys are, if the kernel has to test both.
+
+        Beside rules the mask bits say it.
+        """
         band = self.geometry.band
         if self.geometry.rules:
             return None
@@ -173,7 +188,8 @@ class NativeKernel(Kernel):
             return BLOCK_WINDOW
         if band.low is None:
             return None
-        return -band.low, UNLIMITED if band.high is None else band.high
+        right = UNLIMITED if band.high is None else band.high
+        return -band.low, right
 
     def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -202,49 +218,65 @@ class NativeKernel(Kernel):
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
+        total = self._table_bytes(extent) + self._rule_bytes(shape, extent)
+        total += bias_bytes(shape, extent)
+        if not extent.direct:
+            return total
         rows = extent.batch * extent.query_heads * extent.max_queries
-        # The output may be asked for in fp32; with rules there is one in fp32 beside it.
-        results = rows * (shape.value_dim * 4 * self._copies + 4) + 3 * UNSPLIT_BYTES
-        tables = self._table_bytes(shape, extent) + self._room_bytes(shape, extent)
-        return tables + results * extent.direct + bias_bytes(shape, extent)
+        # The output may be asked for in fp32.
+        out_bytes = rows * shape.value_dim * 4 * self._result_copies
+        lse_bytes = rows * 4
+        return total + out_bytes + lse_bytes + 3 * UNSPLIT_BYTES
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        item = 4 * self._copies  # gradients may be asked for in fp32
-        # The only other tensor, delta, may be a block that the allocator does not split.
-        tables = 2 * self._table_bytes(shape, extent) + UNSPLIT_BYTES
         rows = extent.batch * extent.query_heads * extent.n_tokens
-        results = 0
-        if extent.direct:
-            key_rows = extent.batch * extent.key_heads * extent.max_keys
-            results = rows * shape.head_dim * item + 3 * UNSPLIT_BYTES * self._copies
-            results += key_rows * (shape.head_dim + shape.value_dim) * item
-        tables += self._room_bytes(shape, extent)
-        return tables + 4 * rows + results + bias_bytes(shape, extent)
+        # Delta may be a block that the allocator does not split.
+        delta_bytes = 4 * rows + UNSPLIT_BYTES
+        total = delta_bytes + 2 * self._table_bytes(extent)
+        total += self._rule_bytes(shape, extent)
+        total += bias_bytes(shape, extent)
+        if not extent.direct:
+            return total
+        key_rows = extent.batch * extent.key_heads * extent.max_keys
+        elements = rows * shape.head_dim
+        elements += key_rows * (shape.head_dim + shape.value_dim)
+        # Gradients may be asked for in fp32.
+        result_bytes = 4 * elements + 3 * UNSPLIT_BYTES
+        return total + result_bytes * self._result_copies
 
     @property
-    def _copies(self) -> int:
+    def _result_copies(self) -> int:
+        """How often results of a whole call exist: with rules there are some in fp32 beside."""
         return 2 if self.geometry.rules else 1
 
-    def _room_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """For evaluating rules."""
-        geometry, lanes, n = self.geometry, extent.batch * extent.query_heads, extent.n_tokens
+    def _rule_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Bytes for evaluating rules."""
+        geometry = self.geometry
         if not geometry.rules:
             return 0
+        n_tokens = extent.n_tokens
+        n_lanes = extent.batch * extent.query_heads
         row_bytes = (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
-        room = Room.of(lanes * n * row_bytes, lanes if geometry.functions else 1, n, n)
-        return room.device_bytes + geometry.placed_bytes
+        budget = EvaluationBudget.for_rows(
+            n_lanes * n_tokens * row_bytes,
+            n_lanes if geometry.functions else 1,
+            n_tokens,
+            n_tokens,
+        )
+        return budget.device_bytes + geometry.placed_bytes
 
-    def _table_bytes(self, shape: CallShape, extent: Extent) -> int:
+    def _table_bytes(self, extent: Extent) -> int:
         # A single rectangle cannot be launched in parts: it has one run for every block.
-        blocks = math.ceil(extent.n_tokens / 16) + 2
-        entries = max(self._most_entries(extent.n_tokens), blocks)
-        return 4 * (blocks + entries * FIELDS) + SLACK_BYTES
+        n_blocks = ceil_div(extent.n_tokens, 16) + 2
+        n_entries = max(self._max_entries(extent.n_tokens), n_blocks)
+        return 4 * (n_blocks + n_entries * len(EntryColumn)) + SLACK_BYTES
 
-    def _most_entries(self, n_tokens: int) -> int:
+    def _max_entries(self, n_tokens: int) -> int:
         """Entries of a table that the bound allows for; larger ones are launched in parts."""
-        blocks = 0 if self.geometry.blocks is None else len(self.geometry.blocks)
-        return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK + 5 * blocks // 2
+        n_row_blocks = ceil_div(n_tokens, _SMALLEST_BLOCK) + 2
+        n_mask_blocks = 0 if self.geometry.blocks is None else len(self.geometry.blocks)
+        return n_row_blocks * _RUNS_OF_A_BLOCK + 5 * n_mask_blocks // 2
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -265,10 +297,10 @@ class NativeKernel(Kernel):
         if self.geometry.rules:
             return super().whole_forward(call)
         query = call.query
-        shape = (*query.shape[:3], call.value.shape[-1])
-        out = empty_like_input(query, shape, call.stored or query.dtype)
+        out_shape = (*query.shape[:3], call.value.shape[-1])
+        out = empty_like_input(query, out_shape, call.stored or query.dtype)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-        (launch,) = self.launches(whole_task(call), "forward", whole=True)
+        (launch,) = self.launches(whole_task(call), "forward", is_whole_call=True)
         launch.forward(out, lse, resume=False)
         return out, lse
 
@@ -276,137 +308,216 @@ class NativeKernel(Kernel):
         """See ``Kernel``; gradients are in ``call.stored``, rounded once."""
         if self.geometry.rules:
             return super().whole_backward(call, saved)
-        query, key, value = (
-            empty_like_input(t, t.shape, call.stored or t.dtype) for t in call.inputs
+        grad_query, grad_key, grad_value = (
+            empty_like_input(tensor, tensor.shape, call.stored or tensor.dtype)
+            for tensor in call.inputs
         )
-        (launch,) = self.launches(whole_task(call), "query", "key", whole=True)
-        launch.backward(saved, (query, key, value), add=False)
-        return query, key, value
+        grads = (grad_query, grad_key, grad_value)
+        (launch,) = self.launches(whole_task(call), "query", "key", is_whole_call=True)
+        launch.backward(saved, grads, add=False)
+        return grads
 
     def launches(
-        self, task: TaskTensors, *halves: Half, whole: bool = False
+        self, task: TaskTensors, *kinds: KernelKind, is_whole_call: bool = False
     ) -> Iterator[NativeLaunch]:
-        """The launches of a task, or one of a ``whole`` call, for a forward or a backward.
+        """Yield the launches of a task, or the one of a whole call.
 
         All rectangles are one launch, and each is one where they have masks. There are more where
         a table or the bits of rules would exceed the workspace bound.
+
+        Args:
+            kinds: "forward"; or "query" and "key", a backward.
         """
-        # Results of a whole call without pairs are written, too.
-        every = tuple(task.rectangles) or (Rectangle(0, 0, 0, 0),) * whole
-        if not every:
+        rectangles = tuple(task.rectangles)
+        if not rectangles and is_whole_call:
+            # Results of a whole call without pairs are written, too.
+            rectangles = (Rectangle(0, 0, 0, 0),)
+        if not rectangles:
             return
-        device, spans = task.query.device, task.task.spans
-        slopes, heads = self._slopes_on(device), slice(task.first_head, None)
-        for rectangles in [(r,) for r in every] if task.has_mask(every[0]) else [every]:
-            r = rectangles[0]
-            call = Call(
-                task.query, task.key, task.value, scale=task.scale, bias=task.bias(r),
-                dropout=task.dropout,
-            )  # fmt: skip
-            ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
-            for part in self.parts(task, rectangles, tilings(halves, task), ruled, whole=whole):
-                # No name here keeps the bits alive: the next launch has others.
-                yield NativeLaunch(
-                    call, tuple(table.on(device) for table in part.tables), softcap=self.softcap,
-                    slopes=None if slopes is None else slopes[heads], window=self._window,
-                    bias_at=(r.query_start, r.key_start),
-                    mask_bits=None if ruled is None else ruled.bits(part.blocks),
-                    tf32=self.allow_tf32, n_keys=0 if whole or not spans else spans[-1].stop,
-                )  # fmt: skip
-            del call
+        tilings = tilings_of(kinds, task)
+        if not task.has_mask(rectangles[0]):
+            yield from self._launches_of(task, rectangles, tilings, is_whole_call)
+            return
+        for rectangle in rectangles:
+            yield from self._launches_of(task, (rectangle,), tilings, is_whole_call)
 
-    def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
-        if self.slopes is not None and device not in self._slopes:
-            with outside():
-                self._slopes[device] = self.slopes.to(device)
-        return self._slopes.get(device)
-
-    def parts(
+    def _launches_of(
         self,
         task: TaskTensors,
         rectangles: tuple[Rectangle, ...],
-        tilings: Tilings,
+        tilings: tuple[Tiling, ...],
+        is_whole_call: bool,
+    ) -> Iterator[NativeLaunch]:
+        """Yield the launches of rectangles that have one mask, or none."""
+        device = task.query.device
+        spans = task.task.spans
+        first = rectangles[0]
+        call = Call(
+            task.query,
+            task.key,
+            task.value,
+            scale=task.scale,
+            bias=task.bias(first),
+            dropout=task.dropout,
+        )
+        slopes = self._slopes_on(device)
+        ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
+        launches = self.launch_tables(task, rectangles, tilings, ruled, is_whole_call=is_whole_call)
+        for tables, blocks in launches:
+            # No name here keeps the bits alive: the next launch has others.
+            yield NativeLaunch(
+                call,
+                tuple(runs.on(device) for runs in tables),
+                softcap=self.softcap,
+                slopes=None if slopes is None else slopes[task.first_head :],
+                window=self._window,
+                bias_at=(first.query_start, first.key_start),
+                mask_bits=None if ruled is None else ruled.bits(blocks),
+                tf32=self.allow_tf32,
+                n_keys=0 if is_whole_call or not spans else spans[-1].stop,
+            )
+
+    def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
+        if self.slopes is not None and device not in self._slopes_by_device:
+            with outside():
+                self._slopes_by_device[device] = self.slopes.to(device)
+        return self._slopes_by_device.get(device)
+
+    def launch_tables(
+        self,
+        task: TaskTensors,
+        rectangles: tuple[Rectangle, ...],
+        tilings: tuple[Tiling, ...],
         ruled: RuledTask | None = None,
         *,
-        whole: bool = False,
+        is_whole_call: bool = False,
     ) -> tuple[_LaunchTables, ...]:
-        """The launches for rectangles of a task; remembered."""
-        n, m, device_type = task.query.shape[2], task.key.shape[2], task.query.device.type
-        drops, limits = task.dropout is not None, (math.inf, math.inf)
-        if not whole:
-            limits = self._most_entries(max(n, m)) * len(tilings), 0
-        # The tasks of a level have the same rectangles, so most of them share one table, where
-        # global positions do not matter.
-        anywhere = not drops and self.slopes is None and self.geometry.keeps_all
-        positions = uncut(max(n, m)) if anywhere else task.task
-        key: Hashable = positions, rectangles
+        """The tables of the launches for rectangles of a task; cached."""
+        n_queries = task.query.shape[2]
+        n_keys = task.key.shape[2]
+        device_type = task.query.device.type
+        make_pieces: Callable[[], Ints]
+        pieces_key: Hashable
         if ruled is not None:
-            key, limits = ruled.key, (ruled.room.runs * len(tilings), ruled.room.partial)
-            blocks = self._blocks.get(key, ruled.pieces)
-        sizes = {"query": n, "key": m}
-
-        def part(found: Ints) -> _LaunchTables:
-            mixed, on_host = found[:, 6] == 1, None
-            if ruled is not None:
-                found = found.copy()
-                found[mixed, 7] = np.arange(mixed.sum()) * (BIT_BYTES // 4)
-                on_host = _on_host(found[mixed][:, :4:2].T // BLOCK, device_type)
-            tables = (
-                Runs.of(found, sizes[tiling[0]], tiling, self._window, pinned=device_type == "cuda")
-                for tiling in tilings
-            )
-            return _LaunchTables(tuple(tables), on_host)
+            pieces_key = ruled.key
+            make_pieces = partial(self._ruled_pieces.get, ruled.key, ruled.pieces)
+            max_entries = ruled.budget.max_runs * len(tilings)
+            limits = _Limits(max_entries, ruled.budget.n_partial)
+        else:
+            positions = task.task
+            if self._ignores_positions(task):
+                # The tasks of a level have the same rectangles, so most of them share one table.
+                positions = uncut(max(n_queries, n_keys))
+            pieces_key = (positions, rectangles)
+            make_pieces = partial(pieces_of, rectangles, positions, self.geometry)
+            max_entries = self._max_entries(max(n_queries, n_keys)) * len(tilings)
+            limits = _Limits() if is_whole_call else _Limits(max_entries, 0)
+        make_tables = partial(
+            _make_tables,
+            sizes={"query": n_queries, "key": n_keys},
+            tilings=tilings,
+            window=self._window,
+            device_type=device_type,
+            has_rules=ruled is not None,
+        )
 
         def make() -> tuple[_LaunchTables, ...]:
-            found = pieces(rectangles, positions, self.geometry) if ruled is None else blocks
-            if not whole and not len(found):
+            pieces = make_pieces()
+            if not len(pieces) and not is_whole_call:
                 return ()
-            return tuple(_portions(found, part, limits))
+            return tuple(_within_limits(pieces, make_tables, limits))
 
-        return self._parts.get((key, n, m, device_type, drops, limits, tilings), make)
+        has_dropout = task.dropout is not None
+        key = (pieces_key, n_queries, n_keys, device_type, has_dropout, limits, tilings)
+        return self._tables.get(key, make)
 
-
-def _portions(
-    found: Ints, part: Callable[[Ints], _LaunchTables], limits: tuple[float, float]
-) -> Iterator[_LaunchTables]:
-    """Launches of pieces, each with no more than so many entries and partial blocks."""
-    half = len(found) // 2
-    if not half or (found[:, 6] == 1).sum() <= limits[1]:
-        made = part(found)
-        if not half or sum(len(table.entries) for table in made.tables) <= limits[0]:
-            yield made
-            return
-    yield from _portions(found[:half], part, limits)
-    yield from _portions(found[half:], part, limits)
+    def _ignores_positions(self, task: TaskTensors) -> bool:
+        """Whether the global positions of a task's tokens do not matter."""
+        return task.dropout is None and self.slopes is None and self.geometry.keeps_all
 
 
-def tilings(halves: Sequence[Half], task: TaskTensors) -> Tilings:
-    """The tables of a forward, or of both halves of a backward."""
-    given = task.query, task.value, task.dropout is not None
+def tilings_of(kinds: Sequence[KernelKind], task: TaskTensors) -> tuple[Tiling, ...]:
+    """The tilings of the Triton kernels of a pass."""
     wide_mask = bool(task.rectangles) and task.has_wide_mask(task.rectangles[0])
+    has_dropout = task.dropout is not None
     return tuple(
-        ("key" if half == "key" else "query", config(half, *given, wide_mask=wide_mask))
-        for half in halves
+        Tiling(
+            "key" if kind == "key" else "query",
+            choose_config(kind, task.query, task.value, has_dropout, wide_mask=wide_mask),
+        )
+        for kind in kinds
     )
 
 
+def _make_tables(
+    pieces: Ints,
+    *,
+    sizes: dict[Axis, int],
+    tilings: tuple[Tiling, ...],
+    window: Window | None,
+    device_type: str,
+    has_rules: bool,
+) -> _LaunchTables:
+    """The tables of a launch of pieces.
+
+    Args:
+        sizes: queries and keys of the task.
+        has_rules: whether pieces may be partial blocks of rules.
+    """
+    pinned = device_type == "cuda"
+    blocks = None
+    if has_rules:
+        is_partial = pieces[:, PieceColumn.MIXED] == 1
+        pieces = pieces.copy()
+        bit_starts = np.arange(is_partial.sum()) * (BIT_BYTES // 4)
+        pieces[is_partial, PieceColumn.SHIFT] = bit_starts
+        corners = pieces[is_partial][:, [PieceColumn.QUERY_START, PieceColumn.KEY_START]]
+        blocks = _on_host(corners.T // BLOCK, pinned=pinned)
+    tables = tuple(
+        Runs.of_pieces(pieces, sizes[tiling.axis], tiling, window, pinned=pinned)
+        for tiling in tilings
+    )
+    return _LaunchTables(tables, blocks)
+
+
+def _within_limits(
+    pieces: Ints, make_tables: Callable[[Ints], _LaunchTables], limits: _Limits
+) -> Iterator[_LaunchTables]:
+    """Yield launches of pieces, each within the limits, or of a single piece."""
+    half = len(pieces) // 2
+    if half == 0:
+        yield make_tables(pieces)
+        return
+    n_partial = (pieces[:, PieceColumn.MIXED] == 1).sum()
+    if n_partial <= limits.partial_blocks:
+        launch = make_tables(pieces)
+        if sum(len(runs.entries) for runs in launch.tables) <= limits.entries:
+            yield launch
+            return
+    yield from _within_limits(pieces[:half], make_tables, limits)
+    yield from _within_limits(pieces[half:], make_tables, limits)
+
+
 @outside()  # because it is cached
-def _on_host(blocks: Ints, device_type: str) -> torch.Tensor:
-    found = torch.from_numpy(np.ascontiguousarray(blocks))
-    return found.pin_memory() if device_type == "cuda" else found
+def _on_host(blocks: Ints, *, pinned: bool) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(blocks))
+    return tensor.pin_memory() if pinned else tensor
 
 
-def _blocks_bytes(blocks: Ints) -> int:
-    return 4096 + blocks.nbytes
+def _pieces_bytes(pieces: Ints) -> int:
+    return 4096 + pieces.nbytes
 
 
-def _parts_bytes(parts: tuple[_LaunchTables, ...]) -> int:
-    tensors = [t for part in parts for t in (part.blocks, *(table.both for table in part.tables))]
-    return 4096 + sum(tensor.nbytes for tensor in tensors if tensor is not None)
+def _tables_bytes(launches: tuple[_LaunchTables, ...]) -> int:
+    total = 4096
+    for tables, blocks in launches:
+        total += sum(runs.packed.nbytes for runs in tables)
+        total += 0 if blocks is None else blocks.nbytes
+    return total
 
 
 @lru_cache(maxsize=2)
-def _plain(allow_tf32: bool) -> NativeKernel:
+def _plain_kernel(allow_tf32: bool) -> NativeKernel:
     """The kernel without options: one object, so that it is probed once."""
     return NativeKernel(allow_tf32=allow_tf32)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.native.config import padded
-from quorum_attention.kernels.native.runs import FIELDS, Runs, Window
+from quorum_attention.kernels.native.pieces import Window
+from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import Call, Saved, Three
 from quorum_attention.kernels.scaling import usual_shift
 from quorum_attention.kernels.triton_launch import launch_norms
@@ -25,16 +26,42 @@ _LARGEST_STRIDE = 2**24 - 2**9
 _WIDEST_RAGGED = 128
 
 
-# What a kernel is compiled for, ``K`` in Triton. PADDED: columns of a tile. PLAIN: scores are
-# products times a factor above 0. BITS: there are mask bits. FIELDS: columns of the table.
-# DESCRIBED: rows are read by descriptors. DROPOUT 2: runs begin at multiples of four keys
-# (``dropped``). RAGGED: pipeline stages of ragged parts. P_EXPONENT: of the forward.
-Constants = namedtuple(
-    "Constants",
-    "HEAD_DIM VALUE_DIM PADDED BLOCK_M BLOCK_N PLAIN SOFTCAP ALIBI BIAS WINDOW BITS FIELDS "
-    "DESCRIBED PRECISION DROPOUT RAGGED P_EXPONENT SCALE_DS ADD",
-    defaults=(0, False, False),
-)
+class Constants(NamedTuple):
+    """The constants that a kernel is compiled for, ``K`` in Triton.
+
+    Attributes:
+        HEAD_DIM, VALUE_DIM: columns of queries and keys, and of values.
+        PADDED: columns of a tile.
+        BLOCK_M, BLOCK_N: queries and keys of a tile.
+        PLAIN: scores are products times a factor above 0.
+        SOFTCAP, ALIBI, BIAS, WINDOW, BITS: what there is of these; BITS are mask bits.
+        DESCRIBED: rows are read by descriptors.
+        PRECISION: of products of fp32 inputs.
+        DROPOUT: 0: none; 2: runs begin at multiples of four keys (``dropped_pairs``); 1: anywhere.
+        RAGGED: pipeline stages of ragged parts.
+        P_EXPONENT: a forward's P is computed times 2**P_EXPONENT.
+        SCALE_DS: a backward's dS is computed times a power of two.
+        ADD: gradients are added to the targets, not written there.
+    """
+
+    HEAD_DIM: int
+    VALUE_DIM: int
+    PADDED: int
+    BLOCK_M: int
+    BLOCK_N: int
+    PLAIN: bool
+    SOFTCAP: bool
+    ALIBI: bool
+    BIAS: bool
+    WINDOW: bool
+    BITS: bool
+    DESCRIBED: bool
+    PRECISION: str
+    DROPOUT: int
+    RAGGED: int
+    P_EXPONENT: int = 0
+    SCALE_DS: bool = False
+    ADD: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +77,7 @@ class NativeLaunch:
             may be below 0; None is no window.
         bias_at: local positions of the additive mask's first row and column.
         mask_bits: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of
-            partial blocks are kept (``bits_kept``), where the table's last column says. Not
+            partial blocks are kept (``kept_by_bits``), where the table's last column says. Not
             together with a window, slopes or dropout.
         tf32: whether products of fp32 inputs use TF32 on tensor cores.
         n_keys: keys of a row in the whole call, which say how small its probabilities are.
@@ -73,21 +100,36 @@ class NativeLaunch:
             out: (b, h, n, dv), any floating dtype.
             lse: (b, h, n) fp32, natural log.
         """
-        from quorum_attention.kernels.native.kernels_triton import forward_kernel
+        from quorum_attention.kernels.native.forward_triton import forward_kernel
 
         (runs,) = self.tables
-        query, key, value = map(_rows, self.call.inputs)
+        query, key, value = map(_as_kernel_readable, self.call.inputs)
         batch, heads, n_queries, _ = query.shape
-        if runs.n_blocks * batch * heads == 0:
+        n_programs = runs.n_blocks * batch * heads
+        if n_programs == 0:
             return
         exponent = _FORWARD_EXPONENT if query.dtype == torch.float16 else 0
         with torch.cuda.device_of(query):
-            read, compiled = self._compiled(runs, key, value, P_EXPONENT=exponent)
-            forward_kernel[(runs.n_blocks * batch * heads,)](
-                query, *read, out, lse, runs.starts, runs.entries, *self._pointers,
-                heads, heads // key.shape[1], n_queries, runs.n_blocks,
-                *_strides(query, key, value, out, lse), *self._scores, RESUME=resume, **compiled,
-            )  # fmt: skip
+            moving, described = self._moving(runs, key, value)
+            constants = self._constants(runs, described, P_EXPONENT=exponent)
+            forward_kernel[(n_programs,)](
+                query,
+                *moving,
+                out,
+                lse,
+                runs.starts,
+                runs.entries,
+                *self._optional_tensors,
+                heads,
+                heads // key.shape[1],
+                n_queries,
+                runs.n_blocks,
+                *_strides(query, key, value, out, lse),
+                *self._score_arguments,
+                RESUME=resume,
+                K=constants,
+                **_compile_options(runs),
+            )
 
     def backward(self, saved: Saved, grads: Three, *, add: bool) -> None:
         """Add the gradients of the runs to ``grads``, or with ``add`` False write them there.
@@ -96,165 +138,329 @@ class NativeLaunch:
             saved: with the global lse, natural log, -inf in rows without keys.
             grads: the gradients of query, key and value, any floating dtype.
         """
-        from quorum_attention.kernels.native.kernels_triton import key_kernel, query_kernel
-
-        query, key, value = map(_rows, self.call.inputs)
-        grad_out, lse = _rows(saved.grad_out), saved.lse
-        batch, heads, n_queries, _ = query.shape
-        key_heads, m = key.shape[1:3]
-        if batch * heads == 0:
+        query, key, value = map(_as_kernel_readable, self.call.inputs)
+        if query.shape[0] * query.shape[1] == 0:
             return
-        by_query, by_key = self.tables
-        group, key_lanes = heads // key_heads, batch * key_heads
+        grad_out = _as_kernel_readable(saved.grad_out)
+        rows = _BackwardRows(query, key, value, grad_out, saved.lse)
         scales_ds = query.dtype == torch.float16
-        exponent = usual_shift(self.n_keys or m) if scales_ds else 0
-        more = {"SCALE_DS": scales_ds, "ADD": add}
+        by_query, by_key = self.tables
         with torch.cuda.device_of(query):
-            delta, norms = _delta_and_norms(value, grad_out, _rows(saved.out), with_norms=scales_ds)
-            pointers, strides = self._pointers, _strides(query, key, value, grad_out, lse)
+            delta_and_norms = _delta_and_norms(
+                value,
+                grad_out,
+                _as_kernel_readable(saved.out),
+                with_norms=scales_ds,
+            )
+            exponent = usual_shift(self.n_keys or key.shape[2]) if scales_ds else 0
             # The exponent is no compile-time constant: it would compile again for other lengths.
-            scores = *self._scores, float(exponent), 2.0**-exponent
+            exponents = (float(exponent), 2.0**-exponent)
+            pass_constants = {"SCALE_DS": scales_ds, "ADD": add}
+            grad_query, *grads_of_keys = grads
             if by_query.n_blocks:
-                read, compiled = self._compiled(by_query, key, value, **more)
-                query_kernel[(by_query.n_blocks * batch * heads,)](
-                    query, *read, grad_out, lse, delta, norms, grads[0], by_query.starts,
-                    by_query.entries, *pointers, heads, group, n_queries, by_query.n_blocks,
-                    key_lanes, *strides, *_strides(grads[0]), *scores, **compiled,
-                )  # fmt: skip
+                self._launch_by_query(rows, delta_and_norms, grad_query, exponents, pass_constants)
             if by_key.n_blocks:
-                read, compiled = self._compiled(by_key, query, grad_out, **more)
-                key_kernel[(by_key.n_blocks * key_lanes,)](
-                    read[0], key, value, read[1], lse, delta, norms, *grads[1:], by_key.starts,
-                    by_key.entries, *pointers, key_heads, group, n_queries, m, by_key.n_blocks,
-                    key_lanes, *strides, *_strides(*grads[1:]), *scores, **compiled,
-                )  # fmt: skip
+                self._launch_by_key(rows, delta_and_norms, grads_of_keys, exponents, pass_constants)
 
-    def _compiled(
-        self, runs: Runs, *walked: torch.Tensor, **more: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The tensors that a kernel walks, as it reads them; and what it is compiled for."""
-        call, config, dropout = self.call, runs.config, self.call.dropout is not None
-        head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
-        # Both have one width: with tiles of 64 and 32 columns the compiled forward read outside its
-        # memory on an H200 (docs/native.md).
-        width = max(padded(head_dim), padded(value_dim))
-        biased, windowed = call.bias is not None, self.window is not None
-        modified = biased or self.softcap > 0 or self.slopes is not None
-        backward = len(self.tables) > 1
-        block = config.block_m if backward and runs is self.tables[1] else config.block_n
-        made = _descriptors([1, 1, block, width], *walked) if config.descriptors else None
-        # Ragged parts are pipelined under a window, where they are much of all, and where it has
-        # been measured (docs/native.md).
-        pipelined = windowed and width <= _WIDEST_RAGGED
-        pipelined = pipelined and not (biased or dropout)
-        constants = Constants(
-            HEAD_DIM=head_dim,
-            VALUE_DIM=value_dim,
-            PADDED=width,
+    def _launch_by_query(
+        self,
+        rows: _BackwardRows,
+        delta_and_norms: tuple[torch.Tensor, torch.Tensor],
+        grad_query: torch.Tensor,
+        exponents: tuple[float, float],
+        pass_constants: dict[str, bool],
+    ) -> None:
+        from quorum_attention.kernels.native.backward_triton import query_kernel
+
+        runs = self.tables[0]
+        batch, heads, n_queries, _ = rows.query.shape
+        key_heads = rows.key.shape[1]
+        moving, described = self._moving(runs, rows.key, rows.value)
+        query_kernel[(runs.n_blocks * batch * heads,)](
+            rows.query,
+            *moving,
+            rows.grad_out,
+            rows.lse,
+            *delta_and_norms,
+            grad_query,
+            runs.starts,
+            runs.entries,
+            *self._optional_tensors,
+            heads,
+            heads // key_heads,
+            n_queries,
+            runs.n_blocks,
+            batch * key_heads,
+            *_strides(*rows, grad_query),
+            *self._score_arguments,
+            *exponents,
+            K=self._constants(runs, described, **pass_constants),
+            **_compile_options(runs),
+        )
+
+    def _launch_by_key(
+        self,
+        rows: _BackwardRows,
+        delta_and_norms: tuple[torch.Tensor, torch.Tensor],
+        grads_of_keys: list[torch.Tensor],
+        exponents: tuple[float, float],
+        pass_constants: dict[str, bool],
+    ) -> None:
+        from quorum_attention.kernels.native.backward_triton import key_kernel
+
+        runs = self.tables[1]
+        batch, heads, n_queries, _ = rows.query.shape
+        key_heads, n_keys = rows.key.shape[1:3]
+        (moving_query, moving_grad_out), described = self._moving(runs, rows.query, rows.grad_out)
+        key_kernel[(runs.n_blocks * batch * key_heads,)](
+            moving_query,
+            rows.key,
+            rows.value,
+            moving_grad_out,
+            rows.lse,
+            *delta_and_norms,
+            *grads_of_keys,
+            runs.starts,
+            runs.entries,
+            *self._optional_tensors,
+            key_heads,
+            heads // key_heads,
+            n_queries,
+            n_keys,
+            runs.n_blocks,
+            batch * key_heads,
+            *_strides(*rows, *grads_of_keys),
+            *self._score_arguments,
+            *exponents,
+            K=self._constants(runs, described, **pass_constants),
+            **_compile_options(runs),
+        )
+
+    @property
+    def _tile_width(self) -> int:
+        """Columns of a tile: the same for queries and values.
+
+        With tiles of 64 and 32 columns the compiled forward read outside its memory on an H200
+        (docs/native.md).
+        """
+        head_dim = self.call.query.shape[-1]
+        value_dim = self.call.value.shape[-1]
+        return max(padded(head_dim), padded(value_dim))
+
+    def _moving(self, runs: Runs, *tensors: torch.Tensor) -> tuple[tuple[Any, ...], bool]:
+        """The tensors that a kernel walks, as it reads them; and whether by descriptors."""
+        if not runs.tiling.config.descriptors:
+            return tensors, False
+        block = [1, 1, runs.tiling.step, self._tile_width]
+        descriptors = _descriptors(block, *tensors)
+        if descriptors is None:
+            return tensors, False
+        return descriptors, True
+
+    def _constants(self, runs: Runs, described: bool, **pass_constants: Any) -> Constants:
+        """The constants that the kernel of a table is compiled for.
+
+        Args:
+            described: whether it reads rows by descriptors.
+            pass_constants: those that only a forward or only a backward has.
+        """
+        call = self.call
+        config = runs.tiling.config
+        has_softcap = self.softcap > 0
+        has_slopes = self.slopes is not None
+        has_bias = call.bias is not None
+        changes_scores = has_softcap or has_slopes or has_bias
+        return Constants(
+            HEAD_DIM=call.query.shape[-1],
+            VALUE_DIM=call.value.shape[-1],
+            PADDED=self._tile_width,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             # Scaling after the maximum is cheaper, but right only for positive factors.
-            PLAIN=not modified and call.scale > 0,
-            SOFTCAP=self.softcap > 0,
-            ALIBI=self.slopes is not None,
-            BIAS=biased,
-            WINDOW=windowed,
+            PLAIN=not changes_scores and call.scale > 0,
+            SOFTCAP=has_softcap,
+            ALIBI=has_slopes,
+            BIAS=has_bias,
+            WINDOW=self.window is not None,
             BITS=self.mask_bits is not None,
-            FIELDS=FIELDS,
-            DESCRIBED=made is not None,
+            DESCRIBED=described,
             PRECISION="tf32" if self.tf32 else "ieee",
-            DROPOUT=(1 + runs.aligned) * dropout,
-            RAGGED=(min(2, config.stages) if backward else config.stages) if pipelined else 1,
-            **more,
+            DROPOUT=self._dropout_way(runs),
+            RAGGED=self._ragged_stages(runs),
+            **pass_constants,
         )
-        return made or walked, {
-            "K": constants,
-            "num_warps": config.warps,
-            "num_stages": config.stages,
-        }
+
+    def _dropout_way(self, runs: Runs) -> int:
+        """``Constants.DROPOUT``."""
+        if self.call.dropout is None:
+            return 0
+        return 2 if runs.aligned else 1
+
+    def _ragged_stages(self, runs: Runs) -> int:
+        """``Constants.RAGGED``.
+
+        Ragged parts are pipelined under a window, where they are much of all, and where it has been
+        measured (docs/native.md).
+        """
+        if self.window is None or self._tile_width > _WIDEST_RAGGED:
+            return 1
+        if self.call.bias is not None or self.call.dropout is not None:
+            return 1
+        stages = runs.tiling.config.stages
+        is_backward = len(self.tables) > 1
+        return min(2, stages) if is_backward else stages
 
     @property
-    def _pointers(self) -> tuple[torch.Tensor, ...]:
-        """Bias, slopes and mask bits; or a spare."""
-        every = (self.call.bias, self.slopes, self.mask_bits)
-        return tuple(self.call.query if tensor is None else tensor for tensor in every)
+    def _optional_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Bias, slopes and mask bits; in the place of a missing one any tensor."""
+        query = self.call.query
+        return (
+            query if self.call.bias is None else self.call.bias,
+            query if self.slopes is None else self.slopes,
+            query if self.mask_bits is None else self.mask_bits,
+        )
 
     @property
-    def _scores(self) -> tuple[Any, ...]:
-        """Dropout; strides of the mask, 0 where it broadcasts, and its place; the factor of the
-        scores and the soft cap; the bounds of the window, or the strides of the mask bits by entry
-        and head."""
-        bias, bits = self.call.bias, self.mask_bits
-        strides = (0, 0, 0, 0) if bias is None else _broadcast(bias[(None,) * (4 - bias.ndim)])
-        bounds = (self.window or (0, 0)) if bits is None else _broadcast(bits)[:2]
-        drops = _words(self.call.dropout)
-        return *drops, strides, *self.bias_at, self.call.scale, self.softcap, *bounds
+    def _score_arguments(self) -> tuple[Any, ...]:
+        """The arguments of a kernel from ``seed_low`` to ``window_right``.
+
+        They are the dropout; the strides of the mask, 0 where it broadcasts, and its place; the
+        factor of the scores and the soft cap; the bounds of the window, or the strides of the mask
+        bits by batch entry and head.
+        """
+        call = self.call
+        bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+        if call.bias is not None:
+            bias_strides = _broadcast_strides(four_dims(call.bias))
+        bounds: tuple[int, ...] = self.window or (0, 0)
+        if self.mask_bits is not None:
+            bounds = _broadcast_strides(self.mask_bits)[:2]
+        return (
+            *_dropout_words(call.dropout),
+            bias_strides,
+            *self.bias_at,
+            call.scale,
+            self.softcap,
+            *bounds,
+        )
 
 
-def _words(dropout: Dropout | None) -> tuple[int | float, ...]:
-    """A dropout as kernels are given it (``kernels_triton.dropout_params``)."""
+class _BackwardRows(NamedTuple):
+    """The tensors that both kernels of a backward read, in the order of their strides."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_out: torch.Tensor
+    lse: torch.Tensor
+
+
+def _compile_options(runs: Runs) -> dict[str, int]:
+    config = runs.tiling.config
+    return {"num_warps": config.warps, "num_stages": config.stages}
+
+
+def _dropout_words(dropout: Dropout | None) -> tuple[int | float, ...]:
+    """A dropout as kernels are given it (``dropout_triton.dropout_params``)."""
     if dropout is None:
-        return 0, 0, 0, 0, 0, 0.0, 0.0
-    words = (
-        dropout.seed & 0xFFFFFFFF, dropout.seed >> 32, dropout.threshold,
-        dropout.first_head, dropout.first_entry,
-    )  # fmt: skip
-    # As signed numbers of 32 bits: larger ones would be of another type, and compile again.
-    signed = (word - (word >> 31 << 32) for word in words)
-    return *signed, dropout.rescale, 1.0 - dropout.p
+        return (0, 0, 0, 0, 0, 0.0, 0.0)
+    return (
+        _as_int32(dropout.seed & 0xFFFFFFFF),
+        _as_int32(dropout.seed >> 32),
+        _as_int32(dropout.threshold),
+        _as_int32(dropout.first_head),
+        _as_int32(dropout.first_entry),
+        dropout.rescale,
+        1.0 - dropout.p,
+    )
+
+
+def _as_int32(word: int) -> int:
+    """A word of 32 bits as a signed number; a larger one is of another type, and compiles again."""
+    return word - (word >> 31 << 32)
 
 
 def _delta_and_norms(
     value: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor, *, with_norms: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What both backward kernels read: delta (b * h * n,), rowsum(grad_out * out); and norms
-    (2 * b * hk,), the largest squared norm of a row of grad_out and of value for each key head,
-    which are set only ``with_norms``. All fp32."""
-    from quorum_attention.kernels.native.kernels_triton import delta_kernel
+    """Compute the numbers that both backward kernels read, in fp32.
+
+    Returns:
+        delta: (b * h * n,), rowsum(grad_out * out).
+        norms: (2 * b * hk,), the largest squared norm of a row of grad_out and of value for each
+            key head; set only ``with_norms``.
+    """
+    from quorum_attention.kernels.native.backward_triton import delta_kernel
 
     batch, key_heads, _, value_dim = value.shape
     heads, n_queries = out.shape[1:3]
-    n_delta, key_lanes = batch * heads * n_queries, batch * key_heads
+    n_delta = batch * heads * n_queries
+    key_lanes = batch * key_heads
     # One allocation for both.
-    work = torch.empty(n_delta + 2 * key_lanes, dtype=torch.float32, device=value.device)
-    delta, norms = work[:n_delta], work[n_delta:]
-    block_dv = padded(value_dim)
-    block = max(16, 4096 // block_dv)
+    numbers = torch.empty(n_delta + 2 * key_lanes, dtype=torch.float32, device=value.device)
+    delta = numbers[:n_delta]
+    norms = numbers[n_delta:]
+    width = padded(value_dim)
+    block = max(16, 4096 // width)
     if with_norms:
         norms.zero_()
         launch_norms(value, norms[key_lanes:], key_heads)
     if n_delta:
-        delta_kernel[(ceil_div(n_queries, block) * batch * heads,)](
-            grad_out, out, delta, norms, heads, heads // key_heads, n_queries,
-            *_strides(grad_out, out), value_dim, block_dv, block, with_norms,
-        )  # fmt: skip
+        n_blocks = ceil_div(n_queries, block)
+        delta_kernel[(n_blocks * batch * heads,)](
+            grad_out,
+            out,
+            delta,
+            norms,
+            heads,
+            heads // key_heads,
+            n_queries,
+            *_strides(grad_out, out),
+            value_dim,
+            width,
+            block,
+            with_norms,
+        )
     return delta, norms
 
 
 def _descriptors(block: list[int], *tensors: torch.Tensor) -> tuple[Any, ...] | None:
     """Descriptors of tensors, by blocks; None if the copy engine cannot read one of them."""
-    for t in tensors:
-        steps = [t.data_ptr(), *(s * t.element_size() for s in t.stride()[:3])]
-        if 0 in (*t.shape, *t.stride()[:3]) or any(step % 16 for step in steps):
-            return None
+    if not all(_is_describable(tensor) for tensor in tensors):
+        return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return tuple(TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors)
+    return tuple(
+        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+        for tensor in tensors
+    )
 
 
-def _broadcast(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its strides, 0 in dimensions of size 1."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return tuple(0 if size == 1 else stride for stride, size in pairs)
+def _is_describable(tensor: torch.Tensor) -> bool:
+    """Whether nothing is empty or broadcast, and every row begins at a multiple of 16 bytes."""
+    strides = tensor.stride()[:3]
+    if 0 in tensor.shape or 0 in strides:
+        return False
+    byte_strides = [stride * tensor.element_size() for stride in strides]
+    return all(step % 16 == 0 for step in (tensor.data_ptr(), *byte_strides))
+
+
+def _broadcast_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, 0 in dimensions of size 1."""
+    return tuple(
+        0 if size == 1 else stride
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
-    """By batch entry, head and row, of each."""
+    """The strides of each tensor, by batch entry, head and row."""
     return [tensor.stride()[:3] for tensor in tensors]
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as kernels can read it: its last dimension contiguous, rows not too far apart;
-    copied if needed."""
-    contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-    return tensor if contiguous and tensor.stride(2) <= _LARGEST_STRIDE else tensor.contiguous()
+def _as_kernel_readable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, copied unless its last dimension is contiguous and rows are not too far apart."""
+    is_contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    if is_contiguous and tensor.stride(2) <= _LARGEST_STRIDE:
+        return tensor
+    return tensor.contiguous()
