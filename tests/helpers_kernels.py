@@ -17,7 +17,7 @@ from quorum_attention.kernels import (
     InnerKernel,
     Statistics,
     TaskTensors,
-    registry,
+    select,
 )
 from quorum_attention.kernels.probing import _KEYS, _QUERIES
 
@@ -104,7 +104,7 @@ def taken_as_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     For tests that compare its results themselves; what it does not take it still refuses.
     """
-    tried = registry.probe
+    tried = select.probe
 
     def asked(
         kernel: InnerKernel, shape: CallShape, device: torch.device | None = None
@@ -112,7 +112,7 @@ def taken_as_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return None if kernel.name == name else tried(kernel, shape, device)
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(registry, "probe", asked)
+        monkeypatch.setattr(select, "probe", asked)
 
 
 class Counted(CpuKernel):

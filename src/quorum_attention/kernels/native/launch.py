@@ -142,7 +142,7 @@ class NativeLaunch:
         if query.shape[0] * query.shape[1] == 0:
             return
         grad_out = _as_kernel_readable(saved.grad_out)
-        rows = _BackwardRows(query, key, value, grad_out, saved.lse)
+        rows = _BackwardTensors(query, key, value, grad_out, saved.lse)
         scales_ds = query.dtype == torch.float16
         by_query, by_key = self.tables
         with torch.cuda.device_of(query):
@@ -164,7 +164,7 @@ class NativeLaunch:
 
     def _launch_by_query(
         self,
-        rows: _BackwardRows,
+        rows: _BackwardTensors,
         delta_and_norms: tuple[torch.Tensor, torch.Tensor],
         grad_query: torch.Tensor,
         exponents: tuple[float, float],
@@ -200,7 +200,7 @@ class NativeLaunch:
 
     def _launch_by_key(
         self,
-        rows: _BackwardRows,
+        rows: _BackwardTensors,
         delta_and_norms: tuple[torch.Tensor, torch.Tensor],
         grads_of_keys: list[torch.Tensor],
         exponents: tuple[float, float],
@@ -345,7 +345,7 @@ class NativeLaunch:
         )
 
 
-class _BackwardRows(NamedTuple):
+class _BackwardTensors(NamedTuple):
     """The tensors that both kernels of a backward read, in the order of their strides."""
 
     query: torch.Tensor

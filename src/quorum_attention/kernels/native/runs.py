@@ -25,15 +25,15 @@ _FAR = 1 << 40
 _LARGEST_INT32 = np.iinfo(np.int32).max
 
 
-class _Side(NamedTuple):
+class _SideColumns(NamedTuple):
     """The columns of pieces with the bounds of one side."""
 
     start: PieceColumn
     stop: PieceColumn
 
 
-_QUERIES = _Side(PieceColumn.QUERY_START, PieceColumn.QUERY_STOP)
-_KEYS = _Side(PieceColumn.KEY_START, PieceColumn.KEY_STOP)
+_QUERIES = _SideColumns(PieceColumn.QUERY_START, PieceColumn.QUERY_STOP)
+_KEYS = _SideColumns(PieceColumn.KEY_START, PieceColumn.KEY_STOP)
 
 
 def table(pieces: Ints, n_rows: int, block: int, axis: Axis) -> tuple[Ints, Ints]:
@@ -71,7 +71,7 @@ def table(pieces: Ints, n_rows: int, block: int, axis: Axis) -> tuple[Ints, Ints
     return starts, runs
 
 
-def _cut_by_blocks(pieces: Ints, n_rows: int, block: int, along: _Side) -> tuple[Ints, Ints]:
+def _cut_by_blocks(pieces: Ints, n_rows: int, block: int, along: _SideColumns) -> tuple[Ints, Ints]:
     """The parts of pieces within blocks of rows: (the number of each part's block, parts)."""
     first_blocks = pieces[:, along.start] // block
     stop_rows = np.minimum(pieces[:, along.stop], n_rows)
@@ -92,7 +92,9 @@ def _cut_by_blocks(pieces: Ints, n_rows: int, block: int, along: _Side) -> tuple
     return blocks, parts
 
 
-def _begins_run(blocks: Ints, parts: Ints, along: _Side, across: _Side) -> NDArray[np.bool_]:
+def _begins_run(
+    blocks: Ints, parts: Ints, along: _SideColumns, across: _SideColumns
+) -> NDArray[np.bool_]:
     """True for the parts that begin a run, False for those joined to the part before."""
     before = parts[:-1]
     after = parts[1:]
@@ -116,7 +118,7 @@ def _begins_run(blocks: Ints, parts: Ints, along: _Side, across: _Side) -> NDArr
     return begins
 
 
-def _joined(parts: Ints, firsts: Ints, across: _Side) -> Ints:
+def _joined(parts: Ints, firsts: Ints, across: _SideColumns) -> Ints:
     """The runs of parts, given the number of each run's first part."""
     runs = parts[firsts]
     if len(firsts) == 0:
