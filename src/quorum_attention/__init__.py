@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         attention_with_lse,
         native_attention,
     )
-    from quorum_attention.call.options import using
+    from quorum_attention.call.settings import using
     from quorum_attention.checking import check_kernel
     from quorum_attention.errors import BudgetError, OutOfMemoryError
     from quorum_attention.execution.report import Report
@@ -51,7 +51,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "planner.calibration": ("calibrate",),
     "quorums": ("interest_set", "is_interest_set", "paired_interest_set", "quorum_sizes"),
     "sdpa": ("patch_sdpa", "patched_sdpa", "unpatch_sdpa"),
-    "call.options": ("using",),
+    "call.settings": ("using",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 

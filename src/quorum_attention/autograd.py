@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from quorum_attention.call.backward_inputs import BackwardInputs
-from quorum_attention.call.request import Request, is_recorded
+from quorum_attention.call.request import Request
+from quorum_attention.call.transformations import is_recorded
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import (

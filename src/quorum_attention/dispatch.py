@@ -15,13 +15,9 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.options import (
-    Arguments,
-    current_settings,
-    names_several,
-    with_current_settings,
-)
+from quorum_attention.call.options import Arguments, names_several
 from quorum_attention.call.request import Request, request_of
+from quorum_attention.call.settings import current_settings, with_current_settings
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.lookup import BACKENDS, best_device
 from quorum_attention.kernels.registry import registrations

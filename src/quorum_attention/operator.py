@@ -32,16 +32,11 @@ from quorum_attention.autograd import (
     refuse_second,
 )
 from quorum_attention.call.backward_inputs import BackwardInputs
-from quorum_attention.call.options import (
-    Arguments,
-    CallOptions,
-    Settings,
-    current_settings,
-    names_several,
-    with_settings,
-)
+from quorum_attention.call.broadcast import broadcast_inputs
+from quorum_attention.call.options import Arguments, CallOptions, names_several
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.validation import Tensors, as_mask, broadcast_inputs, shape_of_inputs
+from quorum_attention.call.settings import Settings, current_settings, with_settings
+from quorum_attention.call.validation import Tensors, as_mask, shape_of_inputs
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.result_layout import empty_like_input, laid_out_like
 from quorum_attention.kernels.torch_private import (

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.options import (
-    Arguments,
+from quorum_attention.call.options import Arguments, SettingsKeywords
+from quorum_attention.call.settings import (
     Settings,
-    SettingsKeywords,
     checked_settings,
     current_settings,
     set_process_settings,

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention.call.options import (
-    Arguments,
-    CallOptions,
+from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.settings import (
     checked_settings,
     current_settings,
     set_process_settings,

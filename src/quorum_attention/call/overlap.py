@@ -21,36 +21,42 @@ from quorum_attention.execution.device.lookup import on_host
 
 # NumPy gives up after so many steps, about a millisecond; the answer is then yes, to be safe. The
 # layouts of ordinary views take a few steps.
-_MOST_STEPS = 100_000
+_MAX_STEPS = 100_000
 # Added to all addresses: only their differences matter, and NumPy takes 0 for no address.
 _OFF_ZERO = 64
 
-# --- Addresses ------------------------------------------------------------------------------------
-
 
 class _Addresses:
+    """An array interface to the addresses of a tensor's elements."""
+
     def __init__(self, tensor: torch.Tensor, start: int) -> None:
-        item = tensor.element_size()
+        item_bytes = tensor.element_size()
         self.__array_interface__ = {
-            "version": 3, "data": (start + _OFF_ZERO, True), "typestr": f"|V{item}",
-            "shape": tuple(tensor.shape), "strides": tuple(s * item for s in tensor.stride()),
-        }  # fmt: skip
+            "version": 3,
+            "data": (start + _OFF_ZERO, True),
+            "typestr": f"|V{item_bytes}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * item_bytes for stride in tensor.stride()),
+        }
 
 
 def addresses(tensor: torch.Tensor, start: int | None = None) -> np.ndarray:
-    """An array, which must not be read, where ``tensor`` lies; with its first element at ``start``
-    where that is given."""
+    """Return an array, which must not be read, over the addresses of a tensor.
+
+    Args:
+        start: the address of its first element; None: where it is.
+    """
     return np.asarray(_Addresses(tensor, tensor.data_ptr() if start is None else start))
 
 
-def may_share_memory(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether any byte belongs to both; True also where that takes too long to tell."""
+def may_share_memory(array: np.ndarray, other: np.ndarray) -> bool:
+    """Tell whether any byte belongs to both; True also where that takes too long to tell."""
     # Where it runs out of steps this says True; ``shares_memory`` would raise.
-    return bool(np.may_share_memory(one, other, max_work=_MOST_STEPS))
+    return bool(np.may_share_memory(array, other, max_work=_MAX_STEPS))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory: unless each dimension steps over all shorter ones."""
+    """Tell whether two elements may share memory: unless each dimension steps over all shorter."""
     span = 1
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1 and stride < span:
@@ -59,47 +65,52 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-# --- Mappings -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Mappings:
     """All mappings of this process, by ascending address."""
 
-    every: tuple[MappedRange, ...]
+    ranges: tuple[MappedRange, ...]
 
     @classmethod
     def now(cls) -> Mappings:
-        """Read from the system's table; empty where there is no such table."""
+        """Read them from the system's table; there are none where there is no such table."""
         return cls(tuple(mapped_ranges()))
 
-    def of(self, tensor: torch.Tensor) -> list[MappedRange]:
-        """The mappings that a tensor in host memory spans."""
+    def ranges_of(self, tensor: torch.Tensor) -> list[MappedRange]:
+        """Return the mappings that a tensor in host memory spans."""
         if not on_host(tensor.device) or tensor.numel() == 0:
             return []
         start, stop = address_range(tensor)
-        return [m for m in self.every if m.start < stop and start < m.stop]
+        return [mapped for mapped in self.ranges if mapped.start < stop and start < mapped.stop]
 
     def is_read_only(self, tensor: torch.Tensor) -> bool:
-        """Whether writing to ``tensor`` would end the process."""
-        return any(not m.writable for m in self.of(tensor))
+        """Tell whether writing to ``tensor`` would end the process."""
+        return any(not mapped.writable for mapped in self.ranges_of(tensor))
 
-    def in_file(self, tensor: torch.Tensor) -> tuple[MappedRange, int] | None:
-        """The file mapping that ``tensor`` begins in, and its first byte's position in the file;
-        None where it begins in no file."""
-        found = self.of(tensor)
-        if not found or found[0].file is None:
+    def position_in_file(self, tensor: torch.Tensor) -> tuple[MappedRange, int] | None:
+        """Return the file mapping in which ``tensor`` begins, and its first byte's position in the
+        file; None where it begins in no file."""
+        ranges = self.ranges_of(tensor)
+        if not ranges or ranges[0].file is None:
             return None
-        return found[0], tensor.data_ptr() - found[0].start + found[0].offset
+        mapped = ranges[0]
+        return mapped, tensor.data_ptr() - mapped.start + mapped.offset
 
-    def share(self, result: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether a result and another tensor share memory, or bytes of a file that the result's
-        mapping writes to."""
-        if result.device != other.device:
+    def share_memory(self, result: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Tell whether a result and another tensor share memory, or bytes of a file that the
+        result's mapping writes to."""
+        if result.device != tensor.device:
             return False
-        if may_share_memory(addresses(result), addresses(other)):
+        if may_share_memory(addresses(result), addresses(tensor)):
             return True
-        one, two = self.in_file(result), self.in_file(other)
-        if one is None or two is None or not one[0].shared or one[0].file != two[0].file:
+        of_result = self.position_in_file(result)
+        of_tensor = self.position_in_file(tensor)
+        if of_result is None or of_tensor is None:
             return False
-        return may_share_memory(addresses(result, one[1]), addresses(other, two[1]))
+        result_map, result_position = of_result
+        tensor_map, tensor_position = of_tensor
+        if not result_map.shared or result_map.file != tensor_map.file:
+            return False
+        return may_share_memory(
+            addresses(result, result_position), addresses(tensor, tensor_position)
+        )

@@ -1,8 +1,6 @@
-"""Checks of a call's arguments, before any work; casts of autocast and broadcasting, as torch's own
-function has them.
+"""Checks of a call's tensors and sizes, before any work.
 
-Every error names the argument, what was given and what is allowed. Only views and, under autocast,
-casts are made, by functions that autograd knows: gradients have the inputs' own shapes and dtypes.
+Every error names the argument, what was given and what is allowed.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quorum_attention.argument_checks import shown, switch
+from quorum_attention.call.broadcast import broadcast_inputs
 from quorum_attention.call.options import Arguments
 from quorum_attention.call.overlap import Mappings, overlaps_itself
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
@@ -37,10 +36,16 @@ _INSTEAD_OF = {
 
 
 class Tensors(NamedTuple):
-    """What a call reads: query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys,
-    head_dim), value (*batch, kv_heads, n_keys, value_dim); bias broadcasts to (*batch, heads,
-    n_queries, n_keys); sinks are (heads,); seed is that of dropout under torch.func, whose entries
-    may have their own."""
+    """The tensors that a call reads.
+
+    Attributes:
+        query: (*batch, heads, n_queries, head_dim).
+        key: (*batch, kv_heads, n_keys, head_dim).
+        value: (*batch, kv_heads, n_keys, value_dim).
+        bias: the additive or boolean mask; broadcasts to (*batch, heads, n_queries, n_keys).
+        sinks: (heads,).
+        seed: the seed of dropout under torch.func, whose entries may have their own.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -50,55 +55,88 @@ class Tensors(NamedTuple):
     seed: torch.Tensor | None = None
 
 
-def check_tensors(
-    query: Any, key: Any, value: Any, arguments: Arguments
-) -> tuple[Tensors, torch.Tensor | None, Mask | None, CallShape, bool, int]:
+class CheckedTensors(NamedTuple):
     """The tensors of a call, checked and broadcast.
 
-    Returns:
-        what it reads; the caller's tensor for the result, with a dimension of heads; the mask, if
-        it is a ``Mask``; sizes and dtype alone; whether the inputs were (tokens, head_dim); bytes
-        of the casts of autocast, on the inputs' device.
+    Attributes:
+        tensors: what the call reads.
+        out: the caller's tensor for the result, with a dimension of heads.
+        mask: the call's ``Mask``, if it has one.
+        shape: sizes and dtype alone.
+        without_heads: whether the inputs were (tokens, head_dim).
+        cast_bytes: bytes of the casts of autocast, on the inputs' device.
+    """
+
+    tensors: Tensors
+    out: torch.Tensor | None
+    mask: Mask | None
+    shape: CallShape
+    without_heads: bool
+    cast_bytes: int
+
+
+def check_tensors(query: Any, key: Any, value: Any, arguments: Arguments) -> CheckedTensors:
+    """Check the tensors of a call, and broadcast them.
 
     Raises:
         ValueError, TypeError, NotImplementedError: one does not fit, by name.
     """
-    query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
+    query = as_tensor(query, "query")
+    key = as_tensor(key, "key")
+    value = as_tensor(value, "value")
     attn_mask: Any = as_mask(arguments.attn_mask, query, key)
-    described = attn_mask if isinstance(attn_mask, Mask) else None
-    attn_mask = attn_mask if described is None else described.bias
-    mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
+    mask = attn_mask if isinstance(attn_mask, Mask) else None
+    bias = attn_mask if mask is None else mask.bias
+    if bias is not None:
+        bias = as_tensor(bias, "attn_mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_kind(tensor, name)
-    query, key, value, shared, without_heads, cast_bytes = broadcast_inputs(
+    query, key, value, enable_gqa, without_heads, cast_bytes = broadcast_inputs(
         query, key, value, arguments.enable_gqa
     )
-    sizes = shape_of_inputs(query, key, value, switch(shared, "enable_gqa"))
-    out, out_dtype = arguments.out, arguments.out_dtype
+    shape = shape_of_inputs(query, key, value, switch(enable_gqa, "enable_gqa"))
+    out_dtype = arguments.out_dtype
     if out_dtype is not None and out_dtype not in DTYPES:
         raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
-    if mask is not None:
-        _check_mask(mask, query, key)
-    sinks = None if described is None else described.sinks
+    if bias is not None:
+        _check_bias(bias, query, key)
+    sinks = None if mask is None else mask.sinks
     if sinks is not None:
-        check_kind(sinks, "Mask.sinks")
-        if sinks.shape != (sizes.heads,):
-            each = f"one for each of the {sizes.heads} query heads"
-            raise ValueError(f"Mask.sinks must be {each}, got {tuple(sinks.shape)}")
-        _check_place(sinks, "Mask.sinks", query.device)
+        _check_sinks(sinks, shape.heads, query.device)
+    tensors = Tensors(query, key, value, bias, sinks)
+    out = arguments.out
     if out is not None:
-        out = as_tensor(out, "out", for_writing=True)
-        out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
-        shape = (*query.shape[:-1], value.shape[-1])
-        check_tensor(out, shape, "out", query.device, out_dtype, for_writing=True)
-        every = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        check_no_overlap({"out": out}, every)
-    read = Tensors(query, key, value, mask, sinks)
-    return read, out, described, sizes, without_heads, cast_bytes
+        out = _checked_out(out, tensors, out_dtype, without_heads=without_heads)
+    return CheckedTensors(tensors, out, mask, shape, without_heads, cast_bytes)
+
+
+def _check_sinks(sinks: torch.Tensor, heads: int, home: torch.device) -> None:
+    """Check that sinks are one for each query head, on the inputs' device or in host memory."""
+    check_kind(sinks, "Mask.sinks")
+    if sinks.shape != (heads,):
+        raise ValueError(
+            f"Mask.sinks must be one for each of the {heads} query heads, got {tuple(sinks.shape)}"
+        )
+    _check_place(sinks, "Mask.sinks", home)
+
+
+def _checked_out(
+    out: Any, tensors: Tensors, out_dtype: torch.dtype | None, *, without_heads: bool
+) -> torch.Tensor:
+    """Return the caller's tensor for the result, checked, with a dimension of heads."""
+    result = as_tensor(out, "out", for_writing=True)
+    if without_heads and result.dim() == 2:
+        result = result.unsqueeze(0)
+    query, key, value, bias = tensors[:4]
+    shape = (*query.shape[:-1], value.shape[-1])
+    check_tensor(result, shape, "out", query.device, out_dtype, for_writing=True)
+    inputs = {"query": query, "key": key, "value": value, "attn_mask": bias}
+    check_no_overlap({"out": result}, inputs)
+    return result
 
 
 def as_tensor(value: Any, name: str, *, for_writing: bool = False) -> torch.Tensor:
-    """``value`` as a tensor; a NumPy array (np.memmap too) is shared, not copied.
+    """Return ``value`` as a tensor; a NumPy array (np.memmap too) is shared, not copied.
 
     Args:
         for_writing: whether the call writes to it.
@@ -128,8 +166,9 @@ def as_tensor(value: Any, name: str, *, for_writing: bool = False) -> torch.Tens
 
 
 def check_kind(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor without dense memory of its own. Before all other checks: such a tensor may
-    not even have sizes.
+    """Refuse a tensor without dense memory of its own.
+
+    This check comes before all others: such a tensor may not even have sizes.
 
     Raises:
         NotImplementedError: it is nested, sparse or a wrapper of other tensors.
@@ -140,16 +179,20 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
             f"{name} must be a plain tensor, got a {kind}, which stands for others: "
             f"{_INSTEAD_OF.get(kind, 'give those')}"
         )
-    if tensor.layout != torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        instead = _INSTEAD_OF["NestedTensor"] if tensor.is_nested else "give tensor.to_dense()"
+    if tensor.is_nested:
         raise NotImplementedError(
-            f"{name} must be a dense (strided) tensor, got a {kind} one: {instead}"
+            f"{name} must be a dense (strided) tensor, got a nested one: "
+            f"{_INSTEAD_OF['NestedTensor']}"
+        )
+    if tensor.layout != torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise NotImplementedError(
+            f"{name} must be a dense (strided) tensor, got a {kind} one: give tensor.to_dense()"
         )
 
 
 def _stands_for_others(tensor: torch.Tensor) -> bool:
-    """Whether what a tensor of another class says is not in memory of its own."""
+    """Tell whether a tensor of another class has its numbers outside of memory of its own."""
     if is_traceable_wrapper_subclass(tensor) or is_causal_bias(tensor):
         return True
     if tensor.layout != torch.strided or tensor.is_nested or tensor.numel() == 0:
@@ -161,18 +204,17 @@ def _stands_for_others(tensor: torch.Tensor) -> bool:
 
 
 def is_causal_bias(attn_mask: Any) -> bool:
-    """Whether a mask is one of torch's ``causal_upper_left`` and ``causal_lower_right``."""
+    """Tell whether a mask is one of torch's ``causal_upper_left`` and ``causal_lower_right``."""
     # Its module loads torch's compiler; where nobody has imported it, nobody has one.
-    home = sys.modules.get("torch.nn.attention.bias")
-    return home is not None and isinstance(attn_mask, home.CausalBias)
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
 def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
-    """``attn_mask``; a ``Mask`` that says the same if it is torch's ``CausalBias``.
+    """Return ``attn_mask``, or the equivalent ``Mask`` if it is torch's ``CausalBias``.
 
     Args:
-        query, key: the call's, (..., tokens, head_dim); None: it is not looked at how long they
-            are.
+        query, key: the call's, (..., tokens, head_dim); None: their lengths are not checked.
 
     Raises:
         ValueError: it was made for other lengths.
@@ -185,21 +227,25 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
         )
     if not is_causal_bias(attn_mask):
         return attn_mask
-    made = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+    mask_lengths = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
     if query is not None and min(len(query.shape), len(key.shape)) >= 2:
         lengths = (query.shape[-2], key.shape[-2])
-        if made != lengths:
-            raise ValueError(f"attn_mask must be of {lengths} tokens, got a CausalBias of {made}")
-    return Mask(causal="lower_right" if attn_mask.variant.name == "LOWER_RIGHT" else "upper_left")
+        if mask_lengths != lengths:
+            raise ValueError(
+                f"attn_mask must be of {lengths} tokens, got a CausalBias of {mask_lengths}"
+            )
+    is_lower_right = attn_mask.variant.name == "LOWER_RIGHT"
+    return Mask(causal="lower_right" if is_lower_right else "upper_left")
 
 
 def _check_device(tensor: torch.Tensor, name: str) -> None:
+    """Check that a tensor is in host memory or on a CUDA device."""
     if tensor.device.type not in BACKENDS:
         raise NotImplementedError(f"{name} must be on a CPU or CUDA device, got '{tensor.device}'")
 
 
 def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
-    """Tensors beside the inputs are on the inputs' device ``home`` or in host memory."""
+    """Check that a tensor is on the inputs' device ``home`` or in host memory."""
     if tensor.device not in (HOST, home):
         allowed = f"in host memory or on the query's device {home}"
         raise ValueError(f"{name} must be {allowed}, got {tensor.device}")
@@ -208,7 +254,7 @@ def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
 def shape_of_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> CallShape:
-    """The sizes of a call, from tensors that have passed ``check_kind``.
+    """Return the sizes of a call, from tensors that have passed ``check_kind``.
 
     Raises:
         ValueError, TypeError: the inputs do not fit each other.
@@ -216,54 +262,81 @@ def shape_of_inputs(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 3:
-            least = "at least 2 dimensions (..., heads, tokens, head_dim)"
-            raise ValueError(f"{name} must have {least}, got shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name} must have at least 2 dimensions (..., heads, tokens, head_dim), "
+                f"got shape {tuple(tensor.shape)}"
+            )
         check_dtype(tensor.dtype, name)
     _check_device(query, "query")
-    dtype, home = query.dtype, query.device
+    for name, tensor in (("key", key), ("value", value)):
+        _check_like_query(tensor, name, query)
     *batch, heads, n_queries, head_dim = query.shape
     *_, kv_heads, n_keys, key_dim = key.shape
     *_, value_heads, n_values, value_dim = value.shape
-    for name, other in (("key", key), ("value", value)):
-        if other.dtype != dtype:
-            raise TypeError(f"{name} must have the query's dtype {dtype}, got {other.dtype}")
-        if other.device != home:
-            raise ValueError(f"{name} must be on the query's device {home}, got {other.device}")
     if key_dim != head_dim:
         raise ValueError(f"key must have the query's head_dim {head_dim}, got {key_dim}")
-    of_key, of_value = (kv_heads, n_keys), (value_heads, n_values)
-    if of_value != of_key:
-        raise ValueError(f"value must have the key's heads and tokens {of_key}, got {of_value}")
-    for name, what, width in (("query", "head_dim", head_dim), ("value", "value_dim", value_dim)):
-        if width == 0:
-            raise ValueError(f"{name} must have a {what} of at least 1, got 0")
-    if heads != kv_heads and not enable_gqa:
+    if (value_heads, n_values) != (kv_heads, n_keys):
+        raise ValueError(
+            f"value must have the key's heads and tokens {(kv_heads, n_keys)}, "
+            f"got {(value_heads, n_values)}"
+        )
+    if head_dim == 0:
+        raise ValueError("query must have a head_dim of at least 1, got 0")
+    if value_dim == 0:
+        raise ValueError("value must have a value_dim of at least 1, got 0")
+    if heads != kv_heads:
+        _check_grouped_heads(heads, kv_heads, enable_gqa)
+    return CallShape(
+        query.device.type,
+        query.dtype,
+        heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        batch_shape=tuple(batch),
+        n_queries=n_queries,
+        n_keys=n_keys,
+    )
+
+
+def _check_like_query(tensor: torch.Tensor, name: str, query: torch.Tensor) -> None:
+    """Check that key or value has the query's dtype and device."""
+    if tensor.dtype != query.dtype:
+        raise TypeError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}")
+    if tensor.device != query.device:
+        raise ValueError(
+            f"{name} must be on the query's device {query.device}, got {tensor.device}"
+        )
+
+
+def _check_grouped_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    """Check that several query heads may share a key/value head."""
+    if not enable_gqa:
         raise ValueError(
             f"key has {counted(kv_heads, 'head')} and query {heads}: give enable_gqa=True"
         )
-    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+    if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"query must have a multiple of the key's {kv_heads} heads, got {heads}")
-    return CallShape(
-        home.type, dtype, heads, kv_heads, head_dim, value_dim,
-        batch_shape=tuple(batch), n_queries=n_queries, n_keys=n_keys,
-    )  # fmt: skip
 
 
-def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+def _check_bias(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
     """Check that a mask broadcasts to (*batch, heads, n_queries, n_keys).
 
     Raises:
         ValueError, TypeError, NotImplementedError: it does not fit.
     """
-    check_kind(mask, "attn_mask")
-    _check_device(mask, "attn_mask")
-    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
-        raise TypeError(f"attn_mask must be bool or one of {DTYPE_NAMES}, got {mask.dtype}")
-    whole = (*query.shape[:-1], key.shape[-2])
-    sizes = zip(reversed(mask.shape), reversed(whole), strict=False)
-    if mask.dim() > len(whole) or not all(n in (1, m) for n, m in sizes):
-        wanted = f"(..., heads, queries, keys) = {whole}"
-        raise ValueError(f"attn_mask must broadcast to {wanted}, got {tuple(mask.shape)}")
+    check_kind(bias, "attn_mask")
+    _check_device(bias, "attn_mask")
+    if bias.dtype != torch.bool and bias.dtype not in DTYPES:
+        raise TypeError(f"attn_mask must be bool or one of {DTYPE_NAMES}, got {bias.dtype}")
+    scores_shape = (*query.shape[:-1], key.shape[-2])
+    aligned = zip(reversed(bias.shape), reversed(scores_shape), strict=False)
+    broadcasts = all(size in (1, full) for size, full in aligned)
+    if bias.dim() > len(scores_shape) or not broadcasts:
+        raise ValueError(
+            f"attn_mask must broadcast to (..., heads, queries, keys) = {scores_shape}, "
+            f"got {tuple(bias.shape)}"
+        )
 
 
 def check_tensor(
@@ -275,11 +348,16 @@ def check_tensor(
     *,
     for_writing: bool = False,
 ) -> None:
-    """Check a tensor beside the inputs, which are on ``home``: shape, dtype (None: any floating
-    one) and place; of one that is written to, that it can be.
+    """Check a tensor beside the inputs: its shape, dtype and place.
 
-    Beside inputs in host memory, what a backward reads may be on any device: the forward may have
-    computed there.
+    Args:
+        home: the inputs' device. Beside inputs in host memory, what a backward reads may be on any
+            device: the forward may have computed there.
+        dtype: None: any floating one.
+        for_writing: whether the call writes to the tensor, and it has to allow that.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: it does not fit.
     """
     check_kind(tensor, name)
     if for_writing or home.type != "cpu" or tensor.device.type not in BACKENDS:
@@ -289,20 +367,26 @@ def check_tensor(
     if dtype is not None and tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
     check_dtype(tensor.dtype, name)
-    if for_writing and tensor.requires_grad:
+    if for_writing:
+        _check_writable(tensor, name)
+
+
+def _check_writable(tensor: torch.Tensor, name: str) -> None:
+    """Check that a call may write to a tensor, as far as torch knows."""
+    if tensor.requires_grad:
         raise ValueError(f"{name} must not require a gradient")
-    if for_writing and has_tangent(tensor):
+    if has_tangent(tensor):
         raise ValueError(f"{name} must not have a forward-mode tangent")
-    if for_writing and tensor.is_inference() and not torch.is_inference_mode_enabled():
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name} must not be a tensor of inference mode outside of it")
-    if for_writing and tensor.is_neg():
+    if tensor.is_neg():
         raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
 
 
 def check_no_overlap(
-    results: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor | None]
+    results: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Check that results share no memory with what is read, with each other or with themselves.
+    """Check that results share no memory with inputs, with each other or with themselves.
 
     (Inputs are read again after a part of the results has been written.) Interleaved views of one
     packed tensor share none. Two maps of one file do, and a result in a read-only map cannot be
@@ -313,22 +397,35 @@ def check_no_overlap(
         ValueError: they share memory, or one cannot be written; by name.
     """
     # Only memory that torch did not allocate itself can be read-only or a file's.
-    foreign = any(not t.untyped_storage().resizable() for t in results.values())
-    known = Mappings.now() if foreign else Mappings(())
-    before: dict[str, torch.Tensor] = {n: t for n, t in read.items() if t is not None}
+    may_be_mapped = any(not t.untyped_storage().resizable() for t in results.values())
+    mappings = Mappings.now() if may_be_mapped else Mappings(())
     for name, result in results.items():
-        if known.is_read_only(result):
+        if mappings.is_read_only(result):
             raise ValueError(f"{name} must be writable (it is written to), got a read-only map")
         if overlaps_itself(result):
             raise ValueError(
                 f"{name} must not overlap itself (it is written to), got shape "
                 f"{tuple(result.shape)} with strides {result.stride()}"
             )
+    earlier = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     for name, result in results.items():
-        for other, tensor in before.items():
-            if known.share(result, tensor):
-                raise ValueError(f"{name} must not share memory with {other}")
-        before[name] = result
+        for earlier_name, tensor in earlier.items():
+            if mappings.share_memory(result, tensor):
+                raise ValueError(f"{name} must not share memory with {earlier_name}")
+        earlier[name] = result
+
+
+_PLANNED_SIZES = (
+    "n_queries",
+    "n_keys",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "value_dim",
+    "batch",
+    "dtype",
+    "is_causal",
+)
 
 
 def check_plan(plan: Plan, shape: CallShape) -> None:
@@ -337,86 +434,8 @@ def check_plan(plan: Plan, shape: CallShape) -> None:
     Raises:
         ValueError: names what differs.
     """
-    for name in (
-        "n_queries", "n_keys", "heads", "kv_heads", "head_dim", "value_dim", "batch", "dtype",
-        "is_causal",
-    ):  # fmt: skip
-        planned, came = getattr(plan.shape, name), getattr(shape, name)
-        if planned != came:
-            raise ValueError(f"plan was made for {name} = {planned}, the call has {came}")
-
-
-# --- Broadcasting ---------------------------------------------------------------------------------
-
-
-def broadcast_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool, bool, int]:
-    """The inputs cast by autocast and broadcast, for ``shape_of_inputs``.
-
-    Returns:
-        query, key and value of at least three dimensions and the same batch dimensions;
-        ``enable_gqa``, or True where all query heads share one key/value head; whether the inputs
-        were (tokens, head_dim); bytes of the casts, on the inputs' device.
-
-    Raises:
-        ValueError: batch dimensions that do not broadcast.
-    """
-    cast_bytes = 0
-    dtype = _autocast_dtype(query.device.type)
-    if dtype is not None:
-        given = (query, key, value)
-        query, key, value = (cast_by_autocast(tensor, dtype) for tensor in given)
-        made = zip((query, key, value), given, strict=True)
-        # Not ``nbytes``, which torch's compiler cannot read of lengths that may vary.
-        cast_bytes = sum(n.numel() * n.element_size() for n, old in made if n is not old)
-    dims = (query.dim(), key.dim(), value.dim())
-    if min(dims) < 2:
-        return query, key, value, enable_gqa, False, cast_bytes
-    rank = max(3, *dims)
-    query, key, value = (
-        t if t.dim() == rank else t[(None,) * (rank - t.dim())] for t in (query, key, value)
-    )
-    heads, shared, grouped = _heads(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
-    try:
-        batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
-    except RuntimeError:
-        found = [tuple(t.shape[:-3]) for t in (query, key, value)]
-        raise ValueError(
-            f"query, key and value must have batch dimensions that broadcast, got {found}"
-        ) from None
-    query = _expanded(query, (*batch, heads))
-    key, value = (
-        _expanded(t, (*batch, shared if t.shape[-3] == 1 else t.shape[-3])) for t in (key, value)
-    )
-    return query, key, value, grouped, max(dims) == 2, cast_bytes
-
-
-def _expanded(tensor: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
-    return tensor if tensor.shape[:-2] == leading else tensor.expand(*leading, *tensor.shape[-2:])
-
-
-def _heads(query: int, key: int, value: int, enable_gqa: bool) -> tuple[int, int, bool]:
-    """(query heads, key/value heads, enable_gqa) after broadcasting.
-
-    As torch broadcasts, except that a single key/value head is shared instead of expanded.
-    """
-    shared = value if key == 1 else key
-    if enable_gqa or query == shared:
-        return query, shared, enable_gqa
-    if query == 1:
-        return shared, shared, False
-    return query, shared, shared == 1
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on such a device; None where it is off."""
-    if device_type not in BACKENDS or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def cast_by_autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` as autocast casts it: only floating dtypes, and not float64."""
-    spared = not tensor.is_floating_point() or tensor.dtype == torch.float64
-    return tensor if spared else tensor.to(dtype)
+    for name in _PLANNED_SIZES:
+        planned = getattr(plan.shape, name)
+        actual = getattr(shape, name)
+        if planned != actual:
+            raise ValueError(f"plan was made for {name} = {planned}, the call has {actual}")

@@ -237,7 +237,7 @@ def _as_it_is(
 
 def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile | None:
     """The tensor as a part of a file that other processes can open and see the same bytes in."""
-    found = mappings.in_file(tensor)
+    found = mappings.position_in_file(tensor)
     if found is None:
         return None
     mapping, offset = found

@@ -522,5 +522,5 @@ class PoolCall:
         made = as_one(report, backward)
         if request.report is not None:
             setattr(request.report, name, made)
-        for sums in request.sums:
-            sums.total.add(made, backward=backward)
+        for total_report in request.reports_with_totals:
+            total_report.total.add(made, backward=backward)

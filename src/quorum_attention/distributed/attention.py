@@ -21,13 +21,9 @@ import torch.distributed as dist
 from quorum_attention.api import attention_with_lse
 from quorum_attention.argument_checks import shown
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.options import (
-    Arguments,
-    CallOptions,
-    current_settings,
-    with_current_settings,
-)
+from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
+from quorum_attention.call.settings import current_settings, with_current_settings
 from quorum_attention.call.validation import Tensors, as_mask, as_tensor, check_tensors
 from quorum_attention.decomposition import Ranges
 from quorum_attention.decomposition.intervals import cut

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from quorum_attention.arithmetic import round_up
 from quorum_attention.autograd import run_with_hook
 from quorum_attention.call.block import BlockResults, CallBlock, WholeCall
-from quorum_attention.call.options import CallOptions, with_current_settings
+from quorum_attention.call.options import CallOptions
+from quorum_attention.call.settings import with_current_settings
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.partition import Assignment, RowSlice, ShardBlock, Side

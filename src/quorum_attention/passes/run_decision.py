@@ -53,7 +53,7 @@ def run_decision(
         results = _run_plan(
             tensors, request, planned.problem, planned.plan, preallocated, backward_inputs, report
         )
-    for total_report in request.sums:
+    for total_report in request.reports_with_totals:
         total_report.total.add(report, backward=backward_inputs is not None)
     ids_of_preallocated = [id(result) for result in preallocated.values()]
     return tuple([r if id(r) in ids_of_preallocated else detach_view(r) for r in results])

@@ -23,7 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from quorum_attention.call.validation import cast_by_autocast
+from quorum_attention.call.broadcast import cast_by_autocast
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.recipes.patching import drawn, swapping
 

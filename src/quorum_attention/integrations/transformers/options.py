@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from quorum_attention.argument_checks import shown, whole_number
 from quorum_attention.call.options import CallOptions
-from quorum_attention.call.options import options_of as call_options
+from quorum_attention.call.options import check_options as check_call_options
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.extras import install_hint
@@ -72,7 +72,7 @@ class ModelOptions:
     def __post_init__(self) -> None:
         """Here, because the first call may be hours after ``register``."""
         said = CallOptions(self.budget, None, self.depth, accumulator=self.accumulator)
-        call_options(said, torch.device("cpu"))
+        check_call_options(said, torch.device("cpu"))
         if self.kernel != "auto":
             get_kernel(self.kernel)
         if self.min_tokens is not None:
