@@ -160,7 +160,9 @@ def plan(
     )
     pairs = None
     if chosen_kernel.sparse:
-        pairs = chosen_kernel.kept_pairs(shape.n_queries, shape.n_keys, shape.is_causal)
+        # A kernel that gets the mask as a bias runs a call that is not causal by itself.
+        is_causal = shape.is_causal or plain_shape.is_causal
+        pairs = chosen_kernel.kept_pairs(shape.n_queries, shape.n_keys, is_causal)
     words = mask_words(attn_mask, plain_shape.is_causal)
     return replace(chosen_plan, budget_bytes=budget_bytes, pairs=pairs, mask_words=words)
 
