@@ -8,7 +8,7 @@ import torch
 
 from quorum_attention.argument_checks import whole_number
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
-from quorum_attention.kernels.torch_private import capturing, outside
+from quorum_attention.kernels.torch_private import capturing, no_torch_modes
 
 
 def draw_dropout(p: float, seed: Any, device: torch.device, *, draws: bool) -> Dropout | None:
@@ -43,6 +43,6 @@ def draw_dropout(p: float, seed: Any, device: torch.device, *, draws: bool) -> D
         )
     # Torch's generator of the CPU draws it, whatever device computes: nobody waits for it, and
     # checkpointing, which restores that generator, draws the same seed again.
-    with outside():
+    with no_torch_modes():
         drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     return Dropout(p, drawn)

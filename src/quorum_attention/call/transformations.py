@@ -12,7 +12,7 @@ from quorum_attention.kernels.torch_private import (
     capturing,
     has_tangent,
     has_transforms,
-    outside,
+    no_torch_modes,
 )
 
 
@@ -70,7 +70,7 @@ def refuse_learned(
         return
     if capturing(device):
         return  # in a CUDA graph no copy from the host can be captured
-    with outside():
+    with no_torch_modes():
         rows = [_few_rows(tensor, device) for tensor in inputs]
         indices = _few_indices(query, key, device)
     results = kernel.results_of_functions(rows[0], rows[1], rows[2], indices)

@@ -27,7 +27,7 @@ from quorum_attention.kernels.protocol import (
     Three,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 
 _TILE_ROWS = 128
 _WIDEST_FORWARD = 512
@@ -232,7 +232,7 @@ def _forward_template(device: torch.device) -> tuple[int, torch.dtype]:
 
     Both changed between releases, and the backward requires what the forward returned.
     """
-    with outside():
+    with no_torch_modes():
         tiny = torch.zeros((1, 1, 64, 64), dtype=torch.float16, device=device)
         results = torch.ops.aten._scaled_dot_product_cudnn_attention(
             tiny, tiny, tiny, None, True, 0.0, False, False

@@ -22,7 +22,7 @@ from quorum_attention.kernels.protocol import Call, CallShape, Kernel, Saved, st
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.tensors import Pick
-from quorum_attention.kernels.torch_private import capturing, flash_implementation, outside
+from quorum_attention.kernels.torch_private import capturing, flash_implementation, no_torch_modes
 from quorum_attention.units import format_error
 
 # Odd, as lengths may be: rows of a bias begin at addresses that vector loads do not take.
@@ -94,12 +94,12 @@ def _answer(
             f"such call first, as warm-up"
         )
     if device.type != "cuda" or not _is_of_torch(kernel):
-        with outside():
+        with no_torch_modes():
             return _tested_with_memory(kernel, shape, device)
     test_name = _test_name(kernel, shape, device, deterministic)
     if test_name in _as_list(load(_PASSED_FILE)):
         return None
-    with outside():
+    with no_torch_modes():
         reason = _tested_with_memory(kernel, shape, device)
     if reason is None:
         with suppress(OSError):  # the next process tests again

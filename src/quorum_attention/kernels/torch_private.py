@@ -39,34 +39,35 @@ has_transforms = torch._C._are_functorch_transforms_active
 
 
 @contextmanager
-def outside() -> Iterator[None]:
-    """Turns off every mode and transformation that is active, gradients, hooks of saved tensors and
-    the detection of anomalies. ``with outside()``, or ``@outside()`` of a function."""
-    with ExitStack() as off:
+def no_torch_modes() -> Iterator[None]:
+    """Turn off all modes and transformations, gradients, hooks of saved tensors and the detection
+    of anomalies. It is a context, ``with no_torch_modes()``, and a decorator,
+    ``@no_torch_modes()``."""
+    with ExitStack() as restored:
         # Default devices and other function modes, such as torch.device("meta") as a context. They
         # are taken off, not disabled: what is tried may have a mode of its own.
         for mode in [_pop_mode() for _ in range(_len_torch_function_stack())]:
-            off.callback(_push_mode, mode)
+            restored.callback(_push_mode, mode)
         if has_modes():
             from torch.utils._python_dispatch import _disable_current_modes
 
-            off.enter_context(_disable_current_modes())
+            restored.enter_context(_disable_current_modes())
         if has_transforms():
             from torch._functorch import pyfunctorch
 
-            off.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
+            restored.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
         # First, because it also sets whether gradients are recorded.
-        off.enter_context(torch.inference_mode(False))
-        off.enter_context(numbers_only())
-        # For what records a graph of its own. Torch calls the innermost hooks alone; where it has
-        # been told to refuse hooks, there are none. A saved output would hold the graph that has
-        # it, for good.
+        restored.enter_context(torch.inference_mode(False))
+        restored.enter_context(no_grad_no_autocast())
+        # The hooks are for code that records a graph of its own. Torch calls the innermost hooks
+        # alone; where it has been told to refuse hooks, there are none. A saved output would hold
+        # the graph that has it, for good.
         if _autograd._saved_tensors_hooks_is_enabled():
-            off.enter_context(
+            restored.enter_context(
                 torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, as_it_is)
             )
         if torch.is_anomaly_enabled():
-            off.enter_context(torch.autograd.set_detect_anomaly(False))
+            restored.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
 
 
@@ -76,7 +77,7 @@ def has_modes() -> bool:
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``."""
+    """Return ``tensor``."""
     return tensor
 
 
@@ -97,19 +98,19 @@ class GradAndAutocast(NamedTuple):
 
     @classmethod
     def now(cls) -> GradAndAutocast:
-        """Take a snapshot of this thread's."""
+        """Return a snapshot of this thread."""
         if not torch._C._is_any_autocast_enabled():
             return cls(torch.is_grad_enabled(), ())
         devices = tuple(filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
         return cls(torch.is_grad_enabled(), devices)
 
     def restore(self) -> None:
-        """Set this thread's to the snapshot."""
+        """Bring this thread back to the snapshot."""
         torch._C._set_grad_enabled(self.grad_enabled)
         for device_type in _AUTOCAST_DEVICES:
-            enabled = device_type in self.autocast_devices
-            if torch.is_autocast_enabled(device_type) != enabled:
-                torch.set_autocast_enabled(device_type, enabled)
+            was_enabled = device_type in self.autocast_devices
+            if torch.is_autocast_enabled(device_type) != was_enabled:
+                torch.set_autocast_enabled(device_type, was_enabled)
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -118,7 +119,8 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def restores_grad_and_autocast(
     function: Callable[_Params, _Result],
 ) -> Callable[_Params, _Result]:
-    """``function``, after whose errors gradients and autocast are as they were before."""
+    """Return ``function`` such that after its errors gradients and autocast are as they were
+    before."""
 
     @wraps(function)
     def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
@@ -132,8 +134,8 @@ def restores_grad_and_autocast(
     return call
 
 
-class _NumbersOnly:
-    """The context of ``numbers_only``."""
+class _NoGradNoAutocast:
+    """The context of ``no_grad_no_autocast``."""
 
     def __enter__(self) -> None:
         self._before = GradAndAutocast.now()
@@ -143,10 +145,10 @@ class _NumbersOnly:
         self._before.restore()
 
 
-def numbers_only() -> AbstractContextManager[object]:
-    """Turns gradients off, and autocast, so that kernels compute in the dtypes of their inputs."""
+def no_grad_no_autocast() -> AbstractContextManager[object]:
+    """Turn gradients off, and autocast, so that kernels compute in the dtypes of their inputs."""
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-        return _NumbersOnly()
+        return _NoGradNoAutocast()
     return nullcontext()
 
 
@@ -155,13 +157,16 @@ def has_no_numbers(*tensors: object) -> bool:
 
     ``torch.compile`` is not one of them: it breaks the graph where it cannot trace.
     """
-    if True in [type(tensor) not in PLAIN and is_fake(tensor) for tensor in tensors]:
+    of_other_classes = [tensor for tensor in tensors if type(tensor) not in PLAIN]
+    if any(map(is_fake, of_other_classes)):
         return True
-    keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
-    return has_modes() and (
-        _modes_before_dispatch.count() > 0
-        or any(mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL, keys.FAKE))
-    )
+    if not has_modes():
+        return False
+    if _modes_before_dispatch.count() > 0:
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    tracing_keys = (keys.PROXY, keys.FUNCTIONAL, keys.FAKE)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in tracing_keys)
 
 
 def is_traced(*inputs: object) -> bool:
@@ -170,13 +175,15 @@ def is_traced(*inputs: object) -> bool:
     among operators, or where operations are counted."""
     if torch.compiler.is_dynamo_compiling():
         return True
+    if has_no_numbers(*inputs):
+        return True
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return has_no_numbers(*inputs) or any(type(mode).__name__ in _BY_OPERATOR for mode in modes)
+    return any(type(mode).__name__ in _MODES_BY_OPERATOR for mode in modes)
 
 
-_COUNTS = "_FlopCounterMode"  # of torch.utils.flop_counter.FlopCounterMode
+_FLOP_COUNTER = "_FlopCounterMode"  # of torch.utils.flop_counter.FlopCounterMode
 # The others are torch.utils.checkpoint's, of create_selective_checkpoint_contexts.
-_BY_OPERATOR = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode", _COUNTS)
+_MODES_BY_OPERATOR = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode", _FLOP_COUNTER)
 
 
 def add_flop_formulas(formulas: dict[Any, Callable[..., int]]) -> None:
@@ -185,10 +192,11 @@ def add_flop_formulas(formulas: dict[Any, Callable[..., int]]) -> None:
     Their module registers formulas, but for counters that are made later, and its import takes
     longer than that of this package: so it is not imported here.
     """
-    if has_modes():
-        for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
-            if type(mode).__name__ == _COUNTS:
-                mode.counter.flop_registry.update(formulas)  # type: ignore[attr-defined]
+    if not has_modes():
+        return
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if type(mode).__name__ == _FLOP_COUNTER:
+            mode.counter.flop_registry.update(formulas)  # type: ignore[attr-defined]
 
 
 def has_own_torch_function(*inputs: object) -> bool:
@@ -198,7 +206,8 @@ def has_own_torch_function(*inputs: object) -> bool:
     if not classes or not torch._C._is_torch_function_enabled():
         return False
     disabled = torch._C._disabled_torch_function_impl
-    return any(getattr(cls, "__torch_function__", disabled) is not disabled for cls in classes)
+    functions = [getattr(cls, "__torch_function__", disabled) for cls in classes]
+    return any(function is not disabled for function in functions)
 
 
 def refuse_traces(function: str, *tensors: torch.Tensor | None) -> None:
@@ -264,7 +273,7 @@ _REASON = "quorum_attention plans and runs a call outside the graph"
 
 
 def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """``function`` under ``torch.compiler.disable`` once torch's compiler has been loaded.
+    """Return ``function`` under ``torch.compiler.disable`` once torch's compiler has been loaded.
 
     Loading the compiler takes longer than importing torch, so it is not loaded here.
     """
@@ -306,16 +315,17 @@ def lock_pages_with_threads() -> None:
 
     Not if the allocator's settings already say how.
     """
-    current = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None and "pinned_" not in current:
-        ours = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-        change(f"{current},{ours}" if current else ours)
+    if change is None or "pinned_" in settings:
+        return
+    our_settings = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    change(f"{settings},{our_settings}" if settings else our_settings)
 
 
 def flash_implementation() -> Any:
-    """What torch's flash operators have been replaced by (``activate_flash_attention_impl``, from
-    torch 2.11 or so on), by its name; None: they are torch's own."""
+    """Return the name of what torch's flash operators have been replaced by
+    (``activate_flash_attention_impl``, from torch 2.11 or so on); None: they are torch's own."""
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
@@ -362,32 +372,29 @@ def register_derivative(
     library.impl(name, dispatch, "Autograd", with_keyset=True)
 
 
-# Backwards that have no derivative of their own, and say so.
-#
-# torch's ``once_differentiable`` says so only where the upstream gradient requires one. Of a sum it
-# does not: then what came out was a constant, and a penalty on gradients lost its part without a
-# word. The error is torch's own, a RuntimeError.
-
-
 def first_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the ``backward`` of an autograd function one whose derivative is an error.
 
+    torch's ``once_differentiable`` says so only where the upstream gradient requires one. Of a sum
+    it does not: then what came out was a constant, and a penalty on gradients lost its part without
+    a word. The error is torch's own, a RuntimeError.
+
     Args:
-        name: of what the user called.
+        name: the name of the function that the user called.
     """
 
     def wrapped(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *grad_outputs: Any) -> Any:
-            recorded = torch.is_grad_enabled()
+            is_recorded = torch.is_grad_enabled()
             if has_tangent(grad_outputs):
                 raise NotImplementedError(f"forward-mode derivatives of {name} are not supported")
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
-            if not recorded:
+            if not is_recorded:
                 return grads
-            words = f"second derivatives of {name} are not supported"
-            refuse: Any = torch._C._functions.DelayedError(words.encode(), len(grads))
+            message = f"second derivatives of {name} are not supported"
+            refuse: Any = torch._C._functions.DelayedError(message.encode(), len(grads))
             return refuse(*(g if g is None else g.detach().requires_grad_() for g in grads))
 
         return once

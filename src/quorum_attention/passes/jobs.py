@@ -16,7 +16,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.upstream import rescale_upstream
-from quorum_attention.kernels.torch_private import numbers_only
+from quorum_attention.kernels.torch_private import no_grad_no_autocast
 
 _INPUTS = ("query", "key", "value")
 
@@ -62,7 +62,7 @@ def job_of(
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
     """Make ``device`` current, without gradients and autocast, and with our error out of memory."""
-    with backend_of(device).current(device), numbers_only(), our_out_of_memory():
+    with backend_of(device).current(device), no_grad_no_autocast(), our_out_of_memory():
         yield
 
 

@@ -18,7 +18,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.whole import Whole, single_kernel_call
 from quorum_attention.kernels.registry import registrations
-from quorum_attention.kernels.torch_private import numbers_only
+from quorum_attention.kernels.torch_private import no_grad_no_autocast
 from quorum_attention.passes.jobs import detach_view, job_of
 from quorum_attention.planner.decide import Decision
 
@@ -68,7 +68,7 @@ def run_single_kernel_call(
     device = request.options.device
     backend = backend_of(device)
     try:
-        with backend.current(device), numbers_only():
+        with backend.current(device), no_grad_no_autocast():
             return single_kernel_call(job)
     except Exception as error:
         if not is_out_of_memory(error):

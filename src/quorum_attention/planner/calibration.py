@@ -27,7 +27,7 @@ from quorum_attention.kernels.cache_files import cache_folder, load, private_fol
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
 from quorum_attention.kernels.select import select_kernel
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.rates import assumed_hardware, rates_at_head_dim
@@ -217,7 +217,7 @@ class _Bench:
         # Not torch's own generator: its numbers are the caller's.
         self._generator = torch.Generator(device).manual_seed(0)
 
-    @outside()
+    @no_torch_modes()
     def round(self) -> dict[str, float]:
         """Everything once, by name: FLOP/s, bytes per second, and seconds (``..._seconds``)."""
         found = {}

@@ -50,7 +50,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
 from quorum_attention.kernels.tensors import positions
-from quorum_attention.kernels.torch_private import as_it_is, outside
+from quorum_attention.kernels.torch_private import as_it_is, no_torch_modes
 from quorum_attention.keywords import helps_with_names
 
 # Device bytes for evaluating a mask's blocks, unless there are more heads than fit them.
@@ -345,7 +345,7 @@ def _in_global_numbers(
 def _numbers_on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``numbers`` on the device; cached, because every task of a head group needs them."""
     # A backward may use them, so they must not be a tensor of inference mode.
-    with outside():
+    with no_torch_modes():
         return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)
 
 

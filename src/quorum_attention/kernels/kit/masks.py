@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.geometry import EqualIds, FunctionRule, Geometry
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 
 _FAR = 1 << 62  # beyond every position
 
@@ -51,7 +51,7 @@ def document(ids: torch.Tensor) -> Geometry:
     """
     if ids.ndim != 1 or ids.is_floating_point():
         raise ValueError("ids must be one dimension of integers")
-    with outside():
+    with no_torch_modes():
         # A copy: verdicts on blocks stay right if the caller writes to the ids.
         copied_ids = ids.detach().cpu().numpy().astype(np.int64)
     return Geometry(rules=(EqualIds(copied_ids, copied_ids),))

@@ -21,7 +21,7 @@ from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import FULL, PARTIAL, Ranges, Rectangle, Task
 from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
 from quorum_attention.kernels.protocol import Indices, TaskTensors
-from quorum_attention.kernels.torch_private import capturing, outside
+from quorum_attention.kernels.torch_private import capturing, no_torch_modes
 
 BLOCK = 128
 UNKNOWN = 3
@@ -83,7 +83,7 @@ def classify(
     return {code: joined(parts) for code, parts in found.items()}
 
 
-@outside()
+@no_torch_modes()
 def listed_blocks(
     geometry: Geometry,
     task: TaskTensors,
@@ -160,7 +160,7 @@ class BlockEvaluator:
         """(entries, heads) for which blocks are evaluated."""
         return len(self._entries), len(self._heads)
 
-    @outside()
+    @no_torch_modes()
     def codes(self, blocks: Ints, nbytes: int) -> Codes:
         """FULL, PARTIAL or EMPTY, (blocks, entries, heads).
 
@@ -304,7 +304,7 @@ def block_lists(
             table = np.zeros((lines, width), dtype=np.int32)
             table[np.arange(width) < counts[:, None]] = entries
             arrays += [counts.reshape(*lanes, size), table.reshape(*lanes, size, width)]
-    with outside():  # because they are cached
+    with no_torch_modes():  # because they are cached
         lists = [torch.from_numpy(array.astype(np.int32)) for array in arrays]
         return [each.pin_memory() for each in lists] if pinned else lists
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
 
@@ -181,7 +181,7 @@ def boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return checked
 
 
-@outside()
+@no_torch_modes()
 def depends_on_batch_head(function: Callable[..., Any], device: torch.device) -> tuple[bool, bool]:
     """Whether a mask differs between batch entries, and between heads."""
     mapped = over_pairs(function)

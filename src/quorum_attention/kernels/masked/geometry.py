@@ -23,7 +23,7 @@ from quorum_attention.kernels.masked.functions import (
     versions,
 )
 from quorum_attention.kernels.protocol import Indices
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.units import counted
 
 Blocks = NDArray[np.int64]
@@ -312,7 +312,7 @@ class EqualIds(Rule):
     def _on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The ids on a device."""
         if device not in self._placed:
-            with outside():
+            with no_torch_modes():
                 placed = tuple(torch.from_numpy(ids.copy()).to(device) for ids in self._ids)
             self._placed[device] = placed
         return self._placed[device]

@@ -20,7 +20,7 @@ from quorum_attention.kernels.protocol import (
     Three,
     state_dtype,
 )
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 
 
 def packed_forward(
@@ -102,7 +102,7 @@ class _CellPlaces:
         self.run: slice | None = None
         if self.is_all and int(numbers[-1]) - first + 1 == n_cells:
             self.run = slice(first, first + n_cells)
-        with outside():
+        with no_torch_modes():
             self.entries, self.tokens, counts = (
                 torch.from_numpy(ids).to(device) for ids in (numbers, side.tokens, side.counts)
             )

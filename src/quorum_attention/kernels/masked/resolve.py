@@ -29,7 +29,7 @@ from quorum_attention.kernels.masked.pair_bias import PairBias
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.masked.ways import fastest_way
 from quorum_attention.kernels.protocol import CallShape, Kernel
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import FAR, Mask, map_tensors
 from quorum_attention.units import counted
 
@@ -72,7 +72,7 @@ class ResolvedMask:
         if packs and _is_of_tokens(mask, shape):
             # The caller's tensors may have changed when they are read again.
             copied = map_tensors(replace(mask, bias=None, sinks=None), _copied)
-            with outside():
+            with no_torch_modes():
                 self._find_whole_calls(copied, biases=biases)
         if self.is_whole:
             self.without_bias = cache(partial(ResolvedMask, copied, shape, biases=False))
@@ -173,7 +173,7 @@ def _contents(tensor: torch.Tensor) -> Hashable:
     host memory numbers are compared: 0.2 ms for the ids of 262,144 tokens.
     """
     if tensor.is_cpu or tensor.is_inference():  # which has no version
-        with outside():  # a transformation or a mode would take part in that
+        with no_torch_modes():  # a transformation or a mode would take part in that
             return tensor.shape, tensor.dtype, tensor.cpu().numpy().tobytes()
     return TensorVersion(tensor)
 
@@ -192,7 +192,7 @@ def geometries(mask: Mask, shape: CallShape, is_causal: bool) -> tuple[Geometry,
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
-    with outside():
+    with no_torch_modes():
         own = _own(mask, shape, is_causal)
         if mask.keeps is not None:
             own = _both(own, (geometry_of(mask.keeps),))
@@ -366,7 +366,7 @@ def with_offsets(mask: Mask, shape: CallShape) -> Mask:
         if any(new is not old for new, old in zip(numbered, inner, strict=True)):
             changes[name] = numbered
     if mask.counts_from_last:
-        with outside():
+        with no_torch_modes():
             offsets = query_offsets(mask, shape)
             single = offsets.size == 1
             changes["offset"] = int(offsets[0, 0]) if single else torch.from_numpy(offsets)

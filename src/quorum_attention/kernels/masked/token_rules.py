@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask
 
 Ids = NDArray[np.int64]
@@ -78,7 +78,7 @@ class PlaceRule:
         """The places of queries, (cells or 1, queries)."""
         device = queries.device
         if device not in self._on_devices:
-            with outside():
+            with no_torch_modes():
                 table = torch.from_numpy(np.ascontiguousarray(self.places)).to(device)
             self._on_devices[device] = table
         return _rows_at(self._on_devices[device], entries, queries)
@@ -144,7 +144,7 @@ class TokenRules:
 
     def _tables(self, device: torch.device) -> _TokenTables:
         if device not in self._on_devices:
-            with outside():
+            with no_torch_modes():
                 self._on_devices[device] = _tables_on(device, self._mask, self._n_keys)
         return self._on_devices[device]
 

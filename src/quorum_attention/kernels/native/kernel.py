@@ -47,7 +47,7 @@ from quorum_attention.kernels.protocol import (
     whole_task,
 )
 from quorum_attention.kernels.result_layout import empty_like_input
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.kernels.triton_launch import triton_available
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
@@ -163,7 +163,7 @@ class NativeKernel(Kernel):
 
     def by_bits(self, bits: Sequence[torch.Tensor], is_causal: bool) -> NativeKernel:
         """The kernel for pairs without a group bit in common, of queries and of keys; copied."""
-        with outside():
+        with no_torch_modes():
             rule = GroupBits(*(side.detach().cpu().numpy().copy() for side in bits))
         band = Band(None, 0 if is_causal else None)
         kernel = self.under(Geometry(band, rules=(rule,)))
@@ -379,7 +379,7 @@ class NativeKernel(Kernel):
 
     def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
         if self.slopes is not None and device not in self._slopes_by_device:
-            with outside():
+            with no_torch_modes():
                 self._slopes_by_device[device] = self.slopes.to(device)
         return self._slopes_by_device.get(device)
 
@@ -498,7 +498,7 @@ def _within_limits(
     yield from _within_limits(pieces[half:], make_tables, limits)
 
 
-@outside()  # because it is cached
+@no_torch_modes()  # because it is cached
 def _on_host(blocks: Ints, *, pinned: bool) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(blocks))
     return tensor.pin_memory() if pinned else tensor
@@ -535,7 +535,7 @@ def _checked_slopes(slopes: torch.Tensor) -> torch.Tensor:
             "alibi_slopes must be floating-point, one for each query head, got "
             f"{slopes.dtype} of shape {tuple(slopes.shape)}"
         )
-    with outside():
+    with no_torch_modes():
         return slopes.detach().to(torch.float32, copy=True)
 
 

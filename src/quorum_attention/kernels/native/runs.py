@@ -18,7 +18,7 @@ from quorum_attention.kernels.device_copies import to_device
 from quorum_attention.kernels.native.columns import EntryColumn, PieceColumn
 from quorum_attention.kernels.native.config import Axis, Tiling
 from quorum_attention.kernels.native.pieces import NO_DIAGONAL, Ints, Window
-from quorum_attention.kernels.torch_private import outside
+from quorum_attention.kernels.torch_private import no_torch_modes
 
 # Farther than any two positions are apart.
 _FAR = 1 << 40
@@ -252,7 +252,7 @@ class Runs(NamedTuple):
     ) -> Runs:
         """The table of pieces on the host."""
         starts, runs = table(pieces, n_rows, tiling.block, tiling.axis)
-        with outside():  # because it is cached
+        with no_torch_modes():  # because it is cached
             entries = bounded(torch.from_numpy(runs), n_rows, tiling, window)
             packed = torch.cat((torch.from_numpy(starts).int(), entries.flatten()))
             if pinned:
