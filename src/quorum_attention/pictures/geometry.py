@@ -22,39 +22,43 @@ def corners(block: Rectangle) -> list[Point]:
 
 def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Rectangle]:
     """The kept pairs of ``task``, in positions of the whole call: its rectangles, cut where its
-    tokens have gaps, under the mask as ``kept`` draws it."""
-    for r in task.rectangles(pairs.is_causal, pairs.n_queries, pairs.n_keys):
-        for queries, keys, causal in task.contiguous(r):
+    tokens have gaps, under the mask as ``kept_blocks`` draws it."""
+    for rectangle in task.rectangles(pairs.is_causal, pairs.n_queries, pairs.n_keys):
+        for queries, keys, causal in task.contiguous(rectangle):
             part = Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
-            yield from kept(part, pairs, cell)
+            yield from kept_blocks(part, pairs, cell)
 
 
-def kept(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle]:
-    """What the mask of ``pairs`` keeps of ``block``: at its edges squares of ``cell`` tokens, each
-    drawn if the pair in its middle is kept, or if the mask cannot tell."""
+def kept_blocks(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle]:
+    """The parts of ``block`` that the mask of ``pairs`` keeps.
+
+    Its edges are drawn in squares of ``cell`` tokens, each if the pair in its middle is kept, or if
+    the mask cannot tell.
+    """
     if pairs.verdict is None:
         yield block
         return
-    whole = Ranges.of(block.query_start, block.query_stop, block.key_start, block.key_stop)
-    for part, found in walk(whole, pairs.of, lambda r: quarters(r, cell)):
-        if found is PARTIAL:
-            row, column = (sum(side) // 2 for side in part)
-            found = pairs.of(Ranges.of(row, row + 1, column, column + 1))
-        if found is not EMPTY:
+    ranges = Ranges.of(block.query_start, block.query_stop, block.key_start, block.key_stop)
+    for part, verdict in walk(ranges, pairs.of, lambda r: quarters(r, cell)):
+        if verdict is PARTIAL:
+            row = sum(part.queries) // 2
+            column = sum(part.keys) // 2
+            verdict = pairs.of(Ranges.of(row, row + 1, column, column + 1))
+        if verdict is not EMPTY:
             yield Rectangle(*part.queries, *part.keys)
 
 
-def shallow(decomposition: Decomposition, limit: int, is_causal: bool) -> Decomposition:
+def with_fewer_levels(decomposition: Decomposition, limit: int, is_causal: bool) -> Decomposition:
     """``decomposition`` with as many of its levels as can be drawn in about ``limit`` blocks.
 
     Deeper levels only divide the blocks of the first ones further.
     """
+    pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
     while decomposition.depth > 1:
-        last = decomposition.task(tuple(c - 1 for c in decomposition.levels))
         first = decomposition.task((0,) * decomposition.depth)
-        pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
-        each = max(sum(1 for _ in blocks(t, pairs)) for t in (first, last))
-        if each * decomposition.n_tasks <= limit:
+        last = decomposition.task(tuple(n_chunks - 1 for n_chunks in decomposition.levels))
+        n_blocks = max(sum(1 for _ in blocks(task, pairs)) for task in (first, last))
+        if n_blocks * decomposition.n_tasks <= limit:
             break
         decomposition = replace(decomposition, levels=decomposition.levels[:-1])
     return decomposition
