@@ -224,6 +224,54 @@ class SegmentedCache:
         """
         self._n_reserved = whole_number(n_tokens, "n_tokens", 0)
 
+    def prepare(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take the memory of the reserved tokens ahead of the first ones.
+
+        Page-locking host memory takes a while, which may pass while something else is computed. An
+        empty cache alone is prepared.
+
+        Args:
+            key, value: tokens like those that will be appended, (b, h_kv, n, d) and (b, h_kv, n,
+                d_v).
+
+        Raises:
+            OutOfMemoryError: no place has memory left.
+        """
+        if self._prefixes or self._n_reserved == 0:
+            return
+        self._shapes = _TokenShapes.from_tensors(key, value)
+        self._new_prefix(1)
+
+    def promote(self) -> bool:
+        """Move all tokens to the device, if they all lie in host memory and no other cache has any.
+
+        Returns:
+            Whether they were moved. They stay where they are if the device has no room.
+        """
+        segments = self.segments()
+        is_alone = all(len(prefix.block.users) == 1 for prefix in self._prefixes)
+        is_in_order = all(segment.entries is None for segment in segments)
+        on_host = all(segment.place is Place.HOST for segment in segments)
+        if not (segments and is_alone and is_in_order and on_host):
+            return False
+        assert self._shapes is not None
+        n_capacity = sum(prefix.block.capacity for prefix in self._prefixes)
+        try:
+            memory = self.places.allocate(self._shapes.block_bytes(n_capacity), Place.DEVICE)
+        except OutOfMemoryError:
+            return False
+        block = _TokenBlock(memory, Place.DEVICE, self._shapes, n_capacity)
+        for segment in segments:
+            block.write(block.n_written, segment.key, segment.value)
+        block.users.add(self)
+        self._prefixes = [_BlockPrefix(block, block.n_written)]
+        return True
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the memory that its tokens lie in."""
+        return sum(prefix.block.memory.nbytes for prefix in self._prefixes)
+
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add tokens behind those that are there.
 
@@ -235,6 +283,8 @@ class SegmentedCache:
             ValueError, TypeError: they do not fit each other, or the tokens that are there.
             OutOfMemoryError: no place has memory left. Nothing has been appended.
         """
+        if self.n_tokens == 0 and self._prefixes:
+            self._keep_prepared(key, value)
         shapes = self._checked_shapes(key, value)
         if key.shape[2] == 0:
             return
@@ -251,6 +301,11 @@ class SegmentedCache:
             self.crop(n_before)
             self._shapes = shapes_before
             raise
+
+    def _keep_prepared(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Give prepared memory back if it is not for tokens like these."""
+        if key.dim() == 4 and _TokenShapes.from_tensors(key, value) != self._shapes:
+            self.reset()
 
     def _append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         n_new = key.shape[2]

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class _Changes:
         host_weights, moved: what was moved to host memory, and to the device; None: nothing.
         attention: configurations of the model, each with the name of its attention before.
         model_class: the model's class before.
+        layers: of its decoder.
+        reads_segments: whether its attention reads keys and values where the cache has them.
     """
 
     runner: Any
@@ -53,6 +56,7 @@ class _Changes:
     attention: list[tuple[Any, str | None]]
     model_class: type[torch.nn.Module]
     layers: list[torch.nn.Module] = field(default_factory=list)
+    reads_segments: bool = False
 
 
 @helps_with_names
@@ -116,7 +120,9 @@ def long_prompt(
     runner.progress = progress
     free = _free_beside_weights(base, runner.device, changes, limit)
     runner.working = working_bytes(free)
-    return _prompt_cache(base, runner, free, host_memory, folder, cache)
+    if cache is None:
+        cache = _new_cache(base, changes, free, host_memory, folder)
+    return cache
 
 
 def undo_long_prompt(model: Any) -> None:
@@ -182,11 +188,12 @@ def _choose_way(model: Any, changes: _Changes) -> None:
     change = set_attention(model, name, "for prompts")
     reason = None if change.done else change.how
     if reason is None:
+        changes.reads_segments = True
         trial = PromptTrial(
             model,
             plain_class(model).forward,
             changes.layers,
-            _cache_maker(model),
+            partial(_trial_cache, model, changes.runner.device),
             changes.host_weights,
         )
         result = trial.try_layers()
@@ -240,11 +247,11 @@ def _guessed_shape(model: Any) -> ModelShape:
     )
 
 
-def _cache_maker(model: Any) -> Callable[[], Any]:
-    """A function that makes an empty cache for a few tokens."""
-    from transformers import DynamicCache
+def _trial_cache(model: Any, device: torch.device) -> Any:
+    """An empty cache for a few tokens."""
+    from quorum_attention.integrations.transformers.prompt_cache import PromptCache
 
-    return lambda: DynamicCache(config=model.config)
+    return PromptCache(model.config, device)
 
 
 def _free_beside_weights(
@@ -272,15 +279,25 @@ def _free_beside_weights(
     return min(free, usable - n_bytes)
 
 
-def _prompt_cache(
+def _new_cache(
     model: Any,
-    runner: Any,
+    changes: _Changes,
     free: int,
     host_memory: int | str | None,
-    folder: Any,
-    cache: Any,
+    folder: str | os.PathLike[str] | None,
 ) -> Any:
-    """The cache of a prompt, in what computing layers leaves of the device."""
+    """An empty cache, in what computing layers leaves of the device."""
     from transformers import DynamicCache
 
-    return DynamicCache(config=model.config) if cache is None else cache
+    from quorum_attention.integrations.transformers.prompt_cache import PromptCache
+
+    runner = changes.runner
+    if not changes.reads_segments:
+        return DynamicCache(config=model.config)
+    return PromptCache(
+        model.config,
+        runner.device,
+        device_memory=free - runner.working,
+        host_memory=host_memory,
+        folder=folder,
+    )

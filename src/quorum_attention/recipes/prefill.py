@@ -14,8 +14,9 @@ layer (``layer_calls``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.layer_calls import LayerCall, attention_skipped, layers_replaced_by
 from quorum_attention.recipes.prompt_inputs import PromptInputs
 from quorum_attention.recipes.tile_storage import DeviceTiles, TileSpan, spans_of
+from quorum_attention.threads import try_start
 
 
 class _ReachedAttentionError(Exception):
@@ -160,7 +162,9 @@ class LayerwisePrefill:
         for number in range(n_layers):
             with weights_on_device(self.model.weights, number):
                 call, heads = self._run_to_attention(number)
-                outputs = self._attend(call, *heads)
+                _, key, value = heads
+                with _memory_of_next_layer(self.cache, number, key, value):
+                    outputs = self._attend(call, *heads)
                 self._run_from_attention(number, outputs)
             if self.report is not None:
                 self.report(number + 1, n_layers)
@@ -286,6 +290,30 @@ class LayerwisePrefill:
         """The last layer's results are ``hidden``; earlier ones are not looked at."""
         is_last = number + 1 == len(self.model.layers)
         return self.model.result_of(number, hidden if is_last else call.hidden)
+
+
+@contextmanager
+def _memory_of_next_layer(
+    cache: Any, number: int, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[None]:
+    """Let a cache in segments take the memory of the next layer while this one's attention runs.
+
+    Args:
+        cache: of the prompt.
+        number: of this layer.
+        key, value: of this layer. The next layer's are probably like them.
+    """
+    prepare = getattr(cache, "prepare", None)
+    if prepare is None:
+        yield
+        return
+    thread = threading.Thread(target=prepare, args=(number + 1, key, value))
+    is_started = try_start(thread)
+    try:
+        yield
+    finally:
+        if is_started:
+            thread.join()
 
 
 def _attention_into(output: torch.Tensor, budget: int | None, /, *args: Any, **named: Any) -> Any:

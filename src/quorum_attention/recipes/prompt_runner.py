@@ -19,7 +19,10 @@ from quorum_attention.recipes.prompt_memory import PromptPlan, TokenBytes, plan_
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, spans_of
 
 _CACHE = "past_key_values"
-# A bar is shown without being asked for if a prompt has more tokens.
+# Memory for so many tokens behind a prompt is taken with the prompt's.
+_TOKENS_BEHIND = 1024
+# Device memory that stays free for later tokens when a prompt is done.
+_CHUNK_BYTES = 1536 << 20
 _LABEL = "prefill: layers"
 
 
@@ -85,14 +88,18 @@ class PromptRunner:
     ) -> Any:
         reserve = getattr(cache, "reserve", None)
         if reserve is not None:
-            reserve(inputs.n_tokens)
+            reserve(inputs.n_tokens + _TOKENS_BEHIND)
         tiles = DeviceTiles(self.device) if plan.is_on_device else HostTiles(self.device)
         budget = plan.budget if self.device.type == "cuda" else None
         with progress_bar() as show:
             report = None if self.progress is False else partial(_report, self.progress or show)
             prefill = LayerwisePrefill(layered, inputs, cache, tiles, plan.tile, budget, report)
             with backend_of(self.device).current(self.device):
-                return prefill.run()
+                result = prefill.run()
+        promote = getattr(cache, "promote", None)
+        if promote is not None:
+            promote(max(0, self.working - _CHUNK_BYTES))
+        return result
 
     def _run_chunks(
         self,

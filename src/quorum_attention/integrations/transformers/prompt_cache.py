@@ -11,12 +11,14 @@ import copy
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
+from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.integrations.transformers.segmented_tensor import LayerSegments
 from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.places import CachePlaces, Place
@@ -253,6 +255,29 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         """
         for layer in self._segmented_layers():
             layer.tokens.reserve(n_tokens)
+
+    def prepare(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take the memory of a layer's reserved tokens ahead, which will be like ``key`` and
+        ``value``. Nothing is taken if no place has memory left: the first tokens will say so."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, SegmentedLayer):
+            with suppress(OutOfMemoryError), torch.inference_mode(False):
+                layer.tokens.prepare(key, value)
+
+    def promote(self, n_bytes: int) -> None:
+        """Move layers from host memory to the device, as many as ``n_bytes`` of it hold.
+
+        A prompt was computed: the memory that this took may hold what is read for each token.
+        """
+        for layer in self._segmented_layers():
+            taken = layer.tokens.taken_bytes
+            if taken > n_bytes:
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                was_moved = layer.tokens.promote()
+            if was_moved:
+                n_bytes -= taken
+        self._shared.forget_copies()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make batch entry i what entry ``beam_idx[i]`` was."""
