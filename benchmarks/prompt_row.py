@@ -15,8 +15,7 @@ from measure import wait
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from quorum_attention.recipes import long_context
-from quorum_attention.recipes.long_prompt import long_prompt
+from quorum_attention.recipes import long_context, long_prompt
 
 SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     # hidden, MLP, layers, heads, head_dim

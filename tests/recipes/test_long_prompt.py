@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import transformers
 from helpers_models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
 
-from quorum_attention.recipes.long_prompt import long_prompt, undo_long_prompt
+from quorum_attention.recipes import long_prompt, undo_long_prompt
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, TileSpan, spans_of
 
 LATENT: dict[str, Any] = {

@@ -1,6 +1,7 @@
-"""The step around attention: what else dies at long context, and what to do about it."""
+"""The model around attention: long training steps, long prompts, and what else dies there."""
 
 from quorum_attention.recipes.long_context import Summary, long_context
+from quorum_attention.recipes.long_prompt import long_prompt, undo_long_prompt
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.remedies import longest_that_fits, switch_until_it_fits
 from quorum_attention.recipes.step import (
@@ -15,8 +16,10 @@ __all__ = [
     "Summary",
     "Training",
     "long_context",
+    "long_prompt",
     "longest_that_fits",
     "read_shape",
     "step_memory",
     "switch_until_it_fits",
+    "undo_long_prompt",
 ]
