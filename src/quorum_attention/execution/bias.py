@@ -18,7 +18,8 @@ def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasS
     whether inputs of ``dtype`` would round it."""
     n_missing = batch_dims + 3 - mask.dim()
     missing_sizes = (1,) * n_missing
-    *batch_sizes, n_heads, n_rows, n_columns = missing_sizes + tuple(mask.shape)
+    sizes = missing_sizes + tuple(mask.shape)
+    *batch_sizes, n_heads, n_rows, n_columns = sizes
     return BiasShape(
         batch=any(n > 1 for n in batch_sizes),
         heads=n_heads > 1,
@@ -45,7 +46,8 @@ class BiasView:
         n_missing = batch_dims + 3 - mask.dim()
         if n_missing:
             missing_sizes = (1,) * n_missing
-            mask = mask.reshape(missing_sizes + tuple(mask.shape))
+            sizes = missing_sizes + tuple(mask.shape)
+            mask = mask.reshape(sizes)
         self.mask = mask
 
     def of_task(
@@ -157,8 +159,8 @@ def _gather(
     bias = torch.empty(
         (sum(n_entries), first.shape[1], n_rows, n_columns), dtype=dtype, device=first.device
     )
-    zero = torch.zeros((), dtype=dtype, device=first.device)
-    minus_infinity = torch.full((), -torch.inf, dtype=dtype, device=first.device)
+    zero = bias.new_zeros(())
+    minus_infinity = bias.new_full((), -torch.inf)
     entry_parts = bias.split(n_entries)
     for part, block in zip(entry_parts, blocks, strict=True):
         for down, across in product(rows, columns):

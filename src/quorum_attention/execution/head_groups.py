@@ -106,7 +106,8 @@ def head_groups(shape: CallShape, size: GroupSize) -> Iterator[Group]:
     """The head groups of a call, none larger than ``size``, in order."""
     shared = shape.queries_per_key_head
     for first_entry in range(0, shape.batch, size.batch):
-        entry_numbers = range(first_entry, min(first_entry + size.batch, shape.batch))
+        end_entry = min(first_entry + size.batch, shape.batch)
+        entry_numbers = range(first_entry, end_entry)
         for kv_start in range(0, shape.kv_heads, size.kv_heads):
             kv_stop = min(kv_start + size.kv_heads, shape.kv_heads)
             yield Group(
@@ -120,7 +121,9 @@ def head_groups(shape: CallShape, size: GroupSize) -> Iterator[Group]:
 
 def count_groups(shape: CallShape, size: GroupSize) -> int:
     """How many groups ``head_groups`` yields."""
-    return ceil_div(shape.batch, size.batch) * ceil_div(shape.kv_heads, size.kv_heads)
+    n_of_entries = ceil_div(shape.batch, size.batch)
+    n_of_heads = ceil_div(shape.kv_heads, size.kv_heads)
+    return n_of_entries * n_of_heads
 
 
 def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
@@ -134,4 +137,5 @@ def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
     *outer, start = group.first_entry
     # Without outer dimensions, ``tensor[()]`` would make a view for nothing.
     rows = tensor[tuple(outer)] if outer else tensor
-    return rows[start : start + group.n_entries, heads]
+    stop = start + group.n_entries
+    return rows[start:stop, heads]

@@ -79,14 +79,16 @@ def tile_bytes(shape: CallShape, tile: Tile, mask_bytes: int) -> int:
     n_pairs = n_rows * tile.keys
     widths = shape.head_dim + shape.value_dim
     # Inputs as they came, and in the state's dtype.
-    inputs = (n_rows + n_keys) * widths * (input_bytes + state_bytes)
+    n_inputs = (n_rows + n_keys) * widths
+    inputs = n_inputs * (input_bytes + state_bytes)
     # The product of gradient and output, and a few numbers for each row.
     row_numbers = 2 * shape.value_dim + 6
     rows = n_rows * row_numbers * state_bytes
     # Scores, dP, a copy while one of them is summed; the mask, and the sums so far.
     pair_bytes = 6 * state_bytes + 2 * mask_bytes
     pair_bytes += shape.bias_dtype.itemsize + 1
-    total = inputs + rows + n_pairs * pair_bytes + _SLACK_BYTES
+    pairs = n_pairs * pair_bytes
+    total = inputs + rows + pairs + _SLACK_BYTES
     if shape.dropout:
         total += dropped_bytes(tile.entries, query_heads, tile.queries, tile.keys)
     return total
@@ -203,10 +205,12 @@ def _blocks(mask: torch.Tensor, shape: CallShape, tile: Tile) -> Iterator[_MaskB
     """Blocks of the result: no larger than a tile in dimensions that the mask has."""
     sizes = (_n_last_entries(shape), shape.kv_heads, shape.n_queries, shape.n_keys)
     tile_sizes = (tile.entries, tile.heads, tile.queries, tile.keys)
+    mask_sizes = mask.shape[-4:]
     cuts: list[Iterator[slice]] = []
-    for size, tile_size, mask_size in zip(sizes, tile_sizes, mask.shape[-4:], strict=True):
+    for size, tile_size, mask_size in zip(sizes, tile_sizes, mask_sizes, strict=True):
         run_length = tile_size if mask_size > 1 else size
-        cuts.append(runs(slice(0, size), run_length))
+        all_positions = slice(0, size)
+        cuts.append(runs(all_positions, run_length))
     for entries, heads, queries, keys in product(*cuts):
         yield _MaskBlock(entries, heads, queries, keys)
 
@@ -258,19 +262,26 @@ class _Walk:
             runs(block.heads, tile.heads),
             runs(block.queries, tile.queries),
         )
+        has_whole_rows = tile.keys >= shape.n_keys
         for outer, entries, heads, queries in by_rows:
+            group = self._group(outer, entries, heads)
             rows: BackwardRows | None = None
             for keys in runs(block.keys, tile.keys):
                 if self._is_empty(queries, keys):
                     continue
                 if rows is None:
-                    group = self._group(outer, entries, heads)
-                    rows = self._rows(group, queries, tile.keys >= shape.n_keys)
-                yield _MaskBlock(entries, heads, queries, keys), self._tile(rows, keys)
+                    rows = self._rows(group, queries, has_whole_rows)
+                tile_block = _MaskBlock(entries, heads, queries, keys)
+                yield tile_block, self._tile(rows, keys)
 
     def _is_empty(self, queries: slice, keys: slice) -> bool:
         """Whether the call keeps no pair of these queries and keys."""
-        positions = Ranges.of(queries.start, queries.stop, keys.start, keys.stop)
+        positions = Ranges.of(
+            queries.start,
+            queries.stop,
+            keys.start,
+            keys.stop,
+        )
         return self.pairs.of(positions) is EMPTY
 
     def _outer(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

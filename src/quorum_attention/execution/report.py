@@ -88,7 +88,8 @@ class Total(InWords):
             lines.append(f"recoveries: {self.recoveries}, which cost {cost}")
         # A copy: another thread may meet another kernel meanwhile.
         for name, n_passes in dict(self.kernels).items():
-            lines.append(f"kernel {name}: {counted(n_passes, 'pass', 'passes')}")
+            passes = counted(n_passes, "pass", "passes")
+            lines.append(f"kernel {name}: {passes}")
         return "\n".join(lines)
 
 

@@ -50,25 +50,25 @@ def run_pass(
     return job.make_results()
 
 
-def _run_with_recovery(job: PassJob, planned: Schedule, report: PassReport) -> None:
+def _run_with_recovery(job: PassJob, schedule: Schedule, report: PassReport) -> None:
     """Run units until all are done; when memory runs out, or there is headroom, as the controller
     says.
 
     Raises:
         OutOfMemoryError: the controller gives up.
     """
-    controller = _controller(job, planned)
+    controller = _controller(job, schedule)
     # The states that wait outside of slots last for all attempts.
     storage: PassStorage | None = None
     with ExitStack() as open_storage:
         while not controller.finished:
-            schedule = _present_schedule(planned, controller)
+            present = _present_schedule(schedule, controller)
             if storage is None:
-                storage = open_storage.enter_context(schedule.route.open_storage(job, schedule))
-            _begin_attempt(job, schedule, report)
+                storage = open_storage.enter_context(present.route.open_storage(job, present))
+            _begin_attempt(job, present, report)
             failure = _attempt(
                 job,
-                schedule,
+                present,
                 controller,
                 storage,
                 report,
@@ -139,12 +139,12 @@ def _cut_whole_groups(schedule: Schedule, problem: Problem) -> tuple[TaskLevels,
     return TaskLevels(through_slots, problem), failed, instead
 
 
-def _present_schedule(planned: Schedule, controller: RecoveryController) -> Schedule:
-    """``planned``, or tasks through slots at the controller's depth."""
+def _present_schedule(schedule: Schedule, controller: RecoveryController) -> Schedule:
+    """The schedule of a pass, or tasks through slots at the controller's depth."""
     if controller.groups_are_whole:
-        return planned
-    schedule = controller.levels.schedule(controller.depth)
-    return schedule.changed(n_cap=controller.n_cap)
+        return schedule
+    through_slots = controller.levels.schedule(controller.depth)
+    return through_slots.changed(n_cap=controller.n_cap)
 
 
 def _begin_attempt(job: PassJob, schedule: Schedule, report: PassReport) -> None:

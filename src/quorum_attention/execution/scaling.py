@@ -70,7 +70,8 @@ def inputs_of_group(tensors: TensorsByName, group: Group) -> TensorsByName:
     """The inputs of a backward's head group of one batch entry, without the log-sum-exp."""
     inputs: dict[str, torch.Tensor] = {}
     for item in _WIDE_INPUTS:
-        inputs[item.name] = group_part(tensors[item.name], group, item.axis)
+        tensor = tensors[item.name]
+        inputs[item.name] = group_part(tensor, group, item.axis)
     return inputs
 
 
@@ -114,7 +115,7 @@ class BackwardScaling:
             for _ in range(n_flags)
         ]
         # How many steps each (entry, key/value head) has been taken down.
-        self._steps: list[dict[_Head, int]] = [{} for _ in range(n_flags)]
+        self._steps = [dict[_Head, int]() for _ in range(n_flags)]
 
     def _flags_of(self, slot: int) -> int:
         """The number of the flags and steps of the unit in ``slot``."""
@@ -136,12 +137,8 @@ class BackwardScaling:
         steps = self._steps[flags]
         for (entry, kv_head), n_steps in steps.items():
             divisor = 2.0 ** _off_the_gradient(n_steps)
-            _head(
-                grad_out,
-                value,
-                entry,
-                kv_head,
-            ).div_(divisor)
+            head = _head_part(grad_out, value, entry, kv_head)
+            head.div_(divisor)
             unscale[entry, kv_head].mul_(divisor)
         if self.by_unit:
             overflow.zero_()
@@ -193,7 +190,8 @@ class BackwardScaling:
             if self._may_step_down(inputs, head, steps.get(head, 0)):
                 lowered.append(head)
         for head in lowered:
-            steps[head] = steps.get(head, 0) + 1
+            n_steps = steps.get(head, 0)
+            steps[head] = n_steps + 1
         if not self.by_unit:
             self._overflow[flags].zero_()
         return bool(lowered)
@@ -203,9 +201,10 @@ class BackwardScaling:
         entry, kv_head = head
         # The inputs of a unit in a slot come with its states, which overflowed.
         parts: dict[str, torch.Tensor] = {}
+        value = inputs["value"]
         for item in _WIDE_INPUTS:
             tensor = inputs[item.name]
-            parts[item.name] = _head(tensor, inputs["value"], entry, kv_head)
+            parts[item.name] = _head_part(tensor, value, entry, kv_head)
         if not all_finite(list(parts.values())):
             return n_steps == 0
         grad_out = parts["grad_out"]
@@ -227,10 +226,11 @@ def _off_the_gradient(n_steps: int) -> int:
     return n_steps * _STEP - _off_the_shift(n_steps)
 
 
-def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, kv_head: int) -> torch.Tensor:
+def _head_part(tensor: torch.Tensor, value: torch.Tensor, entry: int, kv_head: int) -> torch.Tensor:
     """The part of (b, h, n, d) that belongs to a key/value head: (1, h / hk, n, d)."""
     n_heads = tensor.shape[1]
     kv_heads = value.shape[1]
     shared = n_heads // kv_heads
     first_head = kv_head * shared
-    return tensor[entry : entry + 1, first_head : first_head + shared]
+    part = tensor[entry : entry + 1]
+    return part[:, first_head : first_head + shared]

@@ -96,9 +96,8 @@ class SlotLayout:
         if field.over is None:
             return True
         under = self.fields[field.over]
-        if field.offset != under.offset:
-            return False
-        return field.stop <= under.stop
+        begins_there = field.offset == under.offset
+        return begins_there and field.stop <= under.stop
 
     def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` survive when *other* rows are finished.

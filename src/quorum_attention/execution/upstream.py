@@ -25,7 +25,9 @@ def exceeds_range_of(gradient: torch.dtype, inputs: torch.dtype) -> bool:
     """Whether dtype ``gradient`` has numbers that are too small or large for dtype ``inputs``."""
     if gradient == inputs:
         return False
-    return torch.finfo(gradient).tiny < torch.finfo(inputs).tiny
+    gradient_range = torch.finfo(gradient)
+    input_range = torch.finfo(inputs)
+    return gradient_range.tiny < input_range.tiny
 
 
 def rescale_upstream(

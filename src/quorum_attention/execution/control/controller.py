@@ -169,8 +169,9 @@ class RecoveryController:
     @property
     def between_groups(self) -> bool:
         """Whether the next unit begins a group, but not the first of an attempt."""
-        group_is_over = self._current is not None and not self._visits
-        return group_is_over and not self._unfinished and bool(self.waiting)
+        if self._current is None or self._visits:
+            return False
+        return bool(self.waiting) and not self._unfinished
 
     @property
     def where(self) -> str:
@@ -220,7 +221,8 @@ class RecoveryController:
     def done(self, group: Group, path: Path) -> None:
         """The results of a unit are stored, or their copies are issued."""
         group_tasks = self.begun[group]
-        group_tasks.completed[path] = group_tasks.remaining.pop(path)
+        task = group_tasks.remaining.pop(path)
+        group_tasks.completed[path] = task
         self.units_done += 1
         self._finish_empty()
 
@@ -229,7 +231,9 @@ class RecoveryController:
         if not self.waiting:
             return None
         group = self.waiting.popleft()
-        tasks = [WHOLE] if self._levels is None else self._levels.tasks(self.depth)
+        tasks = [WHOLE]
+        if self._levels is not None:
+            tasks = self._levels.tasks(self.depth)
         remaining = {task.path: task for task in tasks}
         group_tasks = GroupTasks(group, self.depth, remaining)
         self.begun[group] = group_tasks

@@ -67,12 +67,15 @@ def visits(
         touched: ranges of global rows, ascending, whose state exists from completed tasks.
         carry: whether state may be carried from slot to slot; this takes two slots or more.
     """
-    runs = [(start, stop) for task in tasks for start, stop, _ in task.runs]
+    runs: list[tuple[int, int]] = []
+    for task in tasks:
+        runs += [(rows.start, rows.stop) for rows in task.runs]
     cells = _Cells(runs, touched)
     # The cells of the previous task, with the local position of each.
     previous: dict[int, int] = {}
     for task in tasks:
-        visit, previous = cells.visit(task, previous if carry else {})
+        carriable = previous if carry else {}
+        visit, previous = cells.visit(task, carriable)
         yield visit
 
 
@@ -125,8 +128,9 @@ class _Cells:
             for cell in self._between(start, stop):
                 first = self.edges[cell]
                 after = self.edges[cell + 1]
-                rows = Rows(first, after, local + first - start)
-                local_of_cell[cell] = rows.local
+                cell_local = local + first - start
+                rows = Rows(first, after, cell_local)
+                local_of_cell[cell] = cell_local
                 if not self.exists[cell]:
                     fresh.append(rows)
                 elif cell in previous:

@@ -134,13 +134,16 @@ class Backend:
     def model(self, device: torch.device) -> str:
         """The device's model, for which a calibration is valid: its name, and how many threads
         torch uses."""
-        return f"cpu {cpu_name()}, {counted(torch.get_num_threads(), 'thread')}"
+        threads = counted(torch.get_num_threads(), "thread")
+        return f"cpu {cpu_name()}, {threads}"
 
     def rates_of(self, dtype: torch.dtype) -> str:
         """The dtypes that share their rates with ``dtype``, in words: all that are as wide, but for
         fp16 and bf16: processors have instructions for one or for both."""
         name = str(dtype).removeprefix("torch.")
-        return name if dtype.itemsize == 2 else f"{dtype.itemsize * 8} bit"
+        if dtype.itemsize == 2:
+            return name
+        return f"{dtype.itemsize * 8} bit"
 
     def known_rates(self, device: torch.device) -> dict[str, Any]:
         """Return the fields of a ``HardwareModel`` that torch knows of a device that is here."""

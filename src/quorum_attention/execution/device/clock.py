@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -39,7 +40,8 @@ class HostClock(Clock):
 
     def add(self, stage: str, seconds: float) -> None:
         """Count ``seconds`` more for ``stage``."""
-        self._sums[stage] = self._sums.get(stage, 0.0) + seconds
+        before = self._sums.get(stage, 0.0)
+        self._sums[stage] = before + seconds
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -52,9 +54,18 @@ class HostClock(Clock):
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage so far, for all stages; ``compute`` is without its merges."""
-        net = {stage: self._sums.get(stage, 0.0) for stage in STAGES}
-        net["compute"] = max(0.0, net["compute"] - net["merge"])
-        return net
+        seconds = {stage: self._sums.get(stage, 0.0) for stage in STAGES}
+        without_merges = seconds["compute"] - seconds["merge"]
+        seconds["compute"] = max(0.0, without_merges)
+        return seconds
+
+
+class _Measurement(NamedTuple):
+    """The events before and after what counts as a stage."""
+
+    stage: str
+    first: torch.cuda.Event
+    last: torch.cuda.Event
 
 
 class CudaClock(HostClock):
@@ -62,7 +73,7 @@ class CudaClock(HostClock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._pending: deque[_Measurement] = deque()
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -74,18 +85,19 @@ class CudaClock(HostClock):
             yield
         finally:
             last.record()
-            self._pending.append((stage, first, last))
-            while len(self._pending) > _MOST_PENDING and self._pending[0][2].query():
+            self._pending.append(_Measurement(stage, first, last))
+            while len(self._pending) > _MOST_PENDING and self._pending[0].last.query():
                 self._read_oldest()
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage so far, after all work is done; ``compute`` is without its merges."""
         while self._pending:
-            self._pending[0][2].synchronize()
+            self._pending[0].last.synchronize()
             self._read_oldest()
         return super().seconds()
 
     def _read_oldest(self) -> None:
         """Add up the oldest pair of events."""
-        stage, first, last = self._pending.popleft()
-        self.add(stage, first.elapsed_time(last) * 1e-3)
+        oldest = self._pending.popleft()
+        milliseconds = oldest.first.elapsed_time(oldest.last)
+        self.add(oldest.stage, milliseconds * 1e-3)

@@ -48,8 +48,10 @@ class Cuda(Backend):
         allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
         limit = total
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):
-            limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
-        return max(0, min(free + reserved - allocated, limit - allocated))
+            fraction = torch.cuda.get_per_process_memory_fraction(device)
+            limit = int(total * fraction)
+        unused = free + reserved - allocated
+        return max(0, min(unused, limit - allocated))
 
     def give_back_cached(self) -> None:
         """Collect garbage, give back what was kept of results, and empty the caching allocator."""
@@ -58,8 +60,8 @@ class Cuda(Backend):
 
     def rounding(self, sizes: Sequence[int]) -> int:
         """A little for each tensor, and more for large ones, which get whole blocks."""
-        unsplit = sum(size > UNSPLIT_BYTES for size in sizes)
-        return super().rounding(sizes) + UNSPLIT_BYTES * unsplit
+        unsplit = [size for size in sizes if size > UNSPLIT_BYTES]
+        return super().rounding(sizes) + UNSPLIT_BYTES * len(unsplit)
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which ``device`` is current: kernels run there, wherever tensors are."""
@@ -94,7 +96,8 @@ class Cuda(Backend):
         device = with_index(device)
         _, total = torch.cuda.mem_get_info(device)
         allowed = torch.cuda.memory_reserved(device) + extra_bytes
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+        fraction = min(1.0, allowed / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
 
     def synchronize(self, device: torch.device) -> None:
         """Hold the host until all streams of ``device`` are done."""
@@ -129,10 +132,11 @@ class Cuda(Backend):
 
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
         """A function that copies ``n_bytes`` each way at once, on two streams."""
-        sent = torch.empty(n_bytes, dtype=torch.uint8, device="cpu").pin_memory()
-        received = torch.empty(n_bytes, dtype=torch.uint8, device="cpu").pin_memory()
-        up_target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        down_source = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        on_host = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        sent = on_host.pin_memory()
+        received = on_host.pin_memory()
+        up_target = torch.empty_like(sent, device=device)
+        down_source = torch.empty_like(sent, device=device)
         up_stream = torch.cuda.Stream(device)
         down_stream = torch.cuda.Stream(device)
 
@@ -154,7 +158,8 @@ def _lock(address: int, n_bytes: int) -> bool:
 
     def lock() -> None:
         torch.cuda.set_device(device)
-        statuses.append(int(runtime.cudaHostRegister(address, n_bytes, 0)))
+        status = runtime.cudaHostRegister(address, n_bytes, 0)
+        statuses.append(int(status))
 
     thread = threading.Thread(target=lock, name="locks a result")
     if try_start(thread):

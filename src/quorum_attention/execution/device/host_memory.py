@@ -23,7 +23,8 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last_element += (size - 1) * stride
     start = tensor.data_ptr()
-    return start, start + (last_element + 1) * tensor.element_size()
+    n_bytes = (last_element + 1) * tensor.element_size()
+    return start, start + n_bytes
 
 
 def is_locked(tensor: torch.Tensor) -> bool:
@@ -76,13 +77,13 @@ def mapped_ranges() -> list[MappedRange]:
 
 def _parse_mapping(line: str) -> MappedRange:
     """The mapping that a line of Linux's table describes."""
-    fields = line.split(maxsplit=5)
-    addresses, permissions, offset, device, inode = fields[:5]
+    addresses, permissions, offset, device, inode, *rest = line.split(maxsplit=5)
     start, stop = addresses.split("-")
-    path = fields[5].strip() if len(fields) > 5 else ""
+    path = "".join(rest).strip()
     # Mappings of device nodes are a driver's memory: their offsets are no positions in a file.
     is_device_node = path.startswith("/dev/") and not path.startswith("/dev/shm/")
-    is_file = path.startswith("/") and not is_device_node and inode != "0"
+    has_path = path.startswith("/") and not is_device_node
+    is_file = has_path and inode != "0"
     return MappedRange(
         start=int(start, 16),
         stop=int(stop, 16),

@@ -37,13 +37,17 @@ def on_host(device: torch.device) -> bool:
 
 def best_device() -> torch.device:
     """The current CUDA device if there is one, else the CPU."""
-    return with_index(torch.device("cuda")) if BACKENDS["cuda"].is_here() else HOST
+    if not BACKENDS["cuda"].is_here():
+        return HOST
+    return with_index(torch.device("cuda"))
 
 
 def every_device() -> list[torch.device]:
     """All CUDA devices of this machine."""
-    count = torch.cuda.device_count() if BACKENDS["cuda"].is_here() else 0
-    return [torch.device("cuda", number) for number in range(count)]
+    if not BACKENDS["cuda"].is_here():
+        return []
+    numbers = range(torch.cuda.device_count())
+    return [torch.device("cuda", number) for number in numbers]
 
 
 def named_device(name: Any, argument: str) -> torch.device:

@@ -224,7 +224,8 @@ class PageLocks:
         start, stop = address_range(tensor)
         if not self._pieces_in(start, stop):
             return is_locked(tensor)
-        return all(locked for _, _, locked in self.parts(start, stop - start, wait=True))
+        parts = self.parts(start, stop - start, wait=True)
+        return all(locked for _, _, locked in parts)
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
@@ -361,8 +362,8 @@ class PageLocks:
 
     def _job_now(self) -> _LockJob | None:
         """A piece that can be locked or unlocked now; None if there is none."""
-        rests = self._rests_until > time.monotonic()
-        if self._to_lock and (self._to_lock[0].urgent or (self._begun and not rests)):
+        may_lock = self._begun and time.monotonic() >= self._rests_until
+        if self._to_lock and (may_lock or self._to_lock[0].urgent):
             return _LockJob(self._to_lock.popleft(), lock=True)
         while self._to_unlock:
             happened, piece = self._to_unlock[0]

@@ -194,8 +194,10 @@ class PinnedPool:
         """Keep memory whose result was freed, unless too much is kept already."""
         if not self.may_keep(pooled.memory):
             return
+        # A copy, because another thread may append meanwhile.
         free_bytes = sum(free.n_bytes for free in tuple(self._free))
-        if pooled.locked or free_bytes + pooled.n_bytes <= self.most_bytes:
+        fits = free_bytes + pooled.n_bytes <= self.most_bytes
+        if pooled.locked or fits:
             pooled.freed = self.clock()
             self._free.append(pooled)
 

@@ -65,7 +65,7 @@ class _Buffer:
 
     def has_writes_to(self, start: int, stop: int) -> bool:
         """Whether anything has to be written to the addresses [start, stop) from it."""
-        return any(target < stop and start < target + size for _, target, size in self.writes)
+        return any(target < stop and start < target + n_bytes for _, target, n_bytes in self.writes)
 
 
 class BatchedCopies:

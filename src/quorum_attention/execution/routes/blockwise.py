@@ -49,8 +49,11 @@ class Blockwise(InPlace):
         """Halved rectangles are as they come; others have a chunk of queries, or of both."""
         if self.pieces == "halves":
             _, rectangles = all_rectangles(shape, decomposition)
-            max_queries = max((r.n_queries for r in rectangles), default=1)
-            max_keys = max((r.n_keys for r in rectangles), default=1)
+            max_queries = 1
+            max_keys = 1
+            for rectangle in rectangles:
+                max_queries = max(max_queries, rectangle.n_queries)
+                max_keys = max(max_keys, rectangle.n_keys)
             return max_queries, max_keys
         chunk = decomposition.chunk_tokens
         max_queries = min(chunk, shape.n_queries)
@@ -91,7 +94,8 @@ class Blockwise(InPlace):
     def compute(self, job: PassJob, schedule: Schedule, group: Group) -> int:
         """All tasks as one."""
         job.make_results()
-        task, rectangles = all_rectangles(job.shape, schedule.decomposition, self.pieces)
+        decomposition = schedule.decomposition
+        task, rectangles = all_rectangles(job.shape, decomposition, self.pieces)
         tensors = job.task_tensors(
             task,
             rectangles,
@@ -100,4 +104,4 @@ class Blockwise(InPlace):
         )
         copies = not self._is_copied_by_kernel(job.problem)
         compute_group(job, tensors, group, copies=copies)
-        return schedule.decomposition.n_tasks
+        return decomposition.n_tasks

@@ -83,8 +83,10 @@ def allocated_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
         return states
     name = problem.spec.rescaled_input
     (rescaled,) = [item for item in problem.spec.inputs if item.name == name]
-    copy_bytes = rescaled.count(problem.shape, group) * problem.shape.dtype.itemsize
-    return (*states, copy_bytes, *(SMALL_BYTES,) * 4)
+    n_numbers = rescaled.count(problem.shape, group)
+    copy_bytes = n_numbers * problem.shape.dtype.itemsize
+    head_numbers = (SMALL_BYTES,) * 4
+    return (*states, copy_bytes, *head_numbers)
 
 
 def compute_group(job: PassJob, task: TaskTensors, group: Group, *, copies: bool = True) -> None:

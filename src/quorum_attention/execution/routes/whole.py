@@ -68,15 +68,14 @@ class Whole(InPlace):
         # One rectangle has to hold all queries and keys. With more keys than queries a causal one
         # leaves keys out, and operators differ on what they do with those.
         _, rectangles = all_rectangles(shape, schedule.decomposition)
-        if len(rectangles) != 1:
-            return False
-        (rectangle,) = rectangles
-        return rectangle.n_queries == shape.n_queries and rectangle.n_keys == shape.n_keys
+        sizes = [(rectangle.n_queries, rectangle.n_keys) for rectangle in rectangles]
+        return sizes == [(shape.n_queries, shape.n_keys)]
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
         """The workspace, copies of inputs, and results that are not the kernel's own."""
         shape = problem.shape
-        workspace = problem.workspace(replace(schedule.extent(shape), direct=True))
+        extent = replace(schedule.extent(shape), direct=True)
+        workspace = problem.workspace(extent)
         accumulators: list[int] = []
         for item in problem.spec.inputs:
             if item.has_state_dtype:
@@ -87,7 +86,8 @@ class Whole(InPlace):
             # If the kernel's gradients are not finite, they are computed again head by head.
             head_by_head = replace(schedule, group=GroupSize(1, 1))
             accumulators += allocated_bytes(problem, head_by_head.group)
-            workspace = max(workspace, problem.workspace(head_by_head.extent(shape)))
+            head_workspace = problem.workspace(head_by_head.extent(shape))
+            workspace = max(workspace, head_workspace)
         copies = [problem.place.rescaled_grad_bytes or 0]
         copies += copied_bytes(problem, schedule.group)
         if _is_one_call(schedule, problem) and not problem.place.flattenable:
@@ -116,8 +116,10 @@ class Whole(InPlace):
         """
         shape = job.shape
         size = schedule.group
-        if len(shape.batch_shape) > 1 and not _is_one_call(schedule, job.problem):
-            n_entries = _largest_divisor(shape.batch_shape[-1], size.batch)
+        has_outer_dims = len(shape.batch_shape) > 1
+        if has_outer_dims and not _is_one_call(schedule, job.problem):
+            n_last_entries = shape.batch_shape[-1]
+            n_entries = _largest_divisor(n_last_entries, size.batch)
             size = replace(size, batch=n_entries)
         return list(head_groups(shape, size))
 
@@ -180,15 +182,22 @@ def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
         return False
     if problem.place.flattenable:
         return True
-    n_numbers = sum(item.count(shape) for item in problem.spec.inputs)
-    n_runs = max(1, math.prod(shape.batch_shape[:-1]))
+    n_numbers = 0
+    for item in problem.spec.inputs:
+        n_numbers += item.count(shape)
+    copied_bytes = n_numbers * shape.dtype.itemsize
+    outer_sizes = shape.batch_shape[:-1]
+    n_runs = max(1, math.prod(outer_sizes))
     call_bytes = _DEVICE_CALL_BYTES if problem.backend.own_memory else _HOST_CALL_BYTES
-    return n_numbers * shape.dtype.itemsize <= call_bytes * n_runs
+    return copied_bytes <= call_bytes * n_runs
 
 
-def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of ``number`` that is at most ``most``."""
-    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
+def _largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of ``number`` that is at most ``limit``."""
+    divisor = min(number, limit)
+    while number % divisor:
+        divisor -= 1
+    return divisor
 
 
 def _result_bytes(schedule: Schedule, problem: Problem) -> tuple[int, ...]:
@@ -206,7 +215,9 @@ def _result_bytes(schedule: Schedule, problem: Problem) -> tuple[int, ...]:
 def _is_widened(problem: Problem) -> bool:
     """Whether a kernel is asked for an output in the state's dtype, which is then rounded."""
     shape = problem.shape
-    return shape.sinks and not problem.spec.backward and shape.dtype != shape.state_dtype
+    if problem.spec.backward or not shape.sinks:
+        return False
+    return shape.dtype != shape.state_dtype
 
 
 def _gives_results(problem: Problem) -> bool:
@@ -217,14 +228,16 @@ def _gives_results(problem: Problem) -> bool:
     """
     if problem.place.rescaled_grad_bytes is not None:
         return False
-    return problem.place.result_dtype == problem.shape.dtype or not problem.scaled
+    has_kernel_dtype = problem.place.result_dtype == problem.shape.dtype
+    return has_kernel_dtype or not problem.scaled
 
 
 def _call_bias(job: PassJob) -> torch.Tensor | None:
     """The bias of the whole call; None if it has none."""
     if job.bias is None:
         return None
-    return job.bias.of_call(job.shape.bias_dtype, job.device, job.shape.batch_shape)
+    shape = job.shape
+    return job.bias.of_call(shape.bias_dtype, job.device, shape.batch_shape)
 
 
 def _call_kernel(
@@ -250,13 +263,15 @@ def _call_kernel(
         first_entry=0 if group is None else group.entry_numbers.start,
     )
     if job.spec.backward:
-        gradients = job.kernel.whole_backward(call, _saved_of(job, inputs))
-        if job.problem.scaled and not capturing(job.device) and not all_finite(gradients):
-            return None
-        return gradients
+        saved = _saved_of(job, inputs)
+        gradients = job.kernel.whole_backward(call, saved)
+        if not job.problem.scaled or capturing(job.device):
+            return gradients
+        return gradients if all_finite(gradients) else None
     out, lse = job.kernel.whole_forward(call)
     if job.sinks is not None:
-        join_sinks_(out, lse, job.sinks if group is None else job.sinks[group.query_heads])
+        sinks = job.sinks if group is None else job.sinks[group.query_heads]
+        join_sinks_(out, lse, sinks)
     return out, lse
 
 
@@ -267,9 +282,10 @@ def _kernel_inputs(job: PassJob, group: Group | None) -> dict[str, torch.Tensor]
             item.name: group_part(job.tensors[item.name], group, item.axis)
             for item in job.spec.inputs
         }
-    if len(job.shape.batch_shape) == 1:
+    shape = job.shape
+    if len(shape.batch_shape) == 1:
         return job.tensors
-    return {name: flatten_batch(tensor, job.shape) for name, tensor in job.tensors.items()}
+    return {name: flatten_batch(tensor, shape) for name, tensor in job.tensors.items()}
 
 
 def _saved_of(job: PassJob, inputs: dict[str, torch.Tensor]) -> Saved:
