@@ -10,6 +10,7 @@ import torch
 from helpers_masks import check
 
 import quorum_attention as qa
+from quorum_attention.mask import map_tensors
 
 
 def any_mask(draw: random.Random, batch: int, n: int, m: int) -> qa.Mask:
@@ -50,6 +51,7 @@ def masked_call(
     device: str = "cpu",
     head_dim: int = 8,
     plain: bool = False,
+    mask_device: str = "cpu",
     **options: Any,
 ) -> None:
     """A call under a mask of tokens, and its gradients, are those of the textbook.
@@ -58,6 +60,7 @@ def masked_call(
         number: of the draw.
         limits: for results, and for gradients.
         plain: whether nothing but the mask changes the scores.
+        mask_device: where the tensors of the mask are.
         options: of the call, besides those that are drawn.
     """
     draw = random.Random(number)
@@ -79,4 +82,8 @@ def masked_call(
     options["is_causal"] = draw.random() < 0.15
     if device == "cpu" and "kernel" not in options and draw.random() < 0.2:
         options["budget"] = draw.choice(["7MiB", "9MiB"])
+    if mask_device != "cpu":
+        on_device = map_tensors(mask, lambda tensor, _: tensor.to(mask_device))
+        bias = None if mask.bias is None else mask.bias.to(mask_device)
+        options["given"] = replace(on_device, bias=bias)
     check(inputs, mask, head_dim**-0.5, limits, device=device, **options)

@@ -13,6 +13,7 @@ from helpers_memory import usage
 from helpers_plans import shape_of
 
 import quorum_attention as qa
+from quorum_attention import dispatch
 from quorum_attention.kernels.masked import pair_bias, ways
 from quorum_attention.kernels.masked.resolve import ResolvedMask
 
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The biases of calls; every mask of tokens that can become one does, on the CPU too."""
-    monkeypatch.setattr(ways, "_DEVICES_FOR_BIAS", ("cpu", "cuda"))
-    monkeypatch.setattr(ways, "_LITTLE", 1 << 62)
+    monkeypatch.setattr(ways, "DEVICES_FOR_BIAS", ("cpu", "cuda"))
+    monkeypatch.setattr(ways, "LITTLE", 1 << 62)
+    monkeypatch.setattr(dispatch, "short_mask_tensor", lambda *_: None)
     biases: list[torch.Tensor] = []
     make = pair_bias.PairBias.of
 
@@ -44,6 +46,64 @@ def test_random_masks_become_a_bias(
         monkeypatch.setattr(pair_bias, "_MOST_BYTES", 1 << size)
         masked_call(70_000 + number)
     assert len(made) > 120
+
+
+@pytest.fixture
+def tensors(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tensors of short calls; every mask of tokens that can become one does, on the CPU too."""
+    monkeypatch.setattr(ways, "DEVICES_FOR_BIAS", ("cpu", "cuda"))
+    made: list[torch.Tensor] = []
+    make = dispatch.short_mask_tensor
+
+    def counted(*arguments: Any) -> Any:
+        mask_tensor = make(*arguments)
+        if mask_tensor is not None:
+            made.append(mask_tensor.kept)
+        return mask_tensor
+
+    monkeypatch.setattr(dispatch, "short_mask_tensor", counted)
+    return made
+
+
+def test_random_masks_become_a_tensor(tensors: list[torch.Tensor]) -> None:
+    """In calls that ask for attention and nothing more."""
+    for number in range(80):
+        masked_call(80_000 + number)
+    assert len(tensors) > 15
+
+
+def test_the_tensor_of_a_mask(tensors: list[torch.Tensor]) -> None:
+    """It has the dimensions that kept pairs depend on; later calls like the first one are looked
+    up; errors are those of other calls."""
+    three, mask = lengths_of(7)
+    ids = torch.randint(0, 5, (12,))
+    padding = qa.Mask(key_padding=ids > 2)
+    for given, shape in (
+        (mask, (7, 1, 1, 12)),
+        (padding, (1, 1, 1, 12)),
+        (qa.Mask(causal=True, key_padding=ids > 2), (1, 1, 1, 12)),
+        (qa.Mask(documents=ids), (1, 1, 12, 12)),
+        (qa.Mask(window=(2, 3), key_lengths=mask.key_lengths), (7, 1, 12, 12)),
+    ):
+        tensors.clear()
+        qa.attention(*three, attn_mask=given)
+        assert [tuple(tensor.shape) for tensor in tensors] == [shape]
+    tensors.clear()
+    for given in (
+        qa.Mask(documents=ids, softcap=2.0),
+        qa.Mask(causal="lower_right", documents=ids),
+        padding | qa.Mask(causal=True),
+        qa.Mask(causal=True, window=3),
+    ):
+        qa.attention(*three, attn_mask=given)
+    qa.attention(*three, attn_mask=mask, kernel="cpu")
+    qa.attention(*three, attn_mask=mask, dropout_p=0.1)
+    for lengths in (torch.full((7,), 13), torch.full((7,), -1), torch.ones(6, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="key_lengths"):
+            qa.attention(*three, attn_mask=qa.Mask(key_lengths=lengths))
+    with pytest.raises(ValueError, match="documents"):
+        qa.attention(*three, attn_mask=qa.Mask(documents=ids[:11]))
+    assert not tensors
 
 
 def lengths_of(n_entries: int, n: int = 12) -> tuple[list[torch.Tensor], qa.Mask]:
@@ -69,16 +129,22 @@ def test_one_bias_for_many_entries(made: list[torch.Tensor]) -> None:
         assert [tuple(bias.shape) for bias in made] == [shape, shape]
 
 
-def test_the_backward_keeps_what_the_forward_kept(made: list[torch.Tensor]) -> None:
-    """The caller may write to lengths in between."""
-    three, mask = lengths_of(5)
+@pytest.mark.parametrize("way", ["made", "tensors"])
+@pytest.mark.parametrize("field", ["key_lengths", "key_padding"])
+def test_the_backward_keeps_what_the_forward_kept(
+    way: str, field: str, request: pytest.FixtureRequest
+) -> None:
+    """The caller may write to a mask in between."""
+    made = request.getfixturevalue(way)
+    three, lengths = lengths_of(5)
+    given = torch.rand(5, 12) < 0.5 if field == "key_padding" else lengths.key_lengths
     grads = []
     for writes in (False, True):
-        out = qa.attention(*three, attn_mask=mask)
-        if writes and mask.key_lengths is not None:
-            mask.key_lengths.fill_(1)
+        out = qa.attention(*three, attn_mask=qa.Mask(**{field: given}))
+        if writes:
+            given.fill_(1)
         grads.append(torch.autograd.grad(out.square().sum(), three))
-    assert len(made) == 4
+    assert len(made) == (4 if way == "made" else 2)
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 

@@ -20,6 +20,7 @@ from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current_settings, with_current_settings
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.lookup import BACKENDS, best_device
+from quorum_attention.kernels.masked.mask_tensor import short_mask_tensor
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.kernels.torch_private import (
     PLAIN,
@@ -109,13 +110,13 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
-    """A mask: in host memory a tensor, by how it lies; on a GPU a ``Mask`` without tensors,
-    functions and other masks, in numbers. None for others."""
-    if not BACKENDS[device.type].own_memory:
-        if not _is_plain(mask) or mask.device != device or mask.requires_grad:
+    """A mask: a tensor, by how it lies; on a GPU also a ``Mask`` without tensors, functions and
+    other masks, in numbers. None for others."""
+    if _is_plain(mask):
+        if mask.device != device or mask.requires_grad:
             return None
         return mask.shape, mask.stride(), mask.dtype
-    if type(mask) is not Mask:
+    if type(mask) is not Mask or not BACKENDS[device.type].own_memory:
         return None
     said = mask.set_fields()
     said.pop("window", None)
@@ -141,7 +142,11 @@ def attention_results(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): by the request of an earlier call if there is one, by an operator where the call
     is traced and one can make it, else by a request of its own."""
-    name = None if torch.compiler.is_dynamo_compiling() else cache_key(query, key, value, arguments)
+    name = None
+    if not torch.compiler.is_dynamo_compiling():
+        if type(arguments.attn_mask) is Mask:
+            arguments = _with_mask_tensor(query, key, value, arguments)
+        name = cache_key(query, key, value, arguments)
     known = None if name is None else _CACHE.get(name)
     if known is not None:  # of a call without ``out``
         mask = arguments.attn_mask if isinstance(arguments.attn_mask, torch.Tensor) else None
@@ -151,6 +156,31 @@ def attention_results(
         if results is not None:
             return results
     return dispatch_uncached(query, key, value, arguments, name)
+
+
+@uncompiled
+def _with_mask_tensor(query: Any, key: Any, value: Any, arguments: Arguments) -> Arguments:
+    """The arguments with a tensor in place of a ``Mask`` of tokens, in short calls on a GPU that
+    ask for attention and nothing more."""
+    mask = arguments.attn_mask
+    if not isinstance(mask, Mask) or not arguments.options.is_default:
+        return arguments
+    if arguments.out is not None or arguments.dropout_p != 0.0:
+        return arguments
+    if type(arguments.is_causal) is not bool:
+        return arguments  # it is refused
+    if not all(_is_plain(tensor) and tensor.dim() == 4 for tensor in (query, key, value)):
+        return arguments
+    device = query.device
+    if device.type not in BACKENDS or key.device != device:
+        return arguments
+    if _has_settings_or_modes(device.type) or capturing(device):
+        return arguments
+    made = short_mask_tensor(mask, query, key)
+    if made is None:
+        return arguments
+    is_causal = arguments.is_causal or made.is_causal
+    return arguments._replace(attn_mask=made.kept, is_causal=is_causal)
 
 
 @uncompiled

@@ -23,19 +23,27 @@ _TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bf
 def test_masks_of_tokens_become_a_bias(
     dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one call or by several, beside learned biases, sinks and soft caps."""
+    """By one call or by several, beside learned biases, sinks and soft caps; or a tensor, where the
+    mask is on the GPU and nothing is beside it."""
     for number in range(56):
         seed = 1000 * head_dim + 100 * dtype.itemsize + number
         size = random.Random(seed).choice([9, 12, 26])
         monkeypatch.setattr(pair_bias, "_MOST_BYTES", 1 << size)
-        masked_call(seed, dtype=dtype, limits=_TOLERANCE[dtype], device="cuda", head_dim=head_dim)
+        masked_call(
+            seed,
+            dtype=dtype,
+            limits=_TOLERANCE[dtype],
+            device="cuda",
+            head_dim=head_dim,
+            mask_device="cpu" if number % 2 else "cuda",
+        )
 
 
 @pytest.mark.parametrize("dtype", _TOLERANCE, ids=str)
 def test_packed_masks_of_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is packed, though it would become a bias. Triton compiles for each kind of call, which
     takes most of the time."""
-    monkeypatch.setattr(ways, "_DEVICES_FOR_BIAS", ())
+    monkeypatch.setattr(ways, "DEVICES_FOR_BIAS", ())
     monkeypatch.setattr(ways, "_FEW_CALLS", 0)
     monkeypatch.setattr(packing, "_CLEARLY", 0)
     for number in range(12):
@@ -60,7 +68,8 @@ def masks() -> dict[str, tuple[qa.Mask | None, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("name", ["no mask", "lengths", "padding", "scattered", "missing"])
 def test_masks_of_entries_take_few_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many masks differ, and wherever their tokens lie; results are those of torch."""
+    """However many masks differ, and wherever their tokens lie; results are those of torch. Masks
+    on the GPU become a tensor, those of the host a bias."""
     mask, (n_entries, heads, n_tokens) = masks()[name]
     calls = []
     make = pair_bias.PairBias.of
@@ -76,7 +85,7 @@ def test_masks_of_entries_take_few_calls(name: str, monkeypatch: pytest.MonkeyPa
     out = qa.attention(*leaves, attn_mask=mask)
     upstream = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, upstream)
-    assert len(calls) == (0 if mask is None else 2)
+    assert len(calls) == (2 if name in ("padding", "scattered") else 0)
     exact = [tensor.detach().float().requires_grad_() for tensor in three]
     kept = None
     if mask is not None and mask.documents is not None:

@@ -11,6 +11,8 @@ from quorum_attention.kernels.triton_launch import warm_up
 
 _UNROUNDED = "native"
 _FOR_LONG_CALLS = "fa4"
+_FOR_FEW_KEYS = "efficient"
+_FEW_KEYS = 64
 LONG_FLOPS = 1e12
 """Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an H200."""
 
@@ -66,7 +68,7 @@ def select_kernel(
     is_long = flops >= LONG_FLOPS and _is_hopper(device)
     reasons = []
     # One after the other: a test may have to build the kernel.
-    for name, kernel in kernels().items():
+    for name, kernel in _by_preference(shape, device).items():
         if kernel.name == _FOR_LONG_CALLS and not is_long:
             reason = refusal(kernel, shape) or "it is for longer calls"
         else:
@@ -75,6 +77,17 @@ def select_kernel(
             return kernel
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError(f"no kernel can run this call ({'; '.join(reasons)})")
+
+
+def _by_preference(shape: CallShape, device: torch.device) -> dict[str, Kernel]:
+    """Return the kernels by name, the preferred ones for such a call first."""
+    by_name = kernels()
+    if device.type != "cuda" or not 0 < shape.n_keys <= _FEW_KEYS:
+        return by_name
+    if shape.heads != shape.kv_heads:
+        return by_name  # it would be called for one query head of each group
+    # cuDNN gets longer copies of so few keys. FlashAttention-2 fills tiles of 128 rows with them.
+    return {_FOR_FEW_KEYS: by_name[_FOR_FEW_KEYS], **by_name}
 
 
 def unrounded_kernel(

@@ -96,7 +96,7 @@ class ResolvedMask:
         by_query, by_key = _ids(mask, shape)
         by_key = np.where(_kept_keys(mask, shape), by_key, NO_KEY)
         places = np.arange(shape.n_queries) + query_offsets(mask, shape)
-        rule = PlaceRule(_relative_band(mask), places, mask.chunk, shape.is_causal)
+        rule = PlaceRule(relative_band(mask), places, mask.chunk, shape.is_causal)
         self.rules = TokenRules(mask, shape.n_keys, rule)
         way = fastest_way(self.rules, by_query, by_key, shape, biases=biases)
         if isinstance(way, PairBias):
@@ -178,7 +178,7 @@ def _contents(tensor: torch.Tensor) -> Hashable:
     return TensorVersion(tensor)
 
 
-def _relative_band(mask: Mask) -> Band:
+def relative_band(mask: Mask) -> Band:
     """The band of a mask's own causal rule and window, around the place of a query."""
     left, right = mask.sides
     highs = [right] if right >= 0 else []
@@ -251,7 +251,7 @@ def _own(mask: Mask, shape: CallShape, is_causal: bool) -> tuple[Geometry, ...]:
 
 def _at_offset(mask: Mask, shape: CallShape, is_causal: bool, offset: int) -> Geometry:
     """What causal rule, window and chunk keep where all queries stand ``offset`` keys further."""
-    band = _relative_band(mask).moved(offset) & Band(None, 0 if is_causal else None)
+    band = relative_band(mask).moved(offset) & Band(None, 0 if is_causal else None)
     # Bounds that cut nothing are none.
     low = None if band.low is None or band.low <= 1 - shape.n_queries else band.low
     high = None if band.high is None or band.high >= shape.n_keys - 1 else band.high
@@ -269,9 +269,9 @@ def _at_offsets(
     by_query, by_key, offsets = numbers
     band = Band(None, 0 if is_causal and shape.n_keys > 1 else None)
     own = Geometry(band) & _in_chunk(mask, shape, offsets)
-    if _relative_band(mask).keeps_all:
+    if relative_band(mask).keeps_all:
         return own & _equal_numbers(by_query, by_key)
-    return own & _equal_numbers(by_query, by_key, offsets, _relative_band(mask))
+    return own & _equal_numbers(by_query, by_key, offsets, relative_band(mask))
 
 
 def _in_chunk(mask: Mask, shape: CallShape, offsets: Ids) -> Geometry:

@@ -8,12 +8,12 @@ from quorum_attention.kernels.masked.pair_bias import PairBias
 from quorum_attention.kernels.masked.token_rules import Ids, TokenRules
 from quorum_attention.kernels.protocol import CallShape
 
-# Where kernels take a bias as fast as anything else.
-_DEVICES_FOR_BIAS = ("cuda",)
-# A bias that costs so little is made whatever the mask keeps: the host looks at no tokens.
-_LITTLE = 1 << 27
-# Most bytes of the bias of a batch entry.
-_MOST_BYTES = 64 << 20
+DEVICES_FOR_BIAS = ("cuda",)
+"""Where kernels take a bias as fast as anything else."""
+LITTLE = 1 << 27
+"""A bias that costs so little is made whatever the mask keeps: the host looks at no tokens."""
+MOST_BYTES = 64 << 20
+"""Most bytes of the bias of a batch entry."""
 # Blocks that take no more calls are not packed.
 _FEW_CALLS = 2
 
@@ -30,7 +30,7 @@ def fastest_way(
     pair_bias = _bias_of(rules, by_query, by_key, shape) if biases else None
     if pair_bias is not None:
         bias_cost = cost_of_bias(pair_bias.calls(shape, shape.batch), shape)
-        if bias_cost <= _LITTLE:
+        if bias_cost <= LITTLE:
             return pair_bias
     blocks = blocks_of(by_query, by_key, shape)
     cost = cost_of_blocks(blocks, shape)
@@ -46,7 +46,7 @@ def fastest_way(
 
 def _bias_of(rules: TokenRules, by_query: Ids, by_key: Ids, shape: CallShape) -> PairBias | None:
     """The bias of a mask; None where it would be too large, or slow."""
-    if shape.device_type not in _DEVICES_FOR_BIAS:
+    if shape.device_type not in DEVICES_FOR_BIAS:
         return None
     places = rules.places
     is_causal = places.is_plain_causal and shape.n_queries == shape.n_keys
@@ -58,4 +58,4 @@ def _bias_of(rules: TokenRules, by_query: Ids, by_key: Ids, shape: CallShape) ->
         has_rows=rules.has_documents or has_places,
         has_entries=n_rows > 1,
     )
-    return pair_bias if pair_bias.bytes_of_entry(shape) <= _MOST_BYTES else None
+    return pair_bias if pair_bias.bytes_of_entry(shape) <= MOST_BYTES else None

@@ -1,0 +1,127 @@
+"""The mask of a short call as a tensor, made on the device from ids, lengths and padding there.
+
+A call with such a tensor is one like any other with ``attn_mask``: the host reads no ids, resolves
+no mask and makes no kernel for it. That would take longer than many calls take a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quorum_attention.kernels.masked import ways
+from quorum_attention.kernels.masked.costs import cost_of_bias
+from quorum_attention.kernels.masked.resolve import relative_band
+from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
+from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.mask import Mask
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class MaskTensor:
+    """What a call is given instead of a ``Mask``.
+
+    Attributes:
+        kept: which pairs are kept, bool, (batch or 1, 1, n_queries or 1, n_keys).
+        is_causal: whether keys after a query's own number are masked as well.
+    """
+
+    kept: torch.Tensor
+    is_causal: bool
+
+
+def short_mask_tensor(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> MaskTensor | None:
+    """The tensor of a mask; None where the mask has other fields or tensors elsewhere, where one
+    does not fit, or where the call is too long.
+
+    Args:
+        query, key: (batch, heads, n, head_dim), on one device.
+    """
+    if query.device.type not in ways.DEVICES_FOR_BIAS or not _is_of_tokens_alone(mask):
+        return None
+    batch, heads, n_queries, _ = query.shape
+    n_keys = key.shape[2]
+    shape = CallShape(
+        query.device.type,
+        query.dtype,
+        heads,
+        heads,
+        1,
+        1,
+        batch_shape=(batch,),
+        n_queries=n_queries,
+        n_keys=n_keys,
+    )
+    if not _fits(mask, shape, query.device):
+        return None
+    band = relative_band(mask)
+    offset = mask.offset if isinstance(mask.offset, int) else 0
+    places = PlaceRule(band, (np.arange(n_queries) + offset)[None], mask.chunk)
+    is_causal = places.is_plain_causal and n_queries == n_keys
+    has_places = not (is_causal or places.keeps_all)
+    has_rows = has_places or mask.documents is not None
+    n_pairs = batch * (n_queries if has_rows else 1) * n_keys
+    if n_pairs * query.element_size() > ways.MOST_BYTES:
+        return None
+    if cost_of_bias(1, shape) > ways.LITTLE:
+        return None
+    rules = TokenRules(mask, n_keys, places)
+    kept = rules.kept(_ALL, _ALL, _ALL, query.device, by_places=has_places)
+    if mask.key_padding is not None:
+        kept = kept.clone()  # it may be the caller's own, who may write to it before the backward
+    return MaskTensor(kept.unsqueeze(1), is_causal)
+
+
+def _is_of_tokens_alone(mask: Mask) -> bool:
+    """Whether a mask has ids, lengths or padding, and no more than simple positions beside them."""
+    others = (mask.keeps, mask.bias, mask.softcap, mask.sinks)
+    if any(field is not None for field in others) or mask.every or mask.either:
+        return False
+    if isinstance(mask.offset, torch.Tensor) or mask.counts_from_last:
+        return False
+    return next(_tensors(mask), None) is not None
+
+
+def _tensors(mask: Mask) -> Iterator[torch.Tensor]:
+    """The ids, lengths and padding of a mask."""
+    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+    for tensor in (*documents, mask.key_lengths, mask.key_padding):
+        if tensor is not None:
+            yield tensor
+
+
+def _fits(mask: Mask, shape: CallShape, device: torch.device) -> bool:
+    """Whether the tensors of a mask are on a device, of the right sizes, and in range."""
+    batch, n_queries, n_keys = shape.batch, shape.n_queries, shape.n_keys
+    if 0 in (batch, shape.heads, n_queries, n_keys):
+        return False
+    if any(type(one) is not torch.Tensor or one.device != device for one in _tensors(mask)):
+        return False
+    documents = mask.documents
+    if documents is not None:
+        is_pair = isinstance(documents, tuple)
+        of_query, of_key = documents if isinstance(documents, tuple) else (documents, documents)
+        if not is_pair and n_queries != n_keys:
+            return False
+        if not (_spans(of_query, batch, n_queries) and _spans(of_key, batch, n_keys)):
+            return False
+    if mask.key_padding is not None and not _spans(mask.key_padding, batch, n_keys):
+        return False
+    lengths = mask.key_lengths
+    if lengths is None:
+        return True
+    if lengths.shape != (batch,):
+        return False
+    least, most = torch.stack(lengths.aminmax()).tolist()
+    is_in_range: bool = least >= 0 and most <= n_keys
+    return is_in_range
+
+
+def _spans(tensor: torch.Tensor, batch: int, n_tokens: int) -> bool:
+    """Whether a tensor has a number for each token."""
+    return tensor.shape in ((n_tokens,), (1, n_tokens), (batch, n_tokens))
