@@ -17,7 +17,8 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Rectangle
 from quorum_attention.kernels.masked import block_table
-from quorum_attention.kernels.masked.block_table import BlockEvaluator, listed_blocks
+from quorum_attention.kernels.masked.block_evaluator import BlockEvaluator
+from quorum_attention.kernels.masked.block_table import listed_blocks
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.native import rule_blocks
 from quorum_attention.kernels.native.rule_blocks import bits_of

@@ -15,7 +15,7 @@ from quorum_attention.kernels.kit.word_layout import (
     head_stride_sixteenth,
     word_layout,
 )
-from quorum_attention.kernels.masked.block_table import BLOCK
+from quorum_attention.kernels.masked.block_nodes import BLOCK
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, codes
 from quorum_attention.kernels.protocol import Three
 
@@ -31,7 +31,7 @@ class FlexCall:
 
     Attributes:
         inputs: query, key and value, each in a ``WordLayout``.
-        lists: the block lists on the device (``block_table.block_lists``).
+        lists: the block lists on the device (``block_lists.py``).
         mask_mod: the mask of partial blocks, by local indices. There are few kinds, because each
             is compiled.
         score_mod: the score modification, by local indices; None: there is none.

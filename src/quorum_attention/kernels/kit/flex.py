@@ -25,11 +25,11 @@ from quorum_attention.kernels.kit.function import gradients_by_autograd
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 from quorum_attention.kernels.kit.word_layout import WORD_ELEMENTS, as_word_layout
 from quorum_attention.kernels.limits import GRID_BLOCKS, runs
+from quorum_attention.kernels.masked.block_evaluator import evaluated_bytes
+from quorum_attention.kernels.masked.block_lists import block_lists
+from quorum_attention.kernels.masked.block_nodes import BLOCK
 from quorum_attention.kernels.masked.block_table import (
-    BLOCK,
-    block_lists,
     blocks_key,
-    evaluated_bytes,
     listed_blocks,
     sides,
     whole_region,

@@ -23,14 +23,9 @@ from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Rectangle, Ro
 from quorum_attention.decomposition.bands import Band, BandPart
 from quorum_attention.decomposition.rectangles import cut
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.masked.block_table import (
-    BLOCK,
-    blocks_key,
-    evaluated_bytes,
-    joined_along_rows,
-    listed_blocks,
-    whole_region,
-)
+from quorum_attention.kernels.masked.block_evaluator import evaluated_bytes
+from quorum_attention.kernels.masked.block_nodes import BLOCK, joined_along_rows
+from quorum_attention.kernels.masked.block_table import blocks_key, listed_blocks, whole_region
 from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.packed_calls import PackedKernel

@@ -15,15 +15,9 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.device_copies import to_device
-from quorum_attention.kernels.masked.block_table import (
-    BLOCK,
-    PAIR_BYTES,
-    SENT,
-    BlockEvaluator,
-    blocks_key,
-    listed_blocks,
-    whole_region,
-)
+from quorum_attention.kernels.masked.block_evaluator import PAIR_BYTES, SENT, BlockEvaluator
+from quorum_attention.kernels.masked.block_nodes import BLOCK
+from quorum_attention.kernels.masked.block_table import blocks_key, listed_blocks, whole_region
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.columns import EntryColumn, PieceColumn
 from quorum_attention.kernels.native.pieces import NO_DIAGONAL, Ints
