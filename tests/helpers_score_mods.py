@@ -11,7 +11,8 @@ from helpers_passes import both_passes
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import document, prefix_lm, sliding_window
-from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
+from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.rules import FunctionRule
 
 Case = tuple[Any, Any, bool]
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels.masked.geometry import EqualIds, FunctionRule, Geometry
+from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.rules import EqualIds, FunctionRule
 from quorum_attention.kernels.torch_private import no_torch_modes
 
 _FAR = 1 << 62  # beyond every position

@@ -27,7 +27,8 @@ from quorum_attention.kernels.masked.block_nodes import (
     single_blocks,
     without_empty,
 )
-from quorum_attention.kernels.masked.geometry import FunctionRule, Geometry
+from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.rules import FunctionRule
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.torch_private import no_torch_modes
 

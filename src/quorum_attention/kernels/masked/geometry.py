@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +21,14 @@ from quorum_attention.kernels.masked.functions import (
     over_pairs,
     versions,
 )
+from quorum_attention.kernels.masked.rules import (
+    FunctionRule,
+    Rule,
+    all_of,
+    any_of,
+    mask_mod_of_band,
+)
 from quorum_attention.kernels.protocol import Indices
-from quorum_attention.kernels.torch_private import no_torch_modes
-from quorum_attention.units import counted
 
 Blocks = NDArray[np.int64]
 """(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""
@@ -33,26 +37,6 @@ Bounds = NDArray[np.int64]
 
 UNBOUNDED = 1 << 62
 """As a bound: beyond all positions. (Sums with positions are 64-bit integers.)"""
-
-
-class Rule(ABC):
-    """A rule that has to be evaluated on pairs where its verdict is PARTIAL.
-
-    Attributes:
-        functions: the users' functions in it, which say nothing of blocks.
-        placed_bytes: device bytes of what it reads, once it is evaluated there.
-    """
-
-    functions: tuple[MaskMod, ...] = ()
-    placed_bytes: int = 0
-
-    @abstractmethod
-    def verdict(self, block: Ranges) -> Verdict:
-        """The verdict on a block of positions; PARTIAL for users' functions."""
-
-    @abstractmethod
-    def mask_mod(self, device: torch.device) -> MaskMod:
-        """The rule as FlexAttention's ``mask_mod`` over tensors on ``device``; can be traced."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,15 +72,16 @@ class Geometry:
 
     @property
     def seen(self) -> Hashable:
-        """Another where a tensor that its functions read has changed, as far as can be seen."""
+        """A key that changes when a tensor that its functions read changes, as far as can be
+        seen."""
         return versions(*self.functions)
 
     def depends(self, device: torch.device) -> tuple[bool, bool]:
         """Whether its functions differ between batch entries, and between heads."""
         if not self.functions:
             return False, False
-        find = partial(depends_on_batch_head, self.mask_mod(device), device)
-        return self._differ.get((device, self.seen), find)
+        evaluate = partial(depends_on_batch_head, self.mask_mod(device), device)
+        return self._differ.get((device, self.seen), evaluate)
 
     @property
     def placed_bytes(self) -> int:
@@ -117,12 +102,19 @@ class Geometry:
 
     def __and__(self, other: Geometry) -> Geometry:
         """Pairs that both keep."""
-        rules, same = (*self.rules, *other.rules), (*self.same, *other.same)
-        band, bounded = self.band & other.band, self if other.blocks is None else other
-        if self.blocks is None or other.blocks is None:
-            return Geometry(band, bounded.blocks, rules, same, bounded.bounds)
-        blocks, bounds = _intersect_blocks(self, other)
-        return Geometry(band, blocks, rules, same, bounds)
+        if self.blocks is None:
+            blocks, bounds = other.blocks, other.bounds
+        elif other.blocks is None:
+            blocks, bounds = self.blocks, self.bounds
+        else:
+            blocks, bounds = _intersect_blocks(self, other)
+        return Geometry(
+            band=self.band & other.band,
+            blocks=blocks,
+            rules=(*self.rules, *other.rules),
+            same=(*self.same, *other.same),
+            bounds=bounds,
+        )
 
     def __or__(self, other: Geometry) -> Geometry:
         """Pairs that either keeps."""
@@ -134,72 +126,81 @@ class Geometry:
 
     def verdict(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions; PARTIAL for users' functions."""
-        found = self.band.verdict(block)
-        if self.blocks is not None and found is not EMPTY:
-            found = both(found, self._among(block))
+        verdict = self.band.verdict(block)
+        if self.blocks is not None and verdict is not EMPTY:
+            verdict = both(verdict, self._verdict_of_blocks(block))
         for rule in self.rules:
-            if found is EMPTY:
+            if verdict is EMPTY:
                 return EMPTY
-            found = both(found, rule.verdict(block))
-        return found
+            verdict = both(verdict, rule.verdict(block))
+        return verdict
 
-    def _among(self, block: Ranges) -> Verdict:
-        near = self._near(block)
-        if not len(near):
+    def _verdict_of_blocks(self, block: Ranges) -> Verdict:
+        """The verdict of the blocks of the geometry, and of their bounds, on ``block``."""
+        numbers = self._meeting(block)
+        if not len(numbers):
             return EMPTY
-        # The ends of what is within the block: (parts, 4).
-        parts = self._clipped(near, block)
-        inside = len(parts) == 1 and parts[0].tolist() == [*block.queries, *block.keys]
+        parts = self._clipped(numbers, block)
+        is_inside = len(parts) == 1 and parts[0].tolist() == [*block.queries, *block.keys]
         if self.bounds is None:
-            return FULL if inside else PARTIAL
-        bounds = self.bounds[near]
-        least, largest = parts[:, 2] - (parts[:, 1] - 1), parts[:, 3] - 1 - parts[:, 0]
-        if not ((least <= bounds[:, 1]) & (largest >= bounds[:, 0])).any():
+            return FULL if is_inside else PARTIAL
+        low, high = self.bounds[numbers].T
+        distances = _distances(parts)
+        may_be_kept = (distances.least <= high) & (distances.largest >= low)
+        if not may_be_kept.any():
             return EMPTY
-        inside = inside and bool(bounds[0, 0] <= least[0] and largest[0] <= bounds[0, 1])
-        return FULL if inside else PARTIAL
+        are_kept = (distances.least >= low) & (distances.largest <= high)
+        return FULL if is_inside and bool(are_kept[0]) else PARTIAL
 
-    def _near(self, block: Ranges) -> NDArray[np.intp]:
+    def _meeting(self, block: Ranges) -> NDArray[np.intp]:
         """The numbers of the blocks of the geometry that meet ``block``."""
         assert self.blocks is not None
-        (q0, q1), (k0, k1) = block
-        first = int(np.searchsorted(self.blocks[:, 1], q0, side="right"))
-        last = int(np.searchsorted(self.blocks[:, 0], q1, side="left"))
-        near = self.blocks[first:last]
-        return first + np.flatnonzero((near[:, 2] < k1) & (near[:, 3] > k0))
+        query_starts, query_stops, key_starts, key_stops = self.blocks.T
+        first_query, query_stop = block.queries
+        first_key, key_stop = block.keys
+        # Blocks are sorted by their queries.
+        first = int(np.searchsorted(query_stops, first_query, side="right"))
+        last = int(np.searchsorted(query_starts, query_stop, side="left"))
+        some = slice(first, last)
+        meets = (key_starts[some] < key_stop) & (key_stops[some] > first_key)
+        return first + np.flatnonzero(meets)
 
     def _clipped(self, numbers: NDArray[np.intp], block: Ranges) -> Blocks:
-        """What blocks of the geometry have in common with ``block``."""
+        """The parts of blocks of the geometry that lie in ``block``."""
         assert self.blocks is not None
-        (q0, q1), (k0, k1) = block
-        found = self.blocks[numbers]
-        found[:, ::2] = np.maximum(found[:, ::2], (q0, k0))
-        found[:, 1::2] = np.minimum(found[:, 1::2], (q1, k1))
-        return found
+        starts = (block.queries[0], block.keys[0])
+        stops = (block.queries[1], block.keys[1])
+        clipped = self.blocks[numbers]
+        clipped[:, ::2] = np.maximum(clipped[:, ::2], starts)
+        clipped[:, 1::2] = np.minimum(clipped[:, 1::2], stops)
+        return clipped
 
     def within(self, block: Ranges) -> Iterator[tuple[Ranges, Band]]:
         """The parts of ``block`` that lie in the blocks of the geometry, and the band of each."""
         if self.blocks is None:
             yield block, self.band
             return
-        near = self._near(block)
-        parts = self._clipped(near, block).tolist()
-        bounds = None if self.bounds is None else self.bounds[near].tolist()
-        for number, ends in enumerate(parts):
-            band = self.band if bounds is None else self.band & _band_of(*bounds[number])
-            yield Ranges.of(*ends), band
+        numbers = self._meeting(block)
+        parts = self._clipped(numbers, block).tolist()
+        if self.bounds is None:
+            for ends in parts:
+                yield Ranges.of(*ends), self.band
+            return
+        for ends, bounds in zip(parts, self.bounds[numbers].tolist(), strict=True):
+            yield Ranges.of(*ends), self.band & _band_of(*bounds)
 
     def largest_part(self, n_queries: int, n_keys: int, *, bands: bool = False) -> tuple[int, int]:
         """The most queries and keys of a part of a block of so many; ``bands`` as of ``parts``."""
         if self.blocks is not None and len(self.blocks):
-            sides = self.blocks[:, 1::2] - self.blocks[:, ::2]
-            n_queries, n_keys = (
-                min(n, int(m)) for n, m in zip((n_queries, n_keys), sides.max(0), strict=True)
-            )
+            query_starts, query_stops, key_starts, key_stops = self.blocks.T
+            n_queries = min(n_queries, int((query_stops - query_starts).max()))
+            n_keys = min(n_keys, int((key_stops - key_starts).max()))
         widths = [band.width for band in self.block_bands if band.width is not None]
-        if widths and len(widths) == len(self.block_bands) and not bands:
-            n_queries, n_keys = min(n_queries, max(widths)), min(n_keys, max(widths))
-        return n_queries, n_keys
+        is_bounded = bool(widths) and len(widths) == len(self.block_bands)
+        if bands or not is_bounded:
+            return n_queries, n_keys
+        widest = max(widths)
+        return min(n_queries, widest), min(n_keys, widest)
 
     def parts(self, block: Ranges, *, bands: bool = False) -> Iterator[tuple[BandPart, Band]]:
         """Parts that hold each kept pair of a block once, and the band of each; of a geometry
@@ -208,40 +209,54 @@ class Geometry:
         Args:
             bands: parts may be bands.
         """
-        for sides, band in self.within(block):
-            ends = *sides.queries, *sides.keys
-            if not bands:
-                yield from ((part, band) for part in band.parts(*ends))
-                continue
-            least = band.within(*ends)
-            if least is not None:
-                yield least, band
+        for ranges, band in self.within(block):
+            ends = (*ranges.queries, *ranges.keys)
+            if bands:
+                smallest_part = band.within(*ends)
+                parts = [] if smallest_part is None else [smallest_part]
+            else:
+                parts = list(band.parts(*ends))
+            for part in parts:
+                yield part, band
 
     def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs of a tile are kept: bool, (b or 1, h or 1, q, k); of several tiles, without
         functions, (tiles, 1, 1, q, k)."""
-        mod = self.mask_mod(at.keys.device)
+        mask_mod = self.mask_mod(at.keys.device)
         if not self.functions:  # our own rules broadcast, which takes less time than torch.vmap
-            rows, columns = at.queries[..., None, None, :, None], at.keys[..., None, None, None, :]
-            kept = mod(at.entries[:1], at.heads[:1], rows, columns)
+            rows = at.queries[..., None, None, :, None]  # (tiles, 1, 1, q, 1)
+            columns = at.keys[..., None, None, None, :]  # (tiles, 1, 1, 1, k)
+            kept = mask_mod(at.entries[:1], at.heads[:1], rows, columns)
             return kept.expand(torch.broadcast_shapes(rows.shape, columns.shape))
-        found = over_pairs(mod)(at.entries, at.heads, at.queries, at.keys)
+        kept = over_pairs(mask_mod)(at.entries, at.heads, at.queries, at.keys)  # (b, h, q, k)
         # Where a dimension is expanded, one of its entries is enough.
         for dim in (0, 1):
-            if found.shape[dim] > 1 and found.stride(dim) == 0:
-                found = found.narrow(dim, 0, 1)
-        return found
+            if kept.shape[dim] > 1 and kept.stride(dim) == 0:
+                kept = kept.narrow(dim, 0, 1)
+        return kept
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""
-        mods = [] if self.band.keeps_all else [_in_band(self.band)]
-        mods += [rule.mask_mod(device) for rule in (*self.rules, *self.same)]
-        return reduce(_and, mods) if mods else lambda b, h, q, k: q >= 0
+        mask_mods = [] if self.band.keeps_all else [mask_mod_of_band(self.band)]
+        mask_mods += [rule.mask_mod(device) for rule in (*self.rules, *self.same)]
+        return all_of(mask_mods)
 
     def count(self, n_queries: int, n_keys: int) -> int:
         """How many pairs it keeps; those that the rules leave out are counted as well."""
-        every = Ranges.of(0, n_queries, 0, n_keys)
-        return sum(band.count(*part.queries, *part.keys) for part, band in self.within(every))
+        call = Ranges.of(0, n_queries, 0, n_keys)
+        return sum(band.count(*part.queries, *part.keys) for part, band in self.within(call))
+
+
+class _Distances(NamedTuple):
+    """The least and the largest ``key - query`` of the pairs of each part, (parts,)."""
+
+    least: NDArray[np.int64]
+    largest: NDArray[np.int64]
+
+
+def _distances(parts: Blocks) -> _Distances:
+    query_starts, query_stops, key_starts, key_stops = parts.T
+    return _Distances(key_starts - (query_stops - 1), key_stops - 1 - query_starts)
 
 
 def _band_of(low: int, high: int) -> Band:
@@ -255,159 +270,45 @@ def bounds_of(band: Band) -> tuple[int, int]:
     return low, UNBOUNDED if band.high is None else band.high
 
 
-def _in_band(band: Band) -> MaskMod:
-    """A band as FlexAttention's ``mask_mod``."""
-    low, high = band.low, band.high
-    if low is None:
-        return lambda b, h, q, k: k - q <= high
-    if high is None:
-        return lambda b, h, q, k: k - q >= low
-    return lambda b, h, q, k: (k - q >= low) & (k - q <= high)
-
-
-class FunctionRule(Rule):
-    """A user's function as a rule."""
-
-    def __init__(self, keeps: MaskMod) -> None:
-        self._keeps, self.functions = keeps, (keeps,)
-
-    def verdict(self, block: Ranges) -> Verdict:
-        """See ``Rule``."""
-        return PARTIAL
-
-    def mask_mod(self, device: torch.device) -> MaskMod:
-        """See ``Rule``."""
-        return self._keeps
-
-
-class EqualIds(Rule):
-    """The rule that the ids of query and key are equal, (n,) and (m,) int64."""
-
-    def __init__(self, by_query: NDArray[np.int64], by_key: NDArray[np.int64]) -> None:
-        self._ids, self.placed_bytes = (by_query, by_key), by_query.nbytes + by_key.nbytes
-        self._placed: dict[torch.device, tuple[torch.Tensor, ...]] = {}
-
-    def verdict(self, block: Ranges) -> Verdict:
-        """EMPTY where no id of the queries can be one of the keys.
-
-        Raises:
-            ValueError: a token has no id.
-        """
-        (low, high), (least, most) = self._folded(block, np.minimum, np.maximum)
-        if low > most or least > high:
-            return EMPTY
-        return FULL if low == high == least == most else PARTIAL
-
-    def _folded(self, block: Ranges, *folds: np.ufunc) -> list[list[int]]:
-        """What the ids of a block's queries are folded to, and those of its keys."""
-        found = []
-        for (start, stop), ids in zip(block, self._ids, strict=True):
-            if stop > len(ids):
-                raise ValueError(
-                    f"there are ids of {counted(len(ids), 'token')}, not of token {stop - 1}"
-                )
-            found.append([int(fold.reduce(ids[start:stop])) for fold in folds])
-        return found
-
-    def _on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The ids on a device."""
-        if device not in self._placed:
-            with no_torch_modes():
-                placed = tuple(torch.from_numpy(ids.copy()).to(device) for ids in self._ids)
-            self._placed[device] = placed
-        return self._placed[device]
-
-    def mask_mod(self, device: torch.device) -> MaskMod:
-        """See ``Rule``."""
-        of_query, of_key = self._on(device)
-        return lambda b, h, q, k: of_query[q] == of_key[k]
-
-
-class GroupBits(EqualIds):
-    """The rule that query and key have no group bit in common (paper, section 4): the verdict on a
-    block follows from the bitwise OR and AND of both sides."""
-
-    def verdict(self, block: Ranges) -> Verdict:
-        """EMPTY where all queries share a bit with all keys."""
-        (any_q, all_q), (any_k, all_k) = self._folded(block, np.bitwise_or, np.bitwise_and)
-        if all_q & all_k:
-            return EMPTY
-        return PARTIAL if any_q & any_k else FULL
-
-    def mask_mod(self, device: torch.device) -> MaskMod:
-        """See ``Rule``."""
-        of_query, of_key = self._on(device)
-        return lambda b, h, q, k: (of_query[q] & of_key[k]) == 0
-
-
-class PlacesInBand(EqualIds):
-    """The rule that ``key - place`` lies in a band, where queries stand at places of their own.
-
-    Args:
-        places: (n,) int64, of the queries, in numbers of keys.
-        n_keys: how many keys there are.
-    """
-
-    def __init__(self, places: NDArray[np.int64], n_keys: int, band: Band) -> None:
-        super().__init__(places, np.arange(n_keys))
-        self._band = band
-
-    def verdict(self, block: Ranges) -> Verdict:
-        """FULL or EMPTY where the band is at every place between the first and the last."""
-        (first, last), keys = self._folded(block, np.minimum, np.maximum)
-        return self._band.verdict(Ranges.of(first, last + 1, keys[0], keys[1] + 1))
-
-    def mask_mod(self, device: torch.device) -> MaskMod:
-        """See ``Rule``."""
-        places, keys = self._on(device)
-        in_band = _in_band(self._band)
-        return lambda b, h, q, k: in_band(b, h, places[q], keys[k])
-
-
 class AnyOf(Rule):
     """The rule that at least one of several geometries keeps a pair."""
 
-    def __init__(self, every: tuple[Geometry, ...]) -> None:
-        self.every = every
-        self.functions = tuple(function for one in every for function in one.functions)
-        self.placed_bytes = sum(one.placed_bytes for one in every)
+    def __init__(self, geometries: tuple[Geometry, ...]) -> None:
+        self.geometries = geometries
+        self.functions = sum((geometry.functions for geometry in geometries), ())
+        self.placed_bytes = sum(geometry.placed_bytes for geometry in geometries)
 
     def verdict(self, block: Ranges) -> Verdict:
         """See ``Rule``."""
-        found: Verdict = EMPTY
-        for one in self.every:
-            found = either(found, one.verdict(block))
-            if found is FULL:
-                break
-        return found
+        verdict: Verdict = EMPTY
+        for geometry in self.geometries:
+            verdict = either(verdict, geometry.verdict(block))
+            if verdict is FULL:
+                return FULL
+        return verdict
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""
-        return reduce(_or, [one.mask_mod(device) for one in self.every])
+        return any_of([geometry.mask_mod(device) for geometry in self.geometries])
 
 
 def geometry_of(mask_mod: MaskMod | None) -> Geometry:
-    """What a ``mask_mod`` keeps; None keeps everything."""
+    """The geometry of what a ``mask_mod`` keeps; None keeps everything."""
+    if mask_mod is None:
+        return Geometry()
     if isinstance(mask_mod, Geometry):
         return mask_mod
-    return Geometry(rules=() if mask_mod is None else (FunctionRule(mask_mod),))
+    return Geometry(rules=(FunctionRule(mask_mod),))
 
 
-def _and(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
-
-
-def _or(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: one(b, h, q, k) | other(b, h, q, k)
-
-
-def _intersect_blocks(one: Geometry, other: Geometry) -> tuple[Blocks, Bounds | None]:
-    """What the blocks of two geometries have in common, and the bounds that both have there."""
-    rows = [
-        (*part.queries, *part.keys, *bounds_of(band & narrower))
-        for block, band in one.within(Ranges.of(0, UNBOUNDED, 0, UNBOUNDED))
-        for part, narrower in other.within(block)
-    ]
-    found = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
-    bounded = one.bounds is not None or other.bounds is not None
-    return found[:, :4], found[:, 4:] if bounded else None
+def _intersect_blocks(first: Geometry, second: Geometry) -> tuple[Blocks, Bounds | None]:
+    """The common parts of the blocks of two geometries, and the bounds that both have there."""
+    all_pairs = Ranges.of(0, UNBOUNDED, 0, UNBOUNDED)
+    rows = []
+    for block, band in first.within(all_pairs):
+        for part, narrower_band in second.within(block):
+            bounds = bounds_of(band & narrower_band)
+            rows.append((*part.queries, *part.keys, *bounds))
+    table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
+    is_bounded = first.bounds is not None or second.bounds is not None
+    return table[:, :4], table[:, 4:] if is_bounded else None

@@ -18,14 +18,13 @@ from quorum_attention.kernels.masked.alignment import Ids, offsets_from_last
 from quorum_attention.kernels.masked.functions import MaskMod, TensorVersion
 from quorum_attention.kernels.masked.geometry import (
     AnyOf,
-    EqualIds,
     Geometry,
-    PlacesInBand,
     bounds_of,
     geometry_of,
 )
 from quorum_attention.kernels.masked.packing import NO_KEY, Packing
 from quorum_attention.kernels.masked.pair_bias import PairBias
+from quorum_attention.kernels.masked.rules import EqualIds, PlacesInBand
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.masked.ways import fastest_way
 from quorum_attention.kernels.protocol import CallShape, Kernel

@@ -18,7 +18,8 @@ from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.block_nodes import BLOCK
-from quorum_attention.kernels.masked.geometry import Geometry, GroupBits
+from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.rules import GroupBits
 from quorum_attention.kernels.native.columns import EntryColumn, PieceColumn
 from quorum_attention.kernels.native.config import Axis, KernelKind, Tiling, choose_config
 from quorum_attention.kernels.native.launch import NativeLaunch
