@@ -31,7 +31,9 @@ def _run(folder: Path, turn: int) -> int:
 
 def _calibrate(folder: Path, turn: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration._Bench, "seconds", lambda bench, run, *seconds: 1e-3 * turn)
+        patch.setattr(
+            calibration.RateMeasurements, "seconds", lambda bench, run, *seconds: 1e-3 * turn
+        )
         calibration.calibrate("cpu", torch.float32)
 
 
@@ -94,6 +96,6 @@ def test_without_room_nothing_changes(
     assert files() == earlier
     assert _outcome(write, folder, 3)[0] == ""
     assert files() != earlier, "it would have been noticed if it could write"
-    calibration._known.cache_clear()
+    calibration._stored_entries.cache_clear()
     calibration.hardware_of.cache_clear()
     calibration.rates_known.cache_clear()

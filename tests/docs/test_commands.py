@@ -121,7 +121,7 @@ def test_calibrate_runs(
         assert calibration.hardware_of(torch.device("cpu"), torch.float32, 64).measured
     finally:
         monkeypatch.undo()
-        calibration._known.cache_clear()
+        calibration._stored_entries.cache_clear()
         calibration.hardware_of.cache_clear()
         calibration.rates_known.cache_clear()
 

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def forget() -> None:
-        calibration._known.cache_clear()
+        calibration._stored_entries.cache_clear()
         hardware_of.cache_clear()
 
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "not" / "there" / "yet"))
@@ -38,12 +38,12 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def write(figures: object) -> None:
     cache_file().parent.mkdir(parents=True, exist_ok=True)
     cache_file().write_text(figures if isinstance(figures, str) else json.dumps(figures))
-    calibration._known.cache_clear()
+    calibration._stored_entries.cache_clear()
     hardware_of.cache_clear()
 
 
 def figures(rate: float) -> dict[str, object]:
-    common = dict.fromkeys((*calibration._COMMON, "filling_causal"), 1.0)
+    common = dict.fromkeys((*calibration._COMMON_RATES, "filling_causal"), 1.0)
     return {"flops": {"64": [rate, rate / 2], "128": [2 * rate, rate]}, **common}
 
 
@@ -99,7 +99,7 @@ def test_fp16_and_bf16_are_apart_on_a_cpu_and_one_on_a_gpu() -> None:
 QUIET = {
     "head_dim 64 forward": 9e10, "head_dim 64 backward": 8e10,
     "head_dim 128 forward": 7e10, "head_dim 128 backward": 6e10, "causal": 5e10,
-    **dict.fromkeys(calibration._COMMON, 1e-4),
+    **dict.fromkeys(calibration._COMMON_RATES, 1e-4),
 }  # fmt: skip
 Noise = Callable[[int, str], float]
 
@@ -118,7 +118,7 @@ def measured(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[No
                 for name, right in QUIET.items()
             }
 
-        monkeypatch.setattr(calibration._Bench, "round", take)
+        monkeypatch.setattr(calibration.RateMeasurements, "round", take)
 
     return set_noise
 

@@ -93,14 +93,18 @@ class HardwareModel:
     def busy_share(self, n_heads: int, *, causal: bool, backward: bool) -> float:
         """The share of threads that an uncut call of ``n_heads`` heads of batch entries keeps busy,
         where each gets whole ones (backward), or the same number of rows (forward)."""
-        each = max(1, n_heads) / self.threads
+        heads_per_thread = max(1, n_heads) / self.threads
         if backward:
-            return each / math.ceil(each)
+            return heads_per_thread / math.ceil(heads_per_thread)
         if not causal:
             return 1.0
         # A causal head's work up to a share x of its rows is x squared.
-        done = [int(x) + (x % 1) ** 2 for x in (each * i for i in range(self.threads + 1))]
-        return each / max(b - a for a, b in pairwise(done))
+        work_up_to = []
+        for thread in range(self.threads + 1):
+            heads = heads_per_thread * thread
+            work_up_to.append(int(heads) + (heads % 1) ** 2)
+        longest = max(stop - start for start, stop in pairwise(work_up_to))
+        return heads_per_thread / longest
 
     def cached_share(self, inner_bytes: int) -> float:
         """The share of the rate that is left when a head's inner operand has ``inner_bytes``."""

@@ -29,15 +29,20 @@ def mask_words(mask: Mask | None, is_causal: bool) -> str:
 def _field_words(name: str, value: Any) -> str:
     """Return a field of a mask in words; "" if it leaves out nothing."""
     label = name.replace("_", " ")
-    if isinstance(value, tuple) and any(isinstance(part, Mask) for part in value):
-        joint = " or " if name == "either" else " and "
-        return joint.join(f"({mask_words(part, False)})" for part in value)
-    if value is True or isinstance(value, torch.Tensor) or callable(value):
+    if isinstance(value, torch.Tensor) or callable(value):
         return label
-    if name == "documents" and value is not None:
-        return label  # two tensors
-    if value in (None, False, ()):
+    if value is None:
         return ""
+    if name == "documents":
+        return label  # two tensors
+    if value is True:
+        return label
+    if value in (False, ()):
+        return ""
+    if name in ("either", "every"):
+        joint = " or " if name == "either" else " and "
+        return joint.join(f"({mask_words(mask, False)})" for mask in value)
     if isinstance(value, (tuple, list)):
-        return f"{label} {','.join(map(str, value))}"
+        numbers = ",".join(map(str, value))
+        return f"{label} {numbers}"
     return f"{label} {value}"

@@ -56,7 +56,7 @@ class PlannerOptions:
 
     @property
     def available_bytes(self) -> int | None:
-        """What the reserves leave of the budget to the pass; None without a budget."""
+        """The bytes that the reserves leave to the pass; None without a budget."""
         if self.budget_bytes is None:
             return None
         return max(0, self.budget_bytes - self.reserved_bytes)

@@ -122,7 +122,7 @@ def checked_group(shape: CallShape, heads_per_group: int | None) -> GroupSize | 
 
 
 def optional_number(
-    value: int | None, name: str, least: int, most: int | None = None
+    value: int | None, name: str, minimum: int, maximum: int | None = None
 ) -> int | None:
     """Return ``value`` as ``whole_number`` does, or None."""
-    return None if value is None else whole_number(value, name, least, most)
+    return None if value is None else whole_number(value, name, minimum, maximum)
