@@ -11,6 +11,7 @@ import torch
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.long_prompts import segments as segments_module
 from quorum_attention.long_prompts.places import CachePlaces, Place
+from quorum_attention.long_prompts.save import SavedLayer, load_layers, save_layers
 from quorum_attention.long_prompts.segments import SegmentedCache, concatenate
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
@@ -63,10 +64,22 @@ def assert_same(cache: SegmentedCache, plain: PlainCache) -> None:
         assert torch.equal(value, plain.value)
 
 
-def change(drawn: random.Random, cache: SegmentedCache, plain: PlainCache, batch: int) -> int:
+def save_and_load(cache: SegmentedCache, folder: Path) -> None:
+    """Replace a cache's tokens by saved ones."""
+    save_layers(folder, [SavedLayer("full", cache.segments())], model="a")
+    (layer,) = load_layers(folder, model="a")
+    cache.reset()
+    for segment in layer.segments:
+        cache.adopt(segment)
+
+
+def change(
+    drawn: random.Random, cache: SegmentedCache, plain: PlainCache, batch: int, folder: Path
+) -> int:
     """Make one random change to both; returns the batch after it."""
     n = plain.n_tokens
-    kind = drawn.choice(["append"] * 5 + ["crop", "reorder", "repeat", "select", "reset"])
+    kinds = ["append"] * 6 + ["crop", "reorder", "repeat", "select", "reset", "save"]
+    kind = drawn.choice(kinds)
     if kind == "append" or n == 0:
         key, value = tokens(batch, drawn.choice([1, 1, 1, 2, 7, 300]))
         cache.append(key, value)
@@ -88,6 +101,8 @@ def change(drawn: random.Random, cache: SegmentedCache, plain: PlainCache, batch
         cache.select(torch.tensor(indices))
         plain.select(indices)
         return len(indices)
+    elif kind == "save":
+        save_and_load(cache, folder / "saved")
     elif kind == "reset":
         cache.reset()
         plain.__init__()  # type: ignore[misc]
@@ -97,7 +112,8 @@ def change(drawn: random.Random, cache: SegmentedCache, plain: PlainCache, batch
 def run_history(seed: int, folder: Path) -> None:
     drawn = random.Random(seed)
     torch.manual_seed(seed)
-    places = CachePlaces(device_memory=drawn.choice([0, 20_000, None]), folder=folder)
+    device_memory = drawn.choice([0, 20_000, None])
+    places = CachePlaces(device_memory=device_memory, folder=folder / "segments")
     caches = [(SegmentedCache(places), PlainCache(), drawn.randint(1, 3))]
     for _ in range(drawn.randint(5, 40)):
         at = drawn.randrange(len(caches))
@@ -105,7 +121,7 @@ def run_history(seed: int, folder: Path) -> None:
         if drawn.random() < 0.15 and len(caches) < 4:
             caches.append((cache.fork(), plain.fork(), batch))
         else:
-            caches[at] = (cache, plain, change(drawn, cache, plain, batch))
+            caches[at] = (cache, plain, change(drawn, cache, plain, batch, folder))
         for cache, plain, _ in caches:
             assert_same(cache, plain)
     del caches, cache, plain
@@ -122,7 +138,7 @@ def test_random_histories_are_those_of_a_plain_cache(
     monkeypatch.setattr(segments_module, "_MAX_REORDERED_TOKENS", 16)
     for seed in range(first, first + 50):
         run_history(seed, tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "segments").iterdir())
 
 
 def test_single_tokens_do_not_make_a_segment_each() -> None:

@@ -8,18 +8,20 @@ disjoint sets of keys, so their results are merged by log-sum-exp.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from quorum_attention.api import attention_with_lse
-from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
+from quorum_attention.execution.device.lookup import HOST, on_host
 from quorum_attention.kernels.merge import empty_, merge_
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.long_prompts.cores import attend_on_cores
 from quorum_attention.long_prompts.flash_decode import KeysAt, can_decode, decode
-from quorum_attention.long_prompts.host_reader import PIECE_BYTES, Piece
+from quorum_attention.long_prompts.host_reader import PIECE_BYTES, Piece, copy_segment
 from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.places import Place, read_ahead
@@ -30,6 +32,8 @@ from quorum_attention.mask import Mask
 
 # From so many queries on, kernels for many queries are faster than those for few.
 _MANY_QUERIES = 256
+# With more rows of queries for each key head the cores compute longer than keys cross the bus.
+_MAX_CORE_ROWS = 64
 
 
 def attend_segments(
@@ -71,6 +75,7 @@ def attend_segments(
         ValueError, TypeError: shapes, dtypes or devices that do not fit each other.
     """
     _check(query, segments, key_padding, sinks)
+    query = query.detach()
     scale = 1 / math.sqrt(query.shape[3]) if softmax_scale is None else softmax_scale
     n_keys = sum(segment.n_tokens for segment in segments)
     mask = KeyMask(query.shape[2], n_keys, is_causal, window, _contiguous(key_padding))
@@ -229,45 +234,70 @@ def _attend_with_device(
     sharing: HostSharing | None,
     next_segments: Sequence[Segment],
 ) -> None:
-    """Merge attention over pieces anywhere. The device is given its work first; then the cores
-    begin."""
+    """Merge attention over pieces anywhere. The cores begin first, in a thread; then the device is
+    given its work."""
     on_device = [piece for piece in pieces if not on_host(piece.segment.key.device)]
     elsewhere = [piece for piece in pieces if on_host(piece.segment.key.device)]
+    if not elsewhere:
+        _attend_on_device(call, on_device, state)
+        return
+    are_rows_few = _rows_per_head(call, elsewhere[0]) <= _MAX_CORE_ROWS
+    shares = _Shares([], elsewhere, [])
+    if sharing is not None:
+        by_bus, not_staged = sharing.split(elsewhere, for_cores=are_rows_few)
+        following = sharing.following(next_segments, for_cores=are_rows_few)
+        shares = _Shares(by_bus, not_staged, following)
+    wait_for_cores = None
+    if shares.not_staged and are_rows_few:
+        wait_for_cores = _start_on_cores(call, shares.not_staged, sharing)
     if on_device:
         _attend_on_device(call, on_device, state)
-    if not elsewhere:
-        return
-    if call.query.shape[2] >= _MANY_QUERIES:
-        # The cores are too slow for so many queries.
-        for piece in _copied(elsewhere, call.query.device):
-            _attend_on_device(call, [piece], state)
-    elif sharing is None:
-        host_call = call.to_host()
-        backend_of(call.query.device).synchronize(call.query.device)
-        state.merge(*_attend_on_cores(host_call, elsewhere))
+    if sharing is not None:
+        _attend_on_pieces(call, sharing.staged_pieces(shares.by_bus, shares.following), state)
+    if wait_for_cores is not None:
+        state.merge(*wait_for_cores())
     else:
-        _attend_on_both(call, elsewhere, state, sharing, sharing.following(next_segments))
+        _attend_on_pieces(call, _copied(shares.not_staged, call.query.device), state)
 
 
-def _attend_on_both(
-    call: _SegmentedCall,
-    pieces: Sequence[Piece],
-    state: _RunningStatistics,
-    sharing: HostSharing,
-    following: Sequence[Piece],
+class _Shares(NamedTuple):
+    """How pieces in host memory and files are shared.
+
+    Attributes:
+        by_bus: pieces that are copied to the device through the buffers.
+        not_staged: pieces that the cores attend over; or that are copied too, with many rows.
+        following: pieces that are copied ahead, for the next call.
+    """
+
+    by_bus: Sequence[Piece]
+    not_staged: Sequence[Piece]
+    following: Sequence[Piece]
+
+
+def _attend_on_pieces(
+    call: _SegmentedCall, pieces: Iterable[Piece], state: _RunningStatistics
 ) -> None:
-    """Merge attention over pieces in host memory, by the device and the cores at once."""
-    by_bus, by_cores = sharing.split(pieces)
-    # The queries must not wait for the pieces that cross the bus.
-    host_call = call.to_host()
-    is_copied = torch.cuda.current_stream(call.query.device).record_event()
-    for piece in sharing.staged_pieces(by_bus, following):
+    """Merge attention over pieces that arrive on the device one after the other."""
+    for piece in pieces:
         _attend_on_device(call, [piece], state)
-    is_copied.synchronize()
-    if by_cores:
-        with sharing.timed_cores(by_cores):
-            out, lse = _attend_on_cores(host_call, by_cores)
-        state.merge(out, lse)
+
+
+def _rows_per_head(call: _SegmentedCall, piece: Piece) -> int:
+    """Rows of queries for each row and head of keys."""
+    batch, heads, n_queries, _ = call.query.shape
+    rows, key_heads = piece.segment.key.shape[:2]
+    return batch * heads * n_queries // max(1, rows * key_heads)
+
+
+def _start_on_cores(
+    call: _SegmentedCall, pieces: Sequence[Piece], sharing: HostSharing | None
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Let the cores attend over pieces in host memory; return a function that waits for it."""
+    host_call = call.to_host()
+    # The device must have computed and copied the queries, and written the last tokens.
+    torch.cuda.current_stream(call.query.device).synchronize()
+    attend = partial(_attend_on_cores, host_call, pieces)
+    return attend if sharing is None else sharing.start_on_cores(attend, pieces)
 
 
 def _attend_on_cores(
@@ -287,9 +317,8 @@ def _copied(pieces: Sequence[Piece], device: torch.device) -> Iterator[Piece]:
         step = max(1, PIECE_BYTES // token_bytes)
         for first in range(0, segment.n_tokens, step):
             part = segment.narrow(first, first + step)
-            key = part.key.to(device, non_blocking=True)
-            value = part.value.to(device, non_blocking=True)
-            yield Piece(piece.start + first, replace(part, key=key, value=value))
+            memory = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
+            yield Piece(piece.start + first, copy_segment(memory, part))
 
 
 def _attend_on_device(

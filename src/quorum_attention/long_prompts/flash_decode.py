@@ -23,10 +23,10 @@ from quorum_attention.long_prompts.scores import ScoreScaling
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
 # More rows than this for each key head are better off in kernels made for many queries.
-MAX_ROWS = 512
+MAX_ROWS = 4096
 _MIN_SPLIT_KEYS = 256
 # Programs for each multiprocessor: enough loads in flight for the memory's full rate.
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = 2
 _LOG2_E = math.log2(math.e)
 
 

@@ -130,13 +130,18 @@ class HostReader:
             self._stream.wait_event(buffer.released)
             self._stream.wait_event(writes_done)
             with torch.cuda.stream(self._stream):
-                segment = _copy_into(buffer.memory, piece.segment)
+                segment = copy_segment(buffer.memory, piece.segment)
                 buffer.copied.record(self._stream)
             self._staged.append((piece, buffer, segment))
 
 
-def _copy_into(memory: torch.Tensor, segment: Segment) -> Segment:
-    """Copy a segment to the device, head by head, each as one run of memory."""
+def copy_segment(memory: torch.Tensor, segment: Segment) -> Segment:
+    """Copy a segment to the device, head by head, each as one run of memory.
+
+    Args:
+        memory: (n_bytes,) uint8 on the device, at least as large as the segment.
+        segment: in host memory.
+    """
     key = _view_like(memory, segment.key)
     value = _view_like(memory[key.nbytes :], segment.value)
     for target, source in ((key, segment.key), (value, segment.value)):

@@ -8,14 +8,17 @@ work side by side, because both read the same memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 
 import torch
 
 from quorum_attention.long_prompts.host_reader import HostReader, Piece, whole_pieces
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
+from quorum_attention.threads import start_executors
+
+Statistics = tuple[torch.Tensor, torch.Tensor]
 
 # Assumed rates until some were measured, in bytes a second.
 _BUS_RATE = 50e9
@@ -36,6 +39,10 @@ class HostSharing:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._reader = HostReader(memory)
+        # Without a thread the cores begin when the device has its work.
+        self._executors = start_executors(1, "attends on the cores")
+        for executor in self._executors:
+            executor.submit(torch.set_num_threads, torch.get_num_threads())
         self.bus_rate = _BUS_RATE
         self.cores_rate = _CORES_RATE
 
@@ -43,14 +50,19 @@ class HostSharing:
         """Forget copies made ahead, because tokens were removed or put into another order."""
         self._reader.forget()
 
-    def split(self, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+    def split(self, pieces: Sequence[Piece], *, for_cores: bool) -> tuple[list[Piece], list[Piece]]:
         """Divide pieces in host memory and files between the bus and the cores.
 
+        Args:
+            for_cores: whether the cores are to have a share; if not, all that is page-locked goes
+                over the bus.
+
         Returns:
-            The pieces for the bus, each no larger than a buffer; and the others, for the cores.
+            The pieces for the bus, each no larger than a buffer; and the others.
         """
         n_bytes = sum(piece.segment.nbytes for piece in pieces)
-        share = self.bus_rate / (self.bus_rate + self.cores_rate)
+        cores_rate = self.cores_rate if for_cores else 0.0
+        share = self.bus_rate / (self.bus_rate + cores_rate)
         bytes_left = share * n_bytes
         by_bus: list[Piece] = []
         by_cores: list[Piece] = []
@@ -74,25 +86,43 @@ class HostSharing:
             return []
         return whole_pieces(piece.start, segment, self._reader.piece_bytes)
 
-    def following(self, segments: Sequence[Segment]) -> list[Piece]:
-        """Return the bus's share of what is read next."""
+    def following(self, segments: Sequence[Segment], *, for_cores: bool) -> list[Piece]:
+        """Return the bus's share of what is read next; see ``split``."""
         pieces = []
         start = 0
         for segment in segments:
             if segment.place is not Place.DEVICE:
                 pieces.append(Piece(start, segment))
             start += segment.n_tokens
-        return self.split(pieces)[0]
+        return self.split(pieces, for_cores=for_cores)[0]
 
     def staged_pieces(self, pieces: Sequence[Piece], following: Iterable[Piece]) -> Iterator[Piece]:
         """Yield ``pieces`` on the device: see ``HostReader.staged_pieces``."""
         return self._reader.staged_pieces(pieces, following)
 
-    @contextmanager
-    def timed_cores(self, pieces: Sequence[Piece]) -> Iterator[None]:
-        """Measure the cores' rate over ``pieces`` during the ``with`` block."""
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
+    def start_on_cores(
+        self, attend: Callable[[], Statistics], pieces: Sequence[Piece]
+    ) -> Callable[[], Statistics]:
+        """Let the cores attend over ``pieces`` in a thread, and measure their rate.
+
+        The caller meanwhile hands the device its work, which takes milliseconds.
+
+        Args:
+            attend: computes the statistics.
+
+        Returns:
+            A function that waits for the statistics.
+        """
         n_bytes = sum(piece.segment.nbytes for piece in pieces)
+        if not self._executors:
+            return lambda: self._timed(attend, n_bytes)
+        future: Future[Statistics] = self._executors[0].submit(self._timed, attend, n_bytes)
+        return future.result
+
+    @torch.no_grad()
+    def _timed(self, attend: Callable[[], Statistics], n_bytes: int) -> Statistics:
+        began = time.perf_counter()
+        statistics = attend()
+        seconds = time.perf_counter() - began
         self.cores_rate += _NEWS * (n_bytes / seconds - self.cores_rate)
+        return statistics

@@ -25,10 +25,11 @@ from quorum_attention.arithmetic import round_up
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.long_prompts.places import CachePlaces, Place
 
-# A new block has room for an eighth of the tokens that are there, within these limits.
+# A new block has room for an eighth of the tokens that are there, within these limits, beyond those
+# that are appended: attention is fastest over one segment.
 _GROWTH = 8
 _MIN_BLOCK_TOKENS = 256
-_MAX_GROWTH_TOKENS = 16384
+_MAX_GROWTH_TOKENS = 8192
 # Blocks hold a multiple of this many tokens.
 _TOKEN_STEP = 64
 # Values begin at a multiple of this many bytes.
@@ -92,17 +93,33 @@ class _TokenBlock:
 
     Attributes:
         key, value: (rows, h_kv, capacity, d) and (rows, h_kv, capacity, d_v).
+        place: where both lie.
+        memory: what places count, which both lie in; None: it is not counted.
         n_written: tokens that any cache has written.
         users: the caches that have tokens here.
     """
 
-    def __init__(self, memory: torch.Tensor, place: Place, shapes: _TokenShapes, capacity: int):
-        self.memory = memory
+    def __init__(
+        self, key: torch.Tensor, value: torch.Tensor, place: Place, memory: torch.Tensor | None
+    ) -> None:
+        self.key = key
+        self.value = value
         self.place = place
-        self.capacity = capacity
-        self.key, self.value = shapes.carve(memory, capacity)
+        self.memory = memory
         self.n_written = 0
         self.users: weakref.WeakSet[SegmentedCache] = weakref.WeakSet()
+
+    @classmethod
+    def around(cls, segment: Segment) -> _TokenBlock:
+        """Return a full block in the memory of a segment."""
+        block = cls(segment.key, segment.value, segment.place, None)
+        block.n_written = segment.n_tokens
+        return block
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens it has room for."""
+        return self.key.shape[2]
 
     def write(self, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         stop = start + key.shape[2]
@@ -260,7 +277,8 @@ class SegmentedCache:
             memory = self.places.allocate(self._shapes.block_bytes(n_capacity), Place.DEVICE)
         except OutOfMemoryError:
             return False
-        block = _TokenBlock(memory, Place.DEVICE, self._shapes, n_capacity)
+        key, value = self._shapes.carve(memory, n_capacity)
+        block = _TokenBlock(key, value, Place.DEVICE, memory)
         for segment in segments:
             block.write(block.n_written, segment.key, segment.value)
         block.users.add(self)
@@ -270,7 +288,8 @@ class SegmentedCache:
     @property
     def taken_bytes(self) -> int:
         """Bytes of the memory that its tokens lie in."""
-        return sum(prefix.block.memory.nbytes for prefix in self._prefixes)
+        blocks = [prefix.block for prefix in self._prefixes]
+        return sum(block.key.nbytes + block.value.nbytes for block in blocks)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add tokens behind those that are there.
@@ -286,6 +305,7 @@ class SegmentedCache:
         if self.n_tokens == 0 and self._prefixes:
             self._keep_prepared(key, value)
         shapes = self._checked_shapes(key, value)
+        self._check_same_shapes(shapes)
         if key.shape[2] == 0:
             return
         key = key.detach()
@@ -317,6 +337,26 @@ class SegmentedCache:
             prefix.n_tokens += stop - start
             start = stop
 
+    def adopt(self, segment: Segment) -> None:
+        """Add the tokens of a segment behind those that are there, in the memory that they lie in.
+
+        The memory is not counted by the places, and is never written to.
+
+        Args:
+            segment: as of a cache that was saved.
+
+        Raises:
+            ValueError, TypeError: the segment does not fit the tokens that are there.
+        """
+        shapes = self._checked_shapes(segment.key, segment.value)
+        if segment.entries is not None:
+            shapes = replace(shapes, rows=segment.batch)
+        self._check_same_shapes(shapes)
+        block = _TokenBlock.around(segment)
+        block.users.add(self)
+        self._shapes = shapes
+        self._prefixes.append(_BlockPrefix(block, segment.n_tokens, segment.entries))
+
     def _checked_shapes(self, key: torch.Tensor, value: torch.Tensor) -> _TokenShapes:
         if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise ValueError(
@@ -328,10 +368,11 @@ class SegmentedCache:
                 "key and value must have one floating-point dtype, got "
                 f"{key.dtype} and {value.dtype}"
             )
-        shapes = _TokenShapes.from_tensors(key, value)
+        return _TokenShapes.from_tensors(key, value)
+
+    def _check_same_shapes(self, shapes: _TokenShapes) -> None:
         if self._shapes is not None and shapes != self._shapes:
             raise ValueError(f"the cache holds tokens of {self._shapes}, got {shapes}")
-        return shapes
 
     def _open_prefix(self) -> _BlockPrefix | None:
         """Return the last prefix if its block has room that this cache may write to."""
@@ -342,6 +383,9 @@ class SegmentedCache:
         is_full = prefix.n_tokens == block.capacity
         if is_full or prefix.entries is not None or block.key.shape[0] != self.batch:
             return None
+        if block.memory is None:
+            # After a crop a block of a saved cache is not full, and it is read alone.
+            return None
         is_last_writer = prefix.n_tokens == block.n_written
         return prefix if is_last_writer or len(block.users) == 1 else None
 
@@ -349,9 +393,10 @@ class SegmentedCache:
         """Begin a block for ``n_needed`` tokens, or for as many of them as the place can hold."""
         assert self._shapes is not None
         n_tokens = self.n_tokens
-        growth = min(max(n_tokens // _GROWTH, _MIN_BLOCK_TOKENS), _MAX_GROWTH_TOKENS)
-        n_unwritten = self._n_reserved - n_tokens
-        capacity = round_up(max(n_needed, growth, n_unwritten), _TOKEN_STEP)
+        n_expected = max(n_needed, self._n_reserved - n_tokens)
+        growth = (n_tokens + n_expected) // _GROWTH
+        growth = min(max(growth, _MIN_BLOCK_TOKENS), _MAX_GROWTH_TOKENS)
+        capacity = round_up(n_expected + growth, _TOKEN_STEP)
         block = self._allocate_block(self._shapes, capacity, n_needed)
         block.users.add(self)
         prefix = _BlockPrefix(block, 0)
@@ -372,7 +417,8 @@ class SegmentedCache:
                 memory = self.places.allocate(shapes.block_bytes(capacity), place)
             except OutOfMemoryError:
                 continue
-            return _TokenBlock(memory, place, shapes, capacity)
+            key, value = shapes.carve(memory, capacity)
+            return _TokenBlock(key, value, place, memory)
         raise self.places.refusal(shapes.block_bytes(min_capacity))
 
     def crop(self, n_tokens: int) -> None:

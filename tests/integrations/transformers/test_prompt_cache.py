@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from helpers_models import DECODERS, MIXED, attended, some_ids, tiny
 
 from quorum_attention.integrations.transformers import register, segmented_tensor
-from quorum_attention.integrations.transformers.prompt_cache import PromptCache, SegmentedLayer
+from quorum_attention.integrations.transformers.prompt_cache import PromptCache
+from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
 from quorum_attention.long_prompts import segments as segments_module
 from quorum_attention.long_prompts.places import Place
 
@@ -185,3 +186,30 @@ def test_layers_of_other_kinds_stay_the_models_own(tmp_path: Path) -> None:
     kinds = [isinstance(layer, SegmentedLayer) for layer in cache.layers]
     assert kinds == [False, True]
     assert cache.is_sliding == [True, False]
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_tomorrow_a_saved_cache_goes_on(kind: str, tmp_path: Path) -> None:
+    """The next question, from the files of a text that was read yesterday."""
+    model = model_of(kind)
+    text = some_ids(1, TOKENS)
+    cache = cache_of(model, 20_000, tmp_path / "segments")
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+    cache.save(tmp_path / "book")
+    for _ in range(2):
+        loaded = cache_of(model, None, tmp_path / "segments")
+        loaded.load(tmp_path / "book")
+        assert loaded.get_seq_length() == TOKENS
+        question = torch.cat((text, some_ids(1, 5)), dim=1)
+        expected = generate(model, question)
+        assert torch.equal(generate(model, question, loaded), expected)
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Keys of one model mean nothing to another."""
+    cache = cache_of(model_of("llama"), None, tmp_path / "segments")
+    cache.save(tmp_path / "book")
+    other = cache_of(model_of("qwen3"), None, tmp_path / "segments")
+    with pytest.raises(ValueError, match="another model"):
+        other.load(tmp_path / "book")

@@ -1,0 +1,212 @@
+"""Keys and values in a folder: a manifest in JSON, and safetensors files of pieces of layers.
+
+A save writes its files into a new subfolder and replaces the manifest at the end. So a save that is
+interrupted leaves the one before, or nothing. Loading maps the files: it reads headers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from quorum_attention.long_prompts.places import Place
+from quorum_attention.long_prompts.segments import Segment
+from quorum_attention.writing import open_regular, sync_directory, write_text
+
+_MANIFEST = "manifest.json"
+_FORMAT = "quorum-attention cache 1"
+# A manifest is bounded before it is parsed.
+_MAX_MANIFEST_BYTES = 64 << 20
+# The bytes of a file: they are copied once in host memory before they are written.
+_PIECE_BYTES = 256 << 20
+_DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
+_DATA_FILE = re.compile(r"layer-\d{5}-piece-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayer:
+    """The tokens of a layer, as they are saved.
+
+    Attributes:
+        kind: a word that says what the layer is.
+        segments: in order of position; none: no tokens.
+        numbers: further numbers of the layer, by name.
+    """
+
+    kind: str
+    segments: Sequence[Segment] = ()
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+
+def save_layers(
+    folder: str | os.PathLike[str], layers: Sequence[SavedLayer], *, model: str
+) -> None:
+    """Save the layers of a cache. What was saved in the folder before is replaced at the end.
+
+    Args:
+        folder: which is made if it does not exist.
+        layers: of a model.
+        model: a text that only caches of the same model and dtype share.
+
+    Raises:
+        FileExistsError: the folder holds files, but no cache.
+        OSError: the files cannot be written. What was saved before is still there.
+    """
+    target = Path(folder)
+    _check_target_folder(target)
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    save_id = secrets.token_hex(8)
+    data = target / f"data-{save_id}"
+    data.mkdir(mode=0o700)
+    try:
+        entries = [_save_layer(data, at, layer, save_id) for at, layer in enumerate(layers)]
+        sync_directory(data)
+        manifest = {"format": _FORMAT, "model": model, "save_id": save_id, "layers": entries}
+        write_text(target / _MANIFEST, json.dumps(manifest, indent=1))
+    except BaseException:
+        shutil.rmtree(data, ignore_errors=True)
+        raise
+    _remove_other_data(target, data)
+
+
+def _check_target_folder(target: Path) -> None:
+    """Refuse a folder of other files.
+
+    Raises:
+        FileExistsError: it holds files, but no cache.
+    """
+    if not target.exists() or (target / _MANIFEST).exists():
+        return
+    names = [path.name for path in target.iterdir()]
+    foreign = [name for name in names if not _DATA_FOLDER.fullmatch(name)]
+    if foreign:
+        raise FileExistsError(f"{target} holds other files, such as {min(foreign)}: name another")
+
+
+def _remove_other_data(target: Path, data: Path) -> None:
+    """Remove what earlier saves left, finished or not."""
+    for path in target.iterdir():
+        if _DATA_FOLDER.fullmatch(path.name) and path != data and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _save_layer(data: Path, at: int, layer: SavedLayer, save_id: str) -> dict[str, Any]:
+    """Write the files of a layer; return its entry in the manifest."""
+    pieces = []
+    for number, piece in enumerate(_pieces(layer.segments)):
+        name = f"layer-{at:05d}-piece-{number:05d}.safetensors"
+        path = data / name
+        tensors = {"key": piece.key.contiguous().cpu(), "value": piece.value.contiguous().cpu()}
+        save_file(tensors, path, metadata={"save_id": save_id})
+        _sync_file(path)
+        entries = None if piece.entries is None else list(piece.entries)
+        pieces.append({"file": name, "bytes": path.stat().st_size, "entries": entries})
+    return {"kind": layer.kind, "numbers": dict(layer.numbers), "pieces": pieces}
+
+
+def _pieces(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """Cut segments into pieces that fit into a file."""
+    for segment in segments:
+        token_bytes = max(1, segment.nbytes // max(1, segment.n_tokens))
+        step = max(1, _PIECE_BYTES // token_bytes)
+        for start in range(0, segment.n_tokens, step):
+            yield segment.narrow(start, start + step)
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def load_layers(folder: str | os.PathLike[str], *, model: str) -> list[SavedLayer]:
+    """Open saved layers. Their tensors are mapped files, which nobody may write to.
+
+    Args:
+        folder: that ``save_layers`` was given.
+        model: as it was given there.
+
+    Returns:
+        The layers. Their segments lie in ``Place.FILE``.
+
+    Raises:
+        FileNotFoundError: there is no saved cache.
+        ValueError: the cache is of another model or dtype; or a file is torn, or not of this save;
+            by name.
+    """
+    source = Path(folder)
+    manifest = _read_manifest(source / _MANIFEST)
+    if manifest["model"] != model:
+        raise ValueError(
+            f"{source} holds a cache of another model, configuration or dtype than this one"
+        )
+    save_id = manifest["save_id"]
+    data = source / f"data-{save_id}"
+    return [_load_layer(data, entry, save_id) for entry in manifest["layers"]]
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    with open_regular(path) as file:
+        text = file.read(_MAX_MANIFEST_BYTES + 1)
+    try:
+        if len(text) > _MAX_MANIFEST_BYTES:
+            raise ValueError
+        manifest = json.loads(text)
+        is_ours = manifest["format"] == _FORMAT
+        names_ours = _DATA_FOLDER.fullmatch(f"data-{manifest['save_id']}")
+        if not is_ours or not names_ours or not isinstance(manifest["layers"], list):
+            raise ValueError
+        return {**manifest, "model": str(manifest["model"])}
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError(f"{path} is not the manifest of a saved cache, or torn") from None
+
+
+def _load_layer(data: Path, entry: Any, save_id: str) -> SavedLayer:
+    try:
+        kind = str(entry["kind"])
+        numbers = {str(name): int(number) for name, number in entry["numbers"].items()}
+        pieces = [(str(p["file"]), int(p["bytes"]), p["entries"]) for p in entry["pieces"]]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"the manifest beside {data} is torn") from None
+    segments = [
+        _load_piece(data, name, n_bytes, entries, save_id) for name, n_bytes, entries in pieces
+    ]
+    return SavedLayer(kind, segments, numbers)
+
+
+def _load_piece(data: Path, name: str, n_bytes: int, entries: Any, save_id: str) -> Segment:
+    if not _DATA_FILE.fullmatch(name):
+        raise ValueError(f"the manifest beside {data} names a file of another kind: {name!r}")
+    path = data / name
+    if not path.is_file() or path.stat().st_size != n_bytes:
+        raise ValueError(f"{path} is missing or torn: it should have {n_bytes} bytes")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            key = file.get_tensor("key")
+            value = file.get_tensor("value")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is torn: {error}") from None
+    if metadata.get("save_id") != save_id:
+        raise ValueError(f"{path} is of another save")
+    if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"{path} does not hold keys and values")
+    return Segment(key, value, Place.FILE, _checked_entries(entries, key.shape[0], path))
+
+
+def _checked_entries(entries: Any, rows: int, path: Path) -> tuple[int, ...] | None:
+    if entries is None:
+        return None
+    is_list = isinstance(entries, list) and all(type(row) is int for row in entries)
+    if not is_list or not all(0 <= row < rows for row in entries):
+        raise ValueError(f"the manifest names rows that {path} does not have")
+    return tuple(entries)

@@ -1,0 +1,201 @@
+"""Saved caches: whole or not at all, and nothing that is not ours is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quorum_attention.long_prompts import save
+from quorum_attention.long_prompts.places import CachePlaces, Place
+from quorum_attention.long_prompts.save import SavedLayer, load_layers, save_layers
+from quorum_attention.long_prompts.segments import SegmentedCache, concatenate
+
+HOST = torch.device("cpu")
+
+
+def filled_cache(n_tokens: int, places: CachePlaces | None = None) -> SegmentedCache:
+    cache = SegmentedCache(places or CachePlaces())
+    cache.append(torch.randn(2, 3, n_tokens, 4), torch.randn(2, 3, n_tokens, 6))
+    return cache
+
+
+def layers_of(*caches: SegmentedCache) -> list[SavedLayer]:
+    return [SavedLayer("full", cache.segments(), {"n": cache.n_tokens}) for cache in caches]
+
+
+def assert_same(layer: SavedLayer, cache: SegmentedCache) -> None:
+    key, value = concatenate(layer.segments, HOST)
+    expected_key, expected_value = concatenate(cache.segments(), HOST)
+    assert torch.equal(key, expected_key)
+    assert torch.equal(value, expected_value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_is_loaded_is_what_was_saved(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of several pieces, rows that entries share, layers without tokens, numbers."""
+    monkeypatch.setattr(save, "_PIECE_BYTES", 1000)
+    cache = SegmentedCache(CachePlaces())
+    cache.append(torch.randn(1, 3, 50, 4).to(dtype), torch.randn(1, 3, 50, 6).to(dtype))
+    cache.repeat_interleave(2)
+    cache.append(torch.randn(2, 3, 9, 4).to(dtype), torch.randn(2, 3, 9, 6).to(dtype))
+    save_layers(tmp_path / "book", [*layers_of(cache), SavedLayer("none")], model="a")
+    full, none = load_layers(tmp_path / "book", model="a")
+    assert len(full.segments) > 2
+    assert {segment.place for segment in full.segments} == {Place.FILE}
+    assert full.numbers == {"n": 59}
+    assert (none.kind, list(none.segments)) == ("none", [])
+    assert_same(full, cache)
+    adopted = SegmentedCache(CachePlaces())
+    for segment in full.segments:
+        adopted.adopt(segment)
+    assert_same(SavedLayer("full", adopted.segments()), cache)
+
+
+def test_files_that_are_mapped_are_never_written_to(tmp_path: Path) -> None:
+    """A cache goes on from a saved one, is cropped and reordered; the files stay."""
+    cache = filled_cache(40)
+    save_layers(tmp_path, layers_of(cache), model="a")
+    for _ in range(2):
+        (layer,) = load_layers(tmp_path, model="a")
+        again = SegmentedCache(CachePlaces())
+        for segment in layer.segments:
+            again.adopt(segment)
+        again.crop(33)
+        again.reorder([1, 0])
+        again.append(torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 5, 6))
+        again.reorder([1, 1])
+        assert_same(layer, cache)
+    (layer,) = load_layers(tmp_path, model="a")
+    assert_same(layer, cache)
+
+
+def test_a_cache_saves_over_the_files_that_it_maps(tmp_path: Path) -> None:
+    """The second day's save replaces the first day's."""
+    cache = filled_cache(40)
+    save_layers(tmp_path, layers_of(cache), model="a")
+    (layer,) = load_layers(tmp_path, model="a")
+    save_layers(tmp_path, [layer], model="a")
+    assert_same(load_layers(tmp_path, model="a")[0], cache)
+    assert len(list(tmp_path.glob("data-*"))) == 1
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_interrupted_save_leaves_the_old_one(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file it was at."""
+    first, second = filled_cache(10), filled_cache(20)
+    save_layers(tmp_path, layers_of(first, first), model="a")
+    calls = iter(range(100))
+
+    def fail(*_: object, **__: object) -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+
+    def save_or_fail(*args: object, **named: object) -> None:
+        fail()
+        save_file(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(save, "save_file", save_or_fail)
+    monkeypatch.setattr(save, "sync_directory", fail)
+    monkeypatch.setattr(save, "write_text", fail)
+    with pytest.raises(KeyboardInterrupt):
+        save_layers(tmp_path, layers_of(second, second), model="a")
+    monkeypatch.undo()
+    for layer in load_layers(tmp_path, model="a"):
+        assert_same(layer, first)
+    assert len(list(tmp_path.glob("data-*"))) == 1
+
+
+_KILLED = """
+import sys, torch
+from quorum_attention.long_prompts.places import CachePlaces
+from quorum_attention.long_prompts.save import SavedLayer, save_layers
+from quorum_attention.long_prompts.segments import SegmentedCache
+print("ready", flush=True)
+for number in range(1000):
+    cache = SegmentedCache(CachePlaces())
+    tensor = torch.full((1, 2, 500, 16), float(number))
+    cache.append(tensor, tensor)
+    save_layers(sys.argv[1], [SavedLayer("full", cache.segments())] * 4, model="a")
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_killed_save_leaves_the_old_one(seed: int, tmp_path: Path) -> None:
+    """A process that is killed at any moment; the next save removes what it left."""
+    drawn = random.Random(seed)
+    folder = tmp_path / "cache"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    time.sleep(drawn.random() * 0.3)
+    os.kill(process.pid, signal.SIGKILL)
+    lines = process.stdout.read().split()
+    process.wait()
+    n_saved = int(lines[-1]) if lines else 0
+    layers = load_layers(folder, model="a")
+    numbers = {float(segment.key.min()) for layer in layers for segment in layer.segments}
+    assert len(layers) == 4
+    assert numbers <= {float(n_saved), float(n_saved + 1)}
+    assert len(numbers) == 1
+    cache = filled_cache(3)
+    save_layers(folder, layers_of(cache), model="a")
+    assert_same(load_layers(folder, model="a")[0], cache)
+    assert len(list(folder.glob("data-*"))) == 1
+
+
+def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path: Path) -> None:
+    """Before anything is computed with it."""
+    with pytest.raises(FileNotFoundError):
+        load_layers(tmp_path / "nothing", model="a")
+    save_layers(tmp_path, layers_of(filled_cache(10)), model="a")
+    with pytest.raises(ValueError, match="another model"):
+        load_layers(tmp_path, model="b")
+    (file,) = tmp_path.glob("data-*/*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=file.name):
+        load_layers(tmp_path, model="a")
+    file.write_bytes(b"\xff" * len(content))
+    with pytest.raises(ValueError, match=file.name):
+        load_layers(tmp_path, model="a")
+    save_file({"key": torch.zeros(1), "value": torch.zeros(1)}, file)
+    manifest = tmp_path / "manifest.json"
+    entries = json.loads(manifest.read_text())
+    entries["layers"][0]["pieces"][0]["bytes"] = file.stat().st_size
+    manifest.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="another save"):
+        load_layers(tmp_path, model="a")
+    entries["layers"][0]["pieces"][0]["file"] = "../../secret.safetensors"
+    manifest.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="another kind"):
+        load_layers(tmp_path, model="a")
+    for text in ("", "{}", "[]", "[" * 100_000, '{"format": 3}'):
+        manifest.write_text(text)
+        with pytest.raises(ValueError, match="manifest"):
+            load_layers(tmp_path, model="a")
+
+
+def test_a_folder_of_other_files_is_not_written_to(tmp_path: Path) -> None:
+    """Somebody's photographs."""
+    (tmp_path / "photo.png").touch()
+    with pytest.raises(FileExistsError, match=r"photo\.png"):
+        save_layers(tmp_path, layers_of(filled_cache(3)), model="a")
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.png"]
