@@ -58,7 +58,7 @@ def test_prepared_memory_of_other_tokens_is_given_back() -> None:
 def test_tokens_move_to_the_device_if_they_are_one_caches_alone(obstacle: Any) -> None:
     places = host_places()
     cache = SegmentedCache(places)
-    key, value = tokens(600)
+    key, value = tokens(1600)
     cache.append(key[:, :, :500], value[:, :, :500])
     if obstacle == "device":
         places._limits[Place.DEVICE] = None
