@@ -10,6 +10,24 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _place_of_program(heads, blocks, BLOCK_ROWS: tl.constexpr):
+    """Return the batch entry, the head and the rows of this program."""
+    # Offsets have 64 bits: a tensor may hold more than 2**31 elements.
+    lane = tl.program_id(0) // blocks
+    b = (lane // heads).to(tl.int64)
+    h = (lane % heads).to(tl.int64)
+    first_row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS
+    return b, h, first_row + tl.arange(0, BLOCK_ROWS)
+
+
+@triton.jit
+def _cells_at(tensor, lane_offset, row_offsets, column, UNIT: tl.constexpr):
+    """Return pointers to the cells of some rows; offsets are multiples of ``UNIT`` elements."""
+    tensor += lane_offset * UNIT
+    return tensor + (row_offsets * UNIT)[:, None] + column[None, :]
+
+
 @triton.jit(
     do_not_specialize=[
         "heads",
@@ -57,13 +75,8 @@ def _merge_kernel(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """Merge (out_i, lse_i) into (out, lse): a block of rows of one head for each program."""
-    # Offsets have 64 bits: a tensor may hold more than 2**31 elements.
-    lane = tl.program_id(0) // blocks
-    b = (lane // heads).to(tl.int64)
-    h = (lane % heads).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     live = row < rows
-
     lse_at = lse + b * lse_b + h * lse_h + row * lse_r
     lse_i_at = lse_i + b * lse_i_b + h * lse_i_h + row * lse_i_r
     old = tl.load(lse_at, mask=live, other=0.0)
@@ -71,18 +84,19 @@ def _merge_kernel(
     no_old = old == float("-inf")
     no_new = new == float("-inf")
     # Only differences of lse are exponentiated (of two empty rows: NaN, so they are handled apart).
-    # The smaller weight is computed: 1 minus the larger one would lose its digits.
-    smaller_weight = tl.where(no_new | no_old, 0.0, 1.0 / (1.0 + tl.exp(tl.abs(old - new))))
-    old_is_larger = (old >= new) | no_new
+    difference = tl.abs(old - new)
     larger = tl.where(old > new, old, new)
-    merged = larger + tl.log(1.0 + tl.exp(-tl.abs(old - new)))
+    merged = larger + tl.log(1.0 + tl.exp(-difference))
+    merged = tl.where(no_old & no_new, float("-inf"), merged)
+    # The smaller weight is computed: 1 minus the larger one would lose its digits.
+    smaller_weight = 1.0 / (1.0 + tl.exp(difference))
+    smaller_weight = tl.where(no_new | no_old, 0.0, smaller_weight)
+    old_is_larger = (old >= new) | no_new
 
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
-    out += (b * out_b + h * out_h) * UNIT
-    out_i += (b * out_i_b + h * out_i_h) * UNIT
-    out_at = out + (row * out_r * UNIT)[:, None] + column[None, :]
-    out_i_at = out_i + (row * out_i_r * UNIT)[:, None] + column[None, :]
+    out_at = _cells_at(out, b * out_b + h * out_h, row * out_r, column, UNIT)
+    out_i_at = _cells_at(out_i, b * out_i_b + h * out_i_h, row * out_i_r, column, UNIT)
     old_out = tl.load(out_at, mask=cells, other=0.0)
     new_out = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
     larger_out = tl.where(old_is_larger[:, None], old_out, new_out)
@@ -91,7 +105,7 @@ def _merge_kernel(
     tl.store(out_at, merged_out, mask=cells)
     # Warps share rows: all of them must have read the old lse before one of them replaces it.
     tl.debug_barrier()
-    tl.store(lse_at, tl.where(no_old & no_new, float("-inf"), merged), mask=live)
+    tl.store(lse_at, merged, mask=live)
 
 
 @triton.jit(
@@ -139,17 +153,12 @@ def _add_kernel(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """Add alpha * unscale * source to target: a block of rows of one head for each program."""
-    lane = tl.program_id(0) // blocks
-    b = (lane // heads).to(tl.int64)
-    h = (lane % heads).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     live = row < rows
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
-    target += (b * target_b + h * target_h) * UNIT
-    source += (b * source_b + h * source_h) * UNIT
-    target_at = target + (row * target_r * UNIT)[:, None] + column[None, :]
-    source_at = source + (row * source_r * UNIT)[:, None] + column[None, :]
+    target_at = _cells_at(target, b * target_b + h * target_h, row * target_r, column, UNIT)
+    source_at = _cells_at(source, b * source_b + h * source_h, row * source_r, column, UNIT)
     part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
     factor = alpha
     if SCALED:
@@ -177,16 +186,14 @@ def _norm_kernel(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """Raise ``norms`` to the largest squared norm of a block of rows."""
-    lane = tl.program_id(0) // blocks
-    b = (lane // heads).to(tl.int64)
-    h = (lane % heads).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
+    live = row < rows
     column = tl.arange(0, BLOCK_WIDTH)
-    cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    tensor += b * strides[0] + h * strides[1]
-    at = tensor + row[:, None] * strides[2] + column[None, :]
+    cells = live[:, None] & (column < WIDTH)[None, :]
+    at = _cells_at(tensor, b * strides[0] + h * strides[1], row * strides[2], column, 1)
     numbers = tl.load(at, mask=cells, other=0.0).to(tl.float32)
-    tl.atomic_max(norms + lane // group, largest_square(numbers))
+    key_lane = (b * heads + h) // group
+    tl.atomic_max(norms + key_lane, largest_square(numbers))
 
 
 @triton.jit
