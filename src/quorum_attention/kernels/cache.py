@@ -64,11 +64,11 @@ class Cache(Generic[_Value]):
 _Params = ParamSpec("_Params")
 
 
-def remembered(most: int) -> Callable[[Callable[_Params, _Value]], Callable[_Params, _Value]]:
+def remembered(limit: int) -> Callable[[Callable[_Params, _Value]], Callable[_Params, _Value]]:
     """Make a decorator that caches the answers of a function about a kernel.
 
     The function has a positional parameter ``kernel``, or ``problem`` that has a kernel. The last
-    ``most`` answers for each kernel are held as long as the kernel lives; they must not refer to
+    ``limit`` answers for each kernel are held as long as the kernel lives; they must not refer to
     it.
     """
 
@@ -85,7 +85,7 @@ def remembered(most: int) -> Callable[[Callable[_Params, _Value]], Callable[_Par
             subject_key: tuple[Any, ...] = getattr(subject, "without_kernel", ())
             answers = answers_by_kernel.get(kernel)
             if answers is None:
-                answers = answers_by_kernel.setdefault(kernel, Cache(most))
+                answers = answers_by_kernel.setdefault(kernel, Cache(limit))
             before = args[:position]
             after = args[position + 1 :]
             key = (*before, *subject_key, *after, *sorted(named.items()))

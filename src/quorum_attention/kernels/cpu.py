@@ -72,7 +72,7 @@ class CpuKernel(RectangleKernel):
         else:
             _WITH_DROPOUT.backward(task, grads)
 
-    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Return True: grouped heads go to the operator as views."""
         return True
 

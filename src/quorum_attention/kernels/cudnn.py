@@ -33,7 +33,7 @@ _TILE_ROWS = 128
 _WIDEST_FORWARD = 512
 _WIDEST_BACKWARD = 256
 _FP32_BYTES = 4
-# What cuDNN allocates internally, independent of the shape (measured, with a margin).
+# Bytes that cuDNN allocates internally, independent of the shape (measured, with a margin).
 _INTERNAL_BYTES = 4 * 1024 * 1024
 # With very few queries or keys its backward returns wrong results or crashes the process (seen with
 # cuDNN 9.19 at lengths of 1 to 7): shorter rectangles are padded to this length.
@@ -134,7 +134,8 @@ class CudnnKernel(RectangleKernel):
         heads = query.shape[0] * query.shape[1]
         key_heads = query.shape[0] * task.key.shape[1]
         row_bytes = (query.shape[-1] + task.value.shape[-1]) * query.element_size()
-        cache_bytes = int(torch.cuda.get_device_properties(query.device).L2_cache_size)
+        device = torch.cuda.get_device_properties(query.device)
+        cache_bytes = int(device.L2_cache_size)
         cached_rows = _whole_tiles(cache_bytes // 3 // row_bytes)
         filling_rows = _FILLING_ROWS * multiprocessors()
         # Heads run one after another, in a backward two at a time.
@@ -147,7 +148,7 @@ class CudnnKernel(RectangleKernel):
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
-        padded_extent = extent.with_sides_within(least=_SHORTEST)
+        padded_extent = extent.with_sides_within(low=_SHORTEST)
         sizes = OperatorSizes(shape, padded_extent, limits=self.forward_limits)
         inside = _INTERNAL_BYTES + sizes.aligned_bias_bytes
         inside += _lengthened_bytes(sizes, extent, _SHORTEST, backward=False)
@@ -155,7 +156,7 @@ class CudnnKernel(RectangleKernel):
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``backward`` allocates at any one time."""
-        padded_extent = extent.with_sides_within(least=_WHOLE_TILE)
+        padded_extent = extent.with_sides_within(low=_WHOLE_TILE)
         sizes = OperatorSizes(shape, padded_extent, limits=self.backward_limits)
         inside = _INTERNAL_BYTES + sizes.aligned_bias_bytes
         inside += _lengthened_bytes(sizes, extent, _WHOLE_TILE, backward=True)
@@ -172,28 +173,28 @@ class CudnnKernel(RectangleKernel):
         return sizes.backward_bytes(inside)
 
 
-def _lengthened_bytes(sizes: OperatorSizes, extent: Extent, least: int, *, backward: bool) -> int:
-    """Return the bytes of copies of rows and of a bias that are made ``least`` long because they
+def _lengthened_bytes(sizes: OperatorSizes, extent: Extent, length: int, *, backward: bool) -> int:
+    """Return the bytes of copies of rows and of a bias that are made ``length`` long because they
     are shorter.
 
     The rows of a large extent may be short as well. They take less than its longest ones, unless
-    these are hardly longer than ``least``.
+    these are hardly longer than ``length``.
 
     Args:
-        sizes: of the longest call, in which all rows have at least ``least`` tokens.
+        sizes: of the longest call, in which all rows have at least ``length`` tokens.
         extent: the same without that.
     """
     shape = sizes.shape
     numbers = 0
     statistics = 0
-    if extent.max_queries < 2 * least:
-        rows = sizes.lanes * least
+    if extent.max_queries < 2 * length:
+        rows = sizes.lanes * length
         numbers += rows * shape.head_dim
         if backward:
             numbers += rows * 2 * shape.value_dim  # the output and its gradient
             statistics += rows * 2
-    if extent.max_keys < 2 * least:
-        key_rows = sizes.extent.batch * sizes.extent.key_heads * least
+    if extent.max_keys < 2 * length:
+        key_rows = sizes.extent.batch * sizes.extent.key_heads * length
         numbers += key_rows * (shape.head_dim + shape.value_dim)
     if not numbers:
         return 0

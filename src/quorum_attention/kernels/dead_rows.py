@@ -51,8 +51,10 @@ def _first_keys(bias: torch.Tensor, lowest: float) -> torch.Tensor:
     no_key = torch.iinfo(torch.int64).max
     first_keys = torch.empty((batch, heads, rows), dtype=torch.int64, device=bias.device)
     for block in row_blocks(batch, heads, rows, keys):
-        is_kept = (bias[block] <= lowest).logical_not_()
+        is_masked = bias[block] <= lowest
+        is_kept = is_masked.logical_not_()
+        has_no_key = is_kept.any(dim=-1).logical_not_()
         # argmax returns the first of several ones.
-        first_keys[block] = is_kept.view(torch.uint8).argmax(dim=-1)
-        first_keys[block].masked_fill_(~is_kept.any(dim=-1), no_key)
+        first_kept = is_kept.view(torch.uint8).argmax(dim=-1)
+        first_keys[block] = first_kept.masked_fill_(has_no_key, no_key)
     return first_keys

@@ -73,7 +73,7 @@ class EfficientKernel(RectangleKernel):
             _with_whole_rows(saved.grad_out),
             *_readable_inputs(call),
             _expanded_bias(call),
-            # It computes delta with a row stride of heads x dimension, whatever the real one is.
+            # Delta is computed with a row stride of heads x dimension, whatever the real one is.
             token_major(pad_last(saved.out, _padded_dim(value_dim, saved.out.element_size()))),
             _padded_lse(saved.lse),
             seed,
@@ -88,7 +88,7 @@ class EfficientKernel(RectangleKernel):
 
     def _sizes(self, shape: CallShape, extent: Extent) -> OperatorSizes:
         if shape.bias is not None:
-            extent = extent.with_sides_within(most=self.masked_limit)
+            extent = extent.with_sides_within(high=self.masked_limit)
         return OperatorSizes(shape, extent, grouped=False, limits=self.forward_limits)
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:

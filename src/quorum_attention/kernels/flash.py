@@ -61,8 +61,8 @@ class FlashKernel(RectangleKernel):
             scale=call.scale,
         )
         out, lse = results[:2]
-        # It returns lse +inf for a row whose sum is NaN: with that, a backward would compute 0 for
-        # all of its probabilities that are not NaN themselves.
+        # The lse of a row whose sum is NaN is +inf. With that, a backward would compute 0 for all
+        # probabilities of the row that are not NaN themselves.
         lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
         return out, lse
 

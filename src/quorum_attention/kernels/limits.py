@@ -172,13 +172,13 @@ def _even_size(total: int, limit: int) -> int:
     return ceil_div(total, count)
 
 
-def runs(indices: slice, most: int) -> Iterator[slice]:
-    """Yield ``indices`` in runs of at most ``most``."""
-    for start in range(indices.start, indices.stop, most):
-        yield slice(start, min(start + most, indices.stop))
+def runs(indices: slice, length: int) -> Iterator[slice]:
+    """Yield ``indices`` in runs of ``length``; the last one may be shorter."""
+    for start in range(indices.start, indices.stop, length):
+        yield slice(start, min(start + length, indices.stop))
 
 
 def _whole_tiles(rows: int) -> int:
     """Return ``rows`` rounded down to whole tiles, if there is one."""
-    whole = rows // _TILE_ROWS * _TILE_ROWS
-    return whole or max(1, rows)
+    whole_tiles = rows // _TILE_ROWS * _TILE_ROWS
+    return whole_tiles or max(1, rows)

@@ -60,7 +60,8 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
         lse.copy_(lse_i)
         return
     batch, heads, rows, width = out.shape
-    for block in row_blocks(batch, heads, rows, max(1, width) * out.element_size()):
+    row_bytes = max(1, width) * out.element_size()
+    for block in row_blocks(batch, heads, rows, row_bytes):
         _merge_block_(out[block], lse[block], out_i[block], lse_i[block])
 
 
@@ -69,12 +70,13 @@ def _merge_block_(
 ) -> None:
     lse_i = lse_i.to(lse.dtype)
     # The difference of two empty rows would be NaN. Adding an empty row changes nothing.
-    difference = (lse_i - lse).masked_fill_(lse_i == -torch.inf, -torch.inf)
-    weight_i = difference.sigmoid()
-    weight = difference.neg_().sigmoid_()
+    difference = lse_i - lse  # (b, h, rows)
+    difference.masked_fill_(lse_i == -torch.inf, -torch.inf)
+    weight_i = difference.sigmoid().to(out.dtype)
+    weight = difference.neg_().sigmoid_().to(out.dtype)
     torch.logaddexp(lse, lse_i, out=lse)
-    out.mul_(weight.to(out.dtype).unsqueeze(-1))
-    out.addcmul_(out_i.to(out.dtype), weight_i.to(out.dtype).unsqueeze(-1))
+    out.mul_(weight.unsqueeze(-1))
+    out.addcmul_(out_i.to(out.dtype), weight_i.unsqueeze(-1))
 
 
 def add_(
@@ -101,7 +103,8 @@ def add_(
         return
     batch, heads, rows, width = target.shape
     # In blocks, because a 16-bit source is first converted to the target's dtype.
-    for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
+    row_bytes = max(1, width) * target.element_size()
+    for block in row_blocks(batch, heads, rows, row_bytes):
         part = source[block].to(target.dtype)
         if overflow is not None:
             _set_overflow_(overflow, part, block, heads)
@@ -116,11 +119,14 @@ def _set_overflow_(overflow: torch.Tensor, part: torch.Tensor, block: Block, hea
     first_entry = block[0].start
     first_head = block[1].start
     group = heads // overflow.shape[1]
+    has_one_row = overflow.shape[0] == 1
+    largest = part.abs().flatten(2).amax(-1)  # (b, h)
     # NaN is not below infinity either.
-    is_bad = (part.abs().flatten(2).amax(-1) < math.inf).logical_not_()
-    for entry, head in is_bad.nonzero().tolist():
-        index = 0 if overflow.shape[0] == 1 else first_entry + entry
-        overflow[index, (first_head + head) // group] = 1
+    is_finite = largest < math.inf
+    for entry, head in is_finite.logical_not_().nonzero().tolist():
+        row = 0 if has_one_row else first_entry + entry
+        key_head = (first_head + head) // group
+        overflow[row, key_head] = 1
 
 
 def by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:

@@ -33,14 +33,19 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
         lse: (b, h, lq), as the operator returned it; rows with -inf are right already.
         call: the operator's arguments.
     """
-    is_odd = lse.isfinite().logical_not_().logical_or_(lse == 0.0).logical_and_(lse != -torch.inf)
-    odd_rows = is_odd.flatten(0, 1).any(0).nonzero().flatten()
-    starts = (odd_rows // _LIMITS.rows).unique() * _LIMITS.rows
-    for start in starts.tolist():
+    is_odd = lse.isfinite().logical_not_()
+    is_odd.logical_or_(lse == 0.0)
+    is_odd.logical_and_(lse != -torch.inf)
+    is_odd_anywhere = is_odd.flatten(0, 1).any(0)  # (lq,)
+    odd_rows = is_odd_anywhere.nonzero().flatten()
+    blocks = (odd_rows // _LIMITS.rows).unique()
+    for block in blocks.tolist():
+        start = block * _LIMITS.rows
         stop = min(start + _LIMITS.rows, lse.shape[2])
         rows = (slice(None), slice(None), slice(start, stop))
         right_out, right_lse = _computed_again(call, start, stop, out.dtype)
-        is_wrong = is_odd[rows].logical_and_(right_lse.isfinite().logical_not_())
+        is_wrong = right_lse.isfinite().logical_not_()
+        is_wrong.logical_and_(is_odd[rows])
         out[rows][is_wrong] = right_out[is_wrong]
         lse[rows][is_wrong] = right_lse[is_wrong]
 
@@ -54,7 +59,7 @@ def _computed_again(
         queries = torch.arange(start + block.rows.start, start + block.rows.stop)
         return torch.arange(keys.start, keys.stop) <= queries.unsqueeze(-1)
 
-    transform = ScoreTransform(kept=at_or_before if call.is_causal else None, tiles=_LIMITS)
+    transform = ScoreTransform(keeps=at_or_before if call.is_causal else None, tiles=_LIMITS)
     part = call.mapped(
         itemgetter((slice(None), slice(None), slice(start, stop))),
         as_it_is,
@@ -68,7 +73,9 @@ def _computed_again(
 
 def mending_bytes(sizes: OperatorSizes) -> int:
     """Return an upper bound of the bytes ``mend_odd_rows_`` allocates at any one time."""
-    row_bytes = sizes.shape.value_dim * (sizes.state_itemsize + 2 * sizes.itemsize)
-    row_bytes += 4 * sizes.state_itemsize
-    rows = sizes.lanes * min(_LIMITS.rows, sizes.extent.max_queries)
-    return _WORKSPACE_BYTES + rows * row_bytes + sizes.rows * _ROW_BYTES
+    number_bytes = sizes.state_itemsize + 2 * sizes.itemsize
+    row_bytes = sizes.shape.value_dim * number_bytes + 4 * sizes.state_itemsize
+    rows_of_a_block = min(_LIMITS.rows, sizes.extent.max_queries)
+    results = sizes.lanes * rows_of_a_block * row_bytes
+    flags = sizes.rows * _ROW_BYTES
+    return _WORKSPACE_BYTES + results + flags

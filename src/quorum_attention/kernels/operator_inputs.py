@@ -28,11 +28,19 @@ def operator_refusal(
     if shape.dtype not in dtypes:
         *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         return f"it takes {', '.join(names)} and {last}, not {shape.dtype}"
-    for what, width in (("head", shape.head_dim), ("value", shape.value_dim)):
-        if width == 0:
-            return f"it takes no {what} dimension of 0"
-        if widest is not None and (width % 8 or width > widest):
-            return f"it takes {what} dimensions that are multiples of 8 up to {widest}, not {width}"
+    return _width_refusal("head", shape.head_dim, widest) or _width_refusal(
+        "value", shape.value_dim, widest
+    )
+
+
+def _width_refusal(name: str, width: int, widest: int | None) -> str | None:
+    """Return why an operator cannot run a call with this head or value dimension, or None."""
+    if width == 0:
+        return f"it takes no {name} dimension of 0"
+    if widest is None:
+        return None
+    if width % 8 or width > widest:
+        return f"it takes {name} dimensions that are multiples of 8 up to {widest}, not {width}"
     return None
 
 
@@ -55,11 +63,13 @@ def as_operator_readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
         after token.
     """
     is_dense = rows.stride(-1) == 1 or rows.shape[-1] <= 1
-    if rows.dtype == dtype and is_dense and 0 not in rows.stride():
+    is_expanded = 0 in rows.stride()
+    if rows.dtype == dtype and is_dense and not is_expanded:
         return rows
     batch, heads, n, width = rows.shape
-    copy = torch.empty((batch, n, heads, width), dtype=dtype, device=rows.device)
-    return copy.transpose(1, 2).copy_(rows)
+    by_token = torch.empty((batch, n, heads, width), dtype=dtype, device=rows.device)
+    copy = by_token.transpose(1, 2)
+    return copy.copy_(rows)
 
 
 def with_positive_scale(call: Call, splits_fp32_scale: bool = False) -> tuple[Call, float]:

@@ -66,9 +66,11 @@ def aligned_bias(bias: torch.Tensor, n_keys: int) -> torch.Tensor:
     if bias.shape[-1] == n_keys and _has_aligned_rows(bias, word):
         return bias
     rows = bias.shape[:-1]
-    padded = torch.empty((*rows, round_up(n_keys, word)), dtype=bias.dtype, device=bias.device)
-    padded[..., :n_keys].copy_(bias.expand(*rows, n_keys))
-    return padded[..., :n_keys]
+    shape = (*rows, round_up(n_keys, word))
+    padded = torch.empty(shape, dtype=bias.dtype, device=bias.device)
+    copy = padded[..., :n_keys]
+    copy.copy_(bias.expand(*rows, n_keys))
+    return copy
 
 
 def _has_aligned_rows(bias: torch.Tensor, word: int) -> bool:

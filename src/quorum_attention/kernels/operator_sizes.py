@@ -162,9 +162,11 @@ class OperatorSizes:
         if gradients is None:
             gradients = self._gradient_bytes(self.rows, self.key_rows)
         gradients += self._gradient_bytes(self._joined_rows, self._joined_key_rows)
-        # The shifted lse, the flags of its empty rows, and two copies for a call.
-        lse = self._task_rows * (self.state_itemsize + 1) + 2 * self.rows * self.state_itemsize
-        return self._held_bytes + lse + gradients + max(inside, adding)
+        # The shifted lse and the flags of its empty rows.
+        shifted_lse = self._task_rows * (self.state_itemsize + 1)
+        lse_copies = 2 * self.rows * self.state_itemsize
+        held = self._held_bytes + shifted_lse + lse_copies
+        return held + gradients + max(inside, adding)
 
     def _gradient_bytes(self, rows: int, key_rows: int) -> int:
         """Return the bytes of gradients as wide as the inputs."""

@@ -46,10 +46,10 @@ def bias_for_padding(
     bias: torch.Tensor | None,
     query: torch.Tensor,
     n_keys: int,
-    least: tuple[int, int],
+    sides: tuple[int, int],
     causal: bool,
 ) -> torch.Tensor | None:
-    """Return the bias of a rectangle padded to at least ``least`` (queries, keys), or None.
+    """Return the bias of a rectangle padded to at least ``sides`` (queries, keys), or None.
 
     It masks the added keys. A causal rectangle needs no mask: its added keys lie after every query.
     Added queries have the bias of the last one.
@@ -58,7 +58,7 @@ def bias_for_padding(
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
         query: (b, h, lq, d), before padding.
     """
-    least_queries, least_keys = least
+    least_queries, least_keys = sides
     missing_keys = max(0, least_keys - n_keys)
     if not missing_keys and query.shape[2] >= least_queries:
         return bias

@@ -28,7 +28,7 @@ from quorum_attention.units import format_error
 # Odd, as lengths may be: rows of a bias begin at addresses that vector loads do not take.
 _QUERIES = 249
 _KEYS = 367
-# What is added to a wide bias in the test: the inputs' dtype would round it by half a unit or more.
+# The test adds this to a wide bias: the inputs' dtype would round it by half a unit or more.
 _WIDE_BIAS = 1000.0
 # The most query rows of all heads, and elements of a tensor, so that a test takes tens of MiB at
 # most. Groups of up to 16 query heads and 128 dimensions, or 8 and 256, have all the rows above.
@@ -234,9 +234,11 @@ def _random_bias(
 def _probe_lengths(shape: CallShape) -> tuple[int, int]:
     """Return how many queries and keys the test of a kind of call has."""
     # Kernels without grouped heads get keys for each query head.
-    most_rows = _MOST_ELEMENTS // (shape.heads * max(shape.head_dim, shape.value_dim, 1))
-    n_queries = min(most_rows, _MOST_ROWS // shape.heads, _QUERIES)
-    n_keys = min(most_rows, _KEYS)
+    width = max(shape.head_dim, shape.value_dim, 1)
+    rows_by_elements = _MOST_ELEMENTS // (shape.heads * width)
+    rows_by_heads = _MOST_ROWS // shape.heads
+    n_queries = min(rows_by_elements, rows_by_heads, _QUERIES)
+    n_keys = min(rows_by_elements, _KEYS)
     return max(1, n_queries), max(1, n_keys)
 
 
@@ -252,7 +254,9 @@ def _results(
     # Results as they are computed, not rounded to what the inputs are.
     call = replace(call, stored=state_dtype(call.query.dtype))
     # By one call of an operator, if it takes that: Triton would have to compile what merges.
-    is_whole = isinstance(kernel, RectangleKernel) and kernel.takes_whole(shape, _KEYS, every=True)
+    is_whole = isinstance(kernel, RectangleKernel) and kernel.takes_whole(
+        shape, _KEYS, all_heads=True
+    )
     method = type(kernel) if is_whole else Kernel
     out, lse = method.whole_forward(kernel, call)
     results = {"out": out, "lse": lse}

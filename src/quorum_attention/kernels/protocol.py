@@ -179,10 +179,10 @@ class Extent:
     max_keys: int
     direct: bool = False
 
-    def with_sides_within(self, least: int = 0, most: int = NO_LIMIT) -> Extent:
-        """Return the extent with rectangles of ``least`` to ``most`` queries and keys."""
-        queries = min(max(least, self.max_queries), most)
-        keys = min(max(least, self.max_keys), most)
+    def with_sides_within(self, low: int = 0, high: int = NO_LIMIT) -> Extent:
+        """Return the extent with rectangles of ``low`` to ``high`` queries and keys."""
+        queries = min(max(low, self.max_queries), high)
+        keys = min(max(low, self.max_keys), high)
         return replace(self, max_queries=queries, max_keys=keys)
 
 
@@ -548,12 +548,12 @@ class Kernel(ABC):
 
     # --- Monolithic calls --------------------------------------------------------------------
 
-    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Whether it takes such a call by ``whole_forward`` and ``whole_backward``.
 
         Args:
             tokens: the larger of the numbers of queries and keys.
-            every: whether it is handed all heads and batch entries, in order; otherwise it is
+            all_heads: whether it is handed all heads and batch entries, in order; otherwise it is
                 handed some of them, and not told which.
         """
         return False

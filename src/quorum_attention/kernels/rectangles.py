@@ -120,7 +120,7 @@ class RectangleKernel(CallsKernel):
 
     # --- Uncut calls -------------------------------------------------------------------------
 
-    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Whether a monolithic call can be handed to the operator as it is."""
         if not (self.grouped or shape.heads == shape.kv_heads):
             return False
@@ -246,13 +246,13 @@ class RectangleKernel(CallsKernel):
 
     def _within_workspace(self, batch: Batch, task: TaskTensors) -> Iterator[Batch]:
         """Yield ``batch`` in parts, each with as many rectangles as the workspace bound allows."""
-        most = 1
+        limit = 1
         if task.max_queries and task.query.shape[0] == 1:
             rows = round_up(batch.first.n_queries, self.row_unit)
             columns = round_up(batch.first.n_keys, self.row_unit)
-            most = max(1, min(task.max_queries // rows, task.max_keys // columns))
-        for start in range(0, batch.count, most):
-            count = min(most, batch.count - start)
+            limit = max(1, min(task.max_queries // rows, task.max_keys // columns))
+        for start in range(0, batch.count, limit):
+            count = min(limit, batch.count - start)
             yield replace(batch, first=batch.rectangle(start), count=count)
 
     def _backward_runs(self, task: TaskTensors, batch: Batch) -> Iterator[Batch]:
@@ -365,11 +365,13 @@ def _diagonal_runs(r: Rectangle, n_runs: int) -> Iterator[Batch]:
 def _left_of_diagonal(r: Rectangle, n_runs: int) -> Iterator[Rectangle]:
     """Yield the plain rectangles that squares along the diagonal leave to their left."""
     side = r.n_queries // n_runs
-    edges = [r.query_start + side * run for run in range(1, n_runs + 1)]
-    if edges[-1] < r.query_stop:
-        edges.append(r.query_stop)
+    edges = [side * run for run in range(1, n_runs + 1)]
+    if edges[-1] < r.n_queries:
+        edges.append(r.n_queries)
     for start, stop in pairwise(edges):
-        yield Rectangle(start, stop, r.key_start, r.key_start + start - r.query_start)
+        first_query = r.query_start + start
+        stop_query = r.query_start + stop
+        yield Rectangle(first_query, stop_query, r.key_start, r.key_start + start)
 
 
 def _parts_within(limits: CallLimits, call: Call) -> tuple[CallPart, ...]:

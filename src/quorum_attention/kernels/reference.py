@@ -51,17 +51,20 @@ def _forward_block(block: QueryBlock) -> tuple[torch.Tensor, torch.Tensor]:
     row_sum = block.query.new_zeros((*rows, 1))
     out = block.query.new_zeros((*rows, task.value.shape[-1]))
     for keys in block.tiles():
-        p, _ = block.scores(block.of_keys(task.key, keys), keys, derivative=False)
+        key = block.of_keys(task.key, keys)
+        p, _ = block.scores(key, keys, derivative=False)
         new_max = torch.maximum(row_max, p.amax(dim=-1, keepdim=True))
         # The maximum of a row without keys so far is -inf, and its differences would be NaN.
         base = new_max.masked_fill(new_max == -torch.inf, 0.0)
         p.sub_(base).exp_()
         rescale = row_max.sub_(base).exp_()
-        row_sum.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
+        row_sum.mul_(rescale)
+        row_sum.add_(p.sum(dim=-1, keepdim=True))
         drops = block.dropped(p, keys)
         if drops is not None:
             p.masked_fill_(drops, 0.0)
-        out.mul_(rescale).add_(p @ block.of_keys(task.value, keys))
+        out.mul_(rescale)
+        out.add_(p @ block.of_keys(task.value, keys))
         row_max = new_max
         del p, drops
     # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits left.
@@ -126,10 +129,12 @@ class TiledKernel(Kernel):
         task, transform = self._prepared(task)
         for block in query_blocks(task, state.out, transform):
             out, lse = _forward_block(block)
-            block_out = block.of_rows(state.out)
-            block_lse = block.of_rows(state.lse)
+            state_out = block.of_rows(state.out)  # (b, h, rows, dv)
+            state_lse = block.of_rows(state.lse)
+            out = out.view(state_out.shape)
+            lse = lse.view(state_lse.shape)
             with task.timed("merge"):
-                merge_(block_out, block_lse, out.view(block_out.shape), lse.view(block_lse.shape))
+                merge_(state_out, state_lse, out, lse)
             del out, lse  # freed before the next block is computed
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
@@ -192,7 +197,7 @@ class DenseKernel(TiledKernel):
             # The tokens of a task are in ascending order, so local positions order them as global
             # ones.
             mask = mask.tril()
-        transform = replace(WHOLE_ROWS, kept=lambda block, keys: mask[block.rows, keys])
+        transform = replace(WHOLE_ROWS, keeps=lambda block, keys: mask[block.rows, keys])
         if not task.rectangles:
             return task, transform
         return replace(task, rectangles=(Rectangle(0, n_queries, 0, n_keys),)), transform

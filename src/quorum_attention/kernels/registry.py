@@ -92,8 +92,8 @@ def get_kernel(kernel: str | Kernel) -> Kernel:
         _check(kernel)
         return kernel
     if kernel not in _KERNELS:
-        known = ", ".join(kernels())
-        raise ValueError(f"no kernel is named {kernel!r}; there are: {known}")
+        names = ", ".join(kernels())
+        raise ValueError(f"no kernel is named {kernel!r}; there are: {names}")
     return _KERNELS[kernel]
 
 

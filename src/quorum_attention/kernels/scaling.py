@@ -79,10 +79,11 @@ def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
     largest = torch.zeros((batch, heads), dtype=torch.float32, device=tensor.device)
     for block in _blocks(tensor):
         norms = torch.linalg.vector_norm(tensor[block], dim=-1, dtype=torch.float32)
-        largest_of_block = norms.nan_to_num_(0.0, posinf=0.0).amax(-1)
-        heads_of_block = block[:2]
-        largest[heads_of_block] = torch.maximum(largest[heads_of_block], largest_of_block)
-    return largest.view(batch, key_heads, heads // key_heads).amax(2)
+        norms.nan_to_num_(0.0, posinf=0.0)
+        largest_of_heads = largest[block[:2]]  # a view
+        torch.maximum(largest_of_heads, norms.amax(-1), out=largest_of_heads)
+    by_key_head = largest.view(batch, key_heads, heads // key_heads)
+    return by_key_head.amax(2)
 
 
 def divisor_exponents(grad_out: torch.Tensor, value: torch.Tensor, shift: int) -> torch.Tensor:

@@ -66,18 +66,18 @@ class ScoreTransform:
     """Changes of scores beside those that a task asks for.
 
     Attributes:
-        function, kept: see their types; None: nothing.
+        function, keeps: see their types; None: nothing.
         whole_rows: a tile has all keys of its rows. In the backward probabilities of rows that have
             no other keys are then made to add up to 1, which an lse of 1,000 in fp32 does not.
         tiles: how large tiles are; None: as is good for the device.
         matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``function`` and
-            ``kept`` have at a time, their results among them.
+            ``keeps`` have at a time, their results among them.
         exact_delta: the delta of whole rows is computed from their probabilities, not from an
             output rounded to 16 bits; where that has no columns of its own (call/lse_columns.py).
     """
 
     function: ScoreFunction | None = None
-    kept: Kept | None = None
+    keeps: Kept | None = None
     whole_rows: bool = False
     tiles: TileLimits | None = None
     matrices: int = 0
@@ -172,10 +172,10 @@ class QueryBlock:
 
     def tiles(self) -> Iterator[slice]:
         """Yield its keys, by tiles: those that none of its queries sees are left out."""
-        r = self.rectangle
-        stop = min(r.key_stop, self.rows.stop) if r.causal else r.key_stop
-        for start in range(r.key_start, stop, self.most_keys):
-            yield slice(start, min(start + self.most_keys, stop))
+        stop = self.rectangle.key_stop
+        if self.rectangle.causal:
+            stop = min(stop, self.rows.stop)
+        yield from runs(slice(self.rectangle.key_start, stop), self.most_keys)
 
     def scores(
         self, key: torch.Tensor, keys: slice, *, derivative: bool
@@ -220,12 +220,13 @@ class QueryBlock:
             # The rectangle is a square on the diagonal of local positions.
             rows = torch.arange(self.rows.start, self.rows.stop, device=scores.device)
             columns = torch.arange(keys.start, keys.stop, device=scores.device)
-            scores.masked_fill_(columns > rows.unsqueeze(-1), -torch.inf)
-        if self.transform.kept is None:
+            is_after = columns > rows.unsqueeze(-1)
+            scores.masked_fill_(is_after, -torch.inf)
+        if self.transform.keeps is None:
             return
-        kept = self.transform.kept(self, keys)
-        if kept is not None:
-            scores.masked_fill_(~kept, -torch.inf)
+        is_kept = self.transform.keeps(self, keys)
+        if is_kept is not None:
+            scores.masked_fill_(~is_kept, -torch.inf)
 
     def dropped(self, like: torch.Tensor, keys: slice) -> torch.Tensor | None:
         """Return which pairs of a tile are dropped, in the shape of ``like`` (b, hk, g * rows,
@@ -298,10 +299,13 @@ class BackwardRows:
         lse: beside an lse of a million, the sum itself may be anything from 0 on.
         """
         total = p.sum(dim=-1, keepdim=True)
-        share, offset = _ROUNDING[self.block.task.query.dtype.itemsize]
-        rounding = (self.lse.abs() * share).add_(offset).clamp_(max=0.01)
+        itemsize = self.block.task.query.dtype.itemsize
+        share, offset = _ROUNDING[itemsize]
+        rounding = self.lse.abs() * share
+        rounding.add_(offset).clamp_(max=0.01)
         has_other_keys = total.log().abs_() > rounding
-        p.div_(total.masked_fill_(has_other_keys, 1.0))
+        divisor = total.masked_fill_(has_other_keys, 1.0)
+        p.div_(divisor)
         if not self.block.transform.exact_delta:
             return self.delta
         exact_delta = (p * dp).sum(dim=-1, keepdim=True)
@@ -323,16 +327,19 @@ def query_blocks(
     limits = transform.limits(task.query.device.type)
     for r in task.rectangles:
         keys = transform.most_keys(r.n_keys, limits)
-        queries = max(1, min(limits.pairs // (group * keys), limits.rows // group))
+        queries = min(limits.pairs // (group * keys), limits.rows // group)
+        queries = max(1, queries)
         rows = group * min(r.n_queries, queries)
+        # A lane is a key head of a batch entry.
         lanes = min(limits.pairs // (rows * keys), limits.rows // rows, limits.rows // keys)
         heads = max(1, min(key_heads, lanes))
-        entries = max(1, lanes // heads) if heads == key_heads else 1
-        for at in product(
-            runs(slice(0, batch), entries),
-            runs(slice(0, key_heads), heads),
-            runs(slice(r.query_start, r.query_stop), queries),
-        ):
+        entries = 1
+        if heads == key_heads:
+            entries = max(1, lanes // heads)
+        runs_of_entries = runs(slice(0, batch), entries)
+        runs_of_heads = runs(slice(0, key_heads), heads)
+        runs_of_queries = runs(slice(r.query_start, r.query_stop), queries)
+        for at in product(runs_of_entries, runs_of_heads, runs_of_queries):
             yield QueryBlock(task, r, transform, at, like)
 
 
@@ -376,7 +383,10 @@ class TileSizes:
         numbers = self.rows * counts.query
         numbers += self.keys * counts.key
         numbers += self.pairs * (counts.pair + self._matrices)
-        return numbers * self.itemsize + self._bias_bytes() + self._dropped_bytes()
+        nbytes = numbers * self.itemsize
+        nbytes += self._bias_bytes()
+        nbytes += self._dropped_bytes()
+        return nbytes
 
     def _bias_bytes(self) -> int:
         """Return the bytes of the bias, made for all heads of the task at a time, and of what is
@@ -388,7 +398,9 @@ class TileSizes:
         entries = extent.batch if shape.bias.batch else 1
         heads = extent.query_heads if shape.bias.heads else 1
         pairs = min(extent.max_queries * extent.max_keys, self._most_pairs_of_a_head)
-        return entries * heads * pairs * shape.bias_dtype.itemsize + 8 * self.pairs
+        bias = entries * heads * pairs * shape.bias_dtype.itemsize
+        added = 8 * self.pairs
+        return bias + added
 
     def _dropped_bytes(self) -> int:
         if not self._shape.dropout:

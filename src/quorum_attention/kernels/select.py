@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quorum_attention.kernels.probing import probe
@@ -43,6 +45,7 @@ def select_kernel(
     preference that can run the call.
 
     Args:
+        wanted: the name of a kernel, a kernel, or "auto".
         tried: a kernel also has to pass a small test on the device; planning does without, because
             it may plan for a device that is not here.
         flops: operations of a forward. FlashAttention-4 takes the host longer to launch than
@@ -52,8 +55,9 @@ def select_kernel(
         NotImplementedError: no kernel, or not the one asked for, can run the call; says why.
         ValueError, TypeError: there is no such kernel.
     """
-    is_tested = tried and (device.type != "cuda" or torch.cuda.is_available())
-    if is_tested and device.type == "cuda" and flops >= LONG_FLOPS:
+    is_on_gpu = device.type == "cuda"
+    is_tested = tried and (not is_on_gpu or torch.cuda.is_available())
+    if is_tested and is_on_gpu and flops >= LONG_FLOPS:
         warm_up()
 
     def reason_against(kernel: Kernel) -> str | None:
@@ -66,13 +70,28 @@ def select_kernel(
             raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
         return kernel
     is_long = flops >= LONG_FLOPS and _is_hopper(device)
+    return _first_able(shape, device, is_long, reason_against)
+
+
+def _first_able(
+    shape: CallShape,
+    device: torch.device,
+    is_long: bool,
+    reason_against: Callable[[Kernel], str | None],
+) -> Kernel:
+    """Return the first kernel in order of preference that nothing speaks against.
+
+    Args:
+        is_long: whether kernels for long calls alone are among them.
+        reason_against: why a kernel cannot run the call, or None; a test may have to build the
+            kernel, so kernels are asked one after the other.
+    """
     reasons = []
-    # One after the other: a test may have to build the kernel.
     for name, kernel in _by_preference(shape, device).items():
         if kernel.name == _FOR_LONG_CALLS and not is_long:
-            reason = refusal(kernel, shape) or "it is for longer calls"
-        else:
-            reason = reason_against(kernel)
+            reasons.append(f"{name}: {refusal(kernel, shape) or 'it is for longer calls'}")
+            continue
+        reason = reason_against(kernel)
         if reason is None:
             return kernel
         reasons.append(f"{name}: {reason}")
@@ -91,18 +110,18 @@ def _by_preference(shape: CallShape, device: torch.device) -> dict[str, Kernel]:
 
 
 def unrounded_kernel(
-    wanted: str | InnerKernel, shape: CallShape, device: torch.device, result: torch.dtype
+    requested: str | InnerKernel, shape: CallShape, device: torch.device, result: torch.dtype
 ) -> str | InnerKernel:
     """Return the kernel to ask for if a result may be wider than its 16-bit inputs.
 
     For "auto" and a wider result that is the kernel that does not round results to 16 bits, if it
-    can run the call; in all other cases it is ``wanted``.
+    can run the call; in all other cases it is ``requested``.
     """
     is_wider = result.itemsize > shape.dtype.itemsize and shape.head_dim == shape.value_dim
-    if wanted != "auto" or not is_wider or device.type != "cuda":
-        return wanted
+    if requested != "auto" or not is_wider or device.type != "cuda":
+        return requested
     reason = why_not(get_kernel(_UNROUNDED), shape, device)
-    return _UNROUNDED if reason is None else wanted
+    return _UNROUNDED if reason is None else requested
 
 
 def rivals(

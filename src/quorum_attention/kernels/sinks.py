@@ -57,14 +57,19 @@ def sinks_gradient(
     lses = lse.reshape(batch, heads, rows)
     logits = sinks.detach().to(device=device, dtype=dtype)[:, None]  # (h, 1)
     grad_sinks = torch.zeros(heads, dtype=torch.promote_types(dtype, torch.float64), device=device)
-    for block in row_blocks(batch, heads, rows, 3 * max(1, width) * lse.element_size()):
+    row_bytes = 3 * max(1, width) * lse.element_size()
+    for block in row_blocks(batch, heads, rows, row_bytes):
         upstream = grad_outs[block].to(device=device, dtype=dtype)
-        delta = (upstream * outs[block].to(dtype)).sum(dim=-1)  # (b, h, rows)
+        products = upstream * outs[block].to(dtype)
+        delta = products.sum(dim=-1)  # (b, h, rows)
         if grad_lse is not None:
-            delta -= grad_lse.reshape(lses.shape)[block].to(device=device, dtype=dtype)
-        head_slice = block[1]
-        logit = logits[head_slice]
+            grad_lses = grad_lse.reshape(lses.shape)
+            delta -= grad_lses[block].to(device=device, dtype=dtype)
+        block_heads = block[1]
+        logit = logits[block_heads]
         log_share = logit - lses[block].to(device)
-        share = log_share.masked_fill_(logit == -torch.inf, -torch.inf).exp_()
-        grad_sinks[head_slice] -= (share * delta).sum(dim=(0, 2), dtype=grad_sinks.dtype)
+        # Without a sink, and without keys, the difference would be NaN.
+        log_share.masked_fill_(logit == -torch.inf, -torch.inf)
+        parts = log_share.exp_() * delta
+        grad_sinks[block_heads] -= parts.sum(dim=(0, 2), dtype=grad_sinks.dtype)
     return grad_sinks.to(device=sinks.device, dtype=sinks.dtype)

@@ -19,6 +19,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
     Three,
 )
+from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick
 
 
@@ -65,15 +66,12 @@ class CallsKernel(Kernel):
         lse = shifted_lse(grads.lse, scaling.shift)
 
         def run_and_add(call: TaskCall, turn_number: int) -> None:
-            rows = call.rows
-            keys = call.keys
-            parts = call.backward(Saved(rows(grads.grad_out), rows(grads.out), rows(lse)))
-            sums = (rows(grads.grad_query), keys(grads.grad_key), keys(grads.grad_value))
+            saved = Saved(call.rows(grads.grad_out), call.rows(grads.out), call.rows(lse))
+            grad_query, grad_key, grad_value = call.backward(saved)
             with _merging(task, turn_number):
-                for total, part in zip(sums, parts, strict=True):
-                    # Runs of rows with the same keys return a part for each run.
-                    for addend in part.chunk(part.shape[0] // total.shape[0]):
-                        add_(total, addend, 2.0**-scaling.shift, scaling.unscale, scaling.overflow)
+                _add_runs(call.rows(grads.grad_query), grad_query, scaling)
+                _add_runs(call.keys(grads.grad_key), grad_key, scaling)
+                _add_runs(call.keys(grads.grad_value), grad_value, scaling)
 
         self._run(task, run_and_add, backward=True)
 
@@ -96,6 +94,15 @@ class CallsKernel(Kernel):
             for number, calls in turns:
                 with streams.call(number):
                     _run_turn(calls, number, run_call)
+
+
+def _add_runs(total: torch.Tensor, part: torch.Tensor, scaling: Scaling) -> None:
+    """Add a part to a gradient, and undo its scaling. Runs of rows with the same keys return a part
+    for each run, as batch entries."""
+    n_runs = part.shape[0] // total.shape[0]
+    unshift = 2.0**-scaling.shift
+    for run in part.chunk(n_runs):
+        add_(total, run, unshift, scaling.unscale, scaling.overflow)
 
 
 def _run_turn(

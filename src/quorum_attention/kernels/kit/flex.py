@@ -176,9 +176,9 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             backward=partial(self._gradients, flex_call),
         )
 
-    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """All heads and entries are needed, because the modifications are given their numbers."""
-        return every and shape.bias is None and shape.batch <= self.entries_limit
+        return all_heads and shape.bias is None and shape.batch <= self.entries_limit
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` in the query's dtype."""

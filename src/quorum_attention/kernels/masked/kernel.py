@@ -133,7 +133,7 @@ class PartwiseKernel(Kernel):
         self._geometry, self._operator = geometry, copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
         shared = CallShape("cpu", torch.float32, heads=2, kv_heads=1, head_dim=1, value_dim=1)
-        self._operator.grouped = base.grouped or base.takes_whole(shared, 1, every=True)
+        self._operator.grouped = base.grouped or base.takes_whole(shared, 1, all_heads=True)
         self._upper = copy.copy(self._operator)
         if isinstance(self._upper, RectangleKernel):
             self._upper.reversed_order = True
@@ -423,7 +423,7 @@ class MaskedKernel(UserModKernel):
 
     def scores_of_pairs(self) -> ScoreTransform:
         """See ``Kernel``: the soft cap, and what the geometries keep."""
-        return replace(self._scores, kept=self._kept)
+        return replace(self._scores, keeps=self._kept)
 
     def _kept(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         pairs = block.indices(keys)
@@ -437,9 +437,9 @@ class MaskedKernel(UserModKernel):
         n_heads = max(kept.shape[1] for _, kept in parts)
         return torch.cat([kept.expand(n, n_heads, -1, -1) for n, kept in parts])
 
-    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Numbers of heads and entries are needed where the mask may depend on them."""
-        return every or (self._uniform and not self.mask_mods)
+        return all_heads or (self._uniform and not self.mask_mods)
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
@@ -608,7 +608,7 @@ def _kernel_with_bias(
     base = _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
     if not isinstance(base, RectangleKernel):
         return None
-    if not base.takes_whole(biased, biased.n_tokens, every=True):
+    if not base.takes_whole(biased, biased.n_tokens, all_heads=True):
         return None
     if shape.dtype in base.scaled_backward:
         # Tasks are scaled if whole calls are.

@@ -96,7 +96,7 @@ class WholeCallKernel(Kernel):
 
     def scores_of_pairs(self) -> ScoreTransform:
         """See ``Kernel``."""
-        return replace(self._scores, kept=self._kept)
+        return replace(self._scores, keeps=self._kept)
 
     def _kept(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         pairs = block.indices(keys)
@@ -104,9 +104,9 @@ class WholeCallKernel(Kernel):
         queries, columns = pairs.queries.unsqueeze(0), pairs.keys.unsqueeze(0)
         return self.rules.kept(entries, queries, columns, columns.device).unsqueeze(1)
 
-    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Calls are told which entries they have."""
-        return every or not shape.dropout
+        return all_heads or not shape.dropout
 
     def _is_masked_call(self, call: Call) -> bool:
         last = call.first_entry + call.query.shape[0]

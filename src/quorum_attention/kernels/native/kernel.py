@@ -208,10 +208,10 @@ class NativeKernel(Kernel):
             return f"it has {self.slopes.numel()} alibi_slopes for {shape.heads} query heads"
         return None if triton_available() else "it needs Triton, which is not installed"
 
-    def takes_whole(self, shape: CallShape, tokens: int, every: bool) -> bool:
+    def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Whether a monolithic call can be run on the inputs as they are."""
         # Given only some heads, it cannot know which slopes are theirs.
-        return every or self.slopes is None
+        return all_heads or self.slopes is None
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call that are within the window."""
