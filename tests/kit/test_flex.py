@@ -32,7 +32,7 @@ from quorum_attention.kernels.kit import (
 from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.word_layout import assume_stride_multiple, head_stride_sixteenth
 from quorum_attention.kernels.masked.block_table import sides
-from quorum_attention.kernels.masked.functions import over_pairs
+from quorum_attention.kernels.masked.pair_functions import over_pairs
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 

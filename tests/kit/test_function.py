@@ -16,7 +16,7 @@ from helpers_attention import attention, fresh_generator
 import quorum_attention as qa
 from quorum_attention.decomposition import Ranges
 from quorum_attention.kernels.kit import document, from_lse_function, sliding_window
-from quorum_attention.kernels.masked.functions import codes, tensors, versions
+from quorum_attention.kernels.masked.captured_tensors import codes, tensors, versions
 
 
 def size_of_the_scale(query, key, value, *, is_causal, scale):

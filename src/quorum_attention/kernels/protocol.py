@@ -20,7 +20,7 @@ from quorum_attention.decomposition import Decomposition, Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.limits import NO_LIMIT
-from quorum_attention.kernels.masked.functions import tensors
+from quorum_attention.kernels.masked.captured_tensors import tensors
 from quorum_attention.kernels.merge import empty_
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.scaling import Scaling

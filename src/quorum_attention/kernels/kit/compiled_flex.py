@@ -16,7 +16,8 @@ from quorum_attention.kernels.kit.word_layout import (
     word_layout,
 )
 from quorum_attention.kernels.masked.block_nodes import BLOCK
-from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod, codes
+from quorum_attention.kernels.masked.captured_tensors import codes
+from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.protocol import Three
 
 _NUMBERS = count()

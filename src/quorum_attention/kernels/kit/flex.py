@@ -34,9 +34,9 @@ from quorum_attention.kernels.masked.block_table import (
     sides,
     whole_region,
 )
-from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.kernel import entries_of
+from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES
 from quorum_attention.kernels.protocol import (

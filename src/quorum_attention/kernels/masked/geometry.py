@@ -15,11 +15,11 @@ from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, BandPart
 from quorum_attention.decomposition.pairs import both, either
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.masked.functions import (
+from quorum_attention.kernels.masked.captured_tensors import versions
+from quorum_attention.kernels.masked.pair_functions import (
     MaskMod,
     depends_on_batch_head,
     over_pairs,
-    versions,
 )
 from quorum_attention.kernels.masked.rules import (
     FunctionRule,

@@ -26,10 +26,10 @@ from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.block_evaluator import evaluated_bytes
 from quorum_attention.kernels.masked.block_nodes import BLOCK, joined_along_rows
 from quorum_attention.kernels.masked.block_table import blocks_key, listed_blocks, whole_region
-from quorum_attention.kernels.masked.functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.packed_calls import PackedKernel
 from quorum_attention.kernels.masked.pair_bias import BiasedKernel
+from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.native.kernel import NativeKernel

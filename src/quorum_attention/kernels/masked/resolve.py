@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.alignment import Ids, offsets_from_last
-from quorum_attention.kernels.masked.functions import MaskMod, TensorVersion
+from quorum_attention.kernels.masked.captured_tensors import TensorVersion
 from quorum_attention.kernels.masked.geometry import (
     AnyOf,
     Geometry,
@@ -24,6 +24,7 @@ from quorum_attention.kernels.masked.geometry import (
 )
 from quorum_attention.kernels.masked.packing import NO_KEY, Packing
 from quorum_attention.kernels.masked.pair_bias import PairBias
+from quorum_attention.kernels.masked.pair_functions import MaskMod
 from quorum_attention.kernels.masked.rules import EqualIds, PlacesInBand
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.masked.ways import fastest_way

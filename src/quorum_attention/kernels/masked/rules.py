@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels.masked.functions import MaskMod
+from quorum_attention.kernels.masked.pair_functions import MaskMod
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.units import counted
 
