@@ -62,8 +62,8 @@ class BiasView:
             columns = task.segments(rectangle.key_start, rectangle.key_stop)
             rows = _positions(blocks[0], 2, rows)
             columns = _positions(blocks[0], 3, columns)
-            is_one_view = len(blocks) == len(rows) == len(columns) == 1
-            if is_one_view and self.mask.dtype == dtype:
+            n_parts = len(blocks) * len(rows) * len(columns)
+            if n_parts == 1 and self.mask.dtype == dtype:
                 bias = _cut(blocks[0], rows[0], columns[0])
             else:
                 bias = _gather(blocks, rows, columns, dtype)

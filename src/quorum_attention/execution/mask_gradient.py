@@ -140,7 +140,8 @@ def add_up_mask_gradient(
     mask = job.bias.mask
     if mask.dim() <= 3:
         mask = mask.unsqueeze(0)
-    walk = _Walk(job, saved, target.reshape(mask.shape), job.problem.pairs)
+    target = target.reshape(mask.shape)
+    walk = _Walk(job, saved, target, job.problem.pairs)
     element_bytes = mask.element_size()
     if job.kernel.own_attention:
         # The test of a pair takes a distance of 64 bits, and a few flags.
@@ -242,8 +243,9 @@ class _Walk:
                 total = part
                 continue
             if total is None:
-                total = torch.zeros(target.shape, dtype=part.dtype, device=part.device)
-            total[self._cuts(tile_block, first)].add_(part)
+                total = part.new_zeros(target.shape)
+            cuts = self._cuts(tile_block, first)
+            total[cuts].add_(part)
             # The next tile is computed without it.
             del part
         if total is None:
@@ -299,13 +301,11 @@ class _Walk:
     def _group(self, outer: tuple[int, ...], entries: slice, heads: slice) -> Group:
         """Some heads of a run of batch entries."""
         shape = self.job.shape
-        entry_numbers = range(1)
-        if shape.batch_shape:
-            first = 0
-            for position, size in zip(outer, shape.batch_shape[:-1], strict=True):
-                first = first * size + position
-            first *= shape.batch_shape[-1]
-            entry_numbers = range(first + entries.start, first + entries.stop)
+        first = 0
+        # Without batch dimensions, ``entries`` is the only entry.
+        for position, size in zip((*outer, 0), shape.batch_shape, strict=False):
+            first = first * size + position
+        entry_numbers = range(first + entries.start, first + entries.stop)
         return Group(
             entry_numbers,
             shape.batch_shape,

@@ -60,7 +60,7 @@ class HostClock(Clock):
         return seconds
 
 
-class _Measurement(NamedTuple):
+class _TimedStage(NamedTuple):
     """The events before and after what counts as a stage."""
 
     stage: str
@@ -73,7 +73,7 @@ class CudaClock(HostClock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending: deque[_Measurement] = deque()
+        self._pending: deque[_TimedStage] = deque()
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -85,7 +85,7 @@ class CudaClock(HostClock):
             yield
         finally:
             last.record()
-            self._pending.append(_Measurement(stage, first, last))
+            self._pending.append(_TimedStage(stage, first, last))
             while len(self._pending) > _MOST_PENDING and self._pending[0].last.query():
                 self._read_oldest()
 

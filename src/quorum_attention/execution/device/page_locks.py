@@ -131,7 +131,9 @@ class PageLocks:
     def __init__(self, tensors: Iterable[Copied], *, late: bool = False) -> None:
         self._pieces = _pieces_worth_locking(tensors)
         self._starts = [piece.start for piece in self._pieces]
-        self._to_lock = deque(sorted(self._pieces, key=lambda piece: (piece.share, piece.fresh)))
+        # Copies reach pieces in this order.
+        by_share = sorted(self._pieces, key=lambda piece: (piece.share, piece.fresh))
+        self._to_lock = deque(by_share)
         self._changed = threading.Condition()
         # Pieces that are not needed any more once something has happened.
         self._to_unlock: deque[tuple[Callable[[], bool], _LockedPiece]] = deque()
@@ -260,7 +262,9 @@ class PageLocks:
         for piece in self._pieces_in(start, stop):
             if piece.needed is None:
                 continue
-            piece.needed -= min(stop, piece.stop) - max(start, piece.start)
+            low = max(start, piece.start)
+            high = min(stop, piece.stop)
+            piece.needed -= high - low
             if piece.needed == 0:
                 freed.append(piece)
         return freed
@@ -276,7 +280,8 @@ class PageLocks:
         """
         stop = start + n_bytes
         pieces = self._pieces_in(start, stop)
-        unsettled = [piece for piece in pieces if not piece.settled and (wait or piece.fresh)]
+        awaited = pieces if wait else [piece for piece in pieces if piece.fresh]
+        unsettled = [piece for piece in awaited if not piece.settled]
         if unsettled:
             self._await(unsettled)
         parts: list[tuple[int, int, bool]] = []
@@ -389,22 +394,33 @@ def _pieces_worth_locking(tensors: Iterable[Copied]) -> list[_LockedPiece]:
     """The pieces of the memory of ``tensors`` that is worth locking, by address. Tensors that
     overlap are one range."""
     # Small tensors are asked as well: they may be parts of large ones.
-    on_host = [c for c in tensors if c.tensor.device.type == "cpu" and c.tensor.nbytes]
-    ranges: list[tuple[int, int, list[Copied]]] = []
-    for copied in sorted(on_host, key=lambda copied: address_range(copied.tensor)):
+    on_host = [copied for copied in tensors if copied.tensor.device.type == "cpu"]
+    on_host = [copied for copied in on_host if copied.tensor.nbytes]
+    on_host.sort(key=lambda copied: address_range(copied.tensor))
+    ranges: list[_Range] = []
+    for copied in on_host:
         if is_locked(copied.tensor):
             continue
         start, stop = address_range(copied.tensor)
-        if ranges and start < ranges[-1][1]:
-            first, last, overlapping = ranges.pop()
-            ranges.append((first, max(last, stop), [*overlapping, copied]))
+        if ranges and start < ranges[-1].stop:
+            ranges[-1].stop = max(ranges[-1].stop, stop)
+            ranges[-1].tensors.append(copied)
         else:
-            ranges.append((start, stop, [copied]))
+            ranges.append(_Range(start, stop, [copied]))
     pieces: list[_LockedPiece] = []
-    for start, stop, overlapping in ranges:
-        if stop - start >= WORTH_LOCKING_BYTES:
-            pieces += _cut(start, stop, overlapping)
+    for addresses in ranges:
+        if addresses.stop - addresses.start >= WORTH_LOCKING_BYTES:
+            pieces += _cut(addresses.start, addresses.stop, addresses.tensors)
     return pieces
+
+
+@dataclass(slots=True)
+class _Range:
+    """The addresses [start, stop) of tensors that overlap, or of one tensor."""
+
+    start: int
+    stop: int
+    tensors: list[Copied]
 
 
 def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]:
@@ -451,7 +467,8 @@ def _cuts_at_pages(start: int, stop: int, tensors: Sequence[Copied]) -> range:
 def _cuts_between_heads(start: int, stop: int, tensor: torch.Tensor) -> range:
     """Addresses within [start, stop) between whole heads of ``tensor``, at least a piece apart;
     none if heads do not begin at pages."""
-    head_bytes = math.prod(tensor.shape[-2:]) * tensor.element_size()
+    n_numbers = math.prod(tensor.shape[-2:])
+    head_bytes = n_numbers * tensor.element_size()
     if start % PAGE_BYTES or head_bytes % PAGE_BYTES:
         return range(0)
     piece_bytes = round_up(PIECE_BYTES, head_bytes)
@@ -463,11 +480,10 @@ def _lock(runtime: Any, piece: _LockedPiece) -> bool:
 
     A refusal sets CUDA's last error, but only for this thread, which runs no kernel.
     """
-    if int(runtime.cudaHostRegister(piece.start, piece.n_bytes, 0)) == 0:
-        return True
-    if not piece.only_read:
-        return False
-    return int(runtime.cudaHostRegister(piece.start, piece.n_bytes, _ONLY_READ)) == 0
+    status = runtime.cudaHostRegister(piece.start, piece.n_bytes, 0)
+    if int(status) != 0 and piece.only_read:
+        status = runtime.cudaHostRegister(piece.start, piece.n_bytes, _ONLY_READ)
+    return int(status) == 0
 
 
 def _privately_mapped_files() -> list[tuple[int, int]]:
@@ -478,7 +494,8 @@ def _privately_mapped_files() -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     for mapped in mapped_ranges():
         is_private_file = mapped.file is not None and not mapped.shared
-        if is_private_file and mapped.stop - mapped.start >= WORTH_LOCKING_BYTES:
+        n_bytes = mapped.stop - mapped.start
+        if is_private_file and n_bytes >= WORTH_LOCKING_BYTES:
             ranges.append((mapped.start, mapped.stop))
     return ranges
 
