@@ -16,16 +16,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 189,
-    "tangled functions": 57,
-    "vague names": 843,
-    "riddles": 145,
-    "tuples assigned to tuples": 294,
-    "formatter switched off": 98,
+    "packed functions": 153,
+    "tangled functions": 46,
+    "vague names": 703,
+    "riddles": 125,
+    "tuples assigned to tuples": 242,
+    "formatter switched off": 83,
     "class names defined twice": 0,
     "records with several names": 3,
 }
-NODES_PER_LINE = 11.6
+NODES_PER_LINE = 11.4
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16
