@@ -1,4 +1,4 @@
-"""``attention()``: scaled dot-product attention inside a memory budget, and its backward."""
+"""The public functions: ``attention``, with its log-sum-exp, its backward, and by one kernel."""
 
 from __future__ import annotations
 
@@ -139,10 +139,18 @@ def attention(
             **options,
         )
     arguments = Arguments(
-        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
+        attn_mask,
+        dropout_p,
+        dropout_seed,
+        is_causal,
+        scale,
+        enable_gqa,
+        out,
+        out_dtype,
         call_options(attention, options),
-    )  # fmt: skip
-    return attention_results(query, key, value, arguments)[0]
+    )
+    result, _ = attention_results(query, key, value, arguments)
+    return result
 
 
 def attention_with_lse(
@@ -191,9 +199,16 @@ def attention_with_lse(
             **options,
         )
     arguments = Arguments(
-        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, out_dtype,
+        attn_mask,
+        dropout_p,
+        dropout_seed,
+        is_causal,
+        scale,
+        enable_gqa,
+        out,
+        out_dtype,
         call_options(attention_with_lse, options),
-    )  # fmt: skip
+    )
     return attention_results(query, key, value, arguments)
 
 
@@ -248,18 +263,30 @@ def attention_backward(
         [(1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16)]
     """
     arguments = Arguments(
-        attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
+        attn_mask,
+        dropout_p,
+        dropout_seed,
+        is_causal,
+        scale,
+        enable_gqa,
         options=call_options(attention_backward, options),
-    )  # fmt: skip
-    originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
+    )
+    originals = (as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value"))
     tensors, request = checked_request("attention_backward", *originals, arguments)
-    backward_inputs = BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse)
-    backward_inputs = check_backward_inputs(tensors, request, backward_inputs, originals)
-    made = run_backward(tensors, request, backward_inputs)
+    backward_inputs = check_backward_inputs(
+        tensors,
+        request,
+        BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse),
+        originals,
+    )
+    results = run_backward(tensors, request, backward_inputs)
     if grads is not None:
-        return made
-    three = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, originals, strict=False))
-    return (*three, *made[3:])
+        return results
+    grads_of_originals = [
+        grad.sum_to_size(original.shape).to(original.dtype)
+        for grad, original in zip(results[:3], originals, strict=True)
+    ]
+    return (*grads_of_originals, *results[3:])
 
 
 @uncompiled
@@ -290,16 +317,31 @@ def native_attention(
     """
     refuse_traces("native_attention", query, key, value)
     kernel = NativeKernel(allow_tf32=allow_tf32)
-    given = [bits for bits in (query_bits, key_bits) if bits is not None]
-    if len(given) == 1:
+    if (query_bits is None) != (key_bits is None):
         raise ValueError("query_bits and key_bits go together: one is missing")
-    for name, bits, near in zip(("query_bits", "key_bits"), given, (query, key), strict=False):
-        if bits.shape != near.shape[-2:-1] or bits.dtype != torch.int64:
-            raise ValueError(f"{name} must be int64 of shape {tuple(near.shape[-2:-1])}")
+    if query_bits is not None and key_bits is not None:
+        _check_bits(query_bits, "query_bits", query)
+        _check_bits(key_bits, "key_bits", key)
+        kernel = kernel.by_bits([query_bits, key_bits], is_causal)
     return attention_with_lse(
-        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True, out_dtype=out_dtype,
-        kernel=kernel.by_bits(given, is_causal) if given else kernel, devices=query.device, depth=0,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=True,
+        out_dtype=out_dtype,
+        kernel=kernel,
+        devices=query.device,
+        depth=0,
+    )
+
+
+def _check_bits(bits: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+    """Check that there are 64 group bits for each row of ``tensor``, (..., n, d)."""
+    shape = tensor.shape[-2:-1]
+    if bits.shape != shape or bits.dtype != torch.int64:
+        raise ValueError(f"{name} must be int64 of shape {tuple(shape)}")
 
 
 __all__ = ["attention", "attention_backward", "attention_with_lse", "native_attention"]

@@ -1,8 +1,8 @@
 """``attention`` as a function of autograd's. The work is done in ``passes``.
 
-All that the backward reads is saved as tensors: inputs, mask, results, and those that the kernel
-captures. So torch itself reports one that has been written to since, and hooks on saved tensors see
-all of them.
+Everything that the backward reads is saved as tensors: inputs, mask, results, and tensors that the
+kernel captures. So torch itself reports one that has been written to since, and hooks on saved
+tensors see all of them.
 """
 
 from __future__ import annotations
@@ -33,56 +33,75 @@ _REFUSED = (
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
 
-# Who is asked for (out, lse) of a recorded call, with what computes them: a checkpoint that keeps
-# them, or None.
-result_hook: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar(
-    "RESULTS", default=None
-)
+ResultHook = Callable[[Callable[[], Any]], Any]
+"""A function that gets one that computes (out, lse), and may return stored ones instead."""
+
+# Set by a checkpoint that stores results of recorded calls; None: results are computed.
+result_hook: ContextVar[ResultHook | None] = ContextVar("result_hook", default=None)
 
 
 def run_with_hook(compute: Callable[[], Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by ``compute``, or as a checkpoint kept them."""
-    results = result_hook.get()
-    out, lse = compute() if results is None else results(compute)
+    """Return (out, lse) by ``compute``, or as a checkpoint stored them."""
+    hook = result_hook.get()
+    out, lse = compute() if hook is None else hook(compute)
     return out, lse
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pass:
+class AutogradPass:
     """One pass of a checked call, under autograd.
 
     Attributes:
-        learned: of a backward, whether the gradients of mask and sinks are wanted; None: it is a
-            forward.
+        wanted_grads: whether a backward computes the gradients of mask and of sinks; None: the pass
+            is a forward.
     """
 
     request: Request
-    learned: tuple[bool, bool] | None = None
+    wanted_grads: tuple[bool, bool] | None = None
 
-    def compute(self, *read: Any) -> tuple[torch.Tensor, ...]:
-        """(out, lse) of ``Tensors``; or the gradients of query, key and value, and those that are
-        wanted of mask and sinks, of ``Tensors``, out, lse, grad_out and grad_lse."""
-        tensors, request = Tensors(*read[:6]), self.request
+    def compute(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Compute the results of the pass.
+
+        Args:
+            inputs: the fields of ``Tensors``; for a backward then out, lse, grad_out and grad_lse.
+
+        Returns:
+            (out, lse); or the gradients of query, key and value, then those of mask and sinks
+            where they are wanted.
+        """
+        tensors = Tensors(*inputs[:6])
+        request = self.request
         if tensors.seed is not None and request.dropout is not None:
             dropout = replace(request.dropout, seed=int(tensors.seed))
             request = replace(request, dropout=dropout)
-        if self.learned is None:
-            result, lse = run_with_hook(partial(run_forward, tensors, request))
+        if self.wanted_grads is None:
+            out, lse = run_with_hook(partial(run_forward, tensors, request))
             # ``out`` gets no graph, so it can be given again. What is returned and saved is another
             # tensor over the same memory, with the same version counter.
-            return result if request.out is None else result.detach(), lse
-        out, lse, grad_out, grad_lse = read[6:]
-        backward_inputs = BackwardInputs(grad_out, out, lse, None, *self.learned, grad_lse)
+            return (out if request.out is None else out.detach()), lse
+        out, lse, grad_out, grad_lse = inputs[6:]
+        grad_mask, grad_sinks = self.wanted_grads
+        backward_inputs = BackwardInputs(
+            grad_out,
+            out,
+            lse,
+            grad_mask=grad_mask,
+            grad_sinks=grad_sinks,
+            grad_lse=grad_lse,
+        )
         return run_backward(tensors, request, backward_inputs)
 
 
 class Attention(torch.autograd.Function):
-    """A ``Pass`` of tensors. The backward is one too, so that ``torch.vmap`` can map it and that a
-    second derivative meets a clear error."""
+    """An ``AutogradPass`` of tensors.
+
+    The backward is such a pass too, so that ``torch.vmap`` can map it, and that a second derivative
+    meets a clear error.
+    """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As torch's, which first inspects the signature of ``forward``: 0.1 ms."""
+        """Do as torch's method, which first inspects the signature of ``forward``: 0.1 ms."""
         if has_transforms():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         # As torch's does: wrappers of a transformation that is over are replaced by their tensors.
@@ -91,79 +110,88 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, ...]:
-        """The results of the pass."""
-        *read, one = args
-        made: tuple[torch.Tensor, ...] = one.compute(*read)
-        return made
+        """Compute the results of the pass, which is the last argument."""
+        *inputs, autograd_pass = args
+        results: tuple[torch.Tensor, ...] = autograd_pass.compute(*inputs)
+        return results
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save what the backward reads."""
-        *read, ctx.one = inputs
+        *tensors, ctx.autograd_pass = inputs
         ctx.set_materialize_grads(False)
-        if ctx.one.learned is None:
-            kernel = ctx.one.request.options.kernel
-            captured = [] if kernel == "auto" else get_kernel(kernel).captured()
-            # Those of inference mode cannot be saved.
-            ctx.save_for_backward(*read, *output, *(t for t in captured if not t.is_inference()))
+        if ctx.autograd_pass.wanted_grads is not None:
+            return
+        kernel = ctx.autograd_pass.request.options.kernel
+        captured = [] if kernel == "auto" else get_kernel(kernel).captured()
+        # Tensors of inference mode cannot be saved.
+        savable = [tensor for tensor in captured if not tensor.is_inference()]
+        ctx.save_for_backward(*tensors, *output, *savable)
 
     @staticmethod
     @uncompiled
     @restores_grad_and_autocast
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
-        """The gradients that are needed."""
+        """Compute the gradients that are needed."""
         needed = ctx.needs_input_grad
-        if ctx.one.learned is not None:
+        forward_pass = ctx.autograd_pass
+        if forward_pass.wanted_grads is not None:
             refuse_second()
         grad_out, grad_lse = upstream
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
-        read = ctx.saved_tensors[:8]
-        read += grad_or_zeros(read[6], grad_out), grad_lse
-        one = Pass(ctx.one.request, needed[3:5])
-        grads = Attention.apply(*read, one) if is_recorded(*read) else one.compute(*read)
+        saved = ctx.saved_tensors[:8]
+        out = saved[6]
+        inputs = (*saved, grad_or_zeros(out, grad_out), grad_lse)
+        backward_pass = AutogradPass(forward_pass.request, needed[3:5])
+        if is_recorded(*inputs):
+            grads = Attention.apply(*inputs, backward_pass)
+        else:
+            grads = backward_pass.compute(*inputs)
         return (*by_input(grads, *needed[3:5]), None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Forward-mode: an error."""
+        """Refuse forward-mode."""
         refuse_forward_mode()
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        """A call for each entry: as torch maps its own fused kernels."""
+        """Compute a call for each entry, as torch maps its own fused kernels."""
         if info.batch_size == 0:
             raise NotImplementedError("torch.vmap cannot map attention over no entries")
-        mapped = [
+        entries_of_args = [
             [arg] * info.batch_size if dim is None else arg.unbind(dim)
             for arg, dim in zip(args, in_dims, strict=True)
         ]
-        results = [Attention.apply(*entry) for entry in zip(*mapped, strict=True)]
-        stacked = tuple([torch.stack(one) for one in zip(*results, strict=True)])
+        results = [Attention.apply(*entry) for entry in zip(*entries_of_args, strict=True)]
+        stacked = tuple([torch.stack(entries) for entries in zip(*results, strict=True)])
         return stacked, (0,) * len(stacked)
 
 
 def grad_or_zeros(out: torch.Tensor, grad_out: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of the output, zeros where there is none."""
+    """Return the gradient of the output, zeros where there is none."""
     if grad_out is not None:
         return grad_out
     return torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
 
 
 def by_input(
-    grads: Sequence[torch.Tensor], of_mask: bool, of_sinks: bool
+    grads: Sequence[torch.Tensor], has_mask_grad: bool, has_sinks_grad: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """Those of query, key, value, mask and sinks.
+    """Return the gradients of query, key, value, mask and sinks; None for those not computed.
 
     Args:
-        grads: of query, key and value, then of mask and sinks where those are wanted.
+        grads: of query, key and value, then of mask and sinks where there are such.
     """
-    learned = [*grads[3:], None, None]
-    return (*grads[:3], learned.pop(0) if of_mask else None, learned[0] if of_sinks else None)
+    grad_query, grad_key, grad_value, *learned = grads
+    grad_mask = learned.pop(0) if has_mask_grad else None
+    grad_sinks = learned.pop(0) if has_sinks_grad else None
+    return grad_query, grad_key, grad_value, grad_mask, grad_sinks
 
 
 def refuse_second(*args: Any) -> Any:
-    """The derivative of the gradients: an error."""
+    """Raise the error of second derivatives."""
     raise NotImplementedError(_REFUSED.format("second"))
 
 
@@ -177,10 +205,18 @@ def refuse_forward_mode() -> None:
 def attend(
     tensors: Tensors, request: Request, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
+    """Compute (out, lse) of a checked call, under autograd if it is recorded.
+
+    Args:
+        out: the tensor for the result as its caller gave it, which is returned if nothing is
+            recorded.
+    """
     # ``out`` is passed inside the request: as an argument, autograd would take it for an input, and
     # the result for a view of that input.
-    recorded = request.records
-    made = Attention.apply(*tensors, Pass(request)) if recorded else run_forward(tensors, request)
-    given = None if recorded or out is None else as_tensor(out, "out", for_writing=True)
-    return request.drop_heads(made[0]) if given is None else given, request.drop_heads(made[1])
+    if request.records:
+        result, lse = Attention.apply(*tensors, AutogradPass(request))
+        return request.drop_heads(result), request.drop_heads(lse)
+    result, lse = run_forward(tensors, request)
+    if out is None:
+        return request.drop_heads(result), request.drop_heads(lse)
+    return as_tensor(out, "out", for_writing=True), request.drop_heads(lse)

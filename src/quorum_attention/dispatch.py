@@ -1,9 +1,10 @@
 """Calls like an earlier one, made again without being checked.
 
 To check a call and to decide how it runs takes the host longer than many calls take the device. So
-a call that asks for attention and nothing more is looked up first, by all that its checks and its
-decision depend on (``cache_key``). Its request is kept, which keeps decisions for one kernel call
-(``passes``), and neither a tensor nor a kernel that its user may let go.
+a call that asks for attention and nothing more is looked up first, by everything on which its
+checks and its decision depend (``cache_key``). Its request is cached, which in turn caches which of
+its passes are one kernel call (``passes/one_call.py``). A cached request holds no tensor, and no
+kernel that its user may let go.
 """
 
 from __future__ import annotations
@@ -37,131 +38,215 @@ from quorum_attention.operator import as_operator
 from quorum_attention.planner.calibration import rates_known
 
 # By names of this file: to look them up in torch would take longer than the shortest calls.
-_forward_ad, _autocast = torch.autograd.forward_ad, torch.is_autocast_enabled
-_deterministic, _strided = torch._C._get_deterministic_algorithms, torch.strided
-_tracing, _records = torch._C._is_tracing, torch.is_grad_enabled
+_forward_ad = torch.autograd.forward_ad
+_is_autocast_enabled = torch.is_autocast_enabled
+_is_deterministic = torch._C._get_deterministic_algorithms
+_strided = torch.strided
+_is_tracing = torch._C._is_tracing
+_is_grad_enabled = torch.is_grad_enabled
+
 _NUMBERS = (bool, int, float, str)
-_WORD = 16
+_WORD_BYTES = 16
 # When there are more requests, all are forgotten. (Under a mask each keeps its kernel's tables in
 # page-locked memory, 0.4 MB for 262,144 tokens.)
 _MAX_CACHED = 128
 _CACHE: dict[Hashable, Request] = {}
 
 
+def attention_results(
+    query: Any, key: Any, value: Any, arguments: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) of a call.
+
+    The request of an earlier call is used if there is one. A traced call becomes an operator where
+    one can make it. All other calls are checked, and get a request of their own.
+    """
+    call_key = None
+    if not torch.compiler.is_dynamo_compiling():
+        if type(arguments.attn_mask) is Mask:
+            arguments = _with_mask_tensor(query, key, value, arguments)
+        call_key = cache_key(query, key, value, arguments)
+    request = None if call_key is None else _CACHE.get(call_key)
+    if request is not None:  # the call has no ``out``
+        attn_mask = arguments.attn_mask
+        bias = attn_mask if isinstance(attn_mask, torch.Tensor) else None
+        return attend(Tensors(query, key, value, bias), request, None)
+    if is_traced(query, key, value):
+        results = as_operator(query, key, value, arguments)
+        if results is not None:
+            return results
+    return dispatch_uncached(query, key, value, arguments, call_key)
+
+
+@uncompiled
+def dispatch_uncached(
+    query: Any, key: Any, value: Any, arguments: Arguments, call_key: Hashable | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check a call, cache its request under ``call_key`` if it has one, and compute (out, lse)."""
+    tensors, request = checked_request("attention", query, key, value, arguments)
+    # If tensors were broadcast, tensors like the given ones are not those of the request.
+    is_unchanged = tensors.query is query and tensors.key is key and tensors.value is value
+    if call_key is not None and is_unchanged:
+        if len(_CACHE) >= _MAX_CACHED:
+            _CACHE.clear()
+        request = replace(request, decisions={})
+        _CACHE[call_key] = request
+    return attend(tensors, request, arguments.out)
+
+
+@restores_grad_and_autocast
+def checked_request(
+    function: str, query: Any, key: Any, value: Any, arguments: Arguments
+) -> tuple[Tensors, Request]:
+    """Check a call as ``request_of`` does, with the current settings; it may name several devices.
+
+    Raises:
+        NotImplementedError: a trace is active, or made one of the tensors.
+        Errors as of ``request_of``.
+    """
+    refuse_traces(function, query, key, value)
+    arguments = arguments._replace(options=with_current_settings(arguments.options))
+    if names_several(arguments.options.devices):
+        from quorum_attention.devices import pool  # processes, only where they are used
+
+        return pool.request_on_devices(function, query, key, value, arguments)
+    return request_of(function, query, key, value, arguments)
+
+
 @uncompiled
 def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashable | None:
-    """What a call is looked up by; None if it is none that is remembered, as one with options.
+    """Return the cache key of a call, or None if it is not cached (for example for its options).
+
     Calls of one key differ in their numbers only, and on a CPU in how many keys they have where no
-    gradients are recorded: a model that decodes has one more in every call."""
-    attn_mask, dropout_p, seed, is_causal, scale, enable_gqa, out, out_dtype, options = arguments
-    if not (
-        type(dropout_p) is float and dropout_p == 0.0 and options.is_default
-        and out is None and out_dtype is None and seed is None
-        and type(is_causal) is bool and type(enable_gqa) is bool
-        and (scale is None or type(scale) is float)
-    ):  # fmt: skip
+    gradients are recorded: a model that decodes has one more in every call.
+    """
+    if not _is_cacheable(arguments):
         return None
-    three = query, key, value
-    for tensor in three:
+    tensors = (query, key, value)
+    for tensor in tensors:
         if not _is_plain(tensor) or tensor.dim() != 4:
             return None
-    kind = query.device.type
+    device_type = query.device.type
     # Before sizes are looked at: under a trace they may be tensors.
-    if kind not in BACKENDS or _has_settings_or_modes(kind):
+    if device_type not in BACKENDS or _has_settings_or_modes(device_type):
         return None
-    mask = () if attn_mask is None else _mask_key(attn_mask, query.device)
-    if mask is None:
-        return None
+    mask_key: Hashable | None = ()
+    if arguments.attn_mask is not None:
+        mask_key = _mask_key(arguments.attn_mask, query.device)
+        if mask_key is None:
+            return None
     try:
-        # To a multiple of a word, at which a GPU's operators want rows to begin.
-        starts = [tensor.data_ptr() % _WORD for tensor in three]
+        # Starts of words: at a multiple of a word a GPU's operators want rows to begin.
+        starts = [tensor.data_ptr() % _WORD_BYTES for tensor in tensors]
     except RuntimeError:
         # It has no memory of its own: it belongs to a transformation, even to one that is over.
         return None
-    records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    best = query.device if BACKENDS[kind].own_memory else best_device()
-    if best.type != kind and capturing(best):
+    needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
+    recorded = needs_grad and _is_grad_enabled()
+    backend = BACKENDS[device_type]
+    compute_device = query.device if backend.own_memory else best_device()
+    if compute_device.type != device_type and capturing(compute_device):
         return None  # it is refused
-    grows = not (best.type != "cpu" or records or is_causal or mask)
-    grows = grows and 0 < key.shape[2] == value.shape[2]
+    is_causal = arguments.is_causal
+    n_keys_vary = False
+    if compute_device.type == "cpu" and not (recorded or is_causal or mask_key):
+        n_keys_vary = 0 < key.shape[2] == value.shape[2]
     return (
-        _layout_key(query), _layout_key(key, grows), _layout_key(value, grows), *starts,
-        mask, is_causal, scale, enable_gqa, records, BACKENDS[kind], best,
-        _deterministic(), registrations(), rates_known(),
-    )  # fmt: skip
+        _layout_key(query),
+        _layout_key(key, rows_vary=n_keys_vary),
+        _layout_key(value, rows_vary=n_keys_vary),
+        *starts,
+        mask_key,
+        is_causal,
+        arguments.scale,
+        arguments.enable_gqa,
+        recorded,
+        backend,
+        compute_device,
+        _is_deterministic(),
+        registrations(),
+        rates_known(),
+    )
 
 
-def _layout_key(tensor: torch.Tensor, grows: bool = False) -> Hashable:
-    """Sizes, steps and kind of a tensor; of one that ``grows`` with the calls, its rows rounded
-    up, as decisions do (``planner/decide.py``)."""
-    if not grows:
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    batch, heads, rows, dim = tensor.shape
-    # That of a batch of one says nothing, and grows where rows lie before heads.
-    steps = tensor.is_contiguous() or tensor.stride()[batch == 1 :]
-    return batch, heads, (rows - 1).bit_length(), dim, steps, tensor.dtype, tensor.device
+def _is_cacheable(arguments: Arguments) -> bool:
+    """Tell whether the arguments beside the tensors ask for attention and nothing more."""
+    if type(arguments.dropout_p) is not float or arguments.dropout_p != 0.0:
+        return False
+    if arguments.out is not None or arguments.out_dtype is not None:
+        return False
+    if arguments.dropout_seed is not None or not arguments.options.is_default:
+        return False
+    if type(arguments.is_causal) is not bool or type(arguments.enable_gqa) is not bool:
+        return False
+    return arguments.scale is None or type(arguments.scale) is float
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether it is a dense tensor of torch's own classes. (Another may not even have sizes.)"""
+    """Tell whether this is a dense tensor of torch's own classes.
+
+    A tensor of another class may not even have sizes.
+    """
     if type(tensor) not in PLAIN or tensor.layout is not _strided:
         return False
     return not (tensor.is_nested or tensor.is_neg())
 
 
+def _has_settings_or_modes(device_type: str) -> bool:
+    """Tell whether anything is active under which a call is not what its arguments say.
+
+    There are settings, traces and modes, transformations, forward-mode and autocast.
+    """
+    return (
+        current_settings() is not None
+        or has_modes()
+        or _is_tracing()
+        or has_transforms()
+        or bool(_forward_ad._current_level >= 0)
+        or _is_autocast_enabled(device_type)
+    )
+
+
+def _layout_key(tensor: torch.Tensor, *, rows_vary: bool = False) -> Hashable:
+    """Return sizes, strides, dtype and device of a tensor.
+
+    Args:
+        rows_vary: whether calls with other numbers of rows share the key. The number is then
+            rounded up, as decisions round it up (``planner/decide.py``).
+    """
+    if not rows_vary:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    batch, heads, rows, dim = tensor.shape
+    # A batch of one has a stride that means nothing, and grows where rows lie before heads.
+    strides = tensor.is_contiguous() or tensor.stride()[batch == 1 :]
+    return batch, heads, (rows - 1).bit_length(), dim, strides, tensor.dtype, tensor.device
+
+
 def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
-    """A mask: a tensor, by how it lies; on a GPU also a ``Mask`` without tensors, functions and
-    other masks, in numbers. None for others."""
+    """Return the key of a mask, or None if a call with it is not cached.
+
+    The key of a tensor is its layout. On a GPU a ``Mask`` without tensors, functions and other
+    masks has a key too: its fields, as numbers.
+    """
     if _is_plain(mask):
         if mask.device != device or mask.requires_grad:
             return None
         return mask.shape, mask.stride(), mask.dtype
     if type(mask) is not Mask or not BACKENDS[device.type].own_memory:
         return None
-    said = mask.set_fields()
-    said.pop("window", None)
-    plain = all(type(value) in _NUMBERS for value in said.values())
-    return (mask.sides, *said.items()) if plain else None
-
-
-def _has_settings_or_modes(kind: str) -> bool:
-    """Whether anything is active under which a call is not what its arguments say: settings, a
-    trace or a mode, a transformation, forward-mode, autocast."""
-    return (
-        current_settings() is not None
-        or has_modes()
-        or _tracing()
-        or has_transforms()
-        or bool(_forward_ad._current_level >= 0)
-        or _autocast(kind)
-    )
-
-
-def attention_results(
-    query: Any, key: Any, value: Any, arguments: Arguments
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): by the request of an earlier call if there is one, by an operator where the call
-    is traced and one can make it, else by a request of its own."""
-    name = None
-    if not torch.compiler.is_dynamo_compiling():
-        if type(arguments.attn_mask) is Mask:
-            arguments = _with_mask_tensor(query, key, value, arguments)
-        name = cache_key(query, key, value, arguments)
-    known = None if name is None else _CACHE.get(name)
-    if known is not None:  # of a call without ``out``
-        mask = arguments.attn_mask if isinstance(arguments.attn_mask, torch.Tensor) else None
-        return attend(Tensors(query, key, value, mask), known, None)
-    if is_traced(query, key, value):
-        results = as_operator(query, key, value, arguments)
-        if results is not None:
-            return results
-    return dispatch_uncached(query, key, value, arguments, name)
+    fields = mask.set_fields()
+    fields.pop("window", None)
+    if not all(type(value) in _NUMBERS for value in fields.values()):
+        return None
+    return (mask.sides, *fields.items())
 
 
 @uncompiled
 def _with_mask_tensor(query: Any, key: Any, value: Any, arguments: Arguments) -> Arguments:
-    """The arguments with a tensor in place of a ``Mask`` of tokens, in short calls on a GPU that
-    ask for attention and nothing more."""
+    """Return the arguments with a tensor in place of a ``Mask`` of tokens.
+
+    They are replaced in short calls on a GPU that ask for attention and nothing more.
+    """
     mask = arguments.attn_mask
     if not isinstance(mask, Mask) or not arguments.options.is_default:
         return arguments
@@ -176,42 +261,8 @@ def _with_mask_tensor(query: Any, key: Any, value: Any, arguments: Arguments) ->
         return arguments
     if _has_settings_or_modes(device.type) or capturing(device):
         return arguments
-    made = short_mask_tensor(mask, query, key)
-    if made is None:
+    short_mask = short_mask_tensor(mask, query, key)
+    if short_mask is None:
         return arguments
-    is_causal = arguments.is_causal or made.is_causal
-    return arguments._replace(attn_mask=made.kept, is_causal=is_causal)
-
-
-@uncompiled
-def dispatch_uncached(
-    query: Any, key: Any, value: Any, arguments: Arguments, name: Hashable | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by a request of the call's own, which is kept under ``name``, if it has one."""
-    tensors, request = checked_request("attention", query, key, value, arguments)
-    # Of tensors that were broadcast, others like the given ones are not.
-    same = tensors.query is query and tensors.key is key and tensors.value is value
-    if name is not None and same:
-        if len(_CACHE) >= _MAX_CACHED:
-            _CACHE.clear()
-        _CACHE[name] = request = replace(request, decisions={})
-    return attend(tensors, request, arguments.out)
-
-
-@restores_grad_and_autocast
-def checked_request(
-    function: str, query: Any, key: Any, value: Any, arguments: Arguments
-) -> tuple[Tensors, Request]:
-    """``request_of`` with the settings here, of a call for which several devices may be named.
-
-    Raises:
-        NotImplementedError: a trace is active, or made one of the tensors.
-        Errors as of ``request_of``.
-    """
-    refuse_traces(function, query, key, value)
-    arguments = arguments._replace(options=with_current_settings(arguments.options))
-    if names_several(arguments.options.devices):
-        from quorum_attention.devices import pool  # processes, only where they are used
-
-        return pool.request_on_devices(function, query, key, value, arguments)
-    return request_of(function, query, key, value, arguments)
+    is_causal = arguments.is_causal or short_mask.is_causal
+    return arguments._replace(attn_mask=short_mask.kept, is_causal=is_causal)
