@@ -1,0 +1,181 @@
+"""What the two operators compute when a graph runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+import torch
+
+from quorum_attention.call.backward_inputs import BackwardInputs
+from quorum_attention.call.options import Arguments
+from quorum_attention.call.request import Request, request_of
+from quorum_attention.call.settings import Settings, current_settings, with_settings
+from quorum_attention.call.validation import Tensors
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.result_layout import laid_out_like
+from quorum_attention.kernels.torch_private import restores_grad_and_autocast
+from quorum_attention.mask import Mask
+from quorum_attention.operator.codec import decode_call
+from quorum_attention.passes.run import run_backward, run_forward
+
+# Settings of the last forwards that had some, for their backwards, by number. A graph that is kept
+# longer gets the settings of its moment.
+_MAX_SETTINGS = 4096
+_settings_by_number: dict[int, Settings] = {}
+_numbers = count(1)
+
+
+@restores_grad_and_autocast
+def compute_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    parts: list[torch.Tensor] | None,
+    dropout_p: float,
+    scale: float | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    out_dtype: torch.dtype | None,
+    options: str,
+    numbers: list[int] | None,
+    recorded: bool,
+    of_mask: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute (out, lse, the number of the settings); the arguments are those of the schema."""
+    settings = current_settings()
+    arguments = Arguments(
+        attn_mask,
+        dropout_p,
+        None if seed is None else int(seed),
+        is_causal,
+        scale,
+        enable_gqa,
+        out_dtype=out_dtype,
+    )
+    arguments = _decoded(arguments, sinks, options, numbers, parts, settings)
+    tensors, request = _request(query, key, value, arguments, recorded, of_mask)
+    out, lse = run_forward(tensors, _reserving_a_copy(request))
+    number = torch.tensor(_keep_settings(settings), dtype=torch.int64, device="cpu")
+    # As ``fake_forward`` promises: as the query lies, lse beside the output.
+    return laid_out_like(out, query), lse.to(query.device).contiguous(), number
+
+
+@restores_grad_and_autocast
+def compute_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    settings_number: torch.Tensor,
+    seed: torch.Tensor | None,
+    parts: list[torch.Tensor] | None,
+    dropout_p: float,
+    scale: float | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    out_dtype: torch.dtype | None,
+    options: str,
+    numbers: list[int] | None,
+    of_mask: bool,
+    of_sinks: bool,
+) -> list[torch.Tensor]:
+    """Compute the gradients of query, key and value, then those of mask and sinks if wanted."""
+    settings = None
+    if settings_number:
+        settings = _settings_by_number.get(int(settings_number), current_settings())
+    arguments = Arguments(
+        attn_mask,
+        dropout_p,
+        None if seed is None else int(seed),
+        is_causal,
+        scale,
+        enable_gqa,
+        out_dtype=out_dtype,
+    )
+    arguments = _decoded(arguments, sinks, options, numbers, parts, settings)
+    tensors, request = _request(query, key, value, arguments, True, of_mask)
+    backward_inputs = BackwardInputs(
+        grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
+    )
+    grads = list(run_backward(tensors, _reserving_a_copy(request), backward_inputs))
+    # One after the other, so that one copy is held beside them.
+    for index, tensor in enumerate((query, key, value)):
+        grads[index] = laid_out_like(grads[index], tensor)
+    for index in range(3, len(grads)):
+        grads[index] = grads[index].contiguous()
+    return grads
+
+
+def _decoded(
+    arguments: Arguments,
+    sinks: torch.Tensor | None,
+    options: str,
+    numbers: list[int] | None,
+    parts: list[torch.Tensor] | None,
+    settings: Settings | None,
+) -> Arguments:
+    """Return arguments with the options and the ``Mask`` that were encoded, and with settings."""
+    call_options, mask = decode_call(options, numbers or [], parts or [])
+    kernel = call_options.kernel
+    if kernel != "auto" and get_kernel(kernel).called_back():
+        raise NotImplementedError(
+            f"kernel {kernel!r} computes by a function of the program, which a graph cannot hold: "
+            "give attention the kernel itself, and torch.compile breaks its graph there"
+        )
+    arguments = arguments._replace(options=with_settings(settings, call_options))
+    if mask is None:
+        return arguments
+    bias = arguments.attn_mask
+    assert not isinstance(bias, Mask), "operators take tensors"
+    return arguments._replace(attn_mask=replace(mask, bias=bias, sinks=sinks))
+
+
+def _request(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: Arguments,
+    recorded: bool,
+    mask_grad: bool,
+) -> tuple[Tensors, Request]:
+    """Return the tensors of a call, and its request.
+
+    Args:
+        recorded: whether gradients are recorded where the call is written.
+        mask_grad: whether the gradient of the mask is asked for.
+    """
+    # A forward that is recorded takes kernels that have gradients, as a backward does.
+    function = "attention_backward" if recorded else "attention"
+    with torch.no_grad():  # ``recorded`` says whether these tensors get gradients
+        tensors, request = request_of(function, query, key, value, arguments)
+    return tensors, replace(request, records=recorded, mask_grad=mask_grad)
+
+
+def _keep_settings(settings: Settings | None) -> int:
+    """Return a number by which the backward finds the settings; 0 where there are none."""
+    if settings is None:
+        return 0
+    number = next(_numbers)
+    _settings_by_number[number] = settings
+    _settings_by_number.pop(number - _MAX_SETTINGS, None)
+    return number
+
+
+def _reserving_a_copy(request: Request) -> Request:
+    """Reserve a copy of one result.
+
+    A graph knows beforehand how results lie, and kernels choose for themselves.
+    """
+    shape = request.shape
+    rows = shape.batch * max(shape.heads * shape.n_queries, shape.kv_heads * shape.n_keys)
+    n_bytes = rows * max(shape.head_dim, shape.value_dim) * request.out_dtype.itemsize
+    return request.reserving(n_bytes, "a copy of a result")
