@@ -23,6 +23,7 @@ import run
         ["plain", f"--before={ROOT / 'src'}", "--cases=small", "--rounds=2"],
         ["wrapped", "--tokens=64", "--draws=1"],
         ["entries", "--share=0.001", "--rows=permuted,lengths", "--rounds=1", "--cpu-time"],
+        ["prompt", "--ways=offloaded,ours", "--tokens=300", "--generate=2"],
         ["devices", "--devices=cpu,cpu", "--tokens=600", "--rounds=2", "--budgets=1GiB"],
         [
             "ranks",
@@ -52,6 +53,9 @@ def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None
         assert all(row["difference"] < 1e-5 for row in found["rows"].values())
     elif case == "wrapped":
         assert all(0 <= most < 1e-2 for most, _ in found["differences"]["dense float16"]["out"])
+    elif case == "prompt":
+        assert len(found["prompt"]) == 2
+        assert all(row["prefill_seconds"] > 0 for row in found["prompt"].values())
     elif case == "devices":
         assert len(found["devices"]["2"]["1GiB"]["all"]) == 2
     else:

@@ -35,6 +35,21 @@ def test_quickstart() -> None:
     assert last == "output (1, 8, 4096, 64) gradient of the keys (1, 8, 4096, 64)"
 
 
+def test_long_prompt() -> None:
+    """The text is computed once, and each question is answered."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "long_prompt.py"), "--answer", "3"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2,000 tokens in" in done.stdout
+    assert done.stdout.count("3 tokens of an answer") == 2
+
+
 def weights(width: int, words: int) -> dict[str, torch.Tensor]:
     """A model of the example's shape with few words and random numbers."""
     made = {
