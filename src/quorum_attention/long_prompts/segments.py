@@ -122,10 +122,11 @@ class _TokenBlock:
         return self.key.shape[2]
 
     def write(self, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        stop = start + key.shape[2]
-        _copy_rows(self.key[:, :, start:stop], key)
-        _copy_rows(self.value[:, :, start:stop], value)
-        self.n_written = stop
+        """Write tokens behind the first ``start``."""
+        n_tokens = key.shape[2]
+        _copy_rows(self.key.narrow(2, start, n_tokens), key)
+        _copy_rows(self.value.narrow(2, start, n_tokens), value)
+        self.n_written = start + n_tokens
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -190,9 +191,11 @@ class _BlockPrefix:
     entries: tuple[int, ...] | None = None
 
     def segment(self) -> Segment:
-        key = self.block.key[:, :, : self.n_tokens]
-        value = self.block.value[:, :, : self.n_tokens]
-        return Segment(key, value, self.block.place, self.entries)
+        """Return the tokens, as views."""
+        block = self.block
+        key = block.key.narrow(2, 0, self.n_tokens)
+        value = block.value.narrow(2, 0, self.n_tokens)
+        return Segment(key, value, block.place, self.entries)
 
 
 class SegmentedCache:
@@ -310,6 +313,8 @@ class SegmentedCache:
             return
         key = key.detach()
         value = value.detach()
+        if self._append_in_place(key, value):
+            return
         n_before = self.n_tokens
         shapes_before = self._shapes
         self._shapes = shapes
@@ -321,6 +326,20 @@ class SegmentedCache:
             self.crop(n_before)
             self._shapes = shapes_before
             raise
+
+    def _append_in_place(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Write tokens into the last block, as each token of an answer is.
+
+        Returns:
+            Whether the block had room for them.
+        """
+        prefix = self._open_prefix()
+        n_tokens = key.shape[2]
+        if prefix is None or prefix.n_tokens + n_tokens > prefix.block.capacity:
+            return False
+        prefix.block.write(prefix.n_tokens, key, value)
+        prefix.n_tokens += n_tokens
+        return True
 
     def _keep_prepared(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Give prepared memory back if it is not for tokens like these."""
