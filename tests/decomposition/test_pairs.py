@@ -19,8 +19,8 @@ from quorum_attention.decomposition.pairs import (
     Pairs,
     Ranges,
     Verdict,
-    both,
-    either,
+    kept_by_both,
+    kept_by_either,
     quarters,
     walk,
 )
@@ -45,7 +45,7 @@ def test_verdicts_are_those_of_the_pairs(sizes, is_causal, window, rows, columns
     kept &= (k <= q) | (not is_causal)
     kept &= True if left is None else q - k <= left
     kept &= True if right is None else k - q <= right
-    found = pairs.of(Ranges.of(*rows, *columns))
+    found = pairs.verdict_of(Ranges.from_bounds(*rows, *columns))
     assert found is PARTIAL or (not kept.any() if found is EMPTY else kept.all())
 
 
@@ -62,7 +62,7 @@ def test_two_masks_together() -> None:
     that follows from the two verdicts alone."""
     for one, other in itertools.product(Verdict, repeat=2):
         blocks = list(itertools.product(PATTERNS[one], PATTERNS[other]))
-        for together, combine in ((both, min), (either, max)):
+        for together, combine in ((kept_by_both, min), (kept_by_either, max)):
             true = {verdict_of(tuple(map(combine, a, b))) for a, b in blocks}
             found = together(one, other)
             assert true == {found} if len(true) == 1 else found is PARTIAL
@@ -96,7 +96,7 @@ def test_leaves_are_all_there_is_and_their_verdicts_right(kept, unit) -> None:
 
     times = np.zeros(kept.shape, dtype=int)
     for block, found in walk(
-        Ranges.of(0, len(kept), 0, kept.shape[1]), verdict, partial(quarters, unit=unit)
+        Ranges.from_bounds(0, len(kept), 0, kept.shape[1]), verdict, partial(quarters, unit=unit)
     ):
         assert block == asked[-1], "asked when it is its turn, not before"
         times[slice(*block.queries), slice(*block.keys)] += 1
@@ -132,7 +132,7 @@ def test_parts_hold_every_kept_pair_of_a_block_once() -> None:
             count[rows, columns] += every
         assert np.array_equal(count, kept)
         assert band.count(q0, q1, k0, k1) == kept.sum()
-        verdict = band.verdict(Ranges.of(q0, q1, k0, k1))
+        verdict = band.verdict(Ranges.from_bounds(q0, q1, k0, k1))
         assert verdict is not FULL or kept.all()
         assert verdict is not EMPTY or not kept.any()
         if low is not None and high is not None and low > high:

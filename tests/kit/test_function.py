@@ -167,7 +167,7 @@ def test_a_document_has_ids_of_its_own() -> None:
     q, k = torch.tensor([0, 1, 4]), torch.tensor([1, 2, 5])
     assert mask(0, 0, q, k).tolist() == [True, False, True]
     with pytest.raises(ValueError, match="ids of 6 tokens"):
-        mask.verdict(Ranges.of(0, 10, 0, 10))
+        mask.verdict(Ranges.from_bounds(0, 10, 0, 10))
 
 
 def test_masks_made_again_have_the_same_code() -> None:

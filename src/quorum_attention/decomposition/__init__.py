@@ -12,6 +12,19 @@ from quorum_attention.decomposition.pairs import EMPTY, FULL, PARTIAL, Pairs, Ra
 from quorum_attention.decomposition.rectangles import Rectangle
 
 __all__ = [
-    "EMPTY", "FULL", "PARTIAL", "Census", "Decomposition", "Interval", "Layout", "Pairs", "Ranges",
-    "Rectangle", "Rows", "Span", "Task", "Verdict", "census",
-]  # fmt: skip
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "Census",
+    "Decomposition",
+    "Interval",
+    "Layout",
+    "Pairs",
+    "Ranges",
+    "Rectangle",
+    "Rows",
+    "Span",
+    "Task",
+    "Verdict",
+    "census",
+]

@@ -120,7 +120,7 @@ class Band:
             k0 = max(k0, q0 + low)
             if q0 >= q1 or k0 >= k1:
                 return None
-        is_full = self.verdict(Ranges.of(q0, q1, k0, k1)) is FULL
+        is_full = self.verdict(Ranges.from_bounds(q0, q1, k0, k1)) is FULL
         return BandPart(q0, q1, k0, k1, "plain" if is_full else "band")
 
     def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[BandPart]:

@@ -24,7 +24,7 @@ from quorum_attention.decomposition.pairs import (
     Pairs,
     Ranges,
     Verdict,
-    both,
+    kept_by_both,
     quarters,
     walk,
 )
@@ -48,7 +48,7 @@ class Census:
 
 
 def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
-    """Counts the tiles of all ``tasks`` together.
+    """Count the tiles of all ``tasks`` together.
 
     Args:
         pairs: which pairs the call keeps; if causal, only tiles on or below the diagonal are
@@ -68,41 +68,60 @@ def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
 
 
 def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:
-    """The verdicts of a task's tiles, by group bits and mask; in blocks of tiles that are alike."""
+    """Count the verdicts of a task's tiles, in blocks of tiles that are alike."""
     counts: Counter[Verdict] = Counter()
-    # Whether a tile is above the diagonal is told by its number, so that shares are of whole tiles.
-    mask_verdict = replace(pairs, is_causal=False).of
-    # The group bits of the spans in each row of tiles.
-    bits_by_line = [
-        [span.bits for span in task.between(start, start + tile)]
-        for start in range(0, task.n_tokens, tile)
-    ]
+    tiles = _TaskTiles(task, pairs, tile)
+    n_lines = len(tiles.bits_by_line)
+    if not n_lines:
+        return counts
+    all_tiles = Ranges.from_bounds(0, n_lines, 0, n_lines)
+    for block, verdict in walk(all_tiles, tiles.verdict, quarters):
+        is_above_diagonal = pairs.is_causal and block.keys.start >= block.queries.stop
+        if not is_above_diagonal:
+            counts[verdict] += block.queries.length * block.keys.length
+    return counts
 
-    def bits_of(lines: Interval) -> list[int]:
-        return [bits for line in bits_by_line[lines.start : lines.stop] for bits in line]
 
-    def positions(lines: Interval) -> Interval:
-        stop = min(lines.stop * tile, task.n_tokens)
-        segments = task.segments(lines.start * tile, stop)
-        return Interval(segments[0].start, segments[-1].stop)
+class _TaskTiles:
+    """The tiles of a task, by group bits and mask.
 
-    def verdict(block: Ranges) -> Verdict:
+    Attributes:
+        bits_by_line: the group bits of the spans in each row of tiles; columns have the same.
+    """
+
+    def __init__(self, task: Task, pairs: Pairs, tile: int) -> None:
+        self.task = task
+        self.tile = tile
+        self.is_causal = pairs.is_causal
+        # Whether a tile is above the diagonal is told by its number, so that shares are of whole
+        # tiles.
+        self.mask_verdict = replace(pairs, is_causal=False).verdict_of
+        self.bits_by_line = [
+            [span.bits for span in task.between(start, start + tile)]
+            for start in range(0, task.n_tokens, tile)
+        ]
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """Return the verdict on a block of tiles."""
         rows, columns = block
-        if pairs.is_causal and columns.stop - 1 > rows.start:
+        if self.is_causal and columns.stop - 1 > rows.start:
             return EMPTY if columns.start >= rows.stop else PARTIAL
-        row_bits = bits_of(rows)
-        column_bits = bits_of(columns)
+        row_bits = self._bits(rows)
+        column_bits = self._bits(columns)
         if reduce(and_, row_bits) & reduce(and_, column_bits):
             return EMPTY
         has_common_bit = reduce(or_, row_bits) & reduce(or_, column_bits)
         by_bits = PARTIAL if has_common_bit else FULL
-        return both(by_bits, mask_verdict(Ranges(positions(rows), positions(columns))))
+        positions = Ranges(self._positions(rows), self._positions(columns))
+        return kept_by_both(by_bits, self.mask_verdict(positions))
 
-    n_lines = len(bits_by_line)
-    if not n_lines:
-        return counts
-    for block, kind in walk(Ranges.of(0, n_lines, 0, n_lines), verdict, quarters):
-        is_above_diagonal = pairs.is_causal and block.keys.start >= block.queries.stop
-        if not is_above_diagonal:
-            counts[kind] += block.queries.length * block.keys.length
-    return counts
+    def _bits(self, lines: Interval) -> list[int]:
+        """Return the group bits of the spans in these lines of tiles."""
+        lines_of_bits = self.bits_by_line[lines.start : lines.stop]
+        return [bits for line in lines_of_bits for bits in line]
+
+    def _positions(self, lines: Interval) -> Interval:
+        """Return the positions between the first and the last token of these lines of tiles."""
+        stop = min(lines.stop * self.tile, self.task.n_tokens)
+        segments = self.task.segments(lines.start * self.tile, stop)
+        return Interval(segments[0].start, segments[-1].stop)

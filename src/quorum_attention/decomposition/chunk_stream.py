@@ -128,7 +128,8 @@ class ChunkStream:
 
     def rectangles(self, chunk: int, block: int) -> tuple[Rectangle, ...]:
         """The pairs of a chunk and a block, in positions within them; causal ones are squares."""
-        queries, keys = self.chunk(chunk), self.block(block)
+        queries = self.chunk(chunk)
+        keys = self.block(block)
         if self.resident_axis == "key":
             queries, keys = keys, queries
         band = Band(high=queries.start - keys.start if self.is_causal else None)

@@ -316,8 +316,8 @@ class Decomposition:
         """Tell whether each number of ``path`` is a chunk of its level."""
         return all(0 <= owner < c for owner, c in zip(path, self.levels, strict=True))
 
-    def whole(self) -> Task:
-        """The whole sequence as one task that keeps every pair.
+    def as_one_task(self) -> Task:
+        """Return the whole sequence as one task that keeps every pair.
 
         Its spans are the chunks of the first level, so its rectangles are cut at chunks.
         """

@@ -33,7 +33,7 @@ def pieces_of(
 
     Without levels that is one rectangle; with levels it is cut at the chunks of the first.
     """
-    task = decomposition.whole()
+    task = decomposition.as_one_task()
     if pieces == "halves" or not decomposition.depth:
         return task, task.rectangles(is_causal, n_queries, n_keys)
     band = Band(high=0 if is_causal else None)

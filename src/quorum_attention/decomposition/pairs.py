@@ -1,10 +1,11 @@
-"""Which pairs of queries and keys a call keeps, told block by block."""
+"""The pairs of queries and keys that a call keeps, told block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import product
 from typing import NamedTuple, TypeVar
 
 from quorum_attention.arithmetic import ceil_div
@@ -36,14 +37,14 @@ class Verdict(IntEnum):
 EMPTY, FULL, PARTIAL = Verdict
 
 
-def both(a: Verdict, b: Verdict) -> Verdict:
+def kept_by_both(a: Verdict, b: Verdict) -> Verdict:
     """The verdict on pairs that have to be kept by both of two masks."""
     if a is EMPTY or b is EMPTY:
         return EMPTY
     return FULL if a is b is FULL else PARTIAL
 
 
-def either(a: Verdict, b: Verdict) -> Verdict:
+def kept_by_either(a: Verdict, b: Verdict) -> Verdict:
     """The verdict on pairs that have to be kept by at least one of two masks."""
     if a is FULL or b is FULL:
         return FULL
@@ -57,8 +58,10 @@ class Ranges(NamedTuple):
     keys: Interval
 
     @classmethod
-    def of(cls, query_start: int, query_stop: int, key_start: int, key_stop: int) -> Ranges:
-        """The block with these bounds."""
+    def from_bounds(
+        cls, query_start: int, query_stop: int, key_start: int, key_stop: int
+    ) -> Ranges:
+        """Return the block with these bounds."""
         return cls(Interval(query_start, query_stop), Interval(key_start, key_stop))
 
 
@@ -87,24 +90,26 @@ class Pairs:
         """Whether every token of every task has a kept pair: as many queries as keys, no mask."""
         return self.verdict is None and self.n_queries == self.n_keys
 
-    def of(self, block: Ranges) -> Verdict:
-        """The verdict on a block of positions, which may reach beyond the last token."""
+    def verdict_of(self, block: Ranges) -> Verdict:
+        """Return the verdict on a block of positions, which may reach beyond the last token."""
         (q0, q1), (k0, k1) = block
-        is_inside = q1 <= self.n_queries and k1 <= self.n_keys
-        if not is_inside:
-            q1 = min(q1, self.n_queries)
-            k1 = min(k1, self.n_keys)
-            if q0 >= q1 or k0 >= k1:
-                return EMPTY
+        if q1 <= self.n_queries and k1 <= self.n_keys:
+            return self._verdict_inside(block)
+        q1 = min(q1, self.n_queries)
+        k1 = min(k1, self.n_keys)
+        if q0 >= q1 or k0 >= k1:
+            return EMPTY
+        verdict = self._verdict_inside(Ranges.from_bounds(q0, q1, k0, k1))
+        return PARTIAL if verdict is FULL else verdict
+
+    def _verdict_inside(self, block: Ranges) -> Verdict:
+        """Return the verdict on a block that ends at the last token or before."""
+        (q0, q1), (k0, k1) = block
         if self.is_causal and k0 >= q1:
             return EMPTY
-        verdict = FULL
-        if self.verdict is not None:
-            verdict = self.verdict(block if is_inside else Ranges.of(q0, q1, k0, k1))
+        verdict = FULL if self.verdict is None else self.verdict(block)
         is_on_diagonal = self.is_causal and k1 - 1 > q0
-        if verdict is FULL and (is_on_diagonal or not is_inside):
-            return PARTIAL
-        return verdict
+        return PARTIAL if verdict is FULL and is_on_diagonal else verdict
 
 
 def walk(
@@ -138,7 +143,8 @@ def quarters(block: Ranges, unit: int = 1) -> list[Ranges]:
     if len(rows) == len(columns) == 1:
         return []
     # A named tuple's own constructor takes twice as long, and this is most of a walk.
-    return [tuple.__new__(Ranges, (row, column)) for row in rows for column in columns]
+    new = tuple.__new__
+    return [new(Ranges, block) for block in product(rows, columns)]
 
 
 def halves(interval: Interval, unit: int = 1) -> tuple[Interval, ...]:
@@ -153,9 +159,9 @@ def halves(interval: Interval, unit: int = 1) -> tuple[Interval, ...]:
 
 
 def kept_share(pairs: Pairs) -> float:
-    """An estimate of the pairs that the mask keeps, over the pairs there are without it.
+    """Estimate the pairs that the mask keeps, over the pairs there are without it.
 
-    It is above 0 and at most 1; 1 without a mask. Blocks on the mask's border count half.
+    The share is above 0 and at most 1; 1 without a mask. Blocks on the mask's border count half.
     """
     if pairs.verdict is None:
         return 1.0
@@ -167,7 +173,7 @@ def kept_share(pairs: Pairs) -> float:
     n_kept = 0.0
     n_all = 0.0
     # Blocks of one level, and whether the mask is known to keep none of their pairs.
-    level = [(Ranges.of(0, pairs.n_queries, 0, pairs.n_keys), False)]
+    level = [(Ranges.from_bounds(0, pairs.n_queries, 0, pairs.n_keys), False)]
     may_cut = True
     while level:
         finer: list[tuple[Ranges, bool]] = []
@@ -175,22 +181,29 @@ def kept_share(pairs: Pairs) -> float:
         for block, is_empty in level:
             verdict = EMPTY if is_empty else pairs.verdict(block)
             on_diagonal = _reaches_above_diagonal(pairs, block)
-            is_large = max(block.queries.length, block.keys.length) > finest
-            if may_cut and is_large and (verdict is PARTIAL or on_diagonal):
+            is_uniform = verdict is not PARTIAL and not on_diagonal
+            if may_cut and not is_uniform and _longer_side(block) > finest:
                 n_cut += 1
-                finer.extend(
-                    (part, verdict is EMPTY)
-                    for part in quarters(block)
-                    if not _is_above_diagonal(pairs, part)
-                )
+                parts = _parts_below_diagonal(pairs, block)
+                finer.extend((part, verdict is EMPTY) for part in parts)
                 continue
+            n_pairs = block.queries.length * block.keys.length
             # A causal call has half the pairs of a block on the diagonal.
-            n_pairs = block.queries.length * block.keys.length * (0.5 if on_diagonal else 1.0)
-            n_all += n_pairs
-            n_kept += n_pairs * _WEIGHT[verdict]
+            n_counted = n_pairs * (0.5 if on_diagonal else 1.0)
+            n_all += n_counted
+            n_kept += n_counted * _WEIGHT[verdict]
         level = finer
         may_cut = 4 * n_cut <= _MOST_CELLS
     return _as_share(n_kept / n_all)
+
+
+def _parts_below_diagonal(pairs: Pairs, block: Ranges) -> list[Ranges]:
+    """Return the quarters of a block, without those of which a causal call leaves out all pairs."""
+    return [part for part in quarters(block) if not _is_above_diagonal(pairs, part)]
+
+
+def _longer_side(block: Ranges) -> int:
+    return max(block.queries.length, block.keys.length)
 
 
 def _as_share(share: float) -> float:

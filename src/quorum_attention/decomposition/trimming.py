@@ -135,15 +135,17 @@ def _span_pairs(
         is_one_pair = len(queries) == len(keys) == 1
         if is_one_pair and queries[0].bits & keys[0].bits:
             return EMPTY
-        tokens = Ranges.of(queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop)
-        if pairs.of(tokens) is EMPTY:
+        tokens = Ranges.from_bounds(
+            queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop
+        )
+        if pairs.verdict_of(tokens) is EMPTY:
             return EMPTY
         if is_one_pair:
             return FULL
         intervals = ((span.start, span.stop) for span in (*queries, *keys))
         return EMPTY if marks.have(intervals) else PARTIAL
 
-    all_spans = Ranges.of(0, len(spans), 0, len(spans))
+    all_spans = Ranges.from_bounds(0, len(spans), 0, len(spans))
     for block, block_verdict in walk(all_spans, verdict, quarters):
         if block_verdict is FULL:
             yield spans[block.queries.start], spans[block.keys.start]
@@ -153,9 +155,9 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
     """Mark the cells of the pairs that ``pairs`` keeps between two spans."""
 
     def verdict(block: Ranges) -> Verdict:
-        return EMPTY if marks.have(block) else pairs.of(block)
+        return EMPTY if marks.have(block) else pairs.verdict_of(block)
 
-    all_pairs = Ranges.of(query.start, query.stop, key.start, key.stop)
+    all_pairs = Ranges.from_bounds(query.start, query.stop, key.start, key.stop)
     for block, block_verdict in walk(all_pairs, verdict, lambda b: quarters(b, marks.cell)):
         if block_verdict is not EMPTY:
             marks.mark(block)

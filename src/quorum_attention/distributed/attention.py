@@ -408,7 +408,7 @@ def pairs_above(mask: Mask, shape: CallShape) -> tuple[int, ...]:
         edges = range(0, n + partition.step_of(n), partition.step_of(n))
         kept = [0] * len(edges)
         for geometry in resolved.geometries:
-            for part, band in geometry.within(Ranges.of(0, n, 0, n)):
+            for part, band in geometry.within(Ranges.from_bounds(0, n, 0, n)):
                 for rows in cut(part.queries, edges):
                     kept[rows.start // edges.step + 1] += band.count(*rows, *part.keys)
         _KEPT[resolved] = tuple(accumulate(kept))

@@ -278,13 +278,13 @@ class _Walk:
 
     def _is_empty(self, queries: slice, keys: slice) -> bool:
         """Whether the call keeps no pair of these queries and keys."""
-        positions = Ranges.of(
+        positions = Ranges.from_bounds(
             queries.start,
             queries.stop,
             keys.start,
             keys.stop,
         )
-        return self.pairs.of(positions) is EMPTY
+        return self.pairs.verdict_of(positions) is EMPTY
 
     def _outer(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Where, in all batch dimensions but the last, pairs get the mask at ``index``."""

@@ -135,7 +135,7 @@ def draw_all_pairs(figure: Any, decomposition: Decomposition, pairs: Pairs, titl
     axes.set_ylim(n_rows, 0)
     is_squarish = 1 / _LONGEST_RATIO <= n_rows / n_columns <= _LONGEST_RATIO
     axes.set_aspect("equal" if is_squarish else "auto", anchor="NW")
-    edges = [0, *(span.stop for span in drawn.whole().spans)]
+    edges = [0, *(span.stop for span in drawn.as_one_task().spans)]
     _number_chunks(axes, edges, n_rows, n_columns)
     note = _pairs_note(drawn, decomposition)
     write_heading(axes, "All pairs of a query and a key", note)

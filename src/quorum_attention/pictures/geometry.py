@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs, Ranges, Task
+from quorum_attention.decomposition import (
+    EMPTY,
+    PARTIAL,
+    Decomposition,
+    Pairs,
+    Ranges,
+    Task,
+)
 from quorum_attention.decomposition.pairs import quarters, walk
 from quorum_attention.decomposition.rectangles import Rectangle
 
@@ -38,12 +45,14 @@ def kept_blocks(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle
     if pairs.verdict is None:
         yield block
         return
-    ranges = Ranges.of(block.query_start, block.query_stop, block.key_start, block.key_stop)
-    for part, verdict in walk(ranges, pairs.of, lambda r: quarters(r, cell)):
+    ranges = Ranges.from_bounds(
+        block.query_start, block.query_stop, block.key_start, block.key_stop
+    )
+    for part, verdict in walk(ranges, pairs.verdict_of, lambda r: quarters(r, cell)):
         if verdict is PARTIAL:
             row = sum(part.queries) // 2
             column = sum(part.keys) // 2
-            verdict = pairs.of(Ranges.of(row, row + 1, column, column + 1))
+            verdict = pairs.verdict_of(Ranges.from_bounds(row, row + 1, column, column + 1))
         if verdict is not EMPTY:
             yield Rectangle(*part.queries, *part.keys)
 

@@ -43,7 +43,9 @@ def _line(base: Field, c0: int, c1: int, c2: int) -> list[int] | None:
     line_length = q + 1
     line: list[int] = []
     # x^i = a x^2 + b x + c
-    a, b, c = 0, 0, 1
+    a = 0
+    b = 0
+    c = 1
     for i in range(q * q + q + 1):
         is_first_point = a == 0 and b == 0
         if i and is_first_point:

@@ -346,7 +346,7 @@ def _keeps_nothing(shape: CallShape, block: CallBlock, mask: Mask | None, is_cau
         return False
     rows, keys = block.rows.length, block.keys.length
     sizes = replace(shape, batch_shape=(1,), n_queries=rows, n_keys=keys, is_causal=is_causal)
-    every = Ranges.of(0, rows, 0, keys)
+    every = Ranges.from_bounds(0, rows, 0, keys)
     return all(one.verdict(every) == EMPTY for one in resolve(mask, sizes).geometries)
 
 

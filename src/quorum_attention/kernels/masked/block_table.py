@@ -99,7 +99,7 @@ def _verdicts(geometry: Geometry, nodes: Nodes, queries: Ints, keys: Ints) -> Co
     key_starts = keys[at.key_start].tolist()
     key_stops = (keys[at.key_stop - 1] + 1).tolist()
     bounds = zip(query_starts, query_stops, key_starts, key_stops, strict=True)
-    return np.array([geometry.verdict(Ranges.of(*block)) for block in bounds], np.int8)
+    return np.array([geometry.verdict(Ranges.from_bounds(*block)) for block in bounds], np.int8)
 
 
 @no_torch_modes()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, BandPart
-from quorum_attention.decomposition.pairs import both, either
+from quorum_attention.decomposition.pairs import kept_by_both, kept_by_either
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.captured_tensors import versions
 from quorum_attention.kernels.masked.pair_functions import (
@@ -128,11 +128,11 @@ class Geometry:
         """The verdict on a block of positions; PARTIAL for users' functions."""
         verdict = self.band.verdict(block)
         if self.blocks is not None and verdict is not EMPTY:
-            verdict = both(verdict, self._verdict_of_blocks(block))
+            verdict = kept_by_both(verdict, self._verdict_of_blocks(block))
         for rule in self.rules:
             if verdict is EMPTY:
                 return EMPTY
-            verdict = both(verdict, rule.verdict(block))
+            verdict = kept_by_both(verdict, rule.verdict(block))
         return verdict
 
     def _verdict_of_blocks(self, block: Ranges) -> Verdict:
@@ -184,10 +184,10 @@ class Geometry:
         parts = self._clipped(numbers, block).tolist()
         if self.bounds is None:
             for ends in parts:
-                yield Ranges.of(*ends), self.band
+                yield Ranges.from_bounds(*ends), self.band
             return
         for ends, bounds in zip(parts, self.bounds[numbers].tolist(), strict=True):
-            yield Ranges.of(*ends), self.band & _band_of(*bounds)
+            yield Ranges.from_bounds(*ends), self.band & _band_of(*bounds)
 
     def largest_part(self, n_queries: int, n_keys: int, *, bands: bool = False) -> tuple[int, int]:
         """The most queries and keys of a part of a block of so many; ``bands`` as of ``parts``."""
@@ -243,7 +243,7 @@ class Geometry:
 
     def count(self, n_queries: int, n_keys: int) -> int:
         """How many pairs it keeps; those that the rules leave out are counted as well."""
-        call = Ranges.of(0, n_queries, 0, n_keys)
+        call = Ranges.from_bounds(0, n_queries, 0, n_keys)
         return sum(band.count(*part.queries, *part.keys) for part, band in self.within(call))
 
 
@@ -282,7 +282,7 @@ class AnyOf(Rule):
         """See ``Rule``."""
         verdict: Verdict = EMPTY
         for geometry in self.geometries:
-            verdict = either(verdict, geometry.verdict(block))
+            verdict = kept_by_either(verdict, geometry.verdict(block))
             if verdict is FULL:
                 return FULL
         return verdict
@@ -303,7 +303,7 @@ def geometry_of(mask_mod: MaskMod | None) -> Geometry:
 
 def _intersect_blocks(first: Geometry, second: Geometry) -> tuple[Blocks, Bounds | None]:
     """The common parts of the blocks of two geometries, and the bounds that both have there."""
-    all_pairs = Ranges.of(0, UNBOUNDED, 0, UNBOUNDED)
+    all_pairs = Ranges.from_bounds(0, UNBOUNDED, 0, UNBOUNDED)
     rows = []
     for block, band in first.within(all_pairs):
         for part, narrower_band in second.within(block):

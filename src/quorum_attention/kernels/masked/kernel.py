@@ -282,7 +282,7 @@ def _part_mask(
         query, key = (
             task.task.segments(at, at + 1)[0].start for at in (r.query_start, r.key_start)
         )
-        part = Ranges.of(query, query + r.n_queries, key, key + r.n_keys)
+        part = Ranges.from_bounds(query, query + r.n_queries, key, key + r.n_keys)
         ((_, band),) = geometry.within(part)
         rules, place = Geometry(band), (band.moved(query - key), r.n_queries, r.n_keys)
     tested = known.pop(place, None)
@@ -326,7 +326,7 @@ def _by_bands(
     found: dict[str, list[Rectangle]] = {"clear": [], "upper": [], "ragged": []}
     for r in rectangles:
         for queries, keys, _ in task.task.contiguous(r):
-            block = Ranges.of(*queries[:2], *keys[:2])
+            block = Ranges.from_bounds(*queries[:2], *keys[:2])
             for whole, band in geometry.parts(block, bands=bands):
                 for part in [whole] if triangles.get(whole.kind, True) else _cut(whole):
                     causal: object = part.kind in ("lower", "upper")

@@ -138,7 +138,9 @@ class PlacesInBand(EqualIds):
         """FULL or EMPTY where the band is at every place between the first and the last."""
         places, keys = self._ids_of(block)
         first_place, last_place = int(places.min()), int(places.max())
-        ranges = Ranges.of(first_place, last_place + 1, int(keys.min()), int(keys.max()) + 1)
+        ranges = Ranges.from_bounds(
+            first_place, last_place + 1, int(keys.min()), int(keys.max()) + 1
+        )
         return self._band.verdict(ranges)
 
     def mask_mod(self, device: torch.device) -> MaskMod:

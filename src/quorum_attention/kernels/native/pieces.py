@@ -58,7 +58,7 @@ def _contiguous_pieces(
     distance = shift - key_shift
     tests_window = geometry.band.low is not None and not geometry.has_block_windows
     pieces: list[tuple[int, ...]] = []
-    ranges = Ranges.of(queries.start, queries.stop, keys.start, keys.stop)
+    ranges = Ranges.from_bounds(queries.start, queries.stop, keys.start, keys.stop)
     for block, band in geometry.within(ranges):
         high = _upper_edge(band, is_causal, tests_window)
         verdict = Band(None, high).verdict(block)
