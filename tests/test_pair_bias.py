@@ -58,7 +58,7 @@ def tensors(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     def counted(*arguments: Any) -> Any:
         mask_tensor = make(*arguments)
         if mask_tensor is not None:
-            made.append(mask_tensor.kept)
+            made.append(mask_tensor.bias)
         return mask_tensor
 
     monkeypatch.setattr(dispatch, "short_mask_tensor", counted)

@@ -265,4 +265,4 @@ def _with_mask_tensor(query: Any, key: Any, value: Any, arguments: Arguments) ->
     if short_mask is None:
         return arguments
     is_causal = arguments.is_causal or short_mask.is_causal
-    return arguments._replace(attn_mask=short_mask.kept, is_causal=is_causal)
+    return arguments._replace(attn_mask=short_mask.bias, is_causal=is_causal)

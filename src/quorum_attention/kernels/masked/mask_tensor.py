@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.kernels.masked import ways
 from quorum_attention.kernels.masked.costs import cost_of_bias
 from quorum_attention.kernels.masked.resolve import relative_band
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask
 
 _ALL = slice(None)
+_WORD_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,11 @@ class MaskTensor:
     """What a call is given instead of a ``Mask``.
 
     Attributes:
-        kept: which pairs are kept, bool, (batch or 1, 1, n_queries or 1, n_keys).
+        bias: 0 where a pair is kept, else -inf, (batch or 1, 1, n_queries or 1, n_keys).
         is_causal: whether keys after a query's own number are masked as well.
     """
 
-    kept: torch.Tensor
+    bias: torch.Tensor
     is_causal: bool
 
 
@@ -71,10 +75,29 @@ def short_mask_tensor(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> Mas
     if cost_of_bias(1, shape) > ways.LITTLE:
         return None
     rules = TokenRules(mask, n_keys, places)
+    rules.place_on(query.device)
     kept = rules.kept(_ALL, _ALL, _ALL, query.device, by_places=has_places)
-    if mask.key_padding is not None:
-        kept = kept.clone()  # it may be the caller's own, who may write to it before the backward
-    return MaskTensor(kept.unsqueeze(1), is_causal)
+    return MaskTensor(_as_bias(kept.unsqueeze(1), query.dtype), is_causal)
+
+
+def _as_bias(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a pair is kept, else -inf, in rows that begin at whole words.
+
+    Kernels read it as it is, in both passes.
+    """
+    *shape, n_keys = kept.shape
+    width = round_up(n_keys, _WORD_BYTES // dtype.itemsize)
+    bias = torch.empty(*shape, width, dtype=dtype, device=kept.device)[..., :n_keys]
+    zero, masked = _bias_values(dtype, kept.device)
+    return torch.where(kept, zero, masked, out=bias)
+
+
+@lru_cache(maxsize=64)
+def _bias_values(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """0 and -inf on a device."""
+    with no_torch_modes():
+        zero = torch.zeros((), dtype=dtype, device=device)
+        return zero, torch.full_like(zero, -torch.inf)
 
 
 def _is_of_tokens_alone(mask: Mask) -> bool:

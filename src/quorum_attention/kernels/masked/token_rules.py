@@ -18,6 +18,7 @@ from quorum_attention.mask import Mask
 Ids = NDArray[np.int64]
 Tokens = torch.Tensor | slice
 """Numbers of batch entries (cells,), or positions (cells, tokens); a slice: those for all cells."""
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +143,16 @@ class TokenRules:
             kept = is_there if kept is None else kept & is_there
         return kept
 
+    def place_on(self, device: torch.device) -> None:
+        """Copy what the mask says of tokens to a device, unless it is there. No mode of torch may
+        be active."""
+        if device not in self._on_devices:
+            self._on_devices[device] = _tables_on(device, self._mask, self._n_keys)
+
     def _tables(self, device: torch.device) -> _TokenTables:
         if device not in self._on_devices:
             with no_torch_modes():
-                self._on_devices[device] = _tables_on(device, self._mask, self._n_keys)
+                self.place_on(device)
         return self._on_devices[device]
 
 
@@ -169,23 +176,31 @@ def _tables_on(device: torch.device, mask: Mask, n_keys: int) -> _TokenTables:
     if mask.documents is not None:
         documents = mask.documents
         of_query, of_key = documents if isinstance(documents, tuple) else (documents, documents)
-        query_ids = torch.atleast_2d(of_query).to(device)
-        key_ids = query_ids if of_key is of_query else torch.atleast_2d(of_key).to(device)
+        query_ids = _with_entries(of_query, device)
+        key_ids = query_ids if of_key is of_query else _with_entries(of_key, device)
     is_there: torch.Tensor | None = None
     if mask.key_lengths is not None:
         columns = torch.arange(n_keys, device=device)
         is_there = columns < mask.key_lengths.to(device)[:, None]
     if mask.key_padding is not None:
-        padding = torch.atleast_2d(mask.key_padding).to(device)
+        padding = _with_entries(mask.key_padding, device)
         is_there = padding if is_there is None else is_there & padding
     return _TokenTables(query_ids, key_ids, is_there)
+
+
+def _with_entries(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor (n,) or (batch, n) on a device, with a dimension of entries."""
+    placed = tensor.to(device)
+    return placed.unsqueeze(0) if placed.dim() == 1 else placed
 
 
 def _rows_at(table: torch.Tensor, entries: Tokens, tokens: Tokens) -> torch.Tensor:
     """What a table (1 or batch, n) holds of the tokens of cells: (cells or 1, tokens)."""
     if isinstance(entries, slice):
         rows = table if len(table) == 1 else table[entries]
-        return rows[:, tokens] if isinstance(tokens, slice) else _gathered(rows, tokens)
+        if isinstance(tokens, slice):
+            return rows if tokens == _ALL else rows[:, tokens]
+        return _gathered(rows, tokens)
     if isinstance(tokens, slice):
         return table[entries if len(table) > 1 else slice(None), tokens]
     numbers = entries if len(table) > 1 else torch.zeros_like(entries)
