@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from quorum_attention.kernels.masked.packing import Bucket, CellSide, Packing
+from quorum_attention.kernels.masked.cells import Bucket, CellSide
+from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.whole_calls import WholeCallKernel
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import (

@@ -16,13 +16,14 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.alignment import Ids, offsets_from_last
 from quorum_attention.kernels.masked.captured_tensors import TensorVersion
+from quorum_attention.kernels.masked.cells import NO_KEY
 from quorum_attention.kernels.masked.geometry import (
     AnyOf,
     Geometry,
     bounds_of,
     geometry_of,
 )
-from quorum_attention.kernels.masked.packing import NO_KEY, Packing
+from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.pair_bias import PairBias
 from quorum_attention.kernels.masked.pair_functions import MaskMod
 from quorum_attention.kernels.masked.rules import EqualIds, PlacesInBand
