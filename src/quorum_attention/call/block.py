@@ -21,7 +21,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.resolve import with_offsets
 from quorum_attention.kernels.protocol import CallShape
-from quorum_attention.mask import Keeps, Mask
+from quorum_attention.mask import Documents, Keeps, Mask
 
 Masked = tuple[Mask | None, bool]
 """``attn_mask`` and ``is_causal`` of a block."""
@@ -64,13 +64,14 @@ class WholeCall:
             object.__setattr__(self, "mask", with_offsets(self.mask, self.shape))
 
     def key_heads(self, block: CallBlock) -> Interval:
-        """The key/value heads that the block's query heads read."""
+        """Return the key/value heads that the block's query heads read."""
         share = self.shape.queries_per_key_head
         return Interval(block.heads.start // share, ceil_div(block.heads.stop, share))
 
     def cut(self, tensor: torch.Tensor, block: CallBlock, *, of_keys: bool) -> torch.Tensor:
-        """The block's part of a tensor (*batch_shape, heads, tokens, ...), a view (entries, heads,
-        tokens, ...).
+        """Return the block's part of a tensor (*batch_shape, heads, tokens, ...).
+
+        The part is a view (entries, heads, tokens, ...).
 
         Args:
             of_keys: whether its heads and tokens are those of keys and values.
@@ -80,92 +81,118 @@ class WholeCall:
         if len(self.shape.batch_shape) == 1:
             entries = tensor[slice(*block.entries)]
         else:
-            entries = tensor[self._index(block)][None]
+            entries = tensor[self._batch_index(block)][None]
         return entries[:, slice(*heads), slice(*tokens)]
 
     def mask_of(self, block: CallBlock) -> Masked:
-        """``attn_mask`` and ``is_causal`` of the block."""
-        mask, rows, keys = self.mask, block.rows, block.keys
-        if mask is not None:
-            mask = self._cut_mask(mask, block)
-        if not self.shape.is_causal or keys.stop <= rows.start + 1:
+        """Return ``attn_mask`` and ``is_causal`` of the block."""
+        mask = None if self.mask is None else cut_mask(self, self.mask, block)
+        queries, keys = block.rows, block.keys
+        if not self.shape.is_causal or keys.stop <= queries.start + 1:
             return mask, False  # no key is later than any query
-        if rows.start == keys.start:
+        if queries.start == keys.start:
             return mask, True
         # The block's first query does not stand at its first key.
-        later = Mask(causal=True, offset=rows.start - keys.start)
-        return later if mask is None else mask & later, False
+        causal = Mask(causal=True, offset=queries.start - keys.start)
+        return causal if mask is None else mask & causal, False
 
     def cut_bias(self, bias: torch.Tensor, block: CallBlock) -> torch.Tensor:
-        """The block's part of a bias, or of its gradient, a view."""
-        spans = ((-3, block.heads), (-2, block.rows), (-1, block.keys))
-        for dim, span in spans:
+        """Return the block's part of a bias, or of its gradient, a view."""
+        for dim, span in ((-3, block.heads), (-2, block.rows), (-1, block.keys)):
             if bias.dim() >= -dim and bias.shape[dim] > 1:
                 bias = bias.narrow(dim, span.start, span.length)
-        dims = bias.dim() - 3
-        if dims <= 0:
+        n_batch_dims = bias.dim() - 3
+        if n_batch_dims <= 0:
             return bias
         if len(self.shape.batch_shape) == 1:
-            return _entries(bias, block, 4)
-        index = self._index(block)[len(self.shape.batch_shape) - dims :]
-        return bias[tuple(0 if n == 1 else i for n, i in zip(bias.shape, index, strict=False))]
+            return cut_entries(bias, block, 4)
+        index = self._batch_index(block)[len(self.shape.batch_shape) - n_batch_dims :]
+        # A dimension of size 1 broadcasts: its only entry is that of all blocks.
+        sizes = bias.shape[:n_batch_dims]
+        return bias[tuple(0 if n == 1 else i for n, i in zip(sizes, index, strict=True))]
 
-    def _index(self, block: CallBlock) -> tuple[int, ...]:
-        """Where the block's one entry is among several batch dimensions, or none."""
-        entry, index = block.entries.start, list[int]()
+    def _batch_index(self, block: CallBlock) -> tuple[int, ...]:
+        """Return the index of the block's one entry among several batch dimensions, or none."""
+        entry = block.entries.start
+        index: list[int] = []
         for size in reversed(self.shape.batch_shape):
-            entry, at = divmod(entry, size)
-            index.append(at)
+            entry, position = divmod(entry, size)
+            index.append(position)
         return tuple(reversed(index))
 
-    def _cut_mask(self, mask: Mask, block: CallBlock) -> Mask:
-        """The mask of a block; tensors of which it has everything stay the very tensors."""
-        entries, heads, rows, keys = block
-        changes: dict[str, Any] = {}
-        all_rows, all_keys = rows == (0, self.shape.n_queries), keys == (0, self.shape.n_keys)
-        assert not mask.counts_from_last, "__post_init__ has put numbers there"
-        offset: Any = 0 if mask.offset is None else mask.offset
-        if isinstance(offset, torch.Tensor):
-            offset = _entries(offset, block, 2)
-            by_row = offset.shape[-1] > 1 and not all_rows
-            changes["offset"] = offset = offset[..., slice(*rows)] if by_row else offset
-        if rows.start != keys.start:
-            changes["offset"] = offset + rows.start - keys.start
-        if mask.documents is not None:
-            two = isinstance(mask.documents, tuple)
-            both: Any = mask.documents if two else (mask.documents, mask.documents)
-            both = tuple(_entries(ids, block, 2) for ids in both)
-            if not (all_rows and all_keys):
-                both, two = (both[0][..., slice(*rows)], both[1][..., slice(*keys)]), True
-            changes["documents"] = both if two else both[0]
-        if mask.key_lengths is not None:
-            lengths = _entries(mask.key_lengths, block, 1)
-            lengths = lengths if all_keys else (lengths - keys.start).clamp(0, keys.length)
-            changes["key_lengths"] = lengths
-        if mask.key_padding is not None:
-            padding = _entries(mask.key_padding, block, 2)
-            changes["key_padding"] = padding if all_keys else padding[..., slice(*keys)]
-        starts = entries.start, heads.start, rows.start, keys.start
-        if mask.keeps is not None and any(starts):
-            changes["keeps"] = _ShiftedKeeps(mask.keeps, *starts)
-        for name in ("either", "every"):
-            changes[name] = tuple(self._cut_mask(one, block) for one in getattr(mask, name))
-        if mask.bias is not None:
-            changes["bias"] = self.cut_bias(mask.bias, block)
-        if mask.sinks is not None:
-            changes["sinks"] = mask.sinks[slice(*heads)]
-        if mask.chunk is None or keys.start % mask.chunk == 0:
-            return replace(mask, **changes)
-        # Its chunks are not counted from the block's first key.
-        places = torch.arange(*rows, device="cpu") + torch.as_tensor(offset).cpu()
-        of_queries = places // mask.chunk
-        of_keys = torch.arange(*keys, device="cpu") // mask.chunk
-        return replace(mask, **changes, chunk=None) & Mask(documents=(of_queries, of_keys))
+
+def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
+    """Return the mask of a block.
+
+    Tensors that the block has completely stay the very tensors.
+    """
+    assert not mask.counts_from_last, "__post_init__ has put numbers there"
+    entries, heads, queries, keys = block
+    has_all_keys = keys == (0, call.shape.n_keys)
+    changes: dict[str, Any] = {}
+    offset = _cut_offset(call, mask, block)
+    if isinstance(offset, torch.Tensor):
+        changes["offset"] = offset
+    if queries.start != keys.start:
+        changes["offset"] = offset + queries.start - keys.start
+    if mask.documents is not None:
+        changes["documents"] = _cut_documents(call, mask.documents, block)
+    if mask.key_lengths is not None:
+        lengths = cut_entries(mask.key_lengths, block, 1)
+        if not has_all_keys:
+            lengths = (lengths - keys.start).clamp(0, keys.length)
+        changes["key_lengths"] = lengths
+    if mask.key_padding is not None:
+        padding = cut_entries(mask.key_padding, block, 2)
+        changes["key_padding"] = padding if has_all_keys else padding[..., slice(*keys)]
+    starts = (entries.start, heads.start, queries.start, keys.start)
+    if mask.keeps is not None and any(starts):
+        changes["keeps"] = _ShiftedKeeps(mask.keeps, *starts)
+    changes["either"] = tuple(cut_mask(call, inner, block) for inner in mask.either)
+    changes["every"] = tuple(cut_mask(call, inner, block) for inner in mask.every)
+    if mask.bias is not None:
+        changes["bias"] = call.cut_bias(mask.bias, block)
+    if mask.sinks is not None:
+        changes["sinks"] = mask.sinks[slice(*heads)]
+    if mask.chunk is None or keys.start % mask.chunk == 0:
+        return replace(mask, **changes)
+    # The mask's chunks are not counted from the block's first key.
+    places = torch.arange(*queries, device="cpu") + torch.as_tensor(offset).cpu()
+    query_chunks = places // mask.chunk
+    key_chunks = torch.arange(*keys, device="cpu") // mask.chunk
+    same_chunk = Mask(documents=(query_chunks, key_chunks))
+    return replace(mask, **changes, chunk=None) & same_chunk
 
 
-def _entries(tensor: torch.Tensor, block: CallBlock, dims: int) -> torch.Tensor:
-    """The block's entries of a tensor that has batch entries first, if it has ``dims``."""
-    if tensor.dim() < dims or len(tensor) == 1 or block.entries == (0, len(tensor)):
+def _cut_offset(call: WholeCall, mask: Mask, block: CallBlock) -> Any:
+    """Return the mask's offsets of a block's queries, by positions in the whole call."""
+    if mask.offset is None:
+        return 0
+    if not isinstance(mask.offset, torch.Tensor):
+        return mask.offset
+    offset = cut_entries(mask.offset, block, 2)
+    has_all_rows = block.rows == (0, call.shape.n_queries)
+    if offset.shape[-1] == 1 or has_all_rows:
+        return offset
+    return offset[..., slice(*block.rows)]
+
+
+def _cut_documents(call: WholeCall, documents: Documents, block: CallBlock) -> Documents:
+    """Return the document ids of a block's queries and keys, one tensor where that is enough."""
+    if isinstance(documents, tuple):
+        query_ids, key_ids = (cut_entries(ids, block, 2) for ids in documents)
+    else:
+        query_ids = key_ids = cut_entries(documents, block, 2)
+    has_all_rows = block.rows == (0, call.shape.n_queries)
+    has_all_keys = block.keys == (0, call.shape.n_keys)
+    if not (has_all_rows and has_all_keys):
+        return query_ids[..., slice(*block.rows)], key_ids[..., slice(*block.keys)]
+    return (query_ids, key_ids) if isinstance(documents, tuple) else query_ids
+
+
+def cut_entries(tensor: torch.Tensor, block: CallBlock, n_dims: int) -> torch.Tensor:
+    """Return the block's entries of a tensor that has batch entries first if it has ``n_dims``."""
+    if tensor.dim() < n_dims or len(tensor) == 1 or block.entries == (0, len(tensor)):
         return tensor
     return tensor[slice(*block.entries)]
 
@@ -212,37 +239,59 @@ def request_of_block(
     results: BlockResults,
     masked: Masked | None = None,
 ) -> tuple[Tensors, Request, BackwardInputs | None]:
-    """The block as a call of its own; ``BackwardInputs`` for a backward.
+    """Make a call of the block; ``BackwardInputs`` are those of a backward.
 
     Args:
         inputs: the block's query, key and value; for a backward grad_out, out and lse besides, and
             grad_lse if there is one.
         masked: ``mask_of`` the block, where the caller has moved its tensors.
     """
-    mask, causal = call.mask_of(block) if masked is None else masked
-    dropout, backward = call.dropout, "grad_out" in inputs
-    p, seed = (0.0, None) if dropout is None else (dropout.p, dropout.seed)
-    three = inputs["query"], inputs["key"], inputs["value"]
-    function = "attention_backward" if backward else "attention"
+    mask, is_causal = call.mask_of(block) if masked is None else masked
+    dropout = call.dropout
+    is_backward = "grad_out" in inputs
+    query = inputs["query"]
+    key = inputs["key"]
+    value = inputs["value"]
     arguments = Arguments(
-        mask, p, seed, causal, call.scale, True, results.out, results.out_dtype, options
+        mask,
+        0.0 if dropout is None else dropout.p,
+        None if dropout is None else dropout.seed,
+        is_causal,
+        call.scale,
+        enable_gqa=True,
+        out=results.out,
+        out_dtype=results.out_dtype,
+        options=options,
     )
-    tensors, request = request_of(function, *three, arguments)
+    function = "attention_backward" if is_backward else "attention"
+    tensors, request = request_of(function, query, key, value, arguments)
     if dropout is not None:
         assert block.rows.start == block.keys.start == 0, "dropout counts positions from 0"
         dropout = dropout.at(block.heads.start, block.entries.start)
     request = replace(
-        request, dropout=dropout, records=call.records or request.records,
-        mask_grad=call.mask_grad or request.mask_grad, lse=results.lse,
-    )  # fmt: skip
-    if not backward:
+        request,
+        dropout=dropout,
+        records=call.records or request.records,
+        mask_grad=call.mask_grad or request.mask_grad,
+        lse=results.lse,
+    )
+    if not is_backward:
         return tensors, request, None
-    grads, dtype = results.grads, results.out_dtype
-    if grads is None and dtype is not None:
-        query, key, value = (t.new_empty(t.shape, dtype=dtype) for t in three)
-        grads = query, key, value
+    grads = results.grads
+    if grads is None and results.out_dtype is not None:
+        grads = (
+            query.new_empty(query.shape, dtype=results.out_dtype),
+            key.new_empty(key.shape, dtype=results.out_dtype),
+            value.new_empty(value.shape, dtype=results.out_dtype),
+        )
     backward_inputs = BackwardInputs(
-        inputs["grad_out"], inputs["out"], inputs["lse"], grads,
-        results.grad_mask, results.grad_sinks, inputs.get("grad_lse"),
-    )  # fmt: skip
-    return tensors, request, check_backward_inputs(tensors, request, backward_inputs, three)
+        inputs["grad_out"],
+        inputs["out"],
+        inputs["lse"],
+        grads,
+        results.grad_mask,
+        results.grad_sinks,
+        inputs.get("grad_lse"),
+    )
+    checked = check_backward_inputs(tensors, request, backward_inputs, (query, key, value))
+    return tensors, request, checked

@@ -32,47 +32,63 @@ from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.allocate import empty
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.protocol import CallShape, Three
 
 
 def column_count(shape: CallShape, backend: Backend) -> int:
-    """How many columns are added: those that hold digits, in fp16 one for the norm, and more of 0
-    for whole words."""
-    digits = 3 if shape.dtype.itemsize == 2 else 1
-    digits += shape.dtype == torch.float16
-    return max(digits, backend.word_bytes // shape.dtype.itemsize)
+    """Count the columns that are added: for digits, for the norm, and zeros for whole words."""
+    n_columns = _n_digits(shape)
+    if shape.dtype == torch.float16:
+        n_columns += 1  # the norm
+    return max(n_columns, backend.word_bytes // shape.dtype.itemsize)
+
+
+def _n_digits(shape: CallShape) -> int:
+    """Count the columns that hold the digits of p."""
+    return 3 if shape.dtype.itemsize == 2 else 1
 
 
 def _widened(shape: CallShape, backend: Backend) -> CallShape:
-    more = column_count(shape, backend)
+    """Return the shape of the call with columns."""
+    n_columns = column_count(shape, backend)
+    head_dim = shape.head_dim
     # Some kernels of devices take query and value of one width alone.
-    equal = shape.head_dim == shape.value_dim and backend.word_bytes > 1
-    head_dim = shape.head_dim + more if equal else shape.head_dim
-    return replace(shape, value_dim=shape.value_dim + more, head_dim=head_dim, columns=more)
+    if shape.head_dim == shape.value_dim and backend.word_bytes > 1:
+        head_dim += n_columns
+    value_dim = shape.value_dim + n_columns
+    return replace(shape, value_dim=value_dim, head_dim=head_dim, columns=n_columns)
 
 
 def column_bytes(tensors: Tensors, request: Request, backward_inputs: BackwardInputs) -> int:
-    """Bytes of the wider copies that are on the device that computes."""
-    shape, device = request.shape, request.options.device
+    """Count the bytes of the wider copies that are on the device that computes."""
+    shape = request.shape
+    device = request.options.device
     wide = _widened(shape, backend_of(device))
-    made = [(tensors.query, wide.head_dim), (tensors.key, wide.head_dim)]
-    made += [
-        (t, wide.value_dim) for t in (tensors.value, backward_inputs.grad_out, backward_inputs.out)
+    widths = [
+        (tensors.query, wide.head_dim),
+        (tensors.key, wide.head_dim),
+        (tensors.value, wide.value_dim),
+        (backward_inputs.grad_out, wide.value_dim),
+        (backward_inputs.out, wide.value_dim),
     ]
     if backward_inputs.grads is not None:
-        widths = wide.head_dim, wide.head_dim, wide.value_dim
-        made += zip(backward_inputs.grads, widths, strict=True)
-    found = sum(
-        t.numel() // t.shape[-1] * width * max(t.element_size(), shape.dtype.itemsize)
-        for t, width in made
-        if t.device == device and width != t.shape[-1]
-    )
+        grad_query, grad_key, grad_value = backward_inputs.grads
+        widths.append((grad_query, wide.head_dim))
+        widths.append((grad_key, wide.head_dim))
+        widths.append((grad_value, wide.value_dim))
+    n_bytes = 0
+    for tensor, width in widths:
+        if tensor.device == device and width != tensor.shape[-1]:
+            rows = tensor.numel() // tensor.shape[-1]
+            n_bytes += rows * width * max(tensor.element_size(), shape.dtype.itemsize)
     if tensors.query.device == device:
-        found += shape.batch * shape.kv_heads * shape.n_keys * 4  # norms of values
+        n_bytes += shape.batch * shape.kv_heads * shape.n_keys * 4  # norms of values
     # Factors and parts of each row, while they are made.
-    beside = sum(t.device == device for t in (backward_inputs.grad_out, backward_inputs.out))
     rows = shape.batch * shape.heads * shape.n_queries
-    return found + beside * rows * 8 * shape.state_dtype.itemsize
+    for tensor in (backward_inputs.grad_out, backward_inputs.out):
+        if tensor.device == device:
+            n_bytes += rows * 8 * shape.state_dtype.itemsize
+    return n_bytes
 
 
 def with_columns(
@@ -85,107 +101,127 @@ def with_columns(
     wide = _widened(shape, backend_of(request.options.device))
     query, key, value = tensors[:3]
     if wide.head_dim != shape.head_dim:
-        query, key = (_with_zero_columns(t, wide.head_dim) for t in (query, key))
+        query = _with_zero_columns(query, wide.head_dim)
+        key = _with_zero_columns(key, wide.head_dim)
     value = _with_zero_columns(value, wide.value_dim)
     # Nothing flows into a row without keys.
     lse = backward_inputs.lse.to(backward_inputs.grad_lse.device)
-    gradient = backward_inputs.grad_lse.to(shape.state_dtype).masked_fill(lse == -torch.inf, 0.0)
-    factor = gradient
+    grad_lse = backward_inputs.grad_lse.to(shape.state_dtype).masked_fill(lse == -torch.inf, 0.0)
+    factor = grad_lse  # g over the norm of the value's rows
+    n_digits = _n_digits(shape)
     if shape.dtype == torch.float16:
-        least = _least_norms(gradient, backward_inputs.grad_out, shape)
+        least = _least_norms(grad_lse, backward_inputs.grad_out, shape)
         norms = torch.maximum(_norms(tensors.value).to(least.device), least)
-        factor = gradient / norms.repeat_interleave(shape.queries_per_key_head, dim=-2)
+        factor = grad_lse / norms.repeat_interleave(shape.queries_per_key_head, dim=-2)
+        value[..., shape.value_dim + n_digits] = least.to(value.device)
     factor = _powers_above(factor, backward_inputs.grad_out.dtype, shape.dtype)
-    grad_out, out = (
-        _with_zero_columns(backward_inputs.grad_out, wide.value_dim),
-        backward_inputs.out,
-    )
-    # Parts are rounded as kernels get them; a narrower output would round them more.
+    grad_out = _with_zero_columns(backward_inputs.grad_out, wide.value_dim)
+    # Digits are rounded as kernels get them; a narrower output would round them more.
+    out = backward_inputs.out
     out = _with_zero_columns(out, wide.value_dim, torch.promote_types(out.dtype, shape.dtype))
-    digits = 3 if shape.dtype.itemsize == 2 else 1
-    if shape.dtype == torch.float16:
-        value[..., shape.value_dim + digits] = least.to(value.device)
-    left = gradient.div(factor).neg_()
-    for column in range(shape.value_dim, shape.value_dim + digits):
-        part = left.to(shape.dtype)
+    remainder = grad_lse.div(factor).neg_()  # p, less the digits that are written
+    for column in range(shape.value_dim, shape.value_dim + n_digits):
+        digit = remainder.to(shape.dtype)
         grad_out[..., column] = factor.to(grad_out.device)
-        out[..., column] = part.to(out.device)
-        left = left - part.to(left.dtype)
-    grads, widths = backward_inputs.grads, (wide.head_dim, wide.head_dim, wide.value_dim)
-    if grads is not None:
-        dq, dk, dv = (
-            g if g.shape[-1] == width
-            else empty((*g.shape[:-1], width), g.dtype, g.device, "a wider gradient")
-            for g, width in zip(grads, widths, strict=True)
-        )  # fmt: skip
-        grads = dq, dk, dv
+        out[..., column] = digit.to(out.device)
+        remainder = remainder - digit.to(remainder.dtype)
     backward_inputs = backward_inputs._replace(
-        grad_out=grad_out, out=out, grad_lse=None, grads=grads
+        grad_out=grad_out,
+        out=out,
+        grad_lse=None,
+        grads=_wider_grads(backward_inputs.grads, wide),
     )
-    wider = Tensors(query, key, value, *tensors[3:])
-    return wider, replace(request, shape=wide), backward_inputs
+    wide_tensors = Tensors(query, key, value, *tensors[3:])
+    return wide_tensors, replace(request, shape=wide), backward_inputs
+
+
+def _wider_grads(grads: Three | None, wide: CallShape) -> Three | None:
+    """Return tensors for the gradients of a wider call: preallocated ones that are as wide."""
+    if grads is None:
+        return None
+    grad_query, grad_key, grad_value = grads
+    return (
+        _wider_grad(grad_query, wide.head_dim),
+        _wider_grad(grad_key, wide.head_dim),
+        _wider_grad(grad_value, wide.value_dim),
+    )
+
+
+def _wider_grad(grad: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``grad``, or an empty tensor like it of another width."""
+    if grad.shape[-1] == width:
+        return grad
+    return empty((*grad.shape[:-1], width), grad.dtype, grad.device, "a wider gradient")
 
 
 def without_columns(
-    made: tuple[torch.Tensor, ...], shape: CallShape, grads: tuple[torch.Tensor, ...] | None
+    wide_grads: tuple[torch.Tensor, ...], shape: CallShape, grads: Three | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of query, key and value as wide as ``shape`` says, in ``grads`` if
-    given."""
+    """Cut the gradients of query, key and value to the widths of ``shape``, in ``grads`` if any."""
     widths = (shape.head_dim, shape.head_dim, shape.value_dim)
-    found = []
-    for number, (wide, width) in enumerate(zip(made, widths, strict=True)):
-        part = wide if wide.shape[-1] == width else wide[..., :width]
-        if grads is not None:
-            target = grads[number]
-            found.append(target if part is target else target.copy_(part))
+    results = []
+    for number, (wide_grad, width) in enumerate(zip(wide_grads, widths, strict=True)):
+        part = wide_grad if wide_grad.shape[-1] == width else wide_grad[..., :width]
+        if grads is None:
+            results.append(part.contiguous())
+        elif part is grads[number]:
+            results.append(part)
         else:
-            found.append(part.contiguous())
-    return tuple(found)
+            results.append(grads[number].copy_(part))
+    return tuple(results)
 
 
 def _norms(value: torch.Tensor) -> torch.Tensor:
-    """The largest norm of a row of values for each of their heads, (*batch, kv_heads, 1), in fp32
-    and up to 2**14; rows that are not finite do not count."""
-    rows = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
-    found: torch.Tensor = rows.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True)
-    return found.clamp_(max=2.0**14)
+    """Return the largest norm of a row of values for each of their heads, in fp32, up to 2**14.
+
+    Rows that are not finite do not count. The shape is (*batch, kv_heads, 1).
+    """
+    norms = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
+    largest: torch.Tensor = norms.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True)
+    return largest.clamp_(max=2.0**14)
 
 
-def _least_norms(gradient: torch.Tensor, grad_out: torch.Tensor, shape: CallShape) -> torch.Tensor:
-    """How large a norm of the value's keeps factors as small as the upstream gradient, shaped as
-    ``_norms``: powers of two, from 1 to 2**14."""
-    wide = torch.promote_types(grad_out.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(grad_out, dim=-1, dtype=wide).to(gradient.device)
-    own, upstream = (
-        t.nan_to_num(0.0, posinf=0.0, neginf=0.0)
-        .unflatten(-2, (shape.kv_heads, -1))
-        .abs()
-        .amax(dim=(-2, -1))
-        .float()
-        for t in (gradient, rows)
-    )
+def _least_norms(grad_lse: torch.Tensor, grad_out: torch.Tensor, shape: CallShape) -> torch.Tensor:
+    """Return how large norms of the value have to be for factors as small as the upstream gradient.
+
+    They are powers of two from 1 to 2**14, shaped like ``_norms``.
+    """
+    wide_dtype = torch.promote_types(grad_out.dtype, torch.float32)
+    row_norms = torch.linalg.vector_norm(grad_out, dim=-1, dtype=wide_dtype).to(grad_lse.device)
+    largest_grad_lse = _largest_of_kv_heads(grad_lse, shape)
+    largest_upstream = _largest_of_kv_heads(row_norms, shape)
     # Rows of 2**-11 of the largest gradient still have a factor that is a normal number.
-    most = (own * 4.0).clamp_(1.0, 2.0**14)
-    exponent = torch.frexp(torch.minimum(own / upstream, most).nan_to_num_(1.0)).exponent - 1
-    return torch.ldexp(torch.ones_like(own), exponent.clamp_(0, 14)).unsqueeze(-1)
+    upper = (largest_grad_lse * 4.0).clamp_(1.0, 2.0**14)
+    ratio = torch.minimum(largest_grad_lse / largest_upstream, upper).nan_to_num_(1.0)
+    exponent = torch.frexp(ratio).exponent - 1
+    return torch.ldexp(torch.ones_like(ratio), exponent.clamp_(0, 14)).unsqueeze(-1)
+
+
+def _largest_of_kv_heads(rows: torch.Tensor, shape: CallShape) -> torch.Tensor:
+    """Return the largest finite magnitude of (*batch, heads, n) for each key/value head."""
+    finite = rows.nan_to_num(0.0, posinf=0.0, neginf=0.0)
+    grouped = finite.unflatten(-2, (shape.kv_heads, -1))  # (*batch, kv_heads, queries_per, n)
+    largest: torch.Tensor = grouped.abs().amax(dim=(-2, -1)).float()
+    return largest
 
 
 def _with_zero_columns(
     tensor: torch.Tensor, width: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A copy of (..., n, d) with columns of 0 after its own."""
+    """Return a copy of (..., n, d) with columns of 0 after its own."""
+    own_width = tensor.shape[-1]
     shape = (*tensor.shape[:-1], width)
-    found = torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
-    found[..., : tensor.shape[-1]].copy_(tensor)
-    found[..., tensor.shape[-1] :].zero_()
-    return found
+    wider = torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
+    wider[..., :own_width].copy_(tensor)
+    wider[..., own_width:].zero_()
+    return wider
 
 
-def _powers_above(gradient: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    """Powers of two, above the magnitudes of ``gradient`` as far as all ``dtypes`` hold them."""
+def _powers_above(values: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    """Return powers of two above the magnitudes of ``values``, within the range of ``dtypes``."""
     lowest = max(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in dtypes)
     highest = min(math.frexp(torch.finfo(dtype).max)[1] for dtype in dtypes)
+    exponents = torch.frexp(values).exponent
     # frexp says 2**0 of a row with no gradient, and the largest row decides how all are scaled.
-    exponent = torch.frexp(gradient).exponent.masked_fill_(gradient == 0, lowest)
-    exponent = exponent.clamp_(lowest, highest - 1)
-    return torch.ldexp(torch.ones_like(gradient), exponent)
+    exponents = exponents.masked_fill_(values == 0, lowest).clamp_(lowest, highest - 1)
+    return torch.ldexp(torch.ones_like(values), exponents)
