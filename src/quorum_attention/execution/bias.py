@@ -156,9 +156,8 @@ def _gather(
     n_entries = [block.shape[0] for block in blocks]
     n_rows = sum(piece.length for piece in rows)
     n_columns = sum(piece.length for piece in columns)
-    bias = torch.empty(
-        (sum(n_entries), first.shape[1], n_rows, n_columns), dtype=dtype, device=first.device
-    )
+    sizes = (sum(n_entries), first.shape[1], n_rows, n_columns)
+    bias = torch.empty(sizes, dtype=dtype, device=first.device)
     zero = bias.new_zeros(())
     minus_infinity = bias.new_full((), -torch.inf)
     entry_parts = bias.split(n_entries)
@@ -170,12 +169,7 @@ def _gather(
             target = part.narrow(2, first_row, down.length)
             target = target.narrow(3, first_column, across.length)
             if source.dtype == torch.bool:
-                torch.where(
-                    source,
-                    zero,
-                    minus_infinity,
-                    out=target,
-                )
+                torch.where(source, zero, minus_infinity, out=target)
             else:
                 target.copy_(source)
     return bias

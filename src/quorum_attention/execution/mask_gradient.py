@@ -37,8 +37,10 @@ from quorum_attention.kernels.score_tiles import PLAIN, BackwardRows, QueryBlock
 from quorum_attention.units import counted
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
-_HOST_BYTES, _DEVICE_BYTES = 8 << 20, 1 << 30
-_MOST_QUERIES, _MOST_KEYS = 2048, 2048
+_HOST_BYTES = 8 << 20
+_DEVICE_BYTES = 1 << 30
+_MOST_QUERIES = 2048
+_MOST_KEYS = 2048
 # Allocators round up by about this much, for the few tensors alive at once.
 _SLACK_BYTES = 64 << 10
 

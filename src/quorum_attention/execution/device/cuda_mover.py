@@ -110,19 +110,9 @@ class CudaMover(Mover):
             start, stop = address_range(far[:, first:last])
             self._staging.settle(start, stop - start)
         if moves_by_address:
-            return self._move_by_address(
-                slot,
-                far,
-                pieces,
-                up=up,
-            )
+            return self._move_by_address(slot, far, pieces, up=up)
         with torch.cuda.stream(self._stream):
-            return super().move(
-                slot,
-                far,
-                pieces,
-                up=up,
-            )
+            return super().move(slot, far, pieces, up=up)
 
     def _moves_by_address(self, slot: torch.Tensor, far: torch.Tensor) -> bool:
         """Whether rows of ``far`` are copied by their addresses."""
@@ -146,13 +136,7 @@ class CudaMover(Mover):
             away = far.data_ptr() + piece.start * row_bytes
             for _ in range(n_heads):
                 if not was_locked:
-                    self._add_parts(
-                        far,
-                        near,
-                        away,
-                        n_bytes,
-                        up=up,
-                    )
+                    self._add_parts(far, near, away, n_bytes, up=up)
                 elif up:
                     self._copies.add(near, away, n_bytes)
                 else:

@@ -151,21 +151,11 @@ class Mover:
             far: (heads, N, width), outside of the slot; each piece is its rows [start, stop).
             pieces: the rows.
         """
-        self.loaded_bytes += self.move(
-            slot,
-            far,
-            pieces,
-            up=True,
-        )
+        self.loaded_bytes += self.move(slot, far, pieces, up=True)
 
     def store(self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows out of a slot, within a store stage, as ``load`` copies them in."""
-        self.stored_bytes += self.move(
-            slot,
-            far,
-            pieces,
-            up=False,
-        )
+        self.stored_bytes += self.move(slot, far, pieces, up=False)
 
     def move(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
