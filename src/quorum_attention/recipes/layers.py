@@ -177,7 +177,7 @@ class LayerInTiles:
     ) -> Any:
         """The layer on a tile, with something in place of its attention; on trial it may not make
         that many numbers."""
-        from quorum_attention.integrations.transformers.attending import HERE
+        from quorum_attention.integrations.transformers.attention_function import override
 
         def part(tensor: torch.Tensor) -> torch.Tensor:
             # (..., tokens, width), or numbers of tokens.
@@ -187,12 +187,12 @@ class LayerInTiles:
             return tensor.narrow(dim, start, tile.shape[1]) if has else tensor
 
         given, named = tree_map_only(torch.Tensor, part, (self._given, self._layer.keywords))
-        outside, HERE.instead = HERE.instead, instead
+        outside, override.fn = override.fn, instead
         try:
             with self._alike(start), self._mode(numbers):
                 return self._layer.func(*self._layer.args, tile, *given, **named)
         finally:
-            HERE.instead = outside
+            override.fn = outside
 
     @contextmanager
     def _alike(self, number: int) -> Iterator[None]:
@@ -316,7 +316,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def _beside(call: Any) -> list[Any]:
     """What an attention's result depends on, beside q, k and v."""
-    from quorum_attention.integrations.transformers.attending import WITHOUT_EFFECT
+    from quorum_attention.integrations.transformers.attention_function import WITHOUT_EFFECT
 
     named = [one for name, one in call.keywords.items() if name not in WITHOUT_EFFECT]
     return [

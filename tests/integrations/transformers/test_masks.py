@@ -17,12 +17,12 @@ from torch._dynamo.utils import counters
 from transformers import masking_utils as masking
 
 from quorum_attention.integrations.transformers import masks, register
+from quorum_attention.integrations.transformers.mask_symbols import MaskSizes, trace_mask
 from quorum_attention.integrations.transformers.masks import (
     DescribedMask,
     DescriptionError,
     quorum_mask,
 )
-from quorum_attention.integrations.transformers.reader import MaskSizes, mask_of
 from quorum_attention.mask import Mask
 
 
@@ -313,7 +313,7 @@ def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, o
     function = FUNCTIONS[name]
     padding = torch.rand(1, keys) < 0.7
     sizes = MaskSizes(1, queries, keys, offset, 0, torch.device("cpu"))
-    found = mask_of(function, sizes, padding)
+    found = trace_mask(function, sizes, padding)
     assert found.keeps is None
     at = torch.arange(queries)[:, None] + offset
     zero = torch.zeros((), dtype=torch.int64)
@@ -326,7 +326,9 @@ def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, o
 def test_what_symbols_do_not_say_stays_a_function(name: str) -> None:
     sizes = MaskSizes(1, 40, 40, 0, 0, torch.device("cpu"))
     joined = masking.and_masks(masking.causal_mask_function, UNKNOWN[name])
-    assert all(mask_of(function, sizes).keeps is not None for function in (UNKNOWN[name], joined))
+    assert all(
+        trace_mask(function, sizes).keeps is not None for function in (UNKNOWN[name], joined)
+    )
 
 
 def test_a_compiled_model_that_is_given_its_padding_is_one_graph() -> None:

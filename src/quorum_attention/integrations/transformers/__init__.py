@@ -11,7 +11,7 @@ import torch.distributed as dist
 from quorum_attention.argument_checks import shown
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
-from quorum_attention.integrations.transformers.attending import attend
+from quorum_attention.integrations.transformers.attention_function import attend
 from quorum_attention.integrations.transformers.masks import quorum_mask
 from quorum_attention.integrations.transformers.options import (
     GroupReference,
@@ -80,12 +80,13 @@ def register(
         raise ValueError(f"name must not be that of another attention, got {name!r}")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group or None, got {shown(group)}")
-    kept = None if group is None else GroupReference(weakref.ref(group))
-    return _add(name, ModelOptions(budget, kernel, depth, accumulator, report, min_tokens, kept))
+    reference = None if group is None else GroupReference(weakref.ref(group))
+    options = ModelOptions(budget, kernel, depth, accumulator, report, min_tokens, reference)
+    return _add(name, options)
 
 
 def _add(name: str, options: ModelOptions) -> str:
-    """Make it known to Transformers."""
+    """Make an attention with these options known to Transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

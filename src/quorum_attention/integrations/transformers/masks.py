@@ -12,12 +12,12 @@ import torch
 
 from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.integrations.transformers.reader import (
+from quorum_attention.integrations.transformers.mask_symbols import (
     MaskSizes,
     UnknownError,
     conditions_of,
-    described,
-    mask_of,
+    mask_of_conditions,
+    trace_mask,
 )
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import capturing, uncompiled
@@ -56,7 +56,9 @@ class DescribedMask:
     ndim = 4
 
     def __init__(self, mask: Mask, shape: tuple[int, int, int, int], seen: int) -> None:
-        self.mask, self.shape, self.seen = mask, shape, seen
+        self.mask = mask
+        self.shape = shape
+        self.seen = seen
         self._elsewhere: dict[torch.device, Mask] = {}
         self.is_checked = False
 
@@ -71,7 +73,7 @@ class DescribedMask:
         return 4
 
     def to(self, *_: Any, **__: Any) -> DescribedMask:
-        """Itself: what tensors it has follow the call that it is given to."""
+        """Return itself: its tensors follow the call that it is given to."""
         return self
 
     contiguous = to
@@ -93,9 +95,8 @@ class DescribedMask:
         shape = (entries.length, heads.length, queries.length, keys.length)
         if shape == self.shape:
             return self
-        return DescribedMask(
-            self._cut(CallBlock(*spans)), shape, max(0, min(self.seen, keys.stop) - keys.start)
-        )
+        n_seen = min(self.seen, keys.stop) - keys.start
+        return DescribedMask(self._cut(CallBlock(*spans)), shape, max(0, n_seen))
 
     def _spans(self, index: Any) -> list[Interval]:
         """An index as half-open ranges of each dimension."""
@@ -136,9 +137,9 @@ class DescribedMask:
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __neg__ = _computed
     __lt__ = __le__ = __gt__ = __ge__ = _computed
 
-    def __eq__(self, other: object) -> bool:
-        if other is None or isinstance(other, DescribedMask):
-            return self is other
+    def __eq__(self, operand: object) -> bool:
+        if operand is None or isinstance(operand, DescribedMask):
+            return self is operand
         raise self._refusal(" in an expression")  # a tensor compares its elements
 
     __hash__ = object.__hash__
@@ -151,9 +152,9 @@ class DescribedMask:
         return f"DescribedMask({self.mask}, shape={self.shape})"
 
     @staticmethod
-    def _refusal(what: str) -> Exception:
+    def _refusal(expression: str) -> Exception:
         return DescriptionError(
-            f"this model computes with its attention mask (mask{what}), which under quorum "
+            f"this model computes with its attention mask (mask{expression}), which under quorum "
             "attention is a description and not a tensor; give it a mask of four dimensions, or "
             'use attn_implementation="sdpa" or "eager"'
         )
@@ -172,7 +173,7 @@ def quorum_mask(
     mask_function: Callable[..., torch.Tensor] | None = None,
     attention_mask: torch.Tensor | DescribedMask | None = None,
     device: torch.device | str = "cpu",
-    **others: Any,
+    **options: Any,
 ) -> DescribedMask | torch.Tensor | None:
     """A description of a mask: how Transformers' ``AttentionMaskInterface`` calls it.
 
@@ -182,7 +183,7 @@ def quorum_mask(
         mask_function: (batch, head, query position, key position) -> keep; None is causal.
         attention_mask: (batch, tokens) bool, True where a token is no padding.
         device: of the description's tensors: ids of packed documents and padding, if there are any.
-        others: what other kinds of masks need (dtype, config, ...).
+        options: what other kinds of masks need (dtype, config, ...).
 
     Returns:
         A ``DescribedMask``; for one query what SDPA has: a tensor (batch, 1, 1, kv_length) or None.
@@ -203,31 +204,49 @@ def quorum_mask(
         )
     if isinstance(attention_mask, DescribedMask):
         return attention_mask  # made before, by ``generate`` for a static cache
-    first: Any = q_offset
-    sizes = MaskSizes(batch_size, q_length, kv_length, first, kv_offset, torch.device(device))
+    query_offset: Any = q_offset
+    sizes = MaskSizes(
+        batch_size,
+        q_length,
+        kv_length,
+        query_offset,
+        kv_offset,
+        torch.device(device),
+    )
     causal = masking_utils.causal_mask_function
     function = mask_function or causal
-    if torch.compiler.is_compiling() and q_length != 1 and not isinstance(q_offset, torch.Tensor):
+    # Without padding there may be packed documents, and a tensor is asked for them.
+    has_no_documents = attention_mask is not None or function is causal
+    is_traced = torch.compiler.is_compiling() and not isinstance(q_offset, torch.Tensor)
+    if is_traced and q_length != 1 and has_no_documents:
         with suppress(UnknownError):  # then the graph is left
-            # Without padding there may be packed documents: of those a tensor is asked.
-            if attention_mask is not None or function is causal:
-                padding = _padding(attention_mask, sizes)
-                return _with_sizes(described(conditions_of(function), sizes, padding), sizes)
-    found: DescribedMask | torch.Tensor | None = _read(sizes, function, attention_mask, **others)
-    return found
+            padding = _padding(attention_mask, sizes)
+            mask = mask_of_conditions(conditions_of(function), sizes, padding)
+            return _with_sizes(mask, sizes)
+    description: DescribedMask | torch.Tensor | None
+    description = _mask_outside_graphs(sizes, function, attention_mask, **options)
+    return description
 
 
 @uncompiled
-def _read(sizes: MaskSizes, function: Any, attention_mask: Any, **others: Any) -> Any:
-    """See ``quorum_mask``; outside of graphs."""
+def _mask_outside_graphs(
+    sizes: MaskSizes, function: Any, attention_mask: Any, **options: Any
+) -> Any:
+    """See ``quorum_mask``."""
     from transformers import masking_utils
 
     if sizes.queries == 1:
         return masking_utils.sdpa_mask(
-            batch_size=sizes.batch, q_length=1, kv_length=sizes.keys, q_offset=sizes.query_offset,
-            kv_offset=sizes.key_offset, mask_function=function, attention_mask=attention_mask,
-            device=sizes.device, **others,
-        )  # fmt: skip
+            batch_size=sizes.batch,
+            q_length=1,
+            kv_length=sizes.keys,
+            q_offset=sizes.query_offset,
+            kv_offset=sizes.key_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            device=sizes.device,
+            **options,
+        )
     sizes = sizes._replace(query_offset=int(sizes.query_offset))
     padding = _padding(attention_mask, sizes)
     if padding is not None and capturing(padding.device):
@@ -237,7 +256,7 @@ def _read(sizes: MaskSizes, function: Any, attention_mask: Any, **others: Any) -
             'is padded, or capture the model with attn_implementation="sdpa"'
         )
     padding = None if padding is None or bool(padding.all()) else padding.to(sizes.device)
-    return _with_sizes(mask_of(function, sizes, padding), sizes)
+    return _with_sizes(trace_mask(function, sizes, padding), sizes)
 
 
 def _padding(attention_mask: torch.Tensor | None, sizes: MaskSizes) -> torch.Tensor | None:
@@ -247,17 +266,20 @@ def _padding(attention_mask: torch.Tensor | None, sizes: MaskSizes) -> torch.Ten
     stop = sizes.key_offset + sizes.keys
     if attention_mask is None:
         return None
-    kept: torch.Tensor = masking_utils.prepare_padding_mask(
+    padding: torch.Tensor = masking_utils.prepare_padding_mask(
         attention_mask, sizes.keys, sizes.key_offset
     )
-    if kept.shape[0] < sizes.batch or kept.shape[1] < stop:
+    if padding.shape[0] < sizes.batch or padding.shape[1] < stop:
         raise ValueError(
             f"attention_mask must be for {counted(sizes.batch, 'row')} of "
-            f"{counted(stop, 'token')}, got shape {tuple(kept.shape)}"
+            f"{counted(stop, 'token')}, got shape {tuple(padding.shape)}"
         )
-    return kept[: sizes.batch, sizes.key_offset : stop].bool()
+    return padding[: sizes.batch, sizes.key_offset : stop].bool()
 
 
 def _with_sizes(mask: Mask, sizes: MaskSizes) -> DescribedMask:
-    seen = min(sizes.keys, sizes.queries + sizes.offset) if mask.causal else sizes.keys
-    return DescribedMask(mask, (sizes.batch, 1, sizes.queries, sizes.keys), max(seen, 0))
+    n_seen = sizes.keys
+    if mask.causal:
+        n_seen = min(n_seen, sizes.queries + sizes.offset)
+    shape = (sizes.batch, 1, sizes.queries, sizes.keys)
+    return DescribedMask(mask, shape, max(n_seen, 0))

@@ -26,15 +26,16 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 
 # From 5.6 on masks are described by lengths and offsets; before, by a tensor of positions.
-_OLDEST, _NEXT = (5, 6), (6, 0)
+_OLDEST = (5, 6)
+_NEXT = (6, 0)
 try:
-    _found = metadata.version("transformers")
+    _installed = metadata.version("transformers")
 except metadata.PackageNotFoundError:
-    _found = "none"
-_numbers = re.match(r"(\d+)\.(\d+)", _found)
+    _installed = "none"
+_numbers = re.match(r"(\d+)\.(\d+)", _installed)
 if _numbers is None or not _OLDEST <= (int(_numbers[1]), int(_numbers[2])) < _NEXT:
     raise ImportError(
-        f"this needs Hugging Face Transformers 5.6 or later, before 6; installed is {_found}: "
+        f"this needs Hugging Face Transformers 5.6 or later, before 6; installed is {_installed}: "
         f"{install_hint('transformers')}"
     )
 
@@ -52,7 +53,7 @@ class GroupReference:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Of ``attention``, for every call of a model; and from how many tokens on it is called.
+    """The options of ``attention`` for every call of a model, and which calls it gets.
 
     Attributes:
         budget, kernel, depth, accumulator, report: as in ``attention``.
@@ -70,9 +71,9 @@ class ModelOptions:
     group: GroupReference | None = None
 
     def __post_init__(self) -> None:
-        """Here, because the first call may be hours after ``register``."""
-        said = CallOptions(self.budget, None, self.depth, accumulator=self.accumulator)
-        check_call_options(said, torch.device("cpu"))
+        """Check the options here: the first call may be hours after ``register``."""
+        call_options = CallOptions(self.budget, None, self.depth, accumulator=self.accumulator)
+        check_call_options(call_options, torch.device("cpu"))
         if self.kernel != "auto":
             get_kernel(self.kernel)
         if self.min_tokens is not None:
@@ -88,17 +89,24 @@ class ModelOptions:
         """Queries from which on a simple call is ours."""
         if self.min_tokens is not None:
             return self.min_tokens
-        plain = self.budget is None and self.kernel == "auto" and self.depth == "auto"
-        return _MIN_TOKENS if plain and self.group is None else 0
+        is_plain = self.budget is None and self.kernel == "auto" and self.depth == "auto"
+        return _MIN_TOKENS if is_plain and self.group is None else 0
 
     def of_call(self) -> dict[str, Any]:
         """Keyword arguments of ``attention``, or of ``distributed.attention``."""
-        names = ("budget", "kernel", "depth", "report", "accumulator")
-        return {name: getattr(self, name) for name in (names if self.group is None else names[:-1])}
+        options = {
+            "budget": self.budget,
+            "kernel": self.kernel,
+            "depth": self.depth,
+            "report": self.report,
+        }
+        if self.group is None:
+            options["accumulator"] = self.accumulator
+        return options
 
 
 def names_of(config: Any) -> Iterator[str]:
-    """What attention a configuration asks for, and those within it."""
+    """Yield the names of the attention that a configuration and those within it ask for."""
     name = getattr(config, "_attn_implementation", None)
     if isinstance(name, str):
         yield name
@@ -107,8 +115,11 @@ def names_of(config: Any) -> Iterator[str]:
 
 
 def options_of(name: str) -> ModelOptions | None:
-    """What ``register`` was given for that name; None: it is somebody else's."""
+    """The options that ``register`` was given for a name; None: it is somebody else's."""
     from transformers import AttentionInterface
 
-    given = getattr(AttentionInterface._global_mapping.get(name), "args", ())
-    return given[0] if given and isinstance(given[0], ModelOptions) else None
+    # ``register`` gives Transformers a ``functools.partial`` that begins with the options.
+    arguments = getattr(AttentionInterface._global_mapping.get(name), "args", ())
+    if arguments and isinstance(arguments[0], ModelOptions):
+        return arguments[0]
+    return None

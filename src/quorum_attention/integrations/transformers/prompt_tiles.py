@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from quorum_attention.integrations.transformers.attending import HERE
+from quorum_attention.integrations.transformers.attention_function import override
 from quorum_attention.integrations.transformers.masks import PROMPT
 
 
@@ -78,9 +78,9 @@ def attention_replaced_by(function: Any) -> Iterator[None]:
 
     ``call`` of the other arguments computes the attention: (batch, heads, queries, value_dim).
     """
-    outside = HERE.instead
-    HERE.instead = function
+    outside = override.fn
+    override.fn = function
     try:
         yield
     finally:
-        HERE.instead = outside
+        override.fn = outside

@@ -24,49 +24,70 @@ import torch.distributed as dist
 from quorum_attention import distributed
 from quorum_attention.call.block import CallBlock
 from quorum_attention.distributed.agreement import alive, compare, told
-from quorum_attention.integrations.transformers import reader
-from quorum_attention.integrations.transformers.attending import HERE, attend, causal_of, refuse
+from quorum_attention.integrations.transformers.attention_function import (
+    attend,
+    causal_of,
+    override,
+    refuse_effects,
+)
+from quorum_attention.integrations.transformers.mask_symbols import (
+    Equal,
+    KeptPairs,
+    MaskFunction,
+    MaskSizes,
+    Near,
+    UnknownError,
+    conditions_of,
+    mask_of_conditions,
+)
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import ModelOptions, names_of, options_of
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
 # Near and Equal by position, which ranks can compare; None: anything else.
-Conditions = tuple[reader.Near | reader.Equal, ...] | None
+Conditions = tuple[Near | Equal, ...] | None
 
 
-def asked_of(function: reader.MaskFunction) -> tuple[Conditions, bool]:
-    """What ``function`` asks of a pair, and whether these rows are of several documents."""
+def mask_conditions(function: MaskFunction) -> tuple[Conditions, bool]:
+    """The conditions of a mask function, and whether these rows are of several documents."""
     try:
-        parts = reader.conditions_of(function).parts
-    except reader.UnknownError:
+        conditions = conditions_of(function).conditions
+    except UnknownError:
         return None, False
-    packed = any(isinstance(part, reader.Equal) and part.chunk == 1 for part in parts)
-    found: set[reader.Near | reader.Equal] = set()
-    for part in parts:
-        if isinstance(part, reader.Near) and (packed or part.counts is None):
-            found.add(part._replace(counts=None))
-        elif not isinstance(part, reader.Equal):
+    is_packed = any(isinstance(c, Equal) and c.chunk == 1 for c in conditions)
+    by_position: set[Near | Equal] = set()
+    for condition in conditions:
+        if isinstance(condition, Near) and (is_packed or condition.counts is None):
+            by_position.add(condition._replace(counts=None))
+        elif not isinstance(condition, Equal):
             return None, False
-        elif part.chunk > 1:  # documents are found by the positions of all ranks
-            found.add(part._replace(ids=None))
-    return tuple(sorted(found, key=repr)), packed
+        elif condition.chunk > 1:  # documents are found by the positions of all ranks
+            by_position.add(condition._replace(ids=None))
+    return tuple(sorted(by_position, key=repr)), is_packed
 
 
 class ShardedMask(DescribedMask):
-    """What a mask of this rank's rows asks for, until it is known for the whole sequence.
+    """The mask of this rank's rows, until it is known for the whole sequence.
 
     Attributes:
-        asked, packed: by its functions.
+        conditions, packed: ``mask_conditions`` of its function.
         padding: (batch, rows) bool, True where a token is none; None: there is none.
         lengths: rows of every rank; None until ``mask`` is that of the whole sequence.
     """
 
     def __init__(
-        self, asked: tuple[Conditions, bool], padding: Any, sizes: tuple[int, int, int, int]
+        self,
+        conditions: Conditions,
+        packed: bool,
+        padding: torch.Tensor | None,
+        sizes: tuple[int, int, int, int],
     ) -> None:
-        super().__init__(Mask(), sizes, sizes[3])
-        (self.asked, self.packed), self.padding = asked, padding
+        n_keys = sizes[-1]
+        super().__init__(Mask(), sizes, n_keys)
+        self.conditions = conditions
+        self.packed = packed
+        self.padding = padding
         self.lengths: tuple[int, ...] | None = None
 
     def _cut(self, block: CallBlock) -> Mask:
@@ -83,7 +104,7 @@ def sharded_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., torch.Tensor] | None = None,
     attention_mask: torch.Tensor | ShardedMask | None = None,
-    **others: Any,
+    **options: Any,
 ) -> ShardedMask:
     """As ``quorum_mask``, of this rank's rows."""
     from transformers import masking_utils
@@ -94,13 +115,15 @@ def sharded_mask(
     padding = None
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-    empty = q_length == kv_length and int(q_offset) == kv_offset  # of a cache
-    known = empty and (padding is None or padding.shape[1] == kv_length)
-    asked = asked_of(function) if known else (None, False)
-    return ShardedMask(asked, padding, (batch_size, 1, q_length, kv_length))
+    has_empty_cache = q_length == kv_length and int(q_offset) == kv_offset
+    fits = padding is None or padding.shape[1] == kv_length
+    conditions, packed = None, False
+    if has_empty_cache and fits:
+        conditions, packed = mask_conditions(function)
+    return ShardedMask(conditions, packed, padding, (batch_size, 1, q_length, kv_length))
 
 
-def _found(
+def _mask_of_group(
     mask: ShardedMask, group: dist.ProcessGroup, positions: Any, device: torch.device
 ) -> tuple[Mask, tuple[int, ...]]:
     """The mask of the whole sequence, and the rows of every rank; all ranks ask together.
@@ -109,66 +132,116 @@ def _found(
         NotImplementedError, ValueError: a mask that cannot be honoured; ranks that do not agree: on
             all ranks.
     """
-    batch, _, rows, _ = mask.shape
-    placed = isinstance(positions, torch.Tensor) and positions.shape in (
-        (rows,), (1, rows), (batch, rows)
-    )  # fmt: skip
-    asked = mask.asked or ()
-    refused = mask.asked is None or (not placed and positions is not None)
-    same = {"call": "a mask", "conditions": repr(asked), "batch": batch, "placed": placed}
-    numbers = (positions if placed else None, None if refused else mask.padding)
-    mine = [None if one is None else one.expand(batch, rows).cpu() for one in numbers]
-    listed = compare(group, same, rows, mask.packed, refused, *mine)
-    sizes, packed, refusals, positions, paddings = zip(*listed, strict=True)
+    batch = mask.shape[0]
+    conditions = mask.conditions or ()
+    answers, has_positions = _compare_masks(mask, group, positions)
+    lengths, packed, refusals, rank_positions, paddings = zip(*answers, strict=True)
     if any(refusals):
         raise NotImplementedError(
             "attention over a group supports causal masks, windows, chunks, padding and documents "
             "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
             "left padding, positions of another shape, or a cache with keys"
         )
-    padded = any(one is not None for one in paddings)
-    causal = any(isinstance(part, reader.Near) and part.right == 0 for part in asked)
-    if causal and not placed and not padded:
+    may_have_documents = _is_causal(conditions) and not any(p is not None for p in paddings)
+    if may_have_documents and not has_positions:
         raise NotImplementedError(
             "this model does not hand position_ids to its attention, so packed documents cannot be "
             "told apart: give attention_mask (batch, rows), of ones if there is no padding, which "
             "says that there are none"
         )
-    kept = [
-        torch.ones((batch, n), dtype=torch.bool) if one is None else one
-        for one, n in zip(paddings, sizes, strict=True)
+    is_token = [
+        torch.ones((batch, length), dtype=torch.bool) if padding is None else padding
+        for padding, length in zip(paddings, lengths, strict=True)
     ]
-    if placed:
-        _check_places(positions, kept)
+    if has_positions:
+        _check_places(rank_positions, is_token)
         # As Transformers: a mask of padding says that there is one document, and a mask in both
         # directions does not ask.
-        documents = _documents(positions, any(packed)) if causal and not padded else None
-        if documents is not None:
-            places = torch.cat(positions, dim=1)
-            within = (p._replace(ids=places) if isinstance(p, reader.Equal) else p for p in asked)
-            asked = (*within, reader.Equal(documents, 1))
-    tokens = reader.MaskSizes(batch, sum(sizes), sum(sizes), 0, 0, device)
-    real = torch.cat(kept, dim=1)
-    padding = None if bool(real.all()) else real.to(device)
-    return reader.described(reader.KeptPairs(*asked), tokens, padding), sizes
+        if may_have_documents:
+            conditions = _with_documents(conditions, rank_positions, any(packed))
+    n_tokens = sum(lengths)
+    sizes = MaskSizes(batch, n_tokens, n_tokens, 0, 0, device)
+    kept_keys = torch.cat(is_token, dim=1)
+    key_padding = None if bool(kept_keys.all()) else kept_keys.to(device)
+    return mask_of_conditions(KeptPairs(*conditions), sizes, key_padding), lengths
 
 
-def _documents(positions: tuple[torch.Tensor, ...], packed: bool) -> torch.Tensor | None:
+def _compare_masks(
+    mask: ShardedMask, group: dist.ProcessGroup, positions: Any
+) -> tuple[list[Any], bool]:
+    """Tell the other ranks what this rank's mask asks for.
+
+    Returns:
+        For each rank its (rows, whether they are packed, whether its mask is refused, positions,
+        padding); and whether ranks have positions.
+    """
+    batch, _, rows, _ = mask.shape
+    has_positions = _is_of_rows(positions, batch, rows)
+    is_refused = mask.conditions is None or (positions is not None and not has_positions)
+    conditions = mask.conditions or ()
+    answers = compare(
+        group,
+        {
+            "call": "a mask",
+            "conditions": repr(conditions),
+            "batch": batch,
+            "placed": has_positions,
+        },
+        rows,
+        mask.packed,
+        is_refused,
+        _on_host(positions if has_positions else None, batch, rows),
+        _on_host(None if is_refused else mask.padding, batch, rows),
+    )
+    return answers, has_positions
+
+
+def _is_causal(conditions: tuple[Near | Equal, ...]) -> bool:
+    return any(isinstance(c, Near) and c.after == 0 for c in conditions)
+
+
+def _is_of_rows(positions: Any, batch: int, rows: int) -> bool:
+    """Whether ``positions`` are a tensor with one number for each row."""
+    if not isinstance(positions, torch.Tensor):
+        return False
+    return positions.shape in ((rows,), (1, rows), (batch, rows))
+
+
+def _on_host(numbers: torch.Tensor | None, batch: int, rows: int) -> torch.Tensor | None:
+    return None if numbers is None else numbers.expand(batch, rows).cpu()
+
+
+def _with_documents(
+    conditions: tuple[Near | Equal, ...], rank_positions: tuple[torch.Tensor, ...], packed: bool
+) -> tuple[Near | Equal, ...]:
+    """Conditions within packed documents, if there are any (``_documents``)."""
+    documents = _documents(rank_positions, packed)
+    if documents is None:
+        return conditions
+    positions = torch.cat(rank_positions, dim=1)
+    within_documents = (
+        condition._replace(ids=positions) if isinstance(condition, Equal) else condition
+        for condition in conditions
+    )
+    return (*within_documents, Equal(documents, 1))
+
+
+def _documents(rank_positions: tuple[torch.Tensor, ...], packed: bool) -> torch.Tensor | None:
     """Ids of documents, which begin where positions do not go up by one; None: one only.
 
     Args:
-        positions: of each rank's rows.
+        rank_positions: of each rank's rows.
         packed: whether a rank's mask says that there are some among its rows. If none does
             though there are, the model (or its cache) does not ask for documents.
 
     Raises:
         ValueError: documents begin with the rows of ranks alone, of which masks say nothing.
     """
-    begins = torch.cat(positions, dim=1).diff() != 1
+    begins = torch.cat(rank_positions, dim=1).diff() != 1
     if not bool(begins.any()):
         return None
     if not packed:
-        if any(bool((shard.diff() != 1).any()) for shard in positions):
+        if any(bool((positions.diff() != 1).any()) for positions in rank_positions):
             return None
         raise ValueError(
             "position_ids go up by one within each rank's rows, but not from one rank to the next, "
@@ -178,20 +251,20 @@ def _documents(positions: tuple[torch.Tensor, ...], packed: bool) -> torch.Tenso
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
-def _check_places(positions: tuple[torch.Tensor, ...], real: list[torch.Tensor]) -> None:
+def _check_places(rank_positions: tuple[torch.Tensor, ...], is_token: list[torch.Tensor]) -> None:
     """Refuse positions that begin at 0 on every rank and go up by one: their places are missing.
 
-    What positions say of padding means nothing (``generate`` has 0 there), and is not looked at.
+    The positions of padding mean nothing (``generate`` has 0 there), and are not looked at.
 
     Raises:
         ValueError: they do.
     """
-    missing = [
-        bool(((mine == torch.arange(mine.shape[1])) | ~kept).all())
-        for mine, kept in zip(positions, real, strict=True)
-        if kept.any()
+    begins_at_zero = [
+        bool(((positions == torch.arange(positions.shape[1])) | ~tokens).all())
+        for positions, tokens in zip(rank_positions, is_token, strict=True)
+        if tokens.any()
     ]
-    if len(missing) > 1 and all(missing):
+    if len(begins_at_zero) > 1 and all(begins_at_zero):
         raise ValueError(
             "position_ids begin at 0 on every rank: give each rank its own positions in the "
             "sequence, or call sharded_positions(model, group=...) once (if each rank holds a "
@@ -211,11 +284,11 @@ def attend_sharded(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     position_ids: Any = None,
-    **others: Any,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """One attention of a layer over the sequence of all ranks; arguments as in ``attend``."""
-    refuse({name: others.pop(name, None) for name in _IN_ONE_PROCESS}, module)
-    if HERE.instead is not None:
+    refuse_effects({name: keywords.pop(name, None) for name in _IN_ONE_PROCESS}, module)
+    if override.fn is not None:
         raise NotImplementedError("a layer of ranks is never computed in tiles")
     name = type(module).__name__
     if query.shape[2] != key.shape[2]:
@@ -225,9 +298,9 @@ def attend_sharded(
         )
     if attention_mask is None:
         side = None if sliding_window is None else sliding_window - 1
-        near = reader.Near(None, side, 0 if causal_of(module, is_causal) else side)
-        sizes = (query.shape[0], 1, query.shape[2], query.shape[2])
-        attention_mask = ShardedMask(((near,), False), None, sizes)
+        near = Near(None, side, 0 if causal_of(module, is_causal) else side)
+        batch, _, rows, _ = query.shape
+        attention_mask = ShardedMask((near,), False, None, (batch, 1, rows, rows))
     if not isinstance(attention_mask, ShardedMask):
         raise NotImplementedError(
             f"attention over a group makes its masks itself; {name} was given one of shape "
@@ -236,11 +309,12 @@ def attend_sharded(
     assert options.group is not None
     group = alive(options.group.group)
     if attention_mask.lengths is None:
-        mask, lengths = _found(attention_mask, group, position_ids, query.device)
+        mask, lengths = _mask_of_group(attention_mask, group, position_ids, query.device)
         _check_layers(module, sum(lengths))
-        attention_mask.mask, attention_mask.lengths = mask, lengths
+        attention_mask.mask = mask
+        attention_mask.lengths = lengths
     compute = partial(distributed.attention, group=group, lengths=attention_mask.lengths)
-    return attend(options, module, query, key, value, attention_mask, compute=compute, **others)
+    return attend(options, module, query, key, value, attention_mask, compute=compute, **keywords)
 
 
 _IN_ONE_PROCESS = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -248,14 +322,21 @@ _IN_ONE_PROCESS = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 # recurrences, convolutions, and keys that are chosen or compressed beside the attention.
 _ATTENTION_ALONE = frozenset(
     {
-        "attention", "chunked_attention", "full_attention", "sliding_attention",
-        "window_attention", "dense", "mlp", "moe", "sparse",
+        "attention",
+        "chunked_attention",
+        "full_attention",
+        "sliding_attention",
+        "window_attention",
+        "dense",
+        "mlp",
+        "moe",
+        "sparse",
     }
-)  # fmt: skip
+)
 
 
-def _check_layers(module: torch.nn.Module, tokens: int) -> None:
-    """Nothing, unless the model that an attention module is of mixes tokens elsewhere, too.
+def _check_layers(module: torch.nn.Module, n_tokens: int) -> None:
+    """Refuse a model that mixes tokens elsewhere than in attention, given one of its attentions.
 
     Raises:
         NotImplementedError: it has layers of another kind, which see this rank's rows alone; or it
@@ -263,14 +344,14 @@ def _check_layers(module: torch.nn.Module, tokens: int) -> None:
     """
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    others = sorted({str(kind) for kind in kinds or ()} - _ATTENTION_ALONE)
-    if others:
+    refused = sorted({str(kind) for kind in kinds or ()} - _ATTENTION_ALONE)
+    if refused:
         raise NotImplementedError(
-            f"only attention reaches other ranks, and this model has layers {', '.join(others)}, "
+            f"only attention reaches other ranks, and this model has layers {', '.join(refused)}, "
             "which mix tokens too: each rank's rows would see only each other there"
         )
-    scales = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
-    if scales and tokens >= getattr(module, "floor_scale", 0):
+    scales_queries = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    if scales_queries and n_tokens >= getattr(module, "floor_scale", 0):
         raise NotImplementedError(
             f"{type(module).__name__} scales queries by a count of tokens, which would begin at 0 "
             f"on each rank: it can be sharded below {module.floor_scale} of them"
@@ -297,69 +378,99 @@ def sharded_positions(
         ValueError: the model takes no ``position_ids``, or counts them otherwise than from 0 up: by
             its inputs, padding or images.
     """
-    kept = None if group is None else weakref.ref(group)
+    reference = None if group is None else weakref.ref(group)
     del group  # the function below would keep it
     _check_counts_from_zero(model)
 
-    def placed(
-        model: torch.nn.Module, args: Any, named: dict[str, Any]
+    def add_positions(
+        model: torch.nn.Module, args: Any, keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        if named.get("position_ids") is not None:
-            return args, named
-        ids = named.get("input_ids")
-        ids = named.get("inputs_embeds") if ids is None else ids
+        if keywords.get("position_ids") is not None:
+            return args, keywords
+        ids = keywords.get("input_ids")
+        if ids is None:
+            ids = keywords.get("inputs_embeds")
         if ids is None:
             raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
-        everyone = dist.group.WORLD if kept is None else alive(kept)
+        everyone = dist.group.WORLD if reference is None else alive(reference)
         assert everyone is not None
-        config = getattr(_transformer_of(model), "config", None)
-        names = sorted(set(names_of(config)))
-        groups = [options.group for name in names if (options := options_of(name)) is not None]
-        if not any(one is not None and one.group() is everyone for one in groups):
-            raise ValueError(
-                f"the model's attention {', '.join(map(repr, names))} is not over this group: each "
-                "rank's rows would see only each other; "
-                "model.set_attn_implementation(register(name, group=...)) makes it so"
-            )
-        rows = [n for (n,) in told(everyone, (ids.shape[1],))]
-        if not all(rows):
-            raise ValueError(
-                f"models of Transformers need at least one row on each rank, got {rows}"
-            )
-        start = sum(rows[: everyone.rank()])
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        return args, {**named, "position_ids": positions}
+        _check_is_over_group(model, everyone)
+        positions = _positions_of_rank(ids.shape[1], everyone, ids.device)
+        return args, {**keywords, "position_ids": positions}
 
-    return model.register_forward_pre_hook(uncompiled(placed), with_kwargs=True)
+    return model.register_forward_pre_hook(uncompiled(add_positions), with_kwargs=True)
+
+
+def _check_is_over_group(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Refuse a model whose attention is not over a group.
+
+    Raises:
+        ValueError: it is not.
+    """
+    config = getattr(_transformer_of(model), "config", None)
+    names = sorted(set(names_of(config)))
+    for name in names:
+        options = options_of(name)
+        if options is not None and options.group is not None and options.group.group() is group:
+            return
+    raise ValueError(
+        f"the model's attention {', '.join(map(repr, names))} is not over this group: each "
+        "rank's rows would see only each other; "
+        "model.set_attn_implementation(register(name, group=...)) makes it so"
+    )
+
+
+def _positions_of_rank(n_rows: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """(1, n_rows) positions of this rank's rows, which the ranks tell each other.
+
+    Raises:
+        ValueError: a rank has no rows.
+    """
+    rows_of_ranks = [n for (n,) in told(group, (n_rows,))]
+    if not all(rows_of_ranks):
+        raise ValueError(
+            f"models of Transformers need at least one row on each rank, got {rows_of_ranks}"
+        )
+    start = sum(rows_of_ranks[: group.rank()])
+    return torch.arange(start, start + n_rows, device=device)[None]
 
 
 def _transformer_of(model: torch.nn.Module) -> Any:
     """The model within torch's compiler and PEFT's adapters."""
     from transformers import PreTrainedModel
 
-    return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            return part
+    return model
 
 
 def _check_counts_from_zero(model: torch.nn.Module) -> None:
-    """Nothing, if the model's positions count from 0 up.
+    """Refuse a model whose positions do not count from 0 up.
 
     Raises:
         ValueError: it takes none, or counts otherwise.
     """
-    run = _transformer_of(model)
-    name = type(run).__name__
-    taken = inspect.signature(run.forward).parameters
-    if "input_ids" in taken and "position_ids" not in taken:
+    transformer = _transformer_of(model)
+    name = type(transformer).__name__
+    parameters = inspect.signature(transformer.forward).parameters
+    if "input_ids" in parameters and "position_ids" not in parameters:
         raise ValueError(
             f"{name} takes no position_ids: each rank would count its rows from 0, and the "
             "sequence cannot be sharded"
         )
-    own = ("create_position_ids_from_input_ids", "get_rope_index")
-    for part in run.modules():
-        is_table = isinstance(part, torch.nn.Embedding)
-        by_mask = is_table and "attention_mask" in inspect.signature(part.forward).parameters
-        if by_mask or any(hasattr(part, one) for one in own):
+    for part in transformer.modules():
+        if _counts_by_inputs(part):
             raise ValueError(
                 f"{name} counts positions by its inputs, its attention_mask or its images: give it "
                 "position_ids as it counts them"
             )
+
+
+def _counts_by_inputs(part: torch.nn.Module) -> bool:
+    """Whether a part of a model makes positions of what the model is given."""
+    if hasattr(part, "create_position_ids_from_input_ids") or hasattr(part, "get_rope_index"):
+        return True
+    if not isinstance(part, torch.nn.Embedding):
+        return False
+    return "attention_mask" in inspect.signature(part.forward).parameters
