@@ -144,8 +144,8 @@ def _attend(
     documents = _document_ids(query, cu_seq_lens_q, cu_seq_lens_k)
     if isinstance(key, SegmentedTensor):
         pairs = cached_pairs(attention_mask, query, key.shape[2])
-        is_simple = documents is None and position_bias is None and dropout == 0.0
-        if pairs is not None and is_simple:
+        has_extras = documents is not None or position_bias is not None or dropout > 0.0
+        if pairs is not None and not has_extras:
             return attend_cached(query, key, pairs, scaling=scaling, softcap=softcap, sinks=s_aux)
         key, value = key.layer.concatenated()
     is_described = isinstance(attention_mask, (DescribedMask, BlockMask))
@@ -169,8 +169,7 @@ def _attend(
         warn_of_packing(module, attention_mask, keywords["position_ids"])
     key, value = _seen_keys(mask, n_seen, key, value)
     mask = _with_bias(mask, _cut_keys(position_bias, key))
-    if softcap is not None or s_aux is not None:
-        mask = replace(mask, softcap=softcap, sinks=s_aux)
+    mask = _with_softcap_and_sinks(mask, softcap, s_aux)
     return _compute(options, compute, query, key, value, mask, scaling, dropout)
 
 
@@ -201,6 +200,12 @@ def _compute(
         enable_gqa=query.shape[1] != key.shape[1],
         **call_options,
     )
+
+
+def _with_softcap_and_sinks(mask: Mask, softcap: float | None, sinks: torch.Tensor | None) -> Mask:
+    if softcap is None and sinks is None:
+        return mask
+    return replace(mask, softcap=softcap, sinks=sinks)
 
 
 def _seen_keys(
