@@ -16,16 +16,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 153,
-    "tangled functions": 46,
-    "vague names": 703,
-    "riddles": 125,
-    "tuples assigned to tuples": 242,
-    "formatter switched off": 83,
+    "packed functions": 147,
+    "tangled functions": 38,
+    "vague names": 616,
+    "riddles": 109,
+    "tuples assigned to tuples": 226,
+    "formatter switched off": 70,
     "class names defined twice": 0,
     "records with several names": 3,
 }
-NODES_PER_LINE = 11.4
+NODES_PER_LINE = 11.3
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16

@@ -21,7 +21,7 @@ from quorum_attention.bench.measurement import (
     OK,
     OUT_OF_MEMORY,
     UNSUPPORTED,
-    Measurement,
+    Outcome,
     Spec,
 )
 from quorum_attention.bench.methods import RESULTS
@@ -38,8 +38,8 @@ def options(**others) -> Namespace:
 SPEC = spec_of(options(), "sdpa", 64)
 
 
-def fast(seconds: float = 0.1) -> Measurement:
-    found = Measurement(forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20)
+def fast(seconds: float = 0.1) -> Outcome:
+    found = Outcome(forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20)
     found.errors = {name: [1e-4] * 2 for name in RESULTS}
     return found
 
@@ -75,7 +75,7 @@ def run(experiment: str, chosen: Namespace, rule) -> tuple[tuple, list[Spec]]:
     """The table of an experiment whose answers come from ``rule``, and what it asked for."""
     asked: list[Spec] = []
 
-    def answer(experiment: str, spec: Spec) -> Measurement:
+    def answer(experiment: str, spec: Spec) -> Outcome:
         asked.append(spec)
         return rule(spec)
 
@@ -85,9 +85,9 @@ def run(experiment: str, chosen: Namespace, rule) -> tuple[tuple, list[Spec]]:
 def test_a_sweep_ends_with_a_method() -> None:
     """At its first failure, or before it takes too long."""
 
-    def rule(spec: Spec) -> Measurement:
+    def rule(spec: Spec) -> Outcome:
         if spec.method == "sdpa" and spec.tokens > 4096:
-            return Measurement(OUT_OF_MEMORY)
+            return Outcome(OUT_OF_MEMORY)
         return fast(spec.tokens / 1024)
 
     (*_, rows), _ = run("cost", options(), rule)

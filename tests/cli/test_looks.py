@@ -16,7 +16,7 @@ import pytest
 from helpers_docs import QWEN3_8B
 
 import quorum_attention as qa
-from quorum_attention.bench.measurement import Measurement
+from quorum_attention.bench.measurement import Outcome
 from quorum_attention.cli import bench, main
 from quorum_attention.cli.output import say, show_table
 
@@ -38,7 +38,7 @@ def test_sixty_columns_are_enough(
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(QWEN3_8B))
     errors = {name: [1.234e-5] for name in ("out", "dQ", "dK", "dV")}
-    measured = Measurement(errors=errors, forward_seconds=[1e-4], peak_bytes=1001 << 20)
+    measured = Outcome(errors=errors, forward_seconds=[1e-4], peak_bytes=1001 << 20)
     monkeypatch.setattr(bench, "run_child", lambda spec, timeout: measured)
     words = []
     for columns in (60, 200):

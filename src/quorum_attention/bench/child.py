@@ -1,7 +1,7 @@
 """One measurement in a process of its own, for ``bench`` and ``recover``.
 
 A memory limit cannot be lifted again, kernels cache what they prepare, and a crash must not end the
-other measurements. The process reads a ``Spec`` from its command line and writes a ``Measurement``.
+other measurements. The process reads a ``Spec`` from its command line and writes an ``Outcome``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quorum_attention.bench.measurement import (
     FAILED,
     OUT_OF_MEMORY,
     UNSUPPORTED,
-    Measurement,
+    Outcome,
     Spec,
 )
 from quorum_attention.bench.methods import (
@@ -63,7 +63,7 @@ main(sys.argv[2])
 ReportProgress = Callable[[int, int, str], object]
 
 
-def run_child(spec: Spec, timeout: float | None = None) -> Measurement:
+def run_child(spec: Spec, timeout: float | None = None) -> Outcome:
     """The measurement of a new process; a crash or a timeout is a measurement, too."""
     environment = {
         **os.environ,
@@ -87,21 +87,21 @@ def run_child(spec: Spec, timeout: float | None = None) -> Measurement:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Measurement(FAILED, f"not done after {timeout:.4g} s")
+        return Outcome(FAILED, f"not done after {timeout:.4g} s")
     lines = process.stdout.splitlines()
     if process.returncode == 0 and lines:
-        return Measurement(**json.loads(lines[-1]))
+        return Outcome(**json.loads(lines[-1]))
     if process.returncode in (-signal.SIGINT, _INTERRUPTED):
         raise KeyboardInterrupt
     return _failure(process.returncode, process.stderr or "")
 
 
-def _failure(status: int, stderr: str) -> Measurement:
+def _failure(status: int, stderr: str) -> Outcome:
     """The measurement of a process that ended without one."""
     how = f"signal {-status}" if status < 0 else f"status {status}"
     reason = f"its process ended with {how} and no answer"
     last_lines = stderr.strip().splitlines()[-1:]
-    return Measurement(FAILED, ": ".join([reason, *last_lines]))
+    return Outcome(FAILED, ": ".join([reason, *last_lines]))
 
 
 def main(spec: str) -> None:
@@ -110,9 +110,9 @@ def main(spec: str) -> None:
     print("\n" + json.dumps(asdict(measurement)))
 
 
-def measure(spec: Spec) -> Measurement:
+def measure(spec: Spec) -> Outcome:
     """Measure in this process; out of memory and all other failures are measurements, too."""
-    measurement = Measurement()
+    measurement = Outcome()
     bar: AbstractContextManager[Any] = nullcontext()
     if spec.progress:
         load_bars()  # now, while memory is not limited
@@ -126,9 +126,7 @@ def measure(spec: Spec) -> Measurement:
     return measurement
 
 
-def _measure_into(
-    measurement: Measurement, spec: Spec, report_progress: ReportProgress | None
-) -> None:
+def _measure_into(measurement: Outcome, spec: Spec, report_progress: ReportProgress | None) -> None:
     """Measure errors against float64, if ``spec`` asks for draws of them, or else times."""
     if not spec.draws:
         _Timing(spec, measurement, report_progress).run()
@@ -147,7 +145,7 @@ def _status_of(error: Exception, spec: Spec) -> str:
     return OUT_OF_MEMORY if is_without_memory(error) else FAILED
 
 
-def _measure_errors(spec: Spec, seed: int, measurement: Measurement) -> None:
+def _measure_errors(spec: Spec, seed: int, measurement: Outcome) -> None:
     """Measure the errors of one draw against float64."""
     method = METHODS[spec.method]
     call = _drawn_call(spec, method.on_device, seed)
@@ -208,7 +206,7 @@ class _Timing:
     """Times the calls of a measurement."""
 
     def __init__(
-        self, spec: Spec, measurement: Measurement, report_progress: ReportProgress | None
+        self, spec: Spec, measurement: Outcome, report_progress: ReportProgress | None
     ) -> None:
         self._spec = spec
         self._method = METHODS[spec.method]
@@ -255,7 +253,7 @@ class _Timing:
         )
         call = _drawn_call(small, self._method.on_device)
         call.options["budget"] = None if spec.budget_bytes is None else _WARM_BUDGET
-        _Timing(small, Measurement(), None)._run_calls(call)
+        _Timing(small, Outcome(), None)._run_calls(call)
 
     def _run_calls(self, call: CallTensors) -> None:
         """Make a first call and, as long as they do not take too long, ``repeats`` others."""

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 import quorum_attention
-from quorum_attention.bench.measurement import FAILED, OUT_OF_MEMORY, Measurement, Spec
+from quorum_attention.bench.measurement import FAILED, OUT_OF_MEMORY, Outcome, Spec
 from quorum_attention.bench.methods import METHODS, RESULTS
 from quorum_attention.units import counted
 
-Measure = Callable[[str, Spec], Measurement]
+Measure = Callable[[str, Spec], Outcome]
 """Measures a spec of an experiment, given the experiment's name."""
 
 _SHORT_NAMES = {"out": "out", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
@@ -81,7 +81,7 @@ def accuracy(options: Namespace, measure: Measure) -> Section:
     return Section("Accuracy against float64", text, columns, rows)
 
 
-def _error_cells(measurement: Measurement) -> list[str]:
+def _error_cells(measurement: Outcome) -> list[str]:
     if not measurement.ok:
         return [label(measurement)] * len(RESULTS)
     return [f"{mean(errors):.2e}" for errors in measurement.errors.values()]
@@ -137,7 +137,7 @@ def _cost_rows(
 EXPERIMENTS = {"accuracy": accuracy, "cost": cost}
 
 
-def label(measurement: Measurement) -> str:
+def label(measurement: Outcome) -> str:
     """A table's cell for a measurement without numbers."""
     labels = {OUT_OF_MEMORY: "oom", FAILED: "failed"}
     return labels.get(measurement.status, "-")

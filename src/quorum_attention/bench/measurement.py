@@ -51,7 +51,7 @@ class Spec:
 
 
 @dataclass
-class Measurement:
+class Outcome:
     """The outcome of a measurement.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from quorum_attention.bench.child import run_child
 from quorum_attention.bench.experiments import EXPERIMENTS, USUAL_METHODS, describe_machine
-from quorum_attention.bench.measurement import Measurement, Spec
+from quorum_attention.bench.measurement import Outcome, Spec
 from quorum_attention.bench.methods import METHODS
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         "measurements": [],
     }
 
-    def measure(experiment: str, spec: Spec) -> Measurement:
+    def measure(experiment: str, spec: Spec) -> Outcome:
         warn(f"{experiment}: {spec.method}, {counted(spec.tokens, 'token')}, {spec.dtype}")
         measurement = run_child(spec, _LONGEST_SECONDS)
         report["measurements"].append(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from quorum_attention.bench.child import run_child
-from quorum_attention.bench.measurement import Measurement, Spec
+from quorum_attention.bench.measurement import Outcome, Spec
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.decomposition import Decomposition
@@ -100,7 +100,7 @@ class _Setting:
             is_causal=self.is_causal, device=self.device, backward=backward, **how,
         )  # fmt: skip
 
-    def measure(self, method: str, limited: bool, quiet: bool) -> Measurement:
+    def measure(self, method: str, limited: bool, quiet: bool) -> Outcome:
         """Run a method in a process of its own."""
         *_, heads, tokens, width = self.query.shape
         return run_child(Spec(
@@ -219,7 +219,7 @@ def _affordable(setting: _Setting) -> bool:
     return bool(fits and seconds < PATIENCE_SECONDS)
 
 
-def _draw(setting: _Setting, answers: dict[str, Measurement], path: str) -> str | None:
+def _draw(setting: _Setting, answers: dict[str, Outcome], path: str) -> str | None:
     limited, ours, *free = answers.values()
     worked = [one.peak_bytes or 0 for one in (limited, *free) if one.ok]
     needed = worked[0] if worked else _needed(setting)[0]
@@ -243,7 +243,7 @@ def _draw(setting: _Setting, answers: dict[str, Measurement], path: str) -> str 
 
 
 def _print_json(
-    setting: _Setting, answers: dict[str, Measurement], recovered: bool, picture: str | None
+    setting: _Setting, answers: dict[str, Outcome], recovered: bool, picture: str | None
 ) -> None:
     methods = [{"method": label, **asdict(answer)} for label, answer in answers.items()]
     print_json({
@@ -253,7 +253,7 @@ def _print_json(
 
 
 def _print(
-    setting: _Setting, answers: dict[str, Measurement], recovered: bool, picture: str | None
+    setting: _Setting, answers: dict[str, Outcome], recovered: bool, picture: str | None
 ) -> None:
     """What failed, what came back, and the price."""
     limited, ours, *_ = answers.values()
@@ -287,7 +287,7 @@ def _print(
     say(f"picture: {picture or _NO_PICTURE}")
 
 
-def _figures(answer: Measurement) -> dict[str, str]:
+def _figures(answer: Outcome) -> dict[str, str]:
     """What a table shows of a method that worked."""
     found, first = {"memory": answer.memory}, answer.first_seconds
     passes = {

@@ -26,7 +26,7 @@ _LARGEST_STRIDE = 2**24 - 2**9
 _WIDEST_RAGGED = 128
 
 
-class Constants(NamedTuple):
+class KernelConstants(NamedTuple):
     """The constants that a kernel is compiled for, ``K`` in Triton.
 
     Attributes:
@@ -257,7 +257,7 @@ class NativeLaunch:
             return tensors, False
         return descriptors, True
 
-    def _constants(self, runs: Runs, described: bool, **pass_constants: Any) -> Constants:
+    def _constants(self, runs: Runs, described: bool, **pass_constants: Any) -> KernelConstants:
         """The constants that the kernel of a table is compiled for.
 
         Args:
@@ -270,7 +270,7 @@ class NativeLaunch:
         has_slopes = self.slopes is not None
         has_bias = call.bias is not None
         changes_scores = has_softcap or has_slopes or has_bias
-        return Constants(
+        return KernelConstants(
             HEAD_DIM=call.query.shape[-1],
             VALUE_DIM=call.value.shape[-1],
             PADDED=self._tile_width,
@@ -291,13 +291,13 @@ class NativeLaunch:
         )
 
     def _dropout_way(self, runs: Runs) -> int:
-        """``Constants.DROPOUT``."""
+        """``KernelConstants.DROPOUT``."""
         if self.call.dropout is None:
             return 0
         return 2 if runs.aligned else 1
 
     def _ragged_stages(self, runs: Runs) -> int:
-        """``Constants.RAGGED``.
+        """``KernelConstants.RAGGED``.
 
         Ragged parts are pipelined under a window, where they are much of all, and where it has been
         measured (docs/native.md).

@@ -21,7 +21,7 @@ Values that belong together are tuples, which functions unpack at their top:
 * ``tile``: (first moving row, moving rows (n,), which of them to read, which pairs to keep, pairs,
   which pointers of the mask to read).
 
-K is a ``launch.Constants``.
+K is a ``launch.KernelConstants``.
 """
 
 import triton
