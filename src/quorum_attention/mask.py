@@ -102,32 +102,23 @@ class Mask:
 
     def __post_init__(self) -> None:
         one_of(self.causal, "Mask.causal", _CAUSAL)
-        if isinstance(self.offset, torch.Tensor):
-            _check(self.offset, "Mask.offset", "integers", (1, 2))
-        elif isinstance(self.offset, str):
-            if self.offset != "lower_right":
-                raise ValueError(
-                    "Mask.offset must be a whole number, a tensor of them or 'lower_right', got "
-                    f"{self.offset!r}"
-                )
-        elif self.offset is not None:
-            whole_number(self.offset, "Mask.offset", -FAR, FAR)
+        _check_offset(self.offset)
         if self.window is not None:
-            _window(self.window)
+            _window_sides(self.window)
         if self.chunk is not None:
             whole_number(self.chunk, "Mask.chunk", 1, FAR)
         if isinstance(self.documents, tuple) and len(self.documents) != 2:
             raise ValueError(f"Mask.documents must be one tensor or two, got {len(self.documents)}")
         for ids in self.documents if isinstance(self.documents, tuple) else (self.documents,):
-            _check(ids, "Mask.documents", "integers", (1, 2))
-        _check(self.key_lengths, "Mask.key_lengths", "integers", (1,))
-        _check(self.key_padding, "Mask.key_padding", "bool", (1, 2))
-        _check(self.bias, "Mask.bias", None, None)
-        _check(self.sinks, "Mask.sinks", "floating-point", (1,))
+            _check_tensor(ids, "Mask.documents", "integers", (1, 2))
+        _check_tensor(self.key_lengths, "Mask.key_lengths", "integers", (1,))
+        _check_tensor(self.key_padding, "Mask.key_padding", "bool", (1, 2))
+        _check_tensor(self.bias, "Mask.bias", None, None)
+        _check_tensor(self.sinks, "Mask.sinks", "floating-point", (1,))
         if self.keeps is not None and not callable(self.keeps):
             raise TypeError(f"Mask.keeps must be callable or None, got {shown(self.keeps)}")
-        _masks(self.either, "Mask.either")
-        _masks(self.every, "Mask.every")
+        _check_inner_masks(self.either, "Mask.either")
+        _check_inner_masks(self.every, "Mask.every")
         if self.softcap is not None and not real_number(self.softcap, "Mask.softcap") > 0:
             raise ValueError(f"Mask.softcap must be above 0 or None, got {self.softcap!r}")
 
@@ -139,7 +130,7 @@ class Mask:
     @property
     def sides(self) -> tuple[int, int]:
         """The window as (left, right); -1 is no limit."""
-        return (-1, -1) if self.window is None else _window(self.window)
+        return (-1, -1) if self.window is None else _window_sides(self.window)
 
     @property
     def counts_from_last(self) -> bool:
@@ -149,38 +140,34 @@ class Mask:
         return isinstance(self.offset, str)
 
     def set_fields(self) -> dict[str, Any]:
-        """The fields that say anything."""
+        """Return the fields that are set, by name."""
         # By a tuple: torch's compiler knows no ``dataclasses.fields``.
-        return {name: getattr(self, name) for name in FIELDS if _given(getattr(self, name))}
+        return {name: getattr(self, name) for name in FIELDS if _is_set(getattr(self, name))}
 
     def __and__(self, mask: Mask) -> Mask:
-        """Pairs that both keep; bias, soft cap and sinks are those of the one that has them.
+        """Return a mask of pairs that both keep; bias, soft cap and sinks are of the one with them.
 
         Raises:
             ValueError: both have a bias, a soft cap or sinks.
         """
         if not isinstance(mask, Mask):
             return NotImplemented
-        mine, others = self.set_fields(), mask.set_fields()
+        left = self.set_fields()
+        right = mask.set_fields()
         for name in _SCORES:
-            if name in mine and name in others:
+            if name in left and name in right:
                 raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")
-        both = {**mine, **others}
-        # What "lower_right" or an offset means in one of them it must not mean in the other; and
-        # "lower_right" counts keys of the documents and lengths beside it alone.
-        shifted = "offset" in both or both.get("causal") == "lower_right"
-        positional = {*_POSITIONAL}
-        if self.counts_from_last or mask.counts_from_last:
-            positional |= _COUNTED
-        apart = not mine.keys() & positional or not others.keys() & positional
-        if not mine.keys() & others.keys() and (apart or not shifted):
-            return Mask(**both)
-        scores = {name: both[name] for name in _SCORES if name in both}
-        kept = [{n: v for n, v in one.items() if n not in _SCORES} for one in (mine, others)]
-        return Mask(every=(Mask(**kept[0]), Mask(**kept[1])), **scores)
+        fields = {**left, **right}
+        counts_from_last = self.counts_from_last or mask.counts_from_last
+        if not left.keys() & right.keys() and _are_independent(left, right, counts_from_last):
+            return Mask(**fields)
+        scores = {name: fields[name] for name in _SCORES if name in fields}
+        left_pairs = {name: value for name, value in left.items() if name not in _SCORES}
+        right_pairs = {name: value for name, value in right.items() if name not in _SCORES}
+        return Mask(every=(Mask(**left_pairs), Mask(**right_pairs)), **scores)
 
     def __or__(self, mask: Mask) -> Mask:
-        """Pairs that at least one keeps.
+        """Return a mask of pairs that at least one keeps.
 
         Raises:
             ValueError: one has a bias, a soft cap or sinks.
@@ -190,52 +177,92 @@ class Mask:
         return Mask(either=(self, mask))
 
 
-def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Mask:
-    """The mask with other tensors in the fields that say which pairs are kept, also of the masks
-    within it; the mask itself, if ``change`` (tensor, name of the field) returns what it is given.
+def _are_independent(left: dict[str, Any], right: dict[str, Any], counts_from_last: bool) -> bool:
+    """Tell whether the fields of two masks mean the same in one mask.
+
+    An offset, or "lower_right", of one mask must not hold for the other; and "lower_right" counts
+    keys of the documents and lengths of its own mask alone.
     """
+    fields = {**left, **right}
+    if "offset" not in fields and fields.get("causal") != "lower_right":
+        return True
+    positional = _POSITIONAL | _COUNTED if counts_from_last else _POSITIONAL
+    return not left.keys() & positional or not right.keys() & positional
 
-    def changed(value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return change(value, name)
-        if isinstance(value, Mask):
-            return map_tensors(value, change)
-        if not isinstance(value, tuple):
-            return value
-        made = tuple([changed(one, name) for one in value])
-        return value if all(a is b for a, b in zip(made, value, strict=True)) else made
 
+def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Mask:
+    """Return the mask with other tensors in the fields that say which pairs are kept.
+
+    The masks within it are changed too. If ``change`` (tensor, name of the field) returns what it
+    is given, the mask itself is returned.
+    """
     names = ("offset", "documents", "key_lengths", "key_padding", "either", "every")
-    fields = {name: changed(getattr(mask, name), name) for name in names}
-    same = all(value is getattr(mask, name) for name, value in fields.items())
-    return mask if same else replace(mask, **fields)
+    fields = {name: _map_value(getattr(mask, name), name, change) for name in names}
+    if all(value is getattr(mask, name) for name, value in fields.items()):
+        return mask
+    return replace(mask, **fields)
+
+
+def _map_value(value: Any, name: str, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+    """Return a field's value with other tensors; the value itself if none has changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value, name)
+    if isinstance(value, Mask):
+        return map_tensors(value, change)
+    if not isinstance(value, tuple):
+        return value
+    items = tuple([_map_value(item, name, change) for item in value])
+    if all(item is former for item, former in zip(items, value, strict=True)):
+        return value
+    return items
 
 
 FIELDS = tuple(Mask.__dataclass_fields__)
 
 
-def _given(value: Any) -> bool:
-    """Whether a field says anything."""
+def _is_set(value: Any) -> bool:
+    """Tell whether a field has another value than its default."""
     # By its length: torch's compiler knows no ``not`` of a tuple.
-    empty = isinstance(value, tuple) and len(value) == 0
-    return value is not None and value is not False and not empty
+    is_empty = isinstance(value, tuple) and len(value) == 0
+    return value is not None and value is not False and not is_empty
 
 
-def _masks(masks: Any, name: str) -> None:
-    if not isinstance(masks, tuple) or not all(isinstance(one, Mask) for one in masks):
+def _check_offset(offset: Any) -> None:
+    """Check ``Mask.offset``: a whole number, a tensor of them, "lower_right" or None."""
+    if offset is None:
+        return
+    if isinstance(offset, torch.Tensor):
+        _check_tensor(offset, "Mask.offset", "integers", (1, 2))
+        return
+    if not isinstance(offset, str):
+        whole_number(offset, "Mask.offset", -FAR, FAR)
+        return
+    if offset != "lower_right":
+        raise ValueError(
+            f"Mask.offset must be a whole number, a tensor of them or 'lower_right', got {offset!r}"
+        )
+
+
+def _check_inner_masks(masks: Any, name: str) -> None:
+    """Check that masks within a mask say which pairs are kept, and nothing else."""
+    if not isinstance(masks, tuple) or not all(isinstance(mask, Mask) for mask in masks):
         raise TypeError(f"{name} must be a tuple of masks, got {shown(masks)}")
-    for one in masks:
+    for mask in masks:
         for field in _SCORES:
-            if getattr(one, field) is not None:
+            if getattr(mask, field) is not None:
                 raise ValueError(
                     f"{name} says which pairs are kept: its masks have no {field}; give it in the "
                     "mask that holds them"
                 )
 
 
-def _check(value: Any, name: str, kind: str | None, dims: tuple[int, ...] | None) -> None:
-    """Check a tensor, if there is one: that it is "integers", "bool" or "floating-point", and its
-    number of dimensions; None: any."""
+def _check_tensor(value: Any, name: str, kind: str | None, dims: tuple[int, ...] | None) -> None:
+    """Check a tensor, if there is one.
+
+    Args:
+        kind: "integers", "bool" or "floating-point"; None: any.
+        dims: the numbers of dimensions that it may have; None: any.
+    """
     if value is None:
         return
     if not isinstance(value, torch.Tensor):
@@ -244,22 +271,27 @@ def _check(value: Any, name: str, kind: str | None, dims: tuple[int, ...] | None
         words = " or ".join(map(str, dims))
         instead = ""
         if kind != "floating-point" and value.dim() > max(dims):
-            last = -1 if max(dims) == 1 else -2
-            instead = f": several batch dimensions count as one, tensor.flatten(0, {last})"
+            end_dim = -1 if max(dims) == 1 else -2
+            instead = f": several batch dimensions count as one, tensor.flatten(0, {end_dim})"
         raise ValueError(
             f"{name} must have {words} dimensions, got shape {tuple(value.shape)}{instead}"
         )
-    found = "bool" if value.dtype == torch.bool else "integers"
-    if value.is_floating_point() or value.is_complex():
-        found = "floating-point"
-    if kind not in (None, found):
+    if kind is not None and kind != _kind_of(value):
         raise TypeError(f"{name} must be {kind}, got {value.dtype}")
 
 
-def _window(window: Any) -> tuple[int, int]:
-    both = window if isinstance(window, (tuple, list)) else (window, window)
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Return what numbers a tensor has: "integers", "bool" or "floating-point"."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return "floating-point"
+    return "bool" if tensor.dtype == torch.bool else "integers"
+
+
+def _window_sides(window: Any) -> tuple[int, int]:
+    """Return a window, checked, as (left, right)."""
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
     try:
-        left, right = (whole_number(n, "Mask.window", -1) for n in both)
+        left, right = (whole_number(side, "Mask.window", -1) for side in sides)
     except (TypeError, ValueError):
         raise ValueError(
             "Mask.window must be a number of tokens or (left, right), whole numbers from -1 "

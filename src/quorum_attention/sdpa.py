@@ -44,7 +44,7 @@ MIN_TOKENS = 4096
 _lock = Lock()
 # ``min_tokens`` of all blocks that are open in any thread, and of the permanent patch; the largest
 # number for one that turns the patch off.
-_open: list[int] = []
+_open_min_tokens: list[int] = []
 
 
 class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_grad)
@@ -119,52 +119,53 @@ def unpatch_sdpa() -> None:
     _replace_permanent(None)
 
 
-def _replace_permanent(layer: Settings | None) -> None:
-    _count(opened=layer, closed=set_process_settings(layer))
-
-
-# --- The names in torch.nn.functional ---------------------------------------------------------
+def _replace_permanent(settings: Settings | None) -> None:
+    _count(opened=settings, closed=set_process_settings(settings))
 
 
 def _count(*, opened: Settings | None = None, closed: Settings | None = None) -> None:
     """Count who needs our functions, and have them in place while anybody does."""
     with _lock:
         if opened is not None:
-            _open.append(_tokens(opened))
+            _open_min_tokens.append(_min_tokens(opened))
             switch_fast_path_off()
         if closed is not None:
-            _open.remove(_tokens(closed))
+            _open_min_tokens.remove(_min_tokens(closed))
             restore_fast_path()
         for name, replacement_of in _REPLACEMENTS.items():
             _replace(name, replacement_of, opened=opened is not None)
 
 
 def _replace(name: str, replacement_of: Callable[[_Sdpa], _Sdpa], *, opened: bool) -> None:
-    """Put a replacement in place, or put back what was there unless another one is in place by
-    then."""
-    there = getattr(torch.nn.functional, name)
-    original = getattr(there, "_quorum_attention_original", None)
+    """Put a replacement in place, or put back the original unless another one is in place."""
+    present = getattr(torch.nn.functional, name)
+    original = getattr(present, "_quorum_attention_original", None)
     # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
-    sharded = hasattr(there, "_quorum_attention_sharded")
-    if opened and original is None and not sharded:
-        replacement: Any = replacement_of(there)
-        replacement._quorum_attention_original = there
+    is_sharded = hasattr(present, "_quorum_attention_sharded")
+    if opened and original is None and not is_sharded:
+        replacement: Any = replacement_of(present)
+        replacement._quorum_attention_original = present
         setattr(torch.nn.functional, name, replacement)
-    elif not _open and original is not None:
+    elif not _open_min_tokens and original is not None:
         setattr(torch.nn.functional, name, original)
 
 
-def _tokens(layer: Settings | None) -> int:
-    """From how many tokens on calls are taken."""
-    return layer["min_tokens"] if layer and layer.get("sdpa") else sys.maxsize
+def _min_tokens(settings: Settings | None) -> int:
+    """Return the least number of tokens of calls that settings take over."""
+    if settings is None or not settings.get("sdpa"):
+        return sys.maxsize
+    min_tokens: int = settings["min_tokens"]
+    return min_tokens
 
 
-def _least() -> int:
-    """The least of ``_open`` in compiled code, since torch's compiler cannot look at a context."""
-    return sys.maxsize if sys.maxsize in _open else min(_open, default=sys.maxsize)
+def _min_tokens_when_compiled() -> int:
+    """Return the least of all open blocks: torch's compiler cannot look at a context."""
+    if sys.maxsize in _open_min_tokens:
+        return sys.maxsize
+    return min(_open_min_tokens, default=sys.maxsize)
 
 
-def _instead_of(original: _Sdpa) -> _Sdpa:
+def _replacement_of_sdpa(original: _Sdpa) -> _Sdpa:
     def scaled_dot_product_attention(
         query: Any,
         key: Any,
@@ -177,24 +178,25 @@ def _instead_of(original: _Sdpa) -> _Sdpa:
         enable_gqa: Any = False,
     ) -> torch.Tensor:
         arguments = Arguments(attn_mask, dropout_p, None, is_causal, scale, enable_gqa)
-        taken = _taken(query, key, value, arguments)
-        if taken is not None:
-            return taken
+        out = _attention_or_none(query, key, value, arguments)
+        if out is not None:
+            return out
         # Torch's CausalBias looks for the name in torch.nn.functional, which is ours.
-        own: _Sdpa = attn_mask._dispatch if is_causal_bias(attn_mask) else original
+        torch_sdpa: _Sdpa = attn_mask._dispatch if is_causal_bias(attn_mask) else original
         named = {"scale": scale, "enable_gqa": enable_gqa}
-        return own(query, key, value, attn_mask, dropout_p, is_causal, **named)
+        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **named)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     return scaled_dot_product_attention
 
 
 def _warning_of_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``multi_head_attention_forward`` that warns of calls that make weights of many tokens."""
+    """Return ``multi_head_attention_forward`` that warns of calls with weights of many tokens."""
 
     def warn(query: torch.Tensor, key: torch.Tensor) -> None:
-        compiled = torch.compiler.is_dynamo_compiling()
-        if compiled or max(query.shape[0], key.shape[0]) < _tokens(current_settings()):
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if max(query.shape[0], key.shape[0]) < _min_tokens(current_settings()):
             return
         warnings.warn(
             "nn.MultiheadAttention was called with need_weights=True, its default, so torch makes "
@@ -207,62 +209,77 @@ def _warning_of_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REPLACEMENTS = {
-    "scaled_dot_product_attention": _instead_of,
+    "scaled_dot_product_attention": _replacement_of_sdpa,
     "multi_head_attention_forward": _warning_of_weights,
 }
 
 
-# --- Which calls are taken --------------------------------------------------------------------
+def _attention_or_none(
+    query: Any, key: Any, value: Any, arguments: Arguments
+) -> torch.Tensor | None:
+    """Return the output of a call; None leaves the call to torch's own function.
 
-
-def _taken(query: Any, key: Any, value: Any, arguments: Arguments) -> torch.Tensor | None:
-    """The result of a call; None if it is torch's, or refused before any work: torch's own can do
-    it, or says why not in its own words."""
-    compiled = torch.compiler.is_dynamo_compiling()
-    least = _least() if compiled else _tokens(current_settings())
-    if not _is_long(query, key, value, arguments, least) or (not compiled and _is_special(query)):
+    A call is left to it by its size or kind, or because it was refused before any work: torch can
+    do it, or says why not in its own words.
+    """
+    is_compiling = torch.compiler.is_dynamo_compiling()
+    min_tokens = _min_tokens_when_compiled() if is_compiling else _min_tokens(current_settings())
+    if not _is_long(query, key, value, arguments, min_tokens):
+        return None
+    if not is_compiling and _is_special(query):
         return None
     try:
         if is_traced(query, key, value):
             results = as_operator(query, key, value, arguments)
-            if results is not None or compiled:
-                return results and results[0]
+            if results is not None:
+                return results[0]
+            if is_compiling:
+                return None
         tensors, request = checked_request("attention", query, key, value, arguments)
     except (TypeError, ValueError, NotImplementedError):
         return None
     try:
-        return attend(tensors, request, None)[0]
+        out, _ = attend(tensors, request, None)
     except NotImplementedError:  # no kernel: said before any work
         return None
+    return out
 
 
-def _is_long(query: Any, key: Any, value: Any, arguments: Arguments, least: int) -> bool:
-    """Whether a call is of plain tensors, at least so long, and has more than one query."""
-    mask = arguments.attn_mask
-    if least == sys.maxsize or (mask is not None and arguments.is_causal):  # refused by torch's own
+def _is_long(query: Any, key: Any, value: Any, arguments: Arguments, min_tokens: int) -> bool:
+    """Tell whether a call is of plain tensors, long enough, and has more than one query."""
+    attn_mask = arguments.attn_mask
+    if min_tokens == sys.maxsize:
         return False
-    given = [query, key, value, *([] if mask is None or is_causal_bias(mask) else [mask])]
+    if attn_mask is not None and arguments.is_causal:
+        return False  # torch's own refuses it
+    tensors = [query, key, value]
+    if attn_mask is not None and not is_causal_bias(attn_mask):
+        tensors.append(attn_mask)
     # torch's compiler says of its own fake tensors that they are plain ones.
-    compiled = torch.compiler.is_dynamo_compiling()
-    if not all(type(t) in PLAIN or (not compiled and is_fake(t)) for t in given):
+    is_compiling = torch.compiler.is_dynamo_compiling()
+    if not all(type(t) in PLAIN or (not is_compiling and is_fake(t)) for t in tensors):
         return False
     if any(tensor.is_nested or tensor.dim() < 2 for tensor in (query, key, value)):
         return False
-    n_queries, n_keys = query.shape[-2], key.shape[-2]
-    return bool(n_queries > 1 and n_keys > 0 and (n_queries >= least or n_keys >= least))
+    n_queries = query.shape[-2]
+    n_keys = key.shape[-2]
+    if n_queries <= 1 or n_keys <= 0:
+        return False
+    return bool(n_queries >= min_tokens or n_keys >= min_tokens)
 
 
 def _is_special(query: torch.Tensor) -> bool:
-    """Whether the call is one that has to be torch's own, whatever its arguments."""
+    """Tell whether a call has to be torch's own, whatever its arguments."""
     if torch.autograd.forward_ad._current_level >= 0 or capturing(query.device):
         return True
     if torch._C._are_functorch_transforms_active():
-        kinds = [one.key() for one in torch._C._functorch.get_interpreter_stack() or ()]
-        grads = kinds.count(torch._C._functorch.TransformType.Grad)
-        if grads > 1 or torch._C._functorch.TransformType.Jvp in kinds:
+        kinds = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+        transform_type = torch._C._functorch.TransformType
+        if kinds.count(transform_type.Grad) > 1 or transform_type.Jvp in kinds:
             return True
-    return not (
+    has_fused_backend = (
         torch._C._get_flash_sdp_enabled()
         or torch._C._get_mem_efficient_sdp_enabled()
         or torch._C._get_cudnn_sdp_enabled()
     )
+    return not has_fused_backend
