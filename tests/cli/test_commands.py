@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers_docs import my_attention
+from helpers_docs import QWEN3_8B, my_attention
 
 from quorum_attention.cli import doctor, main
 from quorum_attention.cli.plan import devices_of
@@ -22,6 +22,27 @@ def test_plan_and_estimate_speak_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert made["peak_bytes"] <= 64 << 20
     assert main(["estimate", *sizes]) == 0
     assert json.loads(capsys.readouterr().out)["forward"]["peak_bytes"] <= 64 << 20
+
+
+def test_estimate_of_a_long_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3_8B))
+    prompt = ["estimate", "--model", str(file), "--prompt", "256K", "--memory", "24GiB"]
+    host = ["--device", "cuda", "--host-memory", "128GiB"]
+    assert main([*prompt, *host, "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["fits"] is True
+    assert estimate["tokens"] == 262_144
+    assert [part["name"] for part in estimate["parts"]] == ["weights", "cache", "working memory"]
+    assert main([*prompt, *host]) == 0
+    words = capsys.readouterr().out
+    assert "prefill: " in words
+    assert "fits in 24.00 GiB of the device" in words
+    for refused in (["--tokens", "5"], ["--lora", "8"], ["--budget", "1GiB"]):
+        assert main([*prompt, *refused]) == 2
+        assert f"{refused[0]} does not go with --prompt" in capsys.readouterr().err
+    assert main(["estimate", "--prompt", "5"]) == 2
+    assert "--prompt goes with --model only" in capsys.readouterr().err
 
 
 def test_doctor_names_every_kernel(

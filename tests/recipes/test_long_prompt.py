@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +215,33 @@ def test_calls_with_gradients_and_without_a_cache_run_as_before() -> None:
         some_model(prompt(), labels=prompt()).loss.backward()
     for weight, plain_weight in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(weight.grad, plain_weight.grad)
+
+
+def test_a_saved_prompt_is_continued_another_day(tmp_path: Path) -> None:
+    model = new_model("llama", {})
+    text = prompt()
+    question = torch.cat([text, prompt(8)], 1)
+    expected = generated(copy.deepcopy(model), question, 8)
+    cache = long_prompt(model, tile=TILE)
+    with torch.no_grad():
+        model(text, past_key_values=cache, logits_to_keep=1)
+    forked = cache.fork()
+    assert_same(generated(model, question, 8, past_key_values=forked), expected)
+    cache.save(tmp_path / "text")
+    undo_long_prompt(model)
+    loaded = long_prompt(model, tile=TILE, cache=tmp_path / "text")
+    assert loaded.get_seq_length() == N_PROMPT
+    assert_same(generated(model, question, 8, past_key_values=loaded), expected)
+
+
+def test_a_printed_cache_says_what_lies_where() -> None:
+    model = new_model("llama", {"num_hidden_layers": 3})
+    cache = long_prompt(model, weights="host")
+    lines = str(cache).splitlines()
+    assert lines[0].startswith("PromptCache(0 tokens")
+    assert lines[1].startswith("weights: ")
+    assert "two layers at a time are copied to cpu" in lines[1]
+    assert lines[2] == "prompts: one layer after the other, 3 layers"
 
 
 def test_progress_is_told_by_layer() -> None:

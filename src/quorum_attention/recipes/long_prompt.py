@@ -25,7 +25,7 @@ from quorum_attention.recipes.layer_calls import decoder_layers, make_plain, mak
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.patching import patch, plain_class, unpatch
 from quorum_attention.recipes.prompt_memory import MARGIN, TokenBytes, working_bytes
-from quorum_attention.units import format_bytes, parse_bytes
+from quorum_attention.units import counted, format_bytes, parse_bytes
 
 # Where the weights of layers may lie.
 WEIGHTS = ("device", "host")
@@ -40,7 +40,6 @@ class _Changes:
     Attributes:
         runner: a ``PromptRunner``.
         weights: "device" or "host", as asked for.
-        notes: what was done, for people.
         host_weights, moved: what was moved to host memory, and to the device; None: nothing.
         attention: configurations of the model, each with the name of its attention before.
         model_class: the model's class before.
@@ -50,7 +49,6 @@ class _Changes:
 
     runner: Any
     weights: str
-    notes: tuple[str, ...]
     host_weights: HostWeights | None
     moved: MovedTensors | None
     attention: list[tuple[Any, str | None]]
@@ -120,9 +118,12 @@ def long_prompt(
     runner.progress = progress
     free = _free_beside_weights(base, runner.device, changes, limit)
     runner.working = working_bytes(free)
-    if cache is None:
-        cache = _new_cache(base, changes, free, host_memory, folder)
-    return cache
+    if cache is not None and not isinstance(cache, (str, os.PathLike)):
+        return cache
+    new_cache = _new_cache(base, changes, free, host_memory, folder)
+    if cache is not None:
+        _load(new_cache, cache)
+    return new_cache
 
 
 def undo_long_prompt(model: Any) -> None:
@@ -166,7 +167,7 @@ def _change(model: Any, weights: str) -> _Changes:
         host_weights = HostWeights(layers, device)
     runner = PromptRunner(device, _token_bytes(model), 0, None)
     changes = _Changes(
-        runner, weights, (), host_weights, moved, implementations(model), type(model), layers
+        runner, weights, host_weights, moved, implementations(model), type(model), layers
     )
     setattr(model, _CHANGES, changes)
     make_replaceable(layers, host_weights)
@@ -294,10 +295,54 @@ def _new_cache(
     runner = changes.runner
     if not changes.reads_segments:
         return DynamicCache(config=model.config)
-    return PromptCache(
+    cache = PromptCache(
         model.config,
         runner.device,
         device_memory=free - runner.working,
         host_memory=host_memory,
         folder=folder,
     )
+    cache.notes = (_weights_words(model, changes), _way_words(changes), _room_words(runner, free))
+    return cache
+
+
+def _load(cache: Any, folder: str | os.PathLike[str]) -> None:
+    """Load a saved cache.
+
+    Raises:
+        NotImplementedError: the model's cache is one that cannot be saved.
+    """
+    if not hasattr(cache, "load"):
+        raise NotImplementedError(
+            f"cache={os.fspath(folder)!r}: the cache of this model lies in no segments, and is not "
+            "saved"
+        )
+    cache.load(folder)
+
+
+def _weights_words(model: Any, changes: _Changes) -> str:
+    """Where the weights lie, for people."""
+    n_bytes: dict[str, int] = {}
+    for weight in model.parameters():
+        place = str(weight.device)
+        n_bytes[place] = n_bytes.get(place, 0) + weight.nbytes
+    words = [f"{format_bytes(size)} on {place}" for place, size in n_bytes.items()]
+    text = "weights: " + ", ".join(words)
+    if changes.host_weights is not None:
+        buffers = format_bytes(changes.host_weights.device_bytes)
+        text += f"; two layers at a time are copied to {changes.runner.device} ({buffers})"
+    return text
+
+
+def _way_words(changes: _Changes) -> str:
+    """How prompts run, for people."""
+    if changes.runner.layered is None:
+        return "prompts: in chunks of tokens through all layers"
+    return f"prompts: one layer after the other, {counted(len(changes.layers), 'layer')}"
+
+
+def _room_words(runner: Any, free: int) -> str:
+    """What the device holds beside weights, for people."""
+    cache_bytes = format_bytes(free - runner.working)
+    working = format_bytes(runner.working)
+    return f"on {runner.device}: up to {cache_bytes} of cache, {working} to compute layers with"

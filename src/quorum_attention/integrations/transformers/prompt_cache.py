@@ -44,11 +44,14 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
 
     Attributes:
         places: the memory that it may take. Forks share it.
+        notes: lines about the model that it is for, which are printed with it.
 
     Raises:
         TypeError, ValueError: an argument that makes no sense, by name.
         OSError: the folder cannot be used.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -193,6 +196,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         where = ", ".join(used) if used else "no tokens"
         kinds = f"{len(layers)} of {counted(len(self.layers), 'layer')} in segments"
         return f"PromptCache({counted(n_tokens, 'token')}, {kinds}: {where})"
+
+    def __str__(self) -> str:
+        """Say what lies where, of the model too."""
+        return "\n".join([repr(self), *self.notes])
 
 
 def _new_layer(shared: SharedReader) -> SegmentedLayer:
