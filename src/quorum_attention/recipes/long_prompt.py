@@ -321,7 +321,7 @@ def _load(cache: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def _weights_words(model: Any, changes: _Changes) -> str:
-    """Where the weights lie, for people."""
+    """Say where the weights lie, for people."""
     n_bytes: dict[str, int] = {}
     for weight in model.parameters():
         place = str(weight.device)
@@ -335,14 +335,14 @@ def _weights_words(model: Any, changes: _Changes) -> str:
 
 
 def _way_words(changes: _Changes) -> str:
-    """How prompts run, for people."""
+    """Say how prompts run, for people."""
     if changes.runner.layered is None:
         return "prompts: in chunks of tokens through all layers"
     return f"prompts: one layer after the other, {counted(len(changes.layers), 'layer')}"
 
 
 def _room_words(runner: Any, free: int) -> str:
-    """What the device holds beside weights, for people."""
+    """Say what the device holds beside weights, for people."""
     cache_bytes = format_bytes(free - runner.working)
     working = format_bytes(runner.working)
     return f"on {runner.device}: up to {cache_bytes} of cache, {working} to compute layers with"

@@ -23,7 +23,7 @@ _ATTENTION_BYTES = 4 << 30
 _TILE_SHARE = 4
 # A share of the device that nobody plans with: the allocator's gaps, and kernels' workspaces.
 MARGIN = 0.04
-# What an attention call over rows on the device takes, as a share of its output: measured.
+# An attention call over rows on the device takes this share of its output: measured.
 _CALL_SHARE = 1.6
 
 
