@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from quorum_attention.kernels.masked.resolve import tensors_of
+from quorum_attention.kernels.masked.mask_fields import tensors_of
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import capturing
 from quorum_attention.mask import Mask

@@ -31,7 +31,8 @@ from quorum_attention.distributed import agreement, partition
 from quorum_attention.distributed.run import Sharded, ShardedReport
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.masked.resolve import ResolvedMask, described, resolve, tensors_of
+from quorum_attention.kernels.masked.mask_fields import fields_key, tensors_of
+from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.merge import merge_
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, state_dtype
 from quorum_attention.kernels.sinks import join_sinks_
@@ -419,7 +420,7 @@ def _signature_of(mask: Mask | None) -> Any:
     """What must be the same on all ranks; of tensors for each token all but how many they have."""
     tensors = _tensors_of(mask)
     shapes = [(n, tuple(t.shape[: -1 if n in _PER_TOKEN else None])) for n, t in tensors]
-    return mask and (described(mask), shapes)
+    return mask and (fields_key(mask), shapes)
 
 
 def _tensors_of(mask: Mask | None) -> list[tuple[str, torch.Tensor]]:

@@ -382,7 +382,7 @@ class MaskedKernel(UserModKernel):
 
     def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
         # Not the mask, which holds its kernels.
-        self.batch, self.base, self.mask_mods = mask.sizes.batch, base, mask.functions
+        self.batch, self.base, self.mask_mods = mask.shape.batch, base, mask.functions
         self.geometries = mask.geometries
         self._distinct = tuple(dict.fromkeys(mask.geometries))
         self._uniform = len(self._distinct) == 1
@@ -392,7 +392,7 @@ class MaskedKernel(UserModKernel):
         self._native: dict[Geometry, Kernel] = {}
         if isinstance(base, NativeKernel):
             self._native = {g: base.under(g) for g in self._distinct}
-        self._share = mask.kept_pairs / max(1, mask.sizes.n_queries * mask.sizes.n_keys)
+        self._share = mask.kept_pairs / max(1, mask.shape.n_queries * mask.shape.n_keys)
         self._verdict = partial(_verdict, self._distinct)
         self.whole_tasks = bool(self._native)
         # A task is several calls, though they take no turns on streams.
@@ -618,7 +618,7 @@ def _kernel_with_bias(
         by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, choose_base))
         made = BiasedKernel(
             pair_bias,
-            shape=mask.sizes,
+            shape=mask.shape,
             base=base,
             by_blocks=by_blocks,
             scores=capped(mask.softcap),
@@ -634,7 +634,7 @@ def _kernel_of(mask: ResolvedMask, base: Kernel) -> Kernel:
         return MaskedKernel(mask, base)
     # Not the mask itself, which holds its kernels.
     by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, lambda _: base))
-    shape = mask.sizes
+    shape = mask.shape
     packed = PackedKernel(
         mask.packing,
         rules=mask.rules,

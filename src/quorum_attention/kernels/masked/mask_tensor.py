@@ -16,7 +16,7 @@ import torch
 from quorum_attention.arithmetic import round_up
 from quorum_attention.kernels.masked import ways
 from quorum_attention.kernels.masked.costs import cost_of_bias
-from quorum_attention.kernels.masked.resolve import relative_band
+from quorum_attention.kernels.masked.mask_fields import relative_band
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import no_torch_modes

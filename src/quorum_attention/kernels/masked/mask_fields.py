@@ -1,0 +1,72 @@
+"""The fields of a mask and of the masks that it holds: their tensors, and what is not a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import torch
+
+from quorum_attention.decomposition.bands import Band
+from quorum_attention.mask import Mask
+
+
+def masks_in(mask: Mask) -> Iterator[Mask]:
+    """A mask, and the masks that it holds."""
+    yield mask
+    for inner in (*mask.every, *mask.either):
+        yield from masks_in(inner)
+
+
+def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that say which pairs are kept, by the names of their fields."""
+    named: list[tuple[str, torch.Tensor]] = []
+    for inner in masks_in(mask):
+        documents = inner.documents
+        of_documents = documents if isinstance(documents, tuple) else (documents,)
+        fields: list[tuple[str, torch.Tensor | None]] = []
+        fields += [("documents", ids) for ids in of_documents]
+        fields.append(("key_lengths", inner.key_lengths))
+        fields.append(("key_padding", inner.key_padding))
+        if isinstance(inner.offset, torch.Tensor):
+            fields.append(("offset", inner.offset))
+        for name, tensor in fields:
+            if tensor is not None:
+                named.append((name, tensor))
+    return named
+
+
+def fields_key(mask: Mask) -> Hashable:
+    """All of a mask but its tensors and functions."""
+    n_documents = 2 if isinstance(mask.documents, tuple) else mask.documents is not None
+    offset = "tensor" if isinstance(mask.offset, torch.Tensor) else mask.offset
+    return (
+        mask.causal,
+        offset,
+        mask.sides,
+        mask.chunk,
+        n_documents,
+        mask.key_lengths is not None,
+        mask.key_padding is not None,
+        mask.keeps is not None,
+        mask.softcap,
+        tuple(map(fields_key, mask.every)),
+        tuple(map(fields_key, mask.either)),
+    )
+
+
+def is_of_tokens(mask: Mask) -> bool:
+    """Whether a mask has ids, lengths or padding, and no more than positions beside them."""
+    if mask.keeps is not None or mask.every or mask.either:
+        return False
+    by_tokens = (mask.documents, mask.key_lengths, mask.key_padding)
+    return any(field is not None for field in by_tokens)
+
+
+def relative_band(mask: Mask) -> Band:
+    """The band of a mask's own causal rule and window, around the place of a query."""
+    left, right = mask.sides
+    low = -left if left >= 0 else None
+    high = right if right >= 0 else None
+    if mask.causal:
+        high = 0 if high is None else min(high, 0)
+    return Band(low, high)

@@ -1,0 +1,172 @@
+"""The numbers in a mask's tensors, checked, on the host: ids, lengths, padding and offsets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quorum_attention.kernels.masked.alignment import offsets_from_last
+from quorum_attention.kernels.masked.cells import NO_KEY
+from quorum_attention.kernels.masked.token_rules import Ids
+from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.torch_private import no_torch_modes
+from quorum_attention.mask import FAR, Mask
+from quorum_attention.units import counted
+
+# A query that no key has.
+_NO_QUERY = NO_KEY + 1
+
+
+def document_ids(mask: Mask, shape: CallShape) -> tuple[Ids, Ids]:
+    """The ids of queries and keys, (1 or batch, n) each; 0 without documents.
+
+    Raises:
+        ValueError: they do not fit the call.
+    """
+    batch, n_queries, n_keys = shape.batch, shape.n_queries, shape.n_keys
+    documents = mask.documents
+    if documents is None:
+        return np.zeros((1, n_queries), np.int64), np.zeros((1, n_keys), np.int64)
+    if not isinstance(documents, tuple) and n_queries != n_keys:
+        raise ValueError(
+            f"Mask.documents must be two tensors, of {counted(n_queries, 'query', 'queries')} and "
+            f"of {counted(n_keys, 'key')}, where these differ, got one"
+        )
+    of_query, of_key = documents if isinstance(documents, tuple) else (documents, documents)
+    by_query = _token_rows(of_query, "Mask.documents", batch, n_queries, "queries")
+    by_key = by_query
+    if of_key is not of_query or n_queries != n_keys:
+        by_key = _token_rows(of_key, "Mask.documents", batch, n_keys, "keys")
+    for ids in (by_query, by_key):
+        if ids.size and int(ids.min()) <= _NO_QUERY:
+            raise ValueError(f"Mask.documents must be above {_NO_QUERY}, got {int(ids.min())}")
+    return by_query, by_key
+
+
+def kept_key_ids(mask: Mask, shape: CallShape, by_key: Ids) -> Ids:
+    """The ids of keys; ``NO_KEY`` of those that padding and lengths leave out.
+
+    Raises:
+        ValueError: padding or lengths do not fit the call.
+    """
+    return np.where(kept_keys(mask, shape), by_key, NO_KEY)
+
+
+def kept_keys(mask: Mask, shape: CallShape) -> NDArray[np.bool_]:
+    """Which keys padding and lengths keep, (1 or batch, n_keys).
+
+    Raises:
+        ValueError: they do not fit the call.
+    """
+    is_kept: NDArray[np.bool_] = np.arange(shape.n_keys) < key_lengths(mask, shape)[:, None]
+    if mask.key_padding is None:
+        return is_kept
+    name = "Mask.key_padding"
+    padding = _token_rows(mask.key_padding, name, shape.batch, shape.n_keys, "keys")
+    is_there: NDArray[np.bool_] = padding != 0
+    return np.logical_and(is_kept, is_there)
+
+
+def key_lengths(mask: Mask, shape: CallShape) -> Ids:
+    """How many keys there are, (1 or batch,).
+
+    Raises:
+        ValueError: the lengths do not fit the call.
+    """
+    if mask.key_lengths is None:
+        return np.full(1, shape.n_keys, np.int64)
+    lengths: Ids = mask.key_lengths.detach().cpu().numpy().astype(np.int64)
+    if lengths.shape != (shape.batch,):
+        raise ValueError(f"Mask.key_lengths must have shape {(shape.batch,)}, got {lengths.shape}")
+    if shape.batch and (lengths.min() < 0 or lengths.max() > shape.n_keys):
+        raise ValueError(
+            f"Mask.key_lengths must be from 0 to the {counted(shape.n_keys, 'key')}, got "
+            f"{int(lengths.min())} to {int(lengths.max())}"
+        )
+    return lengths
+
+
+def query_offsets(mask: Mask, shape: CallShape) -> Ids:
+    """The place of queries among the keys, less their own numbers, (1 or batch, 1 or n_queries).
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the call, by name.
+    """
+    if isinstance(mask.offset, torch.Tensor):
+        return _offset_rows(mask.offset, shape)
+    if not mask.counts_from_last:
+        return np.full((1, 1), 0 if mask.offset is None else mask.offset, np.int64)
+    lengths = key_lengths(mask, shape)
+    if mask.documents is None:
+        return (lengths - shape.n_queries)[:, None]
+    by_query, by_key = document_ids(mask, shape)
+    if mask.key_lengths is None and by_query is by_key:
+        return np.zeros((1, 1), np.int64)
+    rows: list[Ids] = []
+    for entry in range(max(len(by_query), len(by_key), len(lengths))):
+        query_ids = by_query[entry % len(by_query)]
+        key_ids = by_key[entry % len(by_key)]
+        n_keys = lengths[entry % len(lengths)]
+        rows.append(offsets_from_last(query_ids, key_ids[:n_keys]))
+    return np.stack(rows) if rows else np.zeros((0, 1), np.int64)
+
+
+def with_offsets(mask: Mask, shape: CallShape) -> Mask:
+    """The mask with numbers in place of each "lower_right", also in the masks that it holds.
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the call, by name.
+    """
+    changes: dict[str, Any] = {}
+    for name in ("either", "every"):
+        inner = getattr(mask, name)
+        numbered = tuple(with_offsets(each, shape) for each in inner)
+        if any(new is not old for new, old in zip(numbered, inner, strict=True)):
+            changes[name] = numbered
+    if mask.counts_from_last:
+        changes["offset"] = _offset_field(mask, shape)
+    return replace(mask, **changes) if changes else mask
+
+
+def _offset_field(mask: Mask, shape: CallShape) -> int | torch.Tensor:
+    """The offsets of a mask as its field ``offset``."""
+    with no_torch_modes():
+        offsets = query_offsets(mask, shape)
+        if offsets.size == 1:
+            return int(offsets[0, 0])
+        return torch.from_numpy(offsets)
+
+
+def _offset_rows(tensor: torch.Tensor, shape: CallShape) -> Ids:
+    """``Mask.offset`` as a tensor, (1 or batch, 1 or n_queries)."""
+    offsets: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
+    batch, n_queries = shape.batch, shape.n_queries
+    n_rows, n_columns = offsets.shape
+    if n_rows not in (1, batch) or n_columns not in (1, n_queries):
+        raise ValueError(
+            f"Mask.offset must have shape ({n_queries},), ({batch}, {n_queries}) or ({batch}, 1) "
+            f"for {counted(batch, 'batch entry', 'batch entries')} of "
+            f"{counted(n_queries, 'query', 'queries')}, got {tuple(tensor.shape)}"
+        )
+    if not offsets.size:
+        return offsets
+    least, most = int(offsets.min()), int(offsets.max())
+    if max(-least, most) > FAR:
+        raise ValueError(f"Mask.offset must be from {-FAR} to {FAR}, got {least} to {most}")
+    return offsets
+
+
+def _token_rows(tensor: torch.Tensor, name: str, batch: int, n_tokens: int, tokens: str) -> Ids:
+    """A tensor with a number for each token, (1 or batch, n_tokens)."""
+    if tensor.shape not in ((n_tokens,), (1, n_tokens), (batch, n_tokens)):
+        raise ValueError(
+            f"{name} must have shape ({n_tokens},) or ({batch}, {n_tokens}) for {batch} batch "
+            f"entries (all batch dimensions as one) of {n_tokens} {tokens}, got "
+            f"{tuple(tensor.shape)}"
+        )
+    numbers: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
+    return numbers
