@@ -241,6 +241,16 @@ class Batch:
     query_step: int = 0
     key_step: int = 0
 
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of all its rectangles."""
+        return self.count * self.first.pairs
+
+    @property
+    def n_queries(self) -> int:
+        """Query rows of all its rectangles."""
+        return self.count * self.first.n_queries
+
     def rectangle(self, number: int) -> Rectangle:
         """One of them."""
         first = self.first

@@ -154,9 +154,11 @@ def both_passes(plan_pass: Callable[[bool], _Planned]) -> tuple[_Planned, _Plann
 
 def _may_go_without_plan(options: PlannerOptions, place: Placement) -> bool:
     """Whether a pass may run without asking what memory is free, if it is small."""
-    is_free = options.budget_bytes is None and not options.pinned and not options.watched
-    is_plain = not place.results_given and place.rescaled_grad_bytes is None
-    return is_free and is_plain and place.lse_here and place.same_dtype
+    if options.budget_bytes is not None or options.pinned or options.watched:
+        return False
+    if place.results_given or place.rescaled_grad_bytes is not None:
+        return False
+    return place.lse_here and place.same_dtype
 
 
 def is_small(problem: Problem, device: torch.device) -> bool:

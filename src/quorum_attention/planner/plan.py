@@ -64,7 +64,8 @@ class Cost:
         if not self.uniform_units and longest > 0:
             # One unit computes longer, the next copies longer: two slots hide only a part of the
             # shorter terms (fitted: docs/planner.md).
-            longest *= sum((part / longest) ** 2.5 for part in side_by_side) ** 0.4
+            shares = [part / longest for part in side_by_side]
+            longest *= sum(share**2.5 for share in shares) ** 0.4
         return longest + self.exposed + self.fixed
 
 

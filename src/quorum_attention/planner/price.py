@@ -96,7 +96,8 @@ def least_seconds(problem: Problem, hardware: HardwareModel) -> float:
 
 def forward_flops(shape: CallShape) -> float:
     """Count the operations of a forward's two products; a kernel's own mask is not counted."""
-    return 2.0 * (shape.head_dim + shape.value_dim) * shape.pairs * shape.batch * shape.heads
+    flops_of_pair = 2.0 * (shape.head_dim + shape.value_dim)
+    return flops_of_pair * shape.pairs * shape.batch * shape.heads
 
 
 def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
@@ -204,7 +205,8 @@ def _call_seconds(
     if uncut and problem.kernel.thread_per_head:
         share *= hardware.busy_share(n_heads, causal=rectangle.causal, backward=spec.backward)
     flops = _flops_of_pair(shape, spec) * rectangle.pairs * batch.count * n_heads
-    return flops / (_rate(hardware, spec) * share) + hardware.call_device_seconds
+    rate = _rate(hardware, spec) * share
+    return flops / rate + hardware.call_device_seconds
 
 
 def _copy_seconds(counts: WorkCounts, hardware: HardwareModel) -> tuple[float, float]:
@@ -250,17 +252,19 @@ class _Sample:
     @cached_property
     def pairs(self) -> int:
         """Query-key pairs of all calls."""
-        return sum(batch.first.pairs * batch.count * times for batch, times in self.calls)
+        return sum(batch.pairs * times for batch, times in self.calls)
 
     @cached_property
     def merged(self) -> int:
         """Query rows that all calls merge."""
-        return sum(batch.first.n_queries * batch.count * times for batch, times in self.calls)
+        return sum(batch.n_queries * times for batch, times in self.calls)
 
 
 def _pass_over_sample(sample: _Sample, shape: CallShape, n_heads: int) -> float:
     """Return the pairs of a whole pass over those of the sample, which has ``n_heads`` heads."""
-    return shape.pairs * (shape.batch * shape.heads) / max(1, sample.pairs * n_heads)
+    n_pairs = shape.pairs * (shape.batch * shape.heads)
+    n_sampled = max(1, sample.pairs * n_heads)
+    return n_pairs / n_sampled
 
 
 def _sample_of(schedule: Schedule, counts: WorkCounts, problem: Problem) -> _Sample:
