@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -251,13 +252,7 @@ class Engine:
     def _repeat(self, unit: Unit, scaling: BackwardScaling) -> bool:
         """Run a unit that overflowed again for as long as that helps; returns whether it did."""
         reloaded = unit.from_home()
-
-        def read_inputs() -> TensorsByName:
-            # Finished rows may have overwritten the inputs.
-            self._reload(reloaded)
-            self.rows.mover.finish(wait=True)
-            return reloaded.fields
-
+        read_inputs = partial(self._read_inputs, reloaded)
         n_repeats = 0
         for n_repeats in scaling.runs(read_inputs, unit.slot):
             if n_repeats:
@@ -268,6 +263,12 @@ class Engine:
                 self.rows.finish(unit, was_finished=True)
             self.rows.mover.wait_computed(unit.slot)
         return n_repeats > 0
+
+    def _read_inputs(self, unit: Unit) -> TensorsByName:
+        """A unit's inputs in its slot, loaded again: finished rows may have overwritten them."""
+        self._reload(unit)
+        self.rows.mover.finish(wait=True)
+        return unit.fields
 
     def _reload(self, unit: Unit) -> None:
         """Load a unit's inputs again, after all copies in flight."""

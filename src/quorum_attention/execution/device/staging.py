@@ -155,13 +155,13 @@ class Staging:
         copies: BatchedCopies,
     ) -> None:
         self._copies = copies
-
-        def make_ring() -> deque[_Buffer]:
-            return deque(_Buffer(allocate(BUFFER_BYTES), event()) for _ in range(N_BUFFERS))
-
         # The first of each ring is the one in use, the second the oldest.
-        self._up_ring = make_ring()
-        self._down_ring = make_ring()
+        self._up_ring: deque[_Buffer] = deque()
+        self._down_ring: deque[_Buffer] = deque()
+        for ring in (self._up_ring, self._down_ring):
+            while len(ring) < N_BUFFERS:
+                memory = allocate(BUFFER_BYTES)
+                ring.append(_Buffer(memory, event()))
         # The buffer that the present stage used last.
         self._last_used: _Buffer | None = None
         n_threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))

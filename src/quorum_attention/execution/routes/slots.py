@@ -7,7 +7,7 @@ arena.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -112,12 +112,10 @@ class Slots(Route):
         """The same route with other values of some fields."""
         return replace(self, **changes) if changes else self
 
-    @contextmanager
-    def open_storage(self, job: PassJob, schedule: Schedule) -> Iterator[PassStorage]:
+    def open_storage(self, job: PassJob, schedule: Schedule) -> AbstractContextManager[PassStorage]:
         """Open the tensors outside of slots: the states that wait there last for all attempts."""
         home = home_device(self.accumulator, job.device)
-        with open_pass_storage(job, schedule.group, home, result_device=home) as storage:
-            yield storage
+        return open_pass_storage(job, schedule.group, home, result_device=home)
 
     def run(
         self,
