@@ -7,12 +7,12 @@ from operator import index
 from typing import Any
 
 
-def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:
-    """``value`` as an int: a Python or NumPy integer, or any object with ``__index__``.
+def whole_number(value: Any, name: str, lowest: int, highest: int | None = None) -> int:
+    """Return ``value`` as an int: a Python or NumPy integer, or any object with ``__index__``.
 
     Raises:
         TypeError: it is not an integer (a bool is not).
-        ValueError: it is below ``least`` or above ``most``.
+        ValueError: it is below ``lowest`` or above ``highest``.
     """
     try:
         if type(value) is int:  # also a length that torch's compiler lets vary
@@ -22,26 +22,26 @@ def whole_number(value: Any, name: str, least: int, most: int | None = None) -> 
         else:
             number = index(value)
     except TypeError:
-        raise TypeError(f"{name} must be a whole number from {least}, got {shown(value)}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {shown(number)}")
-    if most is not None and number > most:
-        raise ValueError(f"{name} must be at most {most}, got {shown(number)}")
+        raise TypeError(
+            f"{name} must be a whole number from {lowest}, got {shown(value)}"
+        ) from None
+    if number < lowest:
+        raise ValueError(f"{name} must be at least {lowest}, got {shown(number)}")
+    if highest is not None and number > highest:
+        raise ValueError(f"{name} must be at most {highest}, got {shown(number)}")
     return number
 
 
 def real_number(value: Any, name: str) -> float:
-    """``value`` as a finite float.
+    """Return ``value`` as a finite float.
 
     Raises:
         TypeError: it is not a real number (a bool or a tensor that requires a gradient is not).
         ValueError: it is NaN or infinite.
     """
-    if not isinstance(value, float):  # one that torch's compiler lets vary says nothing more
-        other = isinstance(value, (bool, str, bytes, complex)) or not hasattr(value, "__float__")
-        kind = str(getattr(value, "dtype", ""))
-        if other or "bool" in kind or "complex" in kind or getattr(value, "requires_grad", False):
-            raise TypeError(f"{name} must be a real number, got {shown(value)}")
+    # A float that torch's compiler lets vary says nothing more.
+    if not isinstance(value, float) and not _stands_for_real_number(value):
+        raise TypeError(f"{name} must be a real number, got {shown(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -53,8 +53,18 @@ def real_number(value: Any, name: str) -> float:
     return number
 
 
+def _stands_for_real_number(value: Any) -> bool:
+    """Tell whether an object that is no float has the value of one, and gets no gradient."""
+    if isinstance(value, (bool, str, bytes, complex)) or not hasattr(value, "__float__"):
+        return False
+    dtype = str(getattr(value, "dtype", ""))
+    if "bool" in dtype or "complex" in dtype:
+        return False
+    return not getattr(value, "requires_grad", False)
+
+
 def chance(value: Any, name: str) -> float:
-    """``value`` as a float from 0 to 1.
+    """Return ``value`` as a float from 0 to 1.
 
     Raises:
         TypeError: it is not a real number.
@@ -67,7 +77,7 @@ def chance(value: Any, name: str) -> float:
 
 
 def switch(value: Any, name: str) -> bool:
-    """``value`` as a bool.
+    """Return ``value`` as a bool.
 
     Raises:
         TypeError: it is not a Python or NumPy bool; the truth of other objects is not asked for.
@@ -79,19 +89,21 @@ def switch(value: Any, name: str) -> bool:
 
 
 def one_of(value: Any, name: str, allowed: tuple[Any, ...]) -> Any:
-    """``value``, if it is among ``allowed`` (strings, bools, and perhaps None).
+    """Return ``value``, if it is among ``allowed`` (strings, bools, and perhaps None).
 
     Raises:
         ValueError: it is not.
     """
-    if not (value is None or isinstance(value, (bool, str))) or value not in allowed:
-        *most, last = map(repr, allowed)
-        raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {shown(value)}")
-    return value
+    is_comparable = value is None or isinstance(value, (bool, str))
+    if is_comparable and value in allowed:
+        return value
+    *first_words, last_word = map(repr, allowed)
+    words = f"{', '.join(first_words)} or {last_word}"
+    raise ValueError(f"{name} must be {words}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:
-    """``value`` as text for an error message: at most 80 characters or so."""
+    """Return ``value`` as text for an error message: at most 80 characters or so."""
     if isinstance(value, int) and not isinstance(value, bool):
         # Python refuses to print numbers of thousands of digits.
         return str(value) if abs(value) < 10**40 else "a number of more than 40 digits"

@@ -32,7 +32,7 @@ from quorum_attention.kernels.torch_private import (
     refuse_traces,
     restores_grad_and_autocast,
     uncompiled,
-)  # fmt: skip
+)
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
 from quorum_attention.planner.calibration import rates_known
@@ -130,26 +130,22 @@ def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashabl
     # Before sizes are looked at: under a trace they may be tensors.
     if device_type not in BACKENDS or _has_settings_or_modes(device_type):
         return None
-    mask_key: Hashable | None = ()
-    if arguments.attn_mask is not None:
-        mask_key = _mask_key(arguments.attn_mask, query.device)
-        if mask_key is None:
-            return None
+    mask_key = _mask_key(arguments.attn_mask, query.device)
+    if mask_key is None:
+        return None
     try:
-        # Starts of words: at a multiple of a word a GPU's operators want rows to begin.
+        # Operators of a GPU want rows to begin at a multiple of a word.
         starts = [tensor.data_ptr() % _WORD_BYTES for tensor in tensors]
     except RuntimeError:
-        # It has no memory of its own: it belongs to a transformation, even to one that is over.
+        # A tensor of a transformation, even of one that is over, has no memory of its own.
         return None
-    needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
-    recorded = needs_grad and _is_grad_enabled()
     backend = BACKENDS[device_type]
     compute_device = query.device if backend.own_memory else best_device()
     if compute_device.type != device_type and capturing(compute_device):
         return None  # it is refused
-    is_causal = arguments.is_causal
+    recorded = _is_grad_enabled() and _needs_grad(query, key, value)
     n_keys_vary = False
-    if compute_device.type == "cpu" and not (recorded or is_causal or mask_key):
+    if compute_device.type == "cpu" and not (recorded or arguments.is_causal or mask_key):
         n_keys_vary = 0 < key.shape[2] == value.shape[2]
     return (
         _layout_key(query),
@@ -157,7 +153,7 @@ def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashabl
         _layout_key(value, rows_vary=n_keys_vary),
         *starts,
         mask_key,
-        is_causal,
+        arguments.is_causal,
         arguments.scale,
         arguments.enable_gqa,
         recorded,
@@ -167,6 +163,11 @@ def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashabl
         registrations(),
         rates_known(),
     )
+
+
+def _needs_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Tell whether one of the inputs requires a gradient."""
+    return query.requires_grad or key.requires_grad or value.requires_grad
 
 
 def _is_cacheable(arguments: Arguments) -> bool:
@@ -217,17 +218,22 @@ def _layout_key(tensor: torch.Tensor, *, rows_vary: bool = False) -> Hashable:
     if not rows_vary:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     batch, heads, rows, dim = tensor.shape
-    # A batch of one has a stride that means nothing, and grows where rows lie before heads.
-    strides = tensor.is_contiguous() or tensor.stride()[batch == 1 :]
-    return batch, heads, (rows - 1).bit_length(), dim, strides, tensor.dtype, tensor.device
+    rounded_rows = (rows - 1).bit_length()
+    strides: Hashable = True
+    if not tensor.is_contiguous():
+        # A batch of one has a stride that means nothing, and grows where rows lie before heads.
+        strides = tensor.stride()[1:] if batch == 1 else tensor.stride()
+    return batch, heads, rounded_rows, dim, strides, tensor.dtype, tensor.device
 
 
 def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
     """Return the key of a mask, or None if a call with it is not cached.
 
     The key of a tensor is its layout. On a GPU a ``Mask`` without tensors, functions and other
-    masks has a key too: its fields, as numbers.
+    masks has a key too: its fields, as numbers. The key of no mask is empty.
     """
+    if mask is None:
+        return ()
     if _is_plain(mask):
         if mask.device != device or mask.requires_grad:
             return None
@@ -248,12 +254,8 @@ def _with_mask_tensor(query: Any, key: Any, value: Any, arguments: Arguments) ->
     They are replaced in short calls on a GPU that ask for attention and nothing more.
     """
     mask = arguments.attn_mask
-    if not isinstance(mask, Mask) or not arguments.options.is_default:
+    if not isinstance(mask, Mask) or not _asks_for_nothing_more(arguments):
         return arguments
-    if arguments.out is not None or arguments.dropout_p != 0.0:
-        return arguments
-    if type(arguments.is_causal) is not bool:
-        return arguments  # it is refused
     if not all(_is_plain(tensor) and tensor.dim() == 4 for tensor in (query, key, value)):
         return arguments
     device = query.device
@@ -266,3 +268,11 @@ def _with_mask_tensor(query: Any, key: Any, value: Any, arguments: Arguments) ->
         return arguments
     is_causal = arguments.is_causal or short_mask.is_causal
     return arguments._replace(attn_mask=short_mask.bias, is_causal=is_causal)
+
+
+def _asks_for_nothing_more(arguments: Arguments) -> bool:
+    """Tell whether a call has no options, no dropout and no tensor for its result."""
+    if not arguments.options.is_default or arguments.dropout_p != 0.0:
+        return False
+    # A value of another type is refused.
+    return arguments.out is None and type(arguments.is_causal) is bool

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-# What plain RuntimeErrors say: torch's allocator for the CPU; NVIDIA's libraries, which take memory
-# for themselves when they are first used; Triton, which takes some for each kernel that it loads.
+# Texts of plain RuntimeErrors: of torch's allocator for the CPU, of NVIDIA's libraries, which take
+# memory for themselves when they are first used, and of Triton, which takes some for each kernel.
 _ALLOCATORS_SAY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -49,7 +49,7 @@ class BudgetError(OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out.
+    """Tell whether ``error`` says that memory ran out.
 
     It is known by its type: torch.OutOfMemoryError, MemoryError, or an accelerator error with the
     code of a failed allocation. Where allocators raise a plain RuntimeError it is known by its
@@ -61,12 +61,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY
     if type(error) is RuntimeError:
         text = str(error)
-        return text.strip() in _NOTHING_ELSE_SAID or any(said in text for said in _ALLOCATORS_SAY)
+        return text.strip() in _NOTHING_ELSE_SAID or any(part in text for part in _ALLOCATORS_SAY)
     return False
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an allocator's message."""
+    """Return the first line of an allocator's message."""
     return next((line.strip() for line in str(error).split("\n") if line.strip()), repr(error))
 
 
@@ -76,15 +76,15 @@ def our_out_of_memory() -> Iterator[None]:
 
     The allocator's error is not chained: its traceback would hold the failed call's tensors.
     """
-    said = None
+    allocator_text = None
     try:
         yield
     except Exception as error:
         if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
             raise
-        said = first_line(error)
-    if said is not None:
+        allocator_text = first_line(error)
+    if allocator_text is not None:
         raise OutOfMemoryError(
             "out of memory: it was the memory of results or accumulators, which a finer plan needs "
-            f"as well. The allocator said: {said}"
+            f"as well. The allocator said: {allocator_text}"
         )

@@ -68,29 +68,29 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The one of ``words`` that was probably meant; None if nothing is near."""
+    """Return the one of ``words`` that was probably meant; None if nothing is near."""
     near = get_close_matches(word, list(words), n=1)
     return near[0] if near else None
 
 
 def unknown_option(function: str, name: str, options: Collection[str]) -> TypeError:
-    """The error about a keyword argument that a function does not have.
+    """Return the error about a keyword argument that a function does not have.
 
     Args:
         function: the function's name.
         name: of the argument.
         options: the names of the arguments that the function has.
     """
-    said = f"{function}() has no {name!r}"
+    problem = f"{function}() has no {name!r}"
     for meant in _ELSEWHERE.get(name.removesuffix("_q").removesuffix("_k"), ()):
         if meant.partition("=")[0] in options:
             if name == "causal" and "attn_mask" in options:
                 meant += f" (or {_ANY_MASK}, to align the last query with the last key)"
-            return TypeError(f"{said}; use {meant}")
+            return TypeError(f"{problem}; use {meant}")
     near = nearest(name, options)
     if near is not None:
-        return TypeError(f"{said}; did you mean {near}?")
-    return TypeError(f"{said}; it has {', '.join(options)}")
+        return TypeError(f"{problem}; did you mean {near}?")
+    return TypeError(f"{problem}; it has {', '.join(options)}")
 
 
 def check_names(function: str, named: Iterable[str], options: Collection[str]) -> None:
@@ -105,10 +105,11 @@ def check_names(function: str, named: Iterable[str], options: Collection[str]) -
 
 
 def names_of(function: Callable[..., Any]) -> dict[str, None]:
-    """The names of the arguments that a function takes by keyword, in order."""
-    found = inspect.signature(function).parameters.values()
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {one.name: None for one in found if one.kind in by_keyword and one.name != "self"}
+    """Return the names of the arguments that a function takes by keyword, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return dict.fromkeys(name for name in names if name != "self")
 
 
 def helps_with_names(function: _Function) -> _Function:
@@ -125,7 +126,7 @@ def helps_with_names(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
-def helps_with_fields(made: _Class) -> _Class:
+def helps_with_fields(record: _Class) -> _Class:
     """Have the construction of a dataclass say which field was probably meant."""
-    made.__init__ = helps_with_names(made.__init__)  # type: ignore[misc]
-    return made
+    record.__init__ = helps_with_names(record.__init__)  # type: ignore[misc]
+    return record

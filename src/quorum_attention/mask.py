@@ -152,19 +152,17 @@ class Mask:
         """
         if not isinstance(mask, Mask):
             return NotImplemented
-        left = self.set_fields()
-        right = mask.set_fields()
+        own_fields = self.set_fields()
+        other_fields = mask.set_fields()
         for name in _SCORES:
-            if name in left and name in right:
+            if name in own_fields and name in other_fields:
                 raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")
-        fields = {**left, **right}
+        fields = {**own_fields, **other_fields}
         counts_from_last = self.counts_from_last or mask.counts_from_last
-        if not left.keys() & right.keys() and _are_independent(left, right, counts_from_last):
+        if _are_independent(own_fields, other_fields, counts_from_last):
             return Mask(**fields)
         scores = {name: fields[name] for name in _SCORES if name in fields}
-        left_pairs = {name: value for name, value in left.items() if name not in _SCORES}
-        right_pairs = {name: value for name, value in right.items() if name not in _SCORES}
-        return Mask(every=(Mask(**left_pairs), Mask(**right_pairs)), **scores)
+        return Mask(every=(_pairs_mask(own_fields), _pairs_mask(other_fields)), **scores)
 
     def __or__(self, mask: Mask) -> Mask:
         """Return a mask of pairs that at least one keeps.
@@ -177,17 +175,24 @@ class Mask:
         return Mask(either=(self, mask))
 
 
-def _are_independent(left: dict[str, Any], right: dict[str, Any], counts_from_last: bool) -> bool:
+def _pairs_mask(fields: dict[str, Any]) -> Mask:
+    """Return a mask of those fields that say which pairs are kept."""
+    return Mask(**{name: value for name, value in fields.items() if name not in _SCORES})
+
+
+def _are_independent(first: dict[str, Any], second: dict[str, Any], counts_from_last: bool) -> bool:
     """Tell whether the fields of two masks mean the same in one mask.
 
-    An offset, or "lower_right", of one mask must not hold for the other; and "lower_right" counts
-    keys of the documents and lengths of its own mask alone.
+    No field may be in both. An offset, or "lower_right", of one mask must not hold for the other;
+    and "lower_right" counts keys of the documents and lengths of its own mask alone.
     """
-    fields = {**left, **right}
+    if first.keys() & second.keys():
+        return False
+    fields = {**first, **second}
     if "offset" not in fields and fields.get("causal") != "lower_right":
         return True
     positional = _POSITIONAL | _COUNTED if counts_from_last else _POSITIONAL
-    return not left.keys() & positional or not right.keys() & positional
+    return not first.keys() & positional or not second.keys() & positional
 
 
 def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Mask:
@@ -291,10 +296,10 @@ def _window_sides(window: Any) -> tuple[int, int]:
     """Return a window, checked, as (left, right)."""
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     try:
-        left, right = (whole_number(side, "Mask.window", -1) for side in sides)
+        before, after = (whole_number(side, "Mask.window", -1) for side in sides)
     except (TypeError, ValueError):
         raise ValueError(
             "Mask.window must be a number of tokens or (left, right), whole numbers from -1 "
             f"(no limit), got {shown(window)}"
         ) from None
-    return left, right
+    return before, after

@@ -255,9 +255,7 @@ def _is_long(query: Any, key: Any, value: Any, arguments: Arguments, min_tokens:
     tensors = [query, key, value]
     if attn_mask is not None and not is_causal_bias(attn_mask):
         tensors.append(attn_mask)
-    # torch's compiler says of its own fake tensors that they are plain ones.
-    is_compiling = torch.compiler.is_dynamo_compiling()
-    if not all(type(t) in PLAIN or (not is_compiling and is_fake(t)) for t in tensors):
+    if not all(map(_is_plain_or_fake, tensors)):
         return False
     if any(tensor.is_nested or tensor.dim() < 2 for tensor in (query, key, value)):
         return False
@@ -266,6 +264,14 @@ def _is_long(query: Any, key: Any, value: Any, arguments: Arguments, min_tokens:
     if n_queries <= 1 or n_keys <= 0:
         return False
     return bool(n_queries >= min_tokens or n_keys >= min_tokens)
+
+
+def _is_plain_or_fake(tensor: Any) -> bool:
+    """Tell whether this is a tensor of torch's own classes."""
+    if type(tensor) in PLAIN:
+        return True
+    # torch's compiler says of its own fake tensors that they are plain ones.
+    return not torch.compiler.is_dynamo_compiling() and is_fake(tensor)
 
 
 def _is_special(query: torch.Tensor) -> bool:

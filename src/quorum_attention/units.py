@@ -28,8 +28,10 @@ _LARGEST_ERROR = 1e6
 
 
 def parse_bytes(value: Any, name: str = "budget") -> int:
-    """Bytes of ``value``: a whole number of bytes (1e9 is one), or text such as "512MiB", "2 GiB",
-    "1.5GB", "1e9".
+    """Return the bytes of ``value``.
+
+    The value is a whole number of bytes (1e9 is one), or text such as "512MiB", "2 GiB", "1.5GB",
+    "1e9".
 
     Binary units (KiB, MiB, GiB, TiB; also K, M, G, T) are powers of 1024, decimal ones (KB, MB,
     GB, TB) powers of 1000; case does not matter. A fraction of a byte is dropped.
@@ -41,9 +43,9 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    found = _parsed(value, _UNITS) if isinstance(value, str) else value
+    number = _parsed(value, _UNITS) if isinstance(value, str) else value
     try:
-        n_bytes = int(found) if isinstance(found, Fraction) else found
+        n_bytes = int(number) if isinstance(number, Fraction) else number
         return whole_number(n_bytes, name, 0, _LIMIT - 1)
     except TypeError:
         kind = ValueError if isinstance(value, str) else TypeError
@@ -54,7 +56,7 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
 
 
 def parse_count(text: str) -> int:
-    """A positive whole number from text: "1048576", "1_048_576", "1,048,576", "1e6", "128K", "1M".
+    """Return a positive whole number from text: "1048576", "1,048,576", "1e6", "128K", "1M".
 
     K, M and G are powers of 1024, as sequence lengths usually are: "1M" is 1,048,576, and a
     million is "1e6".
@@ -62,17 +64,17 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: it is not of that form, not whole, below 1 or 2**63 or more.
     """
-    found = _parsed(text.replace(",", "").replace("_", ""), _COUNTS)
-    if found is None or found.denominator != 1 or not 1 <= found < _LIMIT:
+    number = _parsed(text.replace(",", "").replace("_", ""), _COUNTS)
+    if number is None or number.denominator != 1 or not 1 <= number < _LIMIT:
         raise ValueError(
             "must be a whole number, at least 1 and less than 2**63, such as 1048576, 1,048,576, "
             f"1e6, 128K or 1M (1M is 1,048,576), got {shown(text)}"
         )
-    return int(found)
+    return int(number)
 
 
 def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
-    """``text`` as an exact number; None where it is not one of at most 40 digits."""
+    """Return ``text`` as an exact number; None where it is not one of at most 40 digits."""
     match = _PATTERN.fullmatch(text)
     if match is None or match["unit"].lower() not in units:
         return None
@@ -80,7 +82,7 @@ def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
 
 
 def format_bytes(n_bytes: int | float) -> str:
-    """``n_bytes`` in the largest binary unit that keeps it at least one: "1.50 GiB"."""
+    """Return ``n_bytes`` in the largest binary unit that keeps it at least one: "1.50 GiB"."""
     size = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -90,34 +92,44 @@ def format_bytes(n_bytes: int | float) -> str:
 
 
 def format_least(n_bytes: int) -> str:
-    """``n_bytes`` rounded up, in one word: given as a budget, "1.51GiB" is no less."""
+    """Return ``n_bytes`` rounded up, in one word: given as a budget, "1.51GiB" is no less."""
     unit = 1024 ** min(4, max(0, n_bytes.bit_length() - 1) // 10)
     hundredth = Fraction(unit, 100 if unit > 1 else 1)
     return format_bytes(float(math.ceil(n_bytes / hundredth) * hundredth)).replace(" ", "")
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` in suitable units: "85.3 ms", "6.54 s", "3 min 20 s", "4 h 28 min",
+    """Return ``seconds`` in suitable units: "85.3 ms", "6.54 s", "3 min 20 s", "4 h 28 min",
     "67 days 6 h"."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:.0f} s"
     for limit, factor, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms"), (99.95, 1.0, "s")):
         if seconds < limit:
             return f"{seconds * factor:#.3g}".rstrip(".") + f" {unit}"
-    scales = ((86400, 3600, "day", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
-    fitting = (scale for scale in scales if seconds >= scale[0] - scale[1] / 2)
-    size, part, unit, smaller = next(fitting, scales[-1])
-    whole, rest = divmod(round(seconds / part), size // part)
-    first = counted(whole, unit) if unit == "day" else f"{whole} {unit}"
-    return first + (f" {rest} {smaller}" if rest else "")
+    return _format_long_time(seconds)
+
+
+# Units of long times: seconds in a unit and in the next smaller one, and the names of both.
+_TIME_SCALES = ((86400, 3600, "day", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
+
+
+def _format_long_time(seconds: float) -> str:
+    """Return ``seconds``, a minute or more, in two units: "4 h 28 min"."""
+    fitting = [scale for scale in _TIME_SCALES if seconds >= scale[0] - scale[1] / 2]
+    unit_seconds, part_seconds, unit, part_unit = fitting[0] if fitting else _TIME_SCALES[-1]
+    n_units, n_parts = divmod(round(seconds / part_seconds), unit_seconds // part_seconds)
+    text = counted(n_units, unit) if unit == "day" else f"{n_units} {unit}"
+    return f"{text} {n_parts} {part_unit}" if n_parts else text
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number of things, in words: "1 unit", "2,048 units"; "3 passes" with ``plural``."""
+    """Return a number of things in words: "1 unit", "2,048 units"; "3 passes" with ``plural``."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def format_error(error: float) -> str:
-    """A relative error: "1.2e-05"; "more than 1e+06" where the digits of a larger one, or of an
-    infinite one, say nothing."""
+    """Return a relative error as text: "1.2e-05".
+
+    Digits of a larger one, or of an infinite one, say nothing: "more than 1e+06".
+    """
     return f"{error:.1e}" if error <= _LARGEST_ERROR else f"more than {_LARGEST_ERROR:.0e}"

@@ -22,31 +22,33 @@ UNFINISHED = ".unfinished"
 
 
 def check_target(path: str | PathLike[str]) -> Path:
-    """The file that writing to ``path`` replaces: ``path`` with symbolic links followed.
+    """Return the file that writing to ``path`` replaces: ``path`` with symbolic links followed.
 
     Raises:
         OSError: it is not a regular file, may not be written, or its directory does not exist or
             may not be written; or it is another user's link in a folder that all may write to.
             Nothing has been changed.
     """
-    wrong, path = f"{path} cannot be written", Path(path)
+    problem = f"{path} cannot be written"
+    path = Path(path)
     with suppress(FileNotFoundError):
-        seen, around = os.lstat(path), os.stat(path.absolute().parent)
-        # Such a link could aim at this user's files. Linux itself has this rule for sticky folders
-        # (``fs.protected_symlinks``), also for links to links.
-        open_to_all = stat.S_ISLNK(seen.st_mode) and around.st_mode & stat.S_IWOTH
-        if open_to_all and seen.st_uid not in (os.geteuid(), around.st_uid):
-            raise PermissionError(f"{wrong}: it is a link of user {seen.st_uid}")
+        status = os.lstat(path)
+        folder_status = os.stat(path.absolute().parent)
+        # Another user's link could aim at this user's files. Linux itself has this rule for sticky
+        # folders (``fs.protected_symlinks``), also for links to links.
+        is_link_open_to_all = stat.S_ISLNK(status.st_mode) and folder_status.st_mode & stat.S_IWOTH
+        if is_link_open_to_all and status.st_uid not in (os.geteuid(), folder_status.st_uid):
+            raise PermissionError(f"{problem}: it is a link of user {status.st_uid}")
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise OSError(f"{wrong}: it is not a regular file")
+            raise OSError(f"{problem}: it is not a regular file")
     target = Path(os.path.realpath(path))
     folder = target.parent
     if not folder.is_dir():
-        raise FileNotFoundError(f"{wrong}: there is no directory {folder}")
+        raise FileNotFoundError(f"{problem}: there is no directory {folder}")
     if target.exists() and not os.access(target, os.W_OK):
-        raise PermissionError(f"{wrong}: it is read-only")
+        raise PermissionError(f"{problem}: it is read-only")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{wrong}: {folder}, where it is made, may not be written")
+        raise PermissionError(f"{problem}: {folder}, where it is made, may not be written")
     return target
 
 
