@@ -147,7 +147,8 @@ class Slots(Route):
                 rows,
                 scaling,
             )
-            for unit in engine.run(_units(job, rows, controller)):
+            units = _units(job, rows, controller)
+            for unit in engine.run(units):
                 controller.done(unit.group, unit.visit.task.path)
                 n_done += 1
                 job.report_progress(n_done, n_units)

@@ -209,7 +209,8 @@ class Streaming(Route):
                 scaling,
                 staying,
             )
-            for _ in engine.run(self._units(job, blocks, chunks, scaling, controller)):
+            units = self._units(job, blocks, chunks, scaling, controller)
+            for _ in engine.run(units):
                 yield 1
 
     def _units(
@@ -225,22 +226,14 @@ class Streaming(Route):
         n_groups = len(controller.groups_left)
         for n_done, group in enumerate(controller.whole_groups(), start=1):
             if scaling is None:
-                yield from self._units_of(
-                    group,
-                    job.shape,
-                    blocks,
-                    chunks,
-                )
+                yield from self._units_of(group, job.shape, blocks, chunks)
             else:
                 scaling.begin()
-                for n_repeats in scaling.runs(partial(_read_inputs, job, blocks, group)):
-                    job.count_repeats(1 if n_repeats else 0)
-                    yield from self._units_of(
-                        group,
-                        job.shape,
-                        blocks,
-                        chunks,
-                    )
+                read_inputs = partial(_read_inputs, job, blocks, group)
+                for n_repeats in scaling.runs(read_inputs):
+                    if n_repeats:
+                        job.count_repeats(1)
+                    yield from self._units_of(group, job.shape, blocks, chunks)
             job.report_progress(n_done, n_groups)
 
     def _units_of(
@@ -255,12 +248,7 @@ class Streaming(Route):
         last_units: dict[int | None, int] = {}
         for chunk in range(stream.n_chunks):
             place = _RowsInSlot(chunk_slot, chunk_slot, is_first=True, is_last=True)
-            chunk_unit = _unit(
-                chunks,
-                group,
-                stream.chunk(chunk),
-                place,
-            )
+            chunk_unit = _unit(chunks, group, stream.chunk(chunk), place)
             # A chunk without pairs still has results: it meets an empty block.
             met_blocks: list[int | None] = [*stream.blocks(chunk)] or [None]
             for block in met_blocks:
@@ -276,22 +264,16 @@ class Streaming(Route):
                 # with it.
                 last_unit = last_units.get(block, -1)
                 is_recent = last_unit > number - self.n_cap
+                after = last_unit % self.n_cap if is_recent else slot
                 place = _RowsInSlot(
                     slot,
-                    last_unit % self.n_cap if is_recent else slot,
+                    after,
                     is_first=chunk == 0,
                     is_last=block is None or chunk == stream.last_chunk(block),
                 )
                 rows = Interval(0, 0) if block is None else stream.block(block)
-                yield replace(
-                    _unit(
-                        blocks,
-                        group,
-                        rows,
-                        place,
-                    ),
-                    staying=staying,
-                )
+                unit = _unit(blocks, group, rows, place)
+                yield replace(unit, staying=staying)
                 last_units[block] = number
                 number += 1
 
