@@ -23,8 +23,8 @@ _TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bf
 def test_masks_of_tokens_become_a_bias(
     dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one call or by several, beside learned biases, sinks and soft caps; or a tensor, where the
-    mask is on the GPU and nothing is beside it."""
+    """By one call or by several, beside learned biases and sinks; or a tensor, where the mask is on
+    the GPU and nothing is beside it. Few have what Triton compiles for."""
     for number in range(56):
         seed = 1000 * head_dim + 100 * dtype.itemsize + number
         size = random.Random(seed).choice([9, 12, 26])
@@ -36,6 +36,7 @@ def test_masks_of_tokens_become_a_bias(
             device="cuda",
             head_dim=head_dim,
             mask_device="cpu" if number % 2 else "cuda",
+            compiles=number % 14 == 0,
         )
 
 

@@ -13,6 +13,7 @@ from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
     operator_refusal,
     small_scale_refusal,
+    with_positive_scale,
 )
 from quorum_attention.kernels.operator_layout import aligned_bias, token_major, zero_unit_strides
 from quorum_attention.kernels.operator_sizes import OperatorSizes
@@ -62,29 +63,18 @@ class EfficientKernel(RectangleKernel):
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
-        query = call.query
-        head_dim = query.shape[-1]
+        head_dim = call.query.shape[-1]
         value_dim = call.value.shape[-1]
-        if not (saved.out.device == saved.lse.device == query.device):
-            # The operator does not look, and reads what is no memory of the GPU's.
-            raise RuntimeError(f"out and lse must be on {query.device}")
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)
-        gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            _with_whole_rows(saved.grad_out),
-            *_readable_inputs(call),
-            _expanded_bias(call),
-            # Delta is computed with a row stride of heads x dimension, whatever the real one is.
-            token_major(pad_last(saved.out, _padded_dim(value_dim, saved.out.element_size()))),
-            _padded_lse(saved.lse),
-            seed,
-            seed,
-            0.0,  # dropout
-            [True, True, True, False],
-            call.is_causal,
-            scale=call.scale,
-        )
+        gradients = _gradients(call, saved)
         grad_query, grad_key, grad_value = gradients[:3]
         return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
+
+    def bias_gradient(self, call: Call, saved: Saved) -> torch.Tensor | None:
+        """See ``Kernel.bias_gradient``. It is in the inputs' dtype: in fp16 it might overflow, and
+        fp32 products may be rounded."""
+        if call.query.dtype != torch.bfloat16 or call.is_causal or self.is_cut(call):
+            return None
+        return _gradients(with_positive_scale(call)[0], saved, of_bias=True)[3]
 
     def _sizes(self, shape: CallShape, extent: Extent) -> OperatorSizes:
         if shape.bias is not None:
@@ -195,3 +185,31 @@ def _input_copies_bytes(sizes: OperatorSizes) -> int:
     if value_dim != shape.value_dim:
         numbers += sizes.key_rows * value_dim
     return numbers * sizes.itemsize + sizes.aligned_bias_bytes
+
+
+def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> tuple[torch.Tensor, ...]:
+    """Return the operator's gradients of query, key and value, with padded columns, and of the
+    bias."""
+    query = call.query
+    value_dim = call.value.shape[-1]
+    if not (saved.out.device == saved.lse.device == query.device):
+        # The operator does not look, and reads what is no memory of the GPU's.
+        raise RuntimeError(f"out and lse must be on {query.device}")
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    gradients: tuple[torch.Tensor, ...] = (
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            _with_whole_rows(saved.grad_out),
+            *_readable_inputs(call),
+            _expanded_bias(call),
+            # Delta is computed with a row stride of heads x dimension, whatever the real one is.
+            token_major(pad_last(saved.out, _padded_dim(value_dim, saved.out.element_size()))),
+            _padded_lse(saved.lse),
+            seed,
+            seed,
+            0.0,  # dropout
+            [True, True, True, of_bias],
+            call.is_causal,
+            scale=call.scale,
+        )
+    )
+    return gradients

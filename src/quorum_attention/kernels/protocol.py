@@ -573,6 +573,14 @@ class Kernel(ABC):
         self.forward(whole_task(call), Statistics(out, lse))
         return out.to(call.stored or query.dtype), lse
 
+    def bias_gradient(self, call: Call, saved: Saved) -> torch.Tensor | None:
+        """Return the gradient of the bias of a whole call, before it is summed: (b, h, n, m).
+
+        Only of one that the kernel's own operator computes, within the digits of the bias's dtype.
+        None: it is computed tile by tile (execution/mask_gradient.py).
+        """
+        return None
+
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """Return the gradients of query, key and value, rounded once; lse is 0 in rows without
         keys.

@@ -181,6 +181,10 @@ class RectangleKernel(CallsKernel):
             out.masked_fill_(dead.unsqueeze(-1), 0.0)
             lse.masked_fill_(dead, -torch.inf)
 
+    def is_cut(self, call: Call) -> bool:
+        """Return whether a backward of a whole call is cut into parts."""
+        return len(_parts_within(self.backward_limits, call)) > 1
+
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """Return the gradients of an uncut call; lse is 0 in rows without keys.
 
