@@ -16,16 +16,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 147,
-    "tangled functions": 38,
-    "vague names": 616,
-    "riddles": 109,
-    "tuples assigned to tuples": 226,
-    "formatter switched off": 70,
+    "packed functions": 135,
+    "tangled functions": 32,
+    "vague names": 529,
+    "riddles": 105,
+    "tuples assigned to tuples": 202,
+    "formatter switched off": 64,
     "class names defined twice": 0,
     "records with several names": 3,
 }
-NODES_PER_LINE = 11.3
+NODES_PER_LINE = 11.2
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16

@@ -135,15 +135,19 @@ def with_columns(
     return wide_tensors, replace(request, shape=wide), backward_inputs
 
 
-def _wider_grads(grads: Three | None, wide: CallShape) -> Three | None:
-    """Return tensors for the gradients of a wider call: preallocated ones that are as wide."""
+def _wider_grads(grads: Three | None, shape: CallShape) -> Three | None:
+    """Return tensors for the gradients of a wider call: preallocated ones that are as wide.
+
+    Args:
+        shape: of the wider call.
+    """
     if grads is None:
         return None
     grad_query, grad_key, grad_value = grads
     return (
-        _wider_grad(grad_query, wide.head_dim),
-        _wider_grad(grad_key, wide.head_dim),
-        _wider_grad(grad_value, wide.value_dim),
+        _wider_grad(grad_query, shape.head_dim),
+        _wider_grad(grad_key, shape.head_dim),
+        _wider_grad(grad_value, shape.value_dim),
     )
 
 
