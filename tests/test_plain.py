@@ -25,7 +25,7 @@ LIMITS = {
     "class names defined twice": 0,
     "records with several names": 3,
 }
-NODES_PER_LINE = 11.2
+NODES_PER_LINE = 11.3
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16
