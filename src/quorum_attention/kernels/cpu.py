@@ -173,18 +173,22 @@ class CpuKernel(RectangleKernel):
         # Weights of the rows; or what finds odd rows, and mends them, one head after the other.
         lse_bytes = sizes.rows * sizes.state_itemsize
         weights = min(MERGE_WORKSPACE_BYTES, 3 * lse_bytes + 2 * sizes.rows)
-        merging = max(weights, lse_bytes) + mending_bytes(sizes)
+        merging = max(weights, lse_bytes)
+        merging += mending_bytes(sizes)
         merging += _widened_bytes(sizes, sizes.rows * shape.value_dim)
-        return max(_TRIAL_BYTES, sizes.forward_bytes(width, inside, merging))
+        nbytes = sizes.forward_bytes(width, inside, merging)
+        return max(_TRIAL_BYTES, nbytes)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``backward`` allocates at any one time."""
         if shape.dropout:
             return _WITH_DROPOUT.backward_workspace_bytes(shape, extent)
         sizes = _sizes(shape, extent)
-        row_bytes = max(shape.head_dim, shape.value_dim) * sizes.itemsize
+        width = max(shape.head_dim, shape.value_dim)
+        row_bytes = width * sizes.itemsize
         parts = 1 if shape.bias is not None else self.backward_parts(sizes.lanes)
-        gradients = (sizes.rows + 2 * parts * sizes.key_rows) * row_bytes
+        part_key_rows = parts * sizes.key_rows
+        gradients = (sizes.rows + 2 * part_key_rows) * row_bytes
         if sizes.group > 1:
             # Key gradients of every query head before they are summed; copies of the rows by
             # group, and of the results in the order of the heads.
@@ -193,9 +197,10 @@ class CpuKernel(RectangleKernel):
         inside = torch.get_num_threads() * _backward_tile_bytes(sizes)
         inside += sizes.rows * row_bytes  # the operator copies a grad_out that is not token-major
         inside += _padded_bytes(sizes, n_outputs=2)
-        most_rows = max(sizes.rows, parts * sizes.key_rows)
-        adding = _widened_bytes(sizes, most_rows * max(shape.head_dim, shape.value_dim))
-        return max(_TRIAL_BYTES, sizes.backward_bytes(inside, gradients, adding))
+        most_rows = max(sizes.rows, part_key_rows)
+        adding = _widened_bytes(sizes, most_rows * width)
+        nbytes = sizes.backward_bytes(inside, gradients, adding)
+        return max(_TRIAL_BYTES, nbytes)
 
 
 def _pad_last_once(tensor: torch.Tensor, width: int) -> torch.Tensor:

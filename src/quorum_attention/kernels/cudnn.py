@@ -130,10 +130,11 @@ class CudnnKernel(RectangleKernel):
         rectangle is cut only if its other side alone fills the device, because each piece has a
         start and an end at which the device is partly idle.
         """
-        query = task.query  # (b, hq, n, d)
-        heads = query.shape[0] * query.shape[1]
-        key_heads = query.shape[0] * task.key.shape[1]
-        row_bytes = (query.shape[-1] + task.value.shape[-1]) * query.element_size()
+        query = task.query
+        batch, query_heads, _, head_dim = query.shape
+        _, key_heads, _, value_dim = task.value.shape
+        heads = batch * query_heads
+        row_bytes = (head_dim + value_dim) * query.element_size()
         device = torch.cuda.get_device_properties(query.device)
         cache_bytes = int(device.L2_cache_size)
         cached_rows = _whole_tiles(cache_bytes // 3 // row_bytes)
@@ -141,7 +142,7 @@ class CudnnKernel(RectangleKernel):
         # Heads run one after another, in a backward two at a time.
         if not backward and r.n_queries * heads >= filling_rows:
             return r.n_queries, min(r.n_keys, cached_rows)
-        if backward and r.n_keys * key_heads >= filling_rows // 2:
+        if backward and r.n_keys * batch * key_heads >= filling_rows // 2:
             cached_rows = _whole_tiles(cached_rows // min(heads, 2))
             return min(r.n_queries, cached_rows), r.n_keys
         return r.n_queries, r.n_keys

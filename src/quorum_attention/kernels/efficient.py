@@ -67,7 +67,11 @@ class EfficientKernel(RectangleKernel):
         value_dim = call.value.shape[-1]
         gradients = _gradients(call, saved)
         grad_query, grad_key, grad_value = gradients[:3]
-        return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
+        return (
+            grad_query[..., :head_dim],
+            grad_key[..., :head_dim],
+            grad_value[..., :value_dim],
+        )
 
     def bias_gradient(self, call: Call, saved: Saved) -> torch.Tensor | None:
         """See ``Kernel.bias_gradient``. It is in the inputs' dtype: in fp16 it might overflow, and
@@ -100,9 +104,10 @@ class EfficientKernel(RectangleKernel):
         grad_key_and_value = sizes.key_rows * (head_dim + value_dim)
         gradients = (grad_query + grad_key_and_value) * sizes.itemsize
         inside = _input_copies_bytes(sizes)
+        outputs = 2 * sizes.rows * value_dim * sizes.itemsize  # grad_out and out
         if value_dim != shape.value_dim:
-            inside += 2 * sizes.rows * value_dim * sizes.itemsize  # grad_out and out, padded
-        inside += 2 * sizes.rows * value_dim * sizes.itemsize  # grad_out and out, token-major
+            inside += outputs  # padded
+        inside += outputs  # token-major
         inside += sizes.lanes * round_up(sizes.extent.max_queries, _LSE_ROWS) * 8  # lse, padded
         if sizes.itemsize == _FP32_BYTES:
             inside += sizes.rows * (value_dim + 2) * _FP32_BYTES  # delta, out of place

@@ -40,7 +40,8 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    if out.shape != out_i.shape or lse.shape != lse_i.shape or out.shape[:3] != lse.shape:
+    is_like = out.shape == out_i.shape and lse.shape == lse_i.shape
+    if not is_like or out.shape[:3] != lse.shape:
         raise ValueError(
             f"statistics of shapes {tuple(out_i.shape)}, {tuple(lse_i.shape)} cannot be merged "
             f"into {tuple(out.shape)}, {tuple(lse.shape)}"

@@ -13,19 +13,31 @@ import triton.language as tl
 @triton.jit
 def _place_of_program(heads, blocks, BLOCK_ROWS: tl.constexpr):
     """Return the batch entry, the head and the rows of this program."""
+    program = tl.program_id(0)
+    lane = program // blocks
+    block = program % blocks
     # Offsets have 64 bits: a tensor may hold more than 2**31 elements.
-    lane = tl.program_id(0) // blocks
     b = (lane // heads).to(tl.int64)
     h = (lane % heads).to(tl.int64)
-    first_row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS
-    return b, h, first_row + tl.arange(0, BLOCK_ROWS)
+    first_row = block.to(tl.int64) * BLOCK_ROWS
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    return b, h, row
 
 
 @triton.jit
 def _cells_at(tensor, lane_offset, row_offsets, column, UNIT: tl.constexpr):
     """Return pointers to the cells of some rows; offsets are multiples of ``UNIT`` elements."""
     tensor += lane_offset * UNIT
-    return tensor + (row_offsets * UNIT)[:, None] + column[None, :]
+    row_offsets = row_offsets * UNIT
+    return tensor + row_offsets[:, None] + column[None, :]
+
+
+@triton.jit
+def _live_cells(row, rows, column, WIDTH: tl.constexpr):
+    """Return which cells of a block are in the tensor."""
+    is_row = row < rows
+    is_column = column < WIDTH
+    return is_row[:, None] & is_column[None, :]
 
 
 @triton.jit(
@@ -77,8 +89,10 @@ def _merge_kernel(
     """Merge (out_i, lse_i) into (out, lse): a block of rows of one head for each program."""
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     live = row < rows
-    lse_at = lse + b * lse_b + h * lse_h + row * lse_r
-    lse_i_at = lse_i + b * lse_i_b + h * lse_i_h + row * lse_i_r
+    lane_lse = lse + b * lse_b + h * lse_h
+    lane_lse_i = lse_i + b * lse_i_b + h * lse_i_h
+    lse_at = lane_lse + row * lse_r
+    lse_i_at = lane_lse_i + row * lse_i_r
     old = tl.load(lse_at, mask=live, other=0.0)
     new = tl.load(lse_i_at, mask=live, other=0.0)
     no_old = old == float("-inf")
@@ -94,14 +108,18 @@ def _merge_kernel(
     old_is_larger = (old >= new) | no_new
 
     column = tl.arange(0, BLOCK_WIDTH)
-    cells = live[:, None] & (column < WIDTH)[None, :]
-    out_at = _cells_at(out, b * out_b + h * out_h, row * out_r, column, UNIT)
-    out_i_at = _cells_at(out_i, b * out_i_b + h * out_i_h, row * out_i_r, column, UNIT)
+    cells = _live_cells(row, rows, column, WIDTH)
+    lane_out = b * out_b + h * out_h
+    lane_out_i = b * out_i_b + h * out_i_h
+    out_at = _cells_at(out, lane_out, row * out_r, column, UNIT)
+    out_i_at = _cells_at(out_i, lane_out_i, row * out_i_r, column, UNIT)
     old_out = tl.load(out_at, mask=cells, other=0.0)
     new_out = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
-    larger_out = tl.where(old_is_larger[:, None], old_out, new_out)
-    smaller_out = tl.where(old_is_larger[:, None], new_out, old_out)
-    merged_out = larger_out + smaller_weight[:, None] * (smaller_out - larger_out)
+    old_is_larger = old_is_larger[:, None]
+    larger_out = tl.where(old_is_larger, old_out, new_out)
+    smaller_out = tl.where(old_is_larger, new_out, old_out)
+    change = smaller_out - larger_out
+    merged_out = larger_out + smaller_weight[:, None] * change
     tl.store(out_at, merged_out, mask=cells)
     # Warps share rows: all of them must have read the old lse before one of them replaces it.
     tl.debug_barrier()
@@ -154,21 +172,24 @@ def _add_kernel(
 ):
     """Add alpha * unscale * source to target: a block of rows of one head for each program."""
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
-    live = row < rows
     column = tl.arange(0, BLOCK_WIDTH)
-    cells = live[:, None] & (column < WIDTH)[None, :]
-    target_at = _cells_at(target, b * target_b + h * target_h, row * target_r, column, UNIT)
-    source_at = _cells_at(source, b * source_b + h * source_h, row * source_r, column, UNIT)
+    cells = _live_cells(row, rows, column, WIDTH)
+    lane_target = b * target_b + h * target_h
+    lane_source = b * source_b + h * source_h
+    target_at = _cells_at(target, lane_target, row * target_r, column, UNIT)
+    source_at = _cells_at(source, lane_source, row * source_r, column, UNIT)
     part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
     factor = alpha
+    key_lane = b * unscale_b + (h // shared) * unscale_h
     if SCALED:
-        factor *= tl.load(unscale + b * unscale_b + (h // shared) * unscale_h)
-    total = tl.load(target_at, mask=cells, other=0.0) + part * factor
-    tl.store(target_at, total, mask=cells)
+        factor *= tl.load(unscale + key_lane)
+    old = tl.load(target_at, mask=cells, other=0.0)
+    tl.store(target_at, old + part * factor, mask=cells)
     if CHECKED:
         # The comparison is false for NaN, too.
-        bad = tl.max(tl.where(tl.abs(part) < float("inf"), 0, 1), axis=1)
-        flag_at = overflow + b * unscale_b + (h // shared) * unscale_h
+        is_finite = tl.abs(part) < float("inf")
+        bad = tl.max(tl.where(is_finite, 0, 1), axis=1)
+        flag_at = overflow + key_lane
         tl.atomic_or(flag_at + 0 * row, bad, mask=bad > 0)
 
 
@@ -187,10 +208,10 @@ def _norm_kernel(
 ):
     """Raise ``norms`` to the largest squared norm of a block of rows."""
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
-    live = row < rows
     column = tl.arange(0, BLOCK_WIDTH)
-    cells = live[:, None] & (column < WIDTH)[None, :]
-    at = _cells_at(tensor, b * strides[0] + h * strides[1], row * strides[2], column, 1)
+    cells = _live_cells(row, rows, column, WIDTH)
+    lane_tensor = b * strides[0] + h * strides[1]
+    at = _cells_at(tensor, lane_tensor, row * strides[2], column, 1)
     numbers = tl.load(at, mask=cells, other=0.0).to(tl.float32)
     key_lane = (b * heads + h) // group
     tl.atomic_max(norms + key_lane, largest_square(numbers))

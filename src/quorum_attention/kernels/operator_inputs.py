@@ -90,8 +90,10 @@ def with_positive_scale(call: Call, splits_fp32_scale: bool = False) -> tuple[Ca
         is to be multiplied by that factor, too; if the factor is 1, the queries are the same.
     """
     dtype = call.query.dtype
-    splits = dtype == torch.float64 or (splits_fp32_scale and dtype == torch.float32)
-    query_factor, scale = _split_scale(call.scale, splits)
+    to_power_of_two = dtype == torch.float64
+    if dtype == torch.float32:
+        to_power_of_two = splits_fp32_scale
+    query_factor, scale = _split_scale(call.scale, to_power_of_two)
     if query_factor == 1.0 and scale == call.scale:
         return call, 1.0
     # 0 times NaN or infinity is NaN, as in the scores.

@@ -102,13 +102,15 @@ class OperatorSizes:
         self.expanded_key_rows = self.lanes * largest.max_keys
         self.itemsize = shape.dtype.itemsize
         self.state_itemsize = shape.state_dtype.itemsize
-        self._task_rows = extent.batch * extent.query_heads * extent.n_tokens
+        all_heads = extent.batch * extent.query_heads
+        all_key_heads = extent.batch * extent.key_heads
+        self._task_rows = all_heads * extent.n_tokens
         # The results of a call that is cut are all there while its last part runs.
         self._joined_rows = 0
         self._joined_key_rows = 0
         if self.is_cut:
-            self._joined_rows = extent.batch * extent.query_heads * largest.max_queries
-            self._joined_key_rows = extent.batch * extent.key_heads * largest.max_keys
+            self._joined_rows = all_heads * largest.max_queries
+            self._joined_key_rows = all_key_heads * largest.max_keys
         self.aligned_bias_bytes = 0
         if shape.bias is not None:
             with_all_columns = replace(shape, bias=replace(shape.bias, columns=True))
@@ -165,8 +167,8 @@ class OperatorSizes:
         # The shifted lse and the flags of its empty rows.
         shifted_lse = self._task_rows * (self.state_itemsize + 1)
         lse_copies = 2 * self.rows * self.state_itemsize
-        held = self._held_bytes + shifted_lse + lse_copies
-        return held + gradients + max(inside, adding)
+        results = shifted_lse + lse_copies + gradients
+        return self._held_bytes + results + max(inside, adding)
 
     def _gradient_bytes(self, rows: int, key_rows: int) -> int:
         """Return the bytes of gradients as wide as the inputs."""

@@ -176,10 +176,12 @@ def _compare(
         result = results[name].to("cpu", torch.float64)
         if result.isnan().any():
             return f"NaN in {name}"
+        difference = (result - reference).abs()
         # Equal infinities (the lse of rows without keys) are no difference.
-        difference = torch.where(result == reference, 0.0, (result - reference).abs())
-        size = reference[reference.isfinite()].abs().max()
-        error = (difference.max() / size.clamp_min(1e-6)).item()
+        difference = torch.where(result == reference, 0.0, difference)
+        finite_numbers = reference[reference.isfinite()]
+        size = finite_numbers.abs().max().clamp_min(1e-6)
+        error = (difference.max() / size).item()
         if not error <= tolerance:
             return f"{name} off by {format_error(error)} of its size"
     return None

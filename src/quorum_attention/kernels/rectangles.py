@@ -241,8 +241,9 @@ class RectangleKernel(CallsKernel):
 
     def _within_row_limits(self, task: TaskTensors, backward: bool) -> Sequence[Rectangle]:
         """Return the task's rectangles, cut where a single head has too many rows for a call."""
+        limits = self.call_limits(backward=backward)
         width = max(task.query.shape[-1], task.value.shape[-1])
-        queries, keys = self.call_limits(backward=backward).rows(width)
+        queries, keys = limits.rows(width)
         for rectangle in task.rectangles:
             if rectangle.n_queries > queries or rectangle.n_keys > keys:
                 return tuple(cut(task.rectangles, queries, keys))
@@ -254,7 +255,8 @@ class RectangleKernel(CallsKernel):
         if task.max_queries and task.query.shape[0] == 1:
             rows = round_up(batch.first.n_queries, self.row_unit)
             columns = round_up(batch.first.n_keys, self.row_unit)
-            limit = max(1, min(task.max_queries // rows, task.max_keys // columns))
+            fitting = min(task.max_queries // rows, task.max_keys // columns)
+            limit = max(1, fitting)
         for start in range(0, batch.count, limit):
             count = min(limit, batch.count - start)
             yield replace(batch, first=batch.rectangle(start), count=count)

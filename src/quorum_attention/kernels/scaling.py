@@ -93,7 +93,8 @@ def divisor_exponents(grad_out: torch.Tensor, value: torch.Tensor, shift: int) -
     grad_norm = largest_norms(grad_out, key_heads)
     value_norm = largest_norms(value, key_heads)
     # Bounds |dS| <= 2**shift 2 g v, and twice |P dO| of a single pair.
-    bound = grad_norm * (2 * value_norm).clamp_min(2.0)
+    factor = (2 * value_norm).clamp_min(2.0)
+    bound = grad_norm * factor
     is_usable = (bound > 0) & (bound < math.inf)
     log2_bound = torch.where(is_usable, bound, 1.0).log2().ceil()
     exponents = (log2_bound + (shift - LOG2_LARGEST)).clamp(-60, 60)

@@ -126,6 +126,7 @@ class QueryBlock:
     ) -> None:
         entries, key_heads, rows = at
         group = task.query.shape[1] // task.key.shape[1]
+        limits = transform.limits(like.device.type)
         self.task = task
         self.rectangle = rectangle
         self.transform = transform
@@ -133,10 +134,12 @@ class QueryBlock:
         self.key_heads = key_heads
         self.rows = rows
         self.heads = slice(key_heads.start * group, key_heads.stop * group)
-        self.most_keys = transform.most_keys(rectangle.n_keys, transform.limits(like.device.type))
-        query = self.of_rows(task.query).to(like.device).to(like.dtype)  # (b, h, rows, d)
+        self.most_keys = transform.most_keys(rectangle.n_keys, limits)
+        query = self.of_rows(task.query)  # (b, h, rows, d)
+        query = query.to(like.device).to(like.dtype)
+        n_entries, _, _, head_dim = query.shape
         n_key_heads = key_heads.stop - key_heads.start
-        self.query = query.reshape(query.shape[0], n_key_heads, -1, query.shape[-1])
+        self.query = query.reshape(n_entries, n_key_heads, -1, head_dim)
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the block's part of (b, hq, nq, ...), a view."""
@@ -238,7 +241,8 @@ class QueryBlock:
         dropout = task.dropout.at(self.heads.start, self.entries.start)
         queries = positions(task.task, self.rows.start, self.rows.stop, like.device)
         runs_of_keys = task.task.segments(keys.start, keys.stop)
-        return dropped(dropout, batch, heads, queries, runs_of_keys).view(like.shape)
+        is_dropped = dropped(dropout, batch, heads, queries, runs_of_keys)
+        return is_dropped.view(like.shape)
 
 
 # By how much the logarithm of a row's sum may be off if it has no other keys, by bytes of a number:

@@ -28,9 +28,12 @@ def join_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> No
         sinks: (h,), of the dtype of lse, on its device.
     """
     # The odds of the keys against the sink; a row without either keeps nothing.
-    odds = (lse - sinks[:, None]).masked_fill_(lse == -torch.inf, -torch.inf)
-    out.mul_(odds.sigmoid_().unsqueeze(-1))
-    torch.logaddexp(lse, sinks[:, None], out=lse)
+    sinks = sinks[:, None]  # (h, 1)
+    odds = lse - sinks
+    odds.masked_fill_(lse == -torch.inf, -torch.inf)
+    weight = odds.sigmoid_()
+    out.mul_(weight.unsqueeze(-1))
+    torch.logaddexp(lse, sinks, out=lse)
 
 
 def sinks_gradient(
@@ -50,12 +53,13 @@ def sinks_gradient(
     """
     device = out.device
     dtype = lse.dtype
-    heads, rows, width = out.shape[-3:]
-    batch = math.prod(out.shape[:-3])  # -1 means nothing where there are no rows
+    *batch_shape, heads, rows, width = out.shape
+    batch = math.prod(batch_shape)  # -1 means nothing where there are no rows
     outs = out.reshape(batch, heads, rows, width)
     grad_outs = grad_out.reshape(batch, heads, rows, width)
     lses = lse.reshape(batch, heads, rows)
-    logits = sinks.detach().to(device=device, dtype=dtype)[:, None]  # (h, 1)
+    logits = sinks.detach().to(device=device, dtype=dtype)
+    logits = logits[:, None]  # (h, 1)
     grad_sinks = torch.zeros(heads, dtype=torch.promote_types(dtype, torch.float64), device=device)
     row_bytes = 3 * max(1, width) * lse.element_size()
     for block in row_blocks(batch, heads, rows, row_bytes):

@@ -66,7 +66,9 @@ class CallsKernel(Kernel):
         lse = shifted_lse(grads.lse, scaling.shift)
 
         def run_and_add(call: TaskCall, turn_number: int) -> None:
-            saved = Saved(call.rows(grads.grad_out), call.rows(grads.out), call.rows(lse))
+            grad_out = call.rows(grads.grad_out)
+            out = call.rows(grads.out)
+            saved = Saved(grad_out, out, call.rows(lse))
             grad_query, grad_key, grad_value = call.backward(saved)
             with _merging(task, turn_number):
                 _add_runs(call.rows(grads.grad_query), grad_query, scaling)
