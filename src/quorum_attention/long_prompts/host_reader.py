@@ -16,6 +16,10 @@ from quorum_attention.long_prompts.segments import Segment
 
 PIECE_BYTES = 64 << 20
 N_BUFFERS = 4
+# Bytes a second until copies were measured.
+_ASSUMED_RATE = 50e9
+# The share of a new measurement in a rate.
+NEWS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +55,36 @@ def whole_pieces(start: int, segment: Segment, piece_bytes: int) -> list[Piece]:
     return [Piece(start + first, segment.narrow(first, first + step)) for first in starts]
 
 
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
 @dataclass(slots=True)
 class _RingBuffer:
     """A part of the ring.
 
     Attributes:
         memory: (n_bytes,) uint8 on the device.
-        copied: recorded behind the last copy to it.
+        n_bytes: of the last copy to it; 0 before the first, and when its time was read.
+        began: recorded before the last copy.
+        copied: recorded behind it.
         released: recorded behind the last attention over it.
     """
 
     memory: torch.Tensor
-    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    n_bytes: int = 0
+    began: torch.cuda.Event = field(default_factory=_timed_event)
+    copied: torch.cuda.Event = field(default_factory=_timed_event)
     released: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def read_rate(self) -> float | None:
+        """Return the bytes a second of the last copy, once; None if it is not known yet."""
+        if self.n_bytes == 0 or not self.copied.query():
+            return None
+        milliseconds: float = self.began.elapsed_time(self.copied)
+        rate = self.n_bytes / max(milliseconds * 1e-3, 1e-9)
+        self.n_bytes = 0
+        return rate
 
 
 class HostReader:
@@ -75,6 +96,7 @@ class HostReader:
 
     Attributes:
         piece_bytes: the largest piece.
+        rate: bytes a second that copies reach, as measured so far.
     """
 
     def __init__(self, memory: torch.Tensor, n_buffers: int = N_BUFFERS) -> None:
@@ -86,6 +108,7 @@ class HostReader:
         )
         self._staged: deque[tuple[Piece, _RingBuffer, Segment]] = deque()
         self._stream = torch.cuda.Stream(memory.device)
+        self.rate = _ASSUMED_RATE
         self._device = memory.device
 
     def forget(self) -> None:
@@ -129,7 +152,12 @@ class HostReader:
             buffer = self._free.popleft()
             self._stream.wait_event(buffer.released)
             self._stream.wait_event(writes_done)
+            rate = buffer.read_rate()
+            if rate is not None:
+                self.rate += NEWS * (rate - self.rate)
+            buffer.n_bytes = piece.segment.nbytes
             with torch.cuda.stream(self._stream):
+                buffer.began.record(self._stream)
                 segment = copy_segment(buffer.memory, piece.segment)
                 buffer.copied.record(self._stream)
             self._staged.append((piece, buffer, segment))

@@ -13,18 +13,15 @@ from concurrent.futures import Future
 
 import torch
 
-from quorum_attention.long_prompts.host_reader import HostReader, Piece, whole_pieces
+from quorum_attention.long_prompts.host_reader import NEWS, HostReader, Piece, whole_pieces
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
 from quorum_attention.threads import start_executors
 
 Statistics = tuple[torch.Tensor, torch.Tensor]
 
-# Assumed rates until some were measured, in bytes a second.
-_BUS_RATE = 50e9
-_CORES_RATE = 40e9
-# How much of a new measurement goes into a rate.
-_NEWS = 0.2
+# Bytes a second until the cores were measured.
+_ASSUMED_CORES_RATE = 40e9
 
 
 class HostSharing:
@@ -34,7 +31,7 @@ class HostSharing:
         memory: (n_bytes,) uint8 on a CUDA device, for copies.
 
     Attributes:
-        bus_rate, cores_rate: bytes a second, as measured so far.
+        cores_rate: bytes a second that the cores attend over, as measured so far.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -43,8 +40,12 @@ class HostSharing:
         self._executors = start_executors(1, "attends on the cores")
         for executor in self._executors:
             executor.submit(torch.set_num_threads, torch.get_num_threads())
-        self.bus_rate = _BUS_RATE
-        self.cores_rate = _CORES_RATE
+        self.cores_rate = _ASSUMED_CORES_RATE
+
+    @property
+    def bus_rate(self) -> float:
+        """Bytes a second that cross the bus, as measured so far."""
+        return self._reader.rate
 
     def forget(self) -> None:
         """Forget copies made ahead, because tokens were removed or put into another order."""
@@ -124,5 +125,5 @@ class HostSharing:
         began = time.perf_counter()
         statistics = attend()
         seconds = time.perf_counter() - began
-        self.cores_rate += _NEWS * (n_bytes / seconds - self.cores_rate)
+        self.cores_rate += NEWS * (n_bytes / seconds - self.cores_rate)
         return statistics

@@ -1,0 +1,194 @@
+"""Forty kinds of models generate the same tokens with a cache in segments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from quorum_attention.integrations.transformers import register
+from quorum_attention.integrations.transformers.prompt_cache import PromptCache
+from quorum_attention.long_prompts import segments as segments_module
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 9}
+ROUTED = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+}
+LATENT = {
+    **ROUTED,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+SMALL_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "attn_layer_indices": [1, 3],
+    },
+    "biogpt": {},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "codegen": {**SMALL_GPT, "rotary_dim": 8},
+    "cohere": {},
+    "cohere2": {"sliding_window": 9},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 16},
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 9},
+    "gemma": {},
+    "gemma3n_text": {
+        **MIXED,
+        "vocab_size_per_layer_input": 96,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": ROUTED,
+    "gpt2": SMALL_GPT,
+    "gpt_bigcode": SMALL_GPT,
+    "gpt_neox": {},
+    "gptj": {**SMALL_GPT, "rotary_dim": 8, "n_inner": None},
+    "granite": {},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "jamba": {
+        "num_experts": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "lfm2": {},
+    "ministral": {"sliding_window": 9},
+    "mixtral": EXPERTS,
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 9},
+    "persimmon": {},
+    "phi3": {"rope_parameters": None},
+    "qwen2": {},
+    "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    "qwen3_next": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "recurrent_gemma": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "vaultgemma": {"sliding_window": 9},
+    "xglm": {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48},
+}
+# Weights that make scores differ from token to token.
+SHARP = ("q_proj", "k_proj", "query", "key", "qkv", "c_attn")
+
+
+def model_of(kind: str) -> Any:
+    config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **KINDS[kind]})
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and any(part in name for part in SHARP):
+                weight.mul_(6.0)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    padding = torch.ones_like(ids)
+    padding[0, :7] = 0
+    tokens: torch.Tensor = model.generate(
+        ids, attention_mask=padding, max_new_tokens=16, do_sample=False, **options
+    )
+    return tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_plain_cache(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared layers, compressed keys, recurrences, biases of positions, one key head, experts."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("this version of Transformers does not have it")
+    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
+    register(min_tokens=0)
+    torch.manual_seed(0)
+    model = model_of(kind)
+    ids = torch.randint(3, 96, (2, 33))
+    expected = generate(model, ids)
+    model.set_attn_implementation("quorum")
+    for device_memory in (None, 9000, 0):
+        cache = PromptCache(model.config, device_memory=device_memory, folder=tmp_path)
+        assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+
+
+def test_an_encoder_and_a_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5: the decoder's own tokens in segments, a bias for every pair, beams."""
+    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
+    register(min_tokens=0)
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=96,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=1,
+    )
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(3, 96, (2, 21))
+    for beams in (1, 3):
+        options = {"max_new_tokens": 24, "do_sample": False, "num_beams": beams}
+        expected = model.generate(ids, **options)
+        own = PromptCache(config, device_memory=4000, folder=tmp_path)
+        across = transformers.DynamicCache(config=config)
+        cache = transformers.EncoderDecoderCache(own, across)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+        assert own.get_seq_length() == 24
