@@ -236,7 +236,8 @@ def _attend_with_device(
 ) -> None:
     """Merge attention over pieces anywhere. The cores begin first, in a thread; then the device is
     given its work."""
-    on_device = [piece for piece in pieces if not on_host(piece.segment.key.device)]
+    device = call.query.device
+    on_device = [_moved(piece, device) for piece in pieces if not on_host(piece.segment.key.device)]
     elsewhere = [piece for piece in pieces if on_host(piece.segment.key.device)]
     if not elsewhere:
         _attend_on_device(call, on_device, state)
@@ -258,6 +259,16 @@ def _attend_with_device(
         state.merge(*wait_for_cores())
     else:
         _attend_on_pieces(call, _copied(shares.not_staged, call.query.device), state)
+
+
+def _moved(piece: Piece, device: torch.device) -> Piece:
+    """The piece on ``device``: another GPU may hold it, where layers lie on several."""
+    segment = piece.segment
+    if segment.key.device == device:
+        return piece
+    key = segment.key.to(device)
+    value = segment.value.to(device)
+    return Piece(piece.start, replace(segment, key=key, value=value))
 
 
 class _Shares(NamedTuple):

@@ -27,8 +27,8 @@ from quorum_attention.execution.device.lookup import HOST, available_device, bac
 from quorum_attention.units import format_bytes, parse_bytes
 from quorum_attention.writing import reserve_space
 
-# A share of the free host memory that no cache takes: other programs, and the system's own buffers.
-_HOST_MARGIN = 1 / 16
+# A share of free memory that no cache takes: it is for other programs, and for computing.
+_MARGIN = 1 / 16
 _MADV_WILLNEED = 3
 # Bytes of a GPU that are set aside for copies: at most this many, and such a part of its limit.
 _STAGING_BYTES = 256 << 20
@@ -51,8 +51,8 @@ class CachePlaces:
     Args:
         device: where attention is computed.
         device_memory: bytes of the device that caches may take, as a number or text such as
-            "16GiB"; None: as much as can be allocated.
-        host_memory: the same of page-locked host memory; None: what is free, less a margin.
+            "16GiB"; None: what is free, less a margin. Computing needs memory too.
+        host_memory: the same of page-locked host memory.
         folder: a folder for mapped files, which is made if it does not exist; None: no files. Files
             have no name in it, so that nothing is left when the process ends.
 
@@ -103,6 +103,13 @@ class CachePlaces:
         except OutOfMemoryError:
             return None
 
+    def finish_copies(self) -> None:
+        """Hold the host until tokens have reached the memory that they were appended to.
+
+        Whoever reads or writes host memory by the processor calls this first.
+        """
+        backend_of(self.device).synchronize(self.device)
+
     def used(self, place: Place) -> int:
         """Return the bytes that caches have taken of a place."""
         return self._used[place]
@@ -115,13 +122,12 @@ class CachePlaces:
         if limit == 0:
             return 0
         memory = self.device if place is Place.DEVICE else HOST
-        free = backend_of(memory).free_bytes(memory)
-        if on_host(memory):
-            free -= int(free * _HOST_MARGIN)
-        if limit is None:
-            return free
         reserved = self._staging_bytes if place is Place.DEVICE else 0
-        return max(0, min(free, limit - self._used[place] - reserved))
+        free = backend_of(memory).free_bytes(memory)
+        free -= int(free * _MARGIN) + reserved
+        if limit is not None:
+            free = min(free, limit - self._used[place] - reserved)
+        return max(0, free)
 
     def allocate(self, n_bytes: int, place: Place) -> torch.Tensor:
         """Take memory of one place. It counts as used until the returned tensor is freed.

@@ -297,6 +297,9 @@ class SegmentedCache:
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add tokens behind those that are there.
 
+        Copies from one device to another are made on the current stream, and may be under way when
+        this returns.
+
         Args:
             key: (b, h_kv, n, d), on any device.
             value: (b, h_kv, n, d_v), of the same dtype.
@@ -515,6 +518,8 @@ class SegmentedCache:
         self._shapes = replace(self._shapes, rows=len(chosen))
         for prefix in self._prefixes:
             if len(chosen) == n_before and self._can_reorder_in_place(prefix):
+                if prefix.block.place is not Place.DEVICE:
+                    self.places.finish_copies()
                 _reorder_in_place(prefix, chosen)
             else:
                 prefix.entries = _composed(prefix.entries, chosen)

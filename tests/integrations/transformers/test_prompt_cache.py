@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,29 @@ def test_a_batch_of_questions_reads_the_text_once(tmp_path: Path) -> None:
     assert torch.equal(generate(model, questions, cache, attention_mask=padding), expected)
     layer = next(layer for layer in cache.layers if isinstance(layer, SegmentedLayer))
     assert layer.tokens.segments()[0].key.shape[0] == 1
+
+
+def test_a_smaller_model_assists(tmp_path: Path) -> None:
+    """Proposed tokens that are wrong are cropped again."""
+    model = model_of("llama")
+    assistant = model_of("llama")
+    ids = some_ids(1, TOKENS)
+    expected = generate(model, ids)
+    cache = cache_of(model, 20_000, tmp_path)
+    assert torch.equal(generate(model, ids, cache, assistant_model=assistant), expected)
+
+
+def test_a_deep_copy_is_a_fork(tmp_path: Path) -> None:
+    """Libraries copy caches to go back to them."""
+    model = model_of("gemma2")
+    text = some_ids(1, TOKENS)
+    cache = cache_of(model, None, tmp_path)
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+    question = torch.cat((text, some_ids(1, 5)), dim=1)
+    expected = generate(model, question)
+    assert torch.equal(generate(model, question, copy.deepcopy(cache)), expected)
+    assert cache.get_seq_length() == TOKENS
 
 
 def test_a_conversation_goes_on(tmp_path: Path) -> None:

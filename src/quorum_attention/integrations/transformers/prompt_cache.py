@@ -151,6 +151,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         forked._link_layers()
         return forked
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PromptCache:
+        """Return a fork: it may be changed without changing this cache."""
+        return self.fork()
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save the cache, for another day. What was saved in the folder before is replaced at the
         end; an interrupted save leaves it.
@@ -161,6 +165,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
             OSError: the files cannot be written.
         """
         layers = [saved_layer(layer) for layer in self.layers]
+        self.places.finish_copies()
         save_layers(folder, layers, model=self._fingerprint)
 
     def load(self, folder: str | os.PathLike[str]) -> None:

@@ -54,9 +54,9 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
         if is_first:
             return key_states, value_states
         segments = self.tokens.segments()
-        if len(segments) == 1 and segments[0].place is Place.DEVICE:
-            key, value = segments[0].expanded()
-            return key, value
+        is_here = segments[0].key.device == key_states.device
+        if len(segments) == 1 and is_here and segments[0].place is Place.DEVICE:
+            return segments[0].expanded()
         return self._standing_for(segments).tensors()
 
     def _standing_for(self, segments: Sequence[Segment]) -> LayerSegments:
