@@ -17,7 +17,7 @@ _GRADS = ("grads[0]", "grads[1]", "grads[2]")
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward reads and fills beside the inputs.
+    """Tensors that a backward reads and fills beside the inputs.
 
     Attributes:
         grad_out, out: the upstream gradient and the output, (*batch, heads, n_queries, value_dim).

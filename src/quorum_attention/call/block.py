@@ -98,7 +98,8 @@ class WholeCall:
 
     def cut_bias(self, bias: torch.Tensor, block: CallBlock) -> torch.Tensor:
         """Return the block's part of a bias, or of its gradient, a view."""
-        for dim, span in ((-3, block.heads), (-2, block.rows), (-1, block.keys)):
+        spans = ((-3, block.heads), (-2, block.rows), (-1, block.keys))
+        for dim, span in spans:
             if bias.dim() >= -dim and bias.shape[dim] > 1:
                 bias = bias.narrow(dim, span.start, span.length)
         n_batch_dims = bias.dim() - 3
@@ -106,10 +107,13 @@ class WholeCall:
             return bias
         if len(self.shape.batch_shape) == 1:
             return cut_entries(bias, block, 4)
-        index = self._batch_index(block)[len(self.shape.batch_shape) - n_batch_dims :]
+        batch_index = self._batch_index(block)[-n_batch_dims:]
         # A dimension of size 1 broadcasts: its only entry is that of all blocks.
-        sizes = bias.shape[:n_batch_dims]
-        return bias[tuple(0 if n == 1 else i for n, i in zip(sizes, index, strict=True))]
+        index = [
+            0 if size == 1 else position
+            for size, position in zip(bias.shape[:n_batch_dims], batch_index, strict=True)
+        ]
+        return bias[tuple(index)]
 
     def _batch_index(self, block: CallBlock) -> tuple[int, ...]:
         """Return the index of the block's one entry among several batch dimensions, or none."""
@@ -128,8 +132,7 @@ def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
     """
     assert not mask.counts_from_last, "__post_init__ has put numbers there"
     entries, heads, queries, keys = block
-    has_all_keys = keys == (0, call.shape.n_keys)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = _cut_key_fields(call, mask, block)
     offset = _cut_offset(call, mask, block)
     if isinstance(offset, torch.Tensor):
         changes["offset"] = offset
@@ -137,14 +140,6 @@ def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
         changes["offset"] = offset + queries.start - keys.start
     if mask.documents is not None:
         changes["documents"] = _cut_documents(call, mask.documents, block)
-    if mask.key_lengths is not None:
-        lengths = cut_entries(mask.key_lengths, block, 1)
-        if not has_all_keys:
-            lengths = (lengths - keys.start).clamp(0, keys.length)
-        changes["key_lengths"] = lengths
-    if mask.key_padding is not None:
-        padding = cut_entries(mask.key_padding, block, 2)
-        changes["key_padding"] = padding if has_all_keys else padding[..., slice(*keys)]
     starts = (entries.start, heads.start, queries.start, keys.start)
     if mask.keeps is not None and any(starts):
         changes["keeps"] = _ShiftedKeeps(mask.keeps, *starts)
@@ -162,6 +157,22 @@ def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
     key_chunks = torch.arange(*keys, device="cpu") // mask.chunk
     same_chunk = Mask(documents=(query_chunks, key_chunks))
     return replace(mask, **changes, chunk=None) & same_chunk
+
+
+def _cut_key_fields(call: WholeCall, mask: Mask, block: CallBlock) -> dict[str, Any]:
+    """Return the fields about a block's keys: their lengths and padding."""
+    keys = block.keys
+    has_all_keys = keys == (0, call.shape.n_keys)
+    fields: dict[str, Any] = {}
+    if mask.key_lengths is not None:
+        lengths = cut_entries(mask.key_lengths, block, 1)
+        if not has_all_keys:
+            lengths = (lengths - keys.start).clamp(0, keys.length)
+        fields["key_lengths"] = lengths
+    if mask.key_padding is not None:
+        padding = cut_entries(mask.key_padding, block, 2)
+        fields["key_padding"] = padding if has_all_keys else padding[..., slice(*keys)]
+    return fields
 
 
 def _cut_offset(call: WholeCall, mask: Mask, block: CallBlock) -> Any:

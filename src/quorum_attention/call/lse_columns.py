@@ -110,10 +110,11 @@ def with_columns(
     factor = grad_lse  # g over the norm of the value's rows
     n_digits = _n_digits(shape)
     if shape.dtype == torch.float16:
-        least = _least_norms(grad_lse, backward_inputs.grad_out, shape)
-        norms = torch.maximum(_norms(tensors.value).to(least.device), least)
+        least_norms = _least_norms(grad_lse, backward_inputs.grad_out, shape)
+        norms = _norms(tensors.value).to(least_norms.device)
+        norms = torch.maximum(norms, least_norms)
         factor = grad_lse / norms.repeat_interleave(shape.queries_per_key_head, dim=-2)
-        value[..., shape.value_dim + n_digits] = least.to(value.device)
+        value[..., shape.value_dim + n_digits] = least_norms.to(value.device)
     factor = _powers_above(factor, backward_inputs.grad_out.dtype, shape.dtype)
     grad_out = _with_zero_columns(backward_inputs.grad_out, wide.value_dim)
     # Digits are rounded as kernels get them; a narrower output would round them more.
@@ -136,11 +137,7 @@ def with_columns(
 
 
 def _wider_grads(grads: Three | None, shape: CallShape) -> Three | None:
-    """Return tensors for the gradients of a wider call: preallocated ones that are as wide.
-
-    Args:
-        shape: of the wider call.
-    """
+    """Return tensors for the gradients of a wider call: preallocated ones that are as wide."""
     if grads is None:
         return None
     grad_query, grad_key, grad_value = grads
@@ -191,14 +188,17 @@ def _least_norms(grad_lse: torch.Tensor, grad_out: torch.Tensor, shape: CallShap
     They are powers of two from 1 to 2**14, shaped like ``_norms``.
     """
     wide_dtype = torch.promote_types(grad_out.dtype, torch.float32)
-    row_norms = torch.linalg.vector_norm(grad_out, dim=-1, dtype=wide_dtype).to(grad_lse.device)
+    row_norms = torch.linalg.vector_norm(grad_out, dim=-1, dtype=wide_dtype)
+    row_norms = row_norms.to(grad_lse.device)
     largest_grad_lse = _largest_of_kv_heads(grad_lse, shape)
     largest_upstream = _largest_of_kv_heads(row_norms, shape)
     # Rows of 2**-11 of the largest gradient still have a factor that is a normal number.
     upper = (largest_grad_lse * 4.0).clamp_(1.0, 2.0**14)
-    ratio = torch.minimum(largest_grad_lse / largest_upstream, upper).nan_to_num_(1.0)
+    ratio = torch.minimum(largest_grad_lse / largest_upstream, upper)
+    ratio = ratio.nan_to_num_(1.0)
     exponent = torch.frexp(ratio).exponent - 1
-    return torch.ldexp(torch.ones_like(ratio), exponent.clamp_(0, 14)).unsqueeze(-1)
+    exponent = exponent.clamp_(0, 14)
+    return torch.ldexp(torch.ones_like(ratio), exponent).unsqueeze(-1)
 
 
 def _largest_of_kv_heads(rows: torch.Tensor, shape: CallShape) -> torch.Tensor:
@@ -223,9 +223,17 @@ def _with_zero_columns(
 
 def _powers_above(values: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
     """Return powers of two above the magnitudes of ``values``, within the range of ``dtypes``."""
-    lowest = max(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in dtypes)
-    highest = min(math.frexp(torch.finfo(dtype).max)[1] for dtype in dtypes)
+    limits = [torch.finfo(dtype) for dtype in dtypes]
+    lowest = max(_exponent(limit.tiny) for limit in limits)
+    highest = min(_exponent(limit.max) for limit in limits)
     exponents = torch.frexp(values).exponent
     # frexp says 2**0 of a row with no gradient, and the largest row decides how all are scaled.
-    exponents = exponents.masked_fill_(values == 0, lowest).clamp_(lowest, highest - 1)
+    exponents = exponents.masked_fill_(values == 0, lowest)
+    exponents = exponents.clamp_(lowest, highest - 1)
     return torch.ldexp(torch.ones_like(values), exponents)
+
+
+def _exponent(value: float) -> int:
+    """Return the exponent of the least power of two above ``value``."""
+    _, exponent = math.frexp(value)
+    return exponent

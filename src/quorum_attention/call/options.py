@@ -95,8 +95,8 @@ def call_options(function: Callable[..., Any], keywords: CallKeywords) -> CallOp
         return _DEFAULTS
     for name in keywords:
         if name not in _KEYWORDS:
-            known = [*names_of(function), *sorted(_KEYWORDS)]
-            raise unknown_option(function.__name__, name, known)
+            names = [*names_of(function), *sorted(_KEYWORDS)]
+            raise unknown_option(function.__name__, name, names)
     return CallOptions(**keywords)
 
 
@@ -146,15 +146,12 @@ def check_options(options: CallOptions, home: torch.device) -> PlannerOptions:
     plan = options.plan
     if plan is not None and depth is not None:
         raise ValueError("plan and depth cannot both be given: a plan pins its own depth")
-    progress = options.progress
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        allowed = "None, True or a callable (done, total, label)"
-        raise TypeError(f"progress must be {allowed}, got {shown(progress)}")
+    _check_progress(options.progress)
     accumulator = one_of(options.accumulator, "accumulator", ("auto", "device", "host"))
     kernel = options.kernel
     if plan is not None and kernel == "auto":
         kernel = plan.kernel
-    shows_progress = progress is not None and progress is not False
+    shows_progress = options.progress is not None and options.progress is not False
     return PlannerOptions(
         budget_bytes=None if budget is None else parse_bytes(budget),
         plan=plan,
@@ -164,6 +161,14 @@ def check_options(options: CallOptions, home: torch.device) -> PlannerOptions:
         device=_compute_device(home, options.devices),
         watched=options.report is not None or shows_progress,
     )
+
+
+def _check_progress(progress: Any) -> None:
+    """Raise TypeError unless ``progress`` is a bool, a function or None."""
+    if progress is None or isinstance(progress, bool) or callable(progress):
+        return
+    allowed = "None, True or a callable (done, total, label)"
+    raise TypeError(f"progress must be {allowed}, got {shown(progress)}")
 
 
 def _check_class(name: str, value: object, kind: type) -> None:

@@ -49,10 +49,10 @@ def addresses(tensor: torch.Tensor, start: int | None = None) -> np.ndarray:
     return np.asarray(_Addresses(tensor, tensor.data_ptr() if start is None else start))
 
 
-def may_share_memory(array: np.ndarray, other: np.ndarray) -> bool:
+def may_share_memory(first: np.ndarray, second: np.ndarray) -> bool:
     """Tell whether any byte belongs to both; True also where that takes too long to tell."""
     # Where it runs out of steps this says True; ``shares_memory`` would raise.
-    return bool(np.may_share_memory(array, other, max_work=_MAX_STEPS))
+    return bool(np.may_share_memory(first, second, max_work=_MAX_STEPS))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

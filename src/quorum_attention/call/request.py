@@ -129,14 +129,13 @@ def request_of(
     device = options.device
     check_capture(device, query, bias, checked.mask)
     scale = _checked_scale(arguments.scale, checked.shape.head_dim, query.dtype)
+    is_causal = switch(arguments.is_causal, "is_causal")
     shape = replace(
-        checked.shape,
+        _shape_with_bias(checked.shape, tensors),
         device_type=device.type,
-        is_causal=switch(arguments.is_causal, "is_causal"),
-        bias=None if bias is None else bias_shape(bias, query.dim() - 3, query.dtype),
+        is_causal=is_causal,
         dropout=dropout_p > 0.0,
         positive_scale=scale > 0,
-        sinks=sinks is not None,
         exact_scale=scale_is_exact(scale, query.dtype),
     )
     kernel = options.kernel
@@ -158,8 +157,8 @@ def request_of(
         drawn = torch.randint(LARGEST_SEED, (), dtype=torch.int64, device="cpu")
         tensors = tensors._replace(seed=drawn)
     out = checked.out
-    out_dtype = out.dtype if out is not None else arguments.out_dtype
-    mask_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    out_dtype = arguments.out_dtype if out is None else out.dtype
+    mask_grad = _needs_grad(bias)
     request = Request(
         shape,
         scale,
@@ -176,6 +175,19 @@ def request_of(
         dropout=dropout,
     )
     return tensors, request
+
+
+def _shape_with_bias(shape: CallShape, tensors: Tensors) -> CallShape:
+    """Return the sizes of a call with what is known of its bias and its sinks."""
+    bias = None
+    if tensors.bias is not None:
+        bias = bias_shape(tensors.bias, len(shape.batch_shape), shape.dtype)
+    return replace(shape, bias=bias, sinks=tensors.sinks is not None)
+
+
+def _needs_grad(bias: torch.Tensor | None) -> bool:
+    """Tell whether autograd will ask for the gradient of a bias."""
+    return bias is not None and bias.requires_grad and torch.is_grad_enabled()
 
 
 def _checked_scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:

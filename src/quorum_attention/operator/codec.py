@@ -94,7 +94,7 @@ def _text(form: tuple[Any, ...]) -> str:
     return repr(form)
 
 
-# What torch.compiler.assume_constant_result does, which would load the compiler.
+# torch.compiler.assume_constant_result sets this mark, but would load the compiler.
 _text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -176,6 +176,9 @@ def _reserving_a_copy(request: Request) -> Request:
     A graph knows beforehand how results lie, and kernels choose for themselves.
     """
     shape = request.shape
-    rows = shape.batch * max(shape.heads * shape.n_queries, shape.kv_heads * shape.n_keys)
-    n_bytes = rows * max(shape.head_dim, shape.value_dim) * request.out_dtype.itemsize
+    query_rows = shape.heads * shape.n_queries
+    key_rows = shape.kv_heads * shape.n_keys
+    n_rows = shape.batch * max(query_rows, key_rows)
+    row_bytes = max(shape.head_dim, shape.value_dim) * request.out_dtype.itemsize
+    n_bytes = n_rows * row_bytes
     return request.reserving(n_bytes, "a copy of a result")

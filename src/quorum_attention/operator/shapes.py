@@ -25,14 +25,16 @@ def fake_forward(
     is_causal: bool,
     enable_gqa: bool,
     out_dtype: torch.dtype | None,
-    *others: Any,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return empty (out, lse, the number of the settings)."""
-    state_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out_shape = (*query.shape[:-1], value.shape[-1])
+    lse_shape = query.shape[:-1]
+    out_shape = (*lse_shape, value.shape[-1])
     out = empty_like_input(query, out_shape, out_dtype or query.dtype)
-    lse = query.new_empty(query.shape[:-1], dtype=state_dtype)
-    return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = query.new_empty(lse_shape, dtype=lse_dtype)
+    settings_number = torch.empty((), dtype=torch.int64, device="cpu")
+    return out, lse, settings_number
 
 
 def fake_backward(
@@ -44,10 +46,10 @@ def fake_backward(
     lse: torch.Tensor,
     attn_mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    *others: Any,
+    *rest: Any,
 ) -> list[torch.Tensor]:
     """Return empty gradients of query, key and value, then of mask and sinks if wanted."""
-    of_mask, of_sinks = others[-2:]
+    of_mask, of_sinks = rest[-2:]
     grads = [empty_like_input(t, t.shape, t.dtype) for t in (query, key, value)]
     if of_mask:
         assert attn_mask is not None
@@ -59,7 +61,7 @@ def fake_backward(
 
 
 def forward_flops(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
 ) -> int:
     """Count the operations of the two products of a forward.
 
@@ -70,7 +72,7 @@ def forward_flops(
 
 
 def backward_flops(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *others: Any, **named: Any
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **named: Any
 ) -> int:
     """Count the operations of the five products of a backward.
 
