@@ -379,11 +379,14 @@ def small() -> str:
 def entries() -> str:
     from cases.entries import WORDS
 
-    name = "cpu-entries.json"
+    files = {"one thread": "cpu-entries.json", "H200": "h200-entries.json"}
+    columns = [loaded(name)["rows"] for name in files.values()]
     rows = [
-        [WORDS[row], f"{figures['ratio']:.2f}"] for row, figures in loaded(name)["rows"].items()
+        [words, *(f"{column[row]['ratio']:.2f}" for column in columns)]
+        for row, words in WORDS.items()
     ]
-    return section(name, loaded(name)["command"], ["calls", "ratio"], rows)
+    origins = [origin(name, loaded(name)["command"]) for name in files.values()]
+    return f"{'; '.join(origins)}.\n\n{table(['calls', *files], rows)}"
 
 
 def census() -> str:
