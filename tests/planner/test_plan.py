@@ -26,7 +26,7 @@ from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints
-from quorum_attention.planner.decide import choose_plan
+from quorum_attention.planner.kernel_choice import choose_plan
 from quorum_attention.planner.plan import _log_once
 
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}

@@ -14,9 +14,9 @@ from quorum_attention.decomposition.intervals import Interval
 Node = TypeVar("Node")
 
 # ``kept_share`` cuts partial blocks until their sides are 1 / _FINEST of the call's longer side, or
-# _BLOCK tokens, or until a level has more than _MOST_CELLS blocks.
+# _BLOCK tokens, or until a level has more than _MAX_BLOCKS blocks.
 _FINEST = 2048
-_MOST_CELLS = 1 << 15
+_MAX_BLOCKS = 1 << 15
 _BLOCK = 128
 # The share of pairs that an empty, a full and a partial block are taken to keep.
 _WEIGHT = (0.0, 1.0, 0.5)
@@ -193,7 +193,7 @@ def kept_share(pairs: Pairs) -> float:
             n_all += n_counted
             n_kept += n_counted * _WEIGHT[verdict]
         level = finer
-        may_cut = 4 * n_cut <= _MOST_CELLS
+        may_cut = 4 * n_cut <= _MAX_BLOCKS
     return _as_share(n_kept / n_all)
 
 

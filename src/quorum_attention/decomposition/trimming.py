@@ -28,9 +28,9 @@ from quorum_attention.decomposition.pairs import (
 # A task is examined in about this many cells of tokens.
 _CELLS = 64
 # Fewer consecutive tokens than this are not left out: each gap means one more copy.
-_WORTH_A_CUT = 512
+_MIN_GAP_TOKENS = 512
 # A task that would keep more than this share of its tokens is not trimmed.
-_MOST_KEPT = 0.95
+_MAX_KEPT_SHARE = 0.95
 
 
 def trimmed(
@@ -48,7 +48,7 @@ def trimmed(
     trimmed_tasks: list[Task] = []
     for task in tasks:
         smaller = restricted(task, _needed(task, pairs, tile))
-        is_worth_it = smaller.n_tokens <= _MOST_KEPT * task.n_tokens
+        is_worth_it = smaller.n_tokens <= _MAX_KEPT_SHARE * task.n_tokens
         trimmed_tasks.append(smaller if is_worth_it else task)
     end = max((task.spans[-1].stop for task in tasks if task.spans), default=0)
     if n_results is not None:
@@ -87,7 +87,7 @@ def _needed(task: Task, pairs: Pairs, tile: int) -> list[Interval]:
         _mark(query, key, pairs, marks)
     runs = ones(marks.marked)
     cells = (Interval(start * marks.cell, stop * marks.cell) for start, stop in runs)
-    return union(cells, gap=_WORTH_A_CUT)
+    return union(cells, gap=_MIN_GAP_TOKENS)
 
 
 @dataclass

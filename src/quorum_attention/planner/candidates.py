@@ -48,7 +48,7 @@ def decompositions(n_tokens: int, constraints: PlanConstraints) -> Iterator[Deco
         if constraints.depth not in (None, decomposition.depth):
             continue
         tokens = decomposition.max_task_tokens
-        if tokens == smallest or tokens >= policy.MIN_SHRINK * smallest:
+        if tokens == smallest or tokens >= policy.MAX_TASK_GROWTH * smallest:
             continue
         # The uncut call and tasks of two thirds of the tokens are no measure for others.
         if decomposition.n_tasks > 3:
@@ -256,7 +256,7 @@ def _may_run_blockwise(
         return decomposition.n_tasks <= policy.MAX_CHUNKS_IN_PLACE
     if decomposition.n_tasks == 3 and constraints.levels is None:
         return False  # on a CPU no cut is faster, and this one saves little memory
-    return decomposition.n_tasks <= policy.MAX_SMALL_PIECES_CHUNKS
+    return decomposition.n_tasks <= policy.MAX_CHUNKS_WITHOUT_OVERLAP
 
 
 def _piece_layouts(problem: Problem) -> tuple[Pieces, ...]:

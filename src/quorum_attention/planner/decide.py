@@ -1,8 +1,4 @@
-"""Which kernel runs a pass of a call, and by which plan: decided together, in one place.
-
-The preferred kernel is the fastest on a call that runs whole. On a call that is cut into many small
-tasks, a kernel that takes a task in one launch can be faster: under a tight budget, time goes into
-issuing calls, and a workspace may leave no room for a second slot (docs/planner.md).
+"""Decides how a pass of a call runs: its kernel, and its plan if it needs one.
 
 A short pass is run without a plan, which would take longer than the pass. If it runs out of memory,
 it is planned after all (``with_plan``).
@@ -10,7 +6,6 @@ it is planned after all (``with_plan``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,17 +16,16 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
-from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel, why_not
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints
-from quorum_attention.planner.hardware import HardwareModel
+from quorum_attention.planner.kernel_choice import choose_plan
 from quorum_attention.planner.options import PlannerOptions
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import forward_flops, kernel_hardware, least_seconds
-from quorum_attention.planner.search import choose, refit, short_call
+from quorum_attention.planner.price import forward_flops
+from quorum_attention.planner.search import refit, short_call
 from quorum_attention.units import format_bytes, format_least
 
 _Planned = TypeVar("_Planned")
@@ -192,98 +186,6 @@ def _rounded(shape: CallShape) -> CallShape:
 
 def _power_of_two(n_tokens: int) -> int:
     return max(policy.MIN_ROUNDED_TOKENS, 1 << (n_tokens - 1).bit_length())
-
-
-def choose_plan(
-    problem: Problem,
-    constraints: PlanConstraints,
-    other_kernels: Iterable[InnerKernel],
-    hardware: HardwareModel,
-    *,
-    kernel_works: Callable[[InnerKernel], bool],
-) -> tuple[InnerKernel, Plan]:
-    """Return a kernel and its plan.
-
-    The kernel is the problem's, unless another one is predicted to be clearly faster, or only that
-    one fits.
-
-    Args:
-        other_kernels: other kernels that take the call.
-        kernel_works: whether a kernel works here. Asked last, because it may build the kernel.
-
-    Raises:
-        BudgetError: none fits; names the smallest budget that would do.
-    """
-    choice = _kernel_and_plan(problem, constraints, other_kernels, hardware, kernel_works)
-    if not isinstance(choice, BudgetError):
-        return choice
-    try:
-        raise choice
-    finally:
-        # The error's traceback holds this frame: with the error in it, tensors of the caller would
-        # stay until cycles are looked for.
-        del choice
-
-
-def _kernel_and_plan(
-    problem: Problem,
-    constraints: PlanConstraints,
-    other_kernels: Iterable[InnerKernel],
-    hardware: HardwareModel,
-    kernel_works: Callable[[InnerKernel], bool],
-) -> tuple[InnerKernel, Plan] | BudgetError:
-    """Return a kernel and its plan, or the error that names the smallest budget that would do."""
-    best: tuple[InnerKernel, Plan] | BudgetError
-    preferred_plan = _plan_or_error(problem, constraints, hardware)
-    if isinstance(preferred_plan, BudgetError):
-        best = preferred_plan
-    else:
-        best = problem.kernel, preferred_plan
-    for kernel in other_kernels:
-        candidate = replace(problem, kernel=kernel)
-        seconds_to_beat = math.inf
-        if not isinstance(best, BudgetError):
-            best_kernel, best_plan = best
-            is_preferred = best_kernel is problem.kernel
-            seconds_to_beat = _seconds_to_beat(best_plan, is_preferred=is_preferred)
-        if least_seconds(candidate, kernel_hardware(candidate, hardware)) >= seconds_to_beat:
-            continue  # whatever a search found, it would not be taken
-        plan = _plan_or_error(candidate, constraints, hardware)
-        if not isinstance(plan, BudgetError):
-            if plan.predicted_seconds < seconds_to_beat and kernel_works(kernel):
-                best = kernel, plan
-        elif isinstance(best, BudgetError) and kernel_works(kernel):
-            # The smallest budget that an error names has to work: only of kernels that work here.
-            best = min(best, plan, key=_bytes_needed)
-    return best
-
-
-def _plan_or_error(
-    problem: Problem, constraints: PlanConstraints, hardware: HardwareModel
-) -> Plan | BudgetError:
-    """Return the plan of a kernel, or the error that nothing fits, without its traceback."""
-    try:
-        return choose(problem, constraints, hardware)
-    except BudgetError as error:
-        return error.with_traceback(None)
-
-
-def _seconds_to_beat(plan: Plan, *, is_preferred: bool) -> float:
-    """Return seconds that the plan of another kernel has to be below; 0 is not worth a search.
-
-    Args:
-        is_preferred: whether ``plan`` is that of the preferred kernel.
-    """
-    if not is_preferred:
-        return plan.predicted_seconds
-    is_whole = isinstance(plan.schedule.route, Whole)
-    if is_whole or plan.predicted_seconds < policy.MIN_SECONDS_TO_BUILD_KERNEL:
-        return 0.0
-    return plan.predicted_seconds * policy.REQUIRED_TIME_SHARE_OF_KERNEL
-
-
-def _bytes_needed(error: BudgetError) -> float:
-    return error.smallest_bytes or math.inf
 
 
 def _constraints(options: PlannerOptions) -> PlanConstraints:

@@ -23,7 +23,8 @@ from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints
-from quorum_attention.planner.decide import both_passes, choose_plan, usable_bytes
+from quorum_attention.planner.decide import both_passes, usable_bytes
+from quorum_attention.planner.kernel_choice import choose_plan
 from quorum_attention.planner.mask_words import mask_words
 from quorum_attention.planner.plan import Plan, is_cut
 from quorum_attention.planner.plan_arguments import (
