@@ -119,12 +119,15 @@ def _fill_dropped_(
     device = is_dropped.device
     first_group = first_key // _GROUP
     last_group = (first_key + n_keys - 1) // _GROUP
+    stop_head = dropout.first_head + heads
+    stop_entry = dropout.first_entry + batch
     groups = torch.arange(first_group, last_group + 1, device=device)
-    head_numbers = torch.arange(dropout.first_head, dropout.first_head + heads, device=device)
-    entry_numbers = torch.arange(dropout.first_entry, dropout.first_entry + batch, device=device)
+    head_numbers = torch.arange(dropout.first_head, stop_head, device=device)
+    entry_numbers = torch.arange(dropout.first_entry, stop_entry, device=device)
     column = first_key % _GROUP
+    row_bytes = _GROUP_BYTES * groups.numel()
     # In blocks, because words have 64 bits here.
-    for b, h, r in row_blocks(batch, heads, n_rows, _GROUP_BYTES * groups.numel()):
+    for b, h, r in row_blocks(batch, heads, n_rows, row_bytes):
         counter = (
             groups,
             queries[r, None],

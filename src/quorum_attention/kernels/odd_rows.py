@@ -46,8 +46,10 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
         right_out, right_lse = _computed_again(call, start, stop, out.dtype)
         is_wrong = right_lse.isfinite().logical_not_()
         is_wrong.logical_and_(is_odd[rows])
-        out[rows][is_wrong] = right_out[is_wrong]
-        lse[rows][is_wrong] = right_lse[is_wrong]
+        block_out = out[rows]
+        block_lse = lse[rows]
+        block_out[is_wrong] = right_out[is_wrong]
+        block_lse[is_wrong] = right_lse[is_wrong]
 
 
 def _computed_again(

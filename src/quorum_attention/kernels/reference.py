@@ -68,8 +68,10 @@ def _forward_block(block: QueryBlock) -> tuple[torch.Tensor, torch.Tensor]:
         row_max = new_max
         del p, drops
     # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits left.
-    lse = torch.where(row_max == torch.inf, row_max, row_sum.log().add_(row_max))
-    out.div_(row_sum.masked_fill_(row_sum == 0.0, 1.0))
+    lse = row_sum.log().add_(row_max)
+    lse = torch.where(row_max == torch.inf, row_max, lse)
+    row_sum.masked_fill_(row_sum == 0.0, 1.0)
+    out.div_(row_sum)
     out.masked_fill_(lse == -torch.inf, 0.0)
     if task.dropout is not None:
         out.mul_(task.dropout.rescale)

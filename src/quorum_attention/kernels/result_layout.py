@@ -19,10 +19,12 @@ def result_strides(like: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """
     order = list(range(like.dim() - 1))
     several = [dim for dim in order if like.shape[dim] > 1]
-    if not any(like.stride(dim) == 0 for dim in several):
+    is_expanded = any(like.stride(dim) == 0 for dim in several)
+    if not is_expanded:
         # Dimensions of size 1 have any stride; they stay outside, where they change nothing.
         single = [dim for dim in order if dim not in several]
-        order = single + sorted(several, key=like.stride, reverse=True)
+        several.sort(key=like.stride, reverse=True)
+        order = single + several
     strides = [1] * len(shape)
     step = shape[-1]
     for dim in reversed(order):

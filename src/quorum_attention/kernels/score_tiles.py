@@ -331,11 +331,14 @@ def query_blocks(
     limits = transform.limits(task.query.device.type)
     for r in task.rectangles:
         keys = transform.most_keys(r.n_keys, limits)
-        queries = min(limits.pairs // (group * keys), limits.rows // group)
-        queries = max(1, queries)
+        queries_by_pairs = limits.pairs // (group * keys)
+        queries_by_rows = limits.rows // group
+        queries = max(1, min(queries_by_pairs, queries_by_rows))
         rows = group * min(r.n_queries, queries)
         # A lane is a key head of a batch entry.
-        lanes = min(limits.pairs // (rows * keys), limits.rows // rows, limits.rows // keys)
+        lanes_by_pairs = limits.pairs // (rows * keys)
+        lanes_by_rows = limits.rows // max(rows, keys)
+        lanes = min(lanes_by_pairs, lanes_by_rows)
         heads = max(1, min(key_heads, lanes))
         entries = 1
         if heads == key_heads:
@@ -369,15 +372,20 @@ class TileSizes:
     def __init__(self, shape: CallShape, extent: Extent, transform: ScoreTransform) -> None:
         limits = transform.limits(shape.device_type)
         group = extent.query_heads // max(1, extent.key_heads)
-        lanes = extent.batch * extent.query_heads
         longest_tile = transform.most_keys(extent.max_keys, limits)
-        all_rows = lanes * extent.max_queries
+        all_rows = extent.batch * extent.query_heads * extent.max_queries
         all_keys = extent.batch * extent.key_heads * extent.max_keys
+        all_pairs = all_rows * extent.max_keys
+        # A single row of the query heads of a key head may be more than the limits.
+        most_rows = max(limits.rows, group)
+        most_keys = max(limits.rows, longest_tile)
+        most_pairs = max(limits.pairs, group * longest_tile)
+        pairs_of_a_head = limits.pairs // max(1, group)
         self.itemsize = shape.state_dtype.itemsize
-        self.rows = max(1, min(all_rows, max(limits.rows, group)))
-        self.keys = min(all_keys, max(limits.rows, longest_tile))
-        self.pairs = min(all_rows * extent.max_keys, max(limits.pairs, group * longest_tile))
-        self._most_pairs_of_a_head = max(limits.pairs // max(1, group), longest_tile)
+        self.rows = max(1, min(all_rows, most_rows))
+        self.keys = min(all_keys, most_keys)
+        self.pairs = min(all_pairs, most_pairs)
+        self._most_pairs_of_a_head = max(pairs_of_a_head, longest_tile)
         self._shape = shape
         self._extent = extent
         self._matrices = transform.matrices

@@ -141,11 +141,9 @@ def rivals(
 
 def _has_measured_rates(shape: CallShape) -> bool:
     """Whether the native kernel's rates for such calls have been measured."""
-    is_plain = shape.bias is None and not shape.dropout
-    width = shape.head_dim
-    return (
-        is_plain and shape.dtype.itemsize == 2 and width in (64, 128) and width == shape.value_dim
-    )
+    if shape.bias is not None or shape.dropout or shape.dtype.itemsize != 2:
+        return False
+    return shape.head_dim == shape.value_dim and shape.head_dim in (64, 128)
 
 
 def _is_hopper(device: torch.device) -> bool:
