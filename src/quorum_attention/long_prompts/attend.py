@@ -66,7 +66,8 @@ def attend_segments(
         is_causal: keep keys at or before the query alone.
         sharing: how keys in host memory are shared between a GPU and the cores; None: the cores
             attend over all of them.
-        next_segments: what the next call will attend over (the next layer's), for copies ahead.
+        next_segments: what the next call will attend over (the next layer's): files are read ahead,
+            and host memory is copied ahead.
 
     Returns:
         (b, h_q, n_q, d_v), in the query's dtype and on its device.
@@ -82,6 +83,8 @@ def attend_segments(
     call = _SegmentedCall(query, mask, ScoreScaling(scale, softcap))
     state = _RunningStatistics(query, segments[0].value.shape[3])
     visible = list(_visible(segments, mask))
+    _read_files_ahead(piece.segment for piece in visible)
+    _read_files_ahead(next_segments)
     if on_host(query.device):
         _attend_in_host_memory(call, visible, state)
     else:
@@ -210,14 +213,18 @@ def _visible(segments: Sequence[Segment], mask: KeyMask) -> Iterator[Piece]:
         start = stop
 
 
+def _read_files_ahead(segments: Iterable[Segment]) -> None:
+    """Let the system read segments in files while something else is computed."""
+    for segment in segments:
+        if segment.place is Place.FILE:
+            read_ahead(segment.key)
+            read_ahead(segment.value)
+
+
 def _attend_in_host_memory(
     call: _SegmentedCall, pieces: Sequence[Piece], state: _RunningStatistics
 ) -> None:
     """Merge attention over pieces in host memory and files, by the cores."""
-    for piece in pieces:
-        if piece.segment.place is Place.FILE:
-            read_ahead(piece.segment.key)
-            read_ahead(piece.segment.value)
     for piece in pieces:
         if call.query.shape[2] >= _MANY_QUERIES:
             state.merge(*_attend_many(call, piece))

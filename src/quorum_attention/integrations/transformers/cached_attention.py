@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -11,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.segmented_tensor import SegmentedTensor
 from quorum_attention.long_prompts.attend import attend_segments
+from quorum_attention.long_prompts.places import Place
 from quorum_attention.mask import Mask
 
 _FIELDS = frozenset({"causal", "offset", "window", "key_padding"})
@@ -97,9 +97,7 @@ def attend_cached(
         (b, h_q, n_q, d_v).
     """
     layer = key.layer
-    options: dict[str, Any] = {}
-    if layer.sharing is not None:
-        options = {"sharing": layer.sharing, "next_segments": layer.next_segments()}
+    is_read_ahead = any(segment.place is not Place.DEVICE for segment in layer.segments)
     return attend_segments(
         query,
         layer.segments,
@@ -109,5 +107,6 @@ def attend_cached(
         window=pairs.window,
         key_padding=pairs.key_padding,
         is_causal=pairs.is_causal,
-        **options,
+        sharing=layer.sharing,
+        next_segments=layer.next_segments() if is_read_ahead else (),
     )
