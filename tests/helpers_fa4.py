@@ -11,7 +11,7 @@ from helpers_attention import softmax
 
 from quorum_attention.kernels import CallShape, fa4
 from quorum_attention.kernels.fa4 import version
-from quorum_attention.kernels.masked import kernel as masked
+from quorum_attention.kernels.masked import choose
 
 FA4 = pytest.param(
     "fa4", marks=pytest.mark.skipif(version() is None, reason="flash-attn-4 is not installed")
@@ -82,5 +82,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> fa4.Fa4Kernel:
     monkeypatch.setattr(fa4, "_functions", lambda: (forward, backward))
     monkeypatch.setattr(fa4, "_on_device", lambda device: nullcontext())
     monkeypatch.setattr(fa4.Fa4Kernel, "refusal", refusal)
-    masked._with_softcap.cache_clear()
+    choose._with_softcap.cache_clear()
     return fa4.Fa4Kernel()

@@ -24,7 +24,7 @@ from quorum_attention.kernels import (
     score_tiles,
 )
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.masked.kernel import capped
+from quorum_attention.kernels.masked.user_functions import capped
 from quorum_attention.kernels.protocol import Call, Saved, whole_task
 from quorum_attention.kernels.reference import TiledKernel
 

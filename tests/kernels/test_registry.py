@@ -22,7 +22,8 @@ from quorum_attention.kernels import (
     registry,
 )
 from quorum_attention.kernels.cudnn import CudnnKernel
-from quorum_attention.kernels.masked.kernel import MaskedKernel, kernel_for_mask
+from quorum_attention.kernels.masked.choose import kernel_for_mask
+from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.kernels.select import select_kernel

@@ -14,8 +14,9 @@ from quorum_attention.decomposition import Pairs
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import score_tiles
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
-from quorum_attention.kernels.masked.kernel import PartwiseKernel, UserModKernel
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod, over_pairs
+from quorum_attention.kernels.masked.partwise import PartwiseKernel
+from quorum_attention.kernels.masked.user_functions import UserModKernel
 from quorum_attention.kernels.protocol import CallShape, Extent, Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.reference import TiledKernel
 

@@ -48,7 +48,7 @@ class ResolvedMask:
     Attributes:
         shape: of a call that it is for; the others have its batch entries and lengths.
         softcap: of scores, or None.
-        kernels: those made for it (``kernel.py``), by what they were made with.
+        kernels: those made for it (``choose.py``), by what they were made with.
         rules: of a mask with a bias or a packing.
         pair_bias: of a mask that becomes a bias for whole calls; None: of others.
         packing: of a mask whose kept pairs are gathered for few calls; None: of others.

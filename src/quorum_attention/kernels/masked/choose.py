@@ -1,0 +1,204 @@
+"""Chooses the kernel of a call under a ``Mask``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+
+import torch
+
+from quorum_attention.kernels.masked.kernel import MaskedKernel
+from quorum_attention.kernels.masked.packed_calls import PackedKernel
+from quorum_attention.kernels.masked.pair_bias import BiasedKernel
+from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
+from quorum_attention.kernels.masked.user_functions import capped
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Kernel,
+)
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.reference import DenseKernel, TiledKernel
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.select import select_kernel
+from quorum_attention.mask import Mask
+
+
+def kernel_for_mask(
+    mask: Mask,
+    wanted: str | Kernel,
+    shape: CallShape,
+    device: torch.device,
+    *,
+    needs_grad: bool,
+    tried: bool = True,
+) -> tuple[CallShape, str | Kernel]:
+    """How a call under ``mask`` is computed, its bias and its sinks left aside.
+
+    Args:
+        wanted: the kernel that the caller asked for.
+        needs_grad: whether it has to have gradients.
+        tried: whether kernels have to pass their test on the device.
+
+    Returns:
+        The call, causal or not, and its kernel: ``wanted`` where nothing else is masked.
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the call, by name.
+        NotImplementedError: the kernel asked for cannot run it.
+    """
+    resolved = resolve(mask, shape)
+    if resolved.keeps_all and mask.softcap is None:
+        return replace(shape, is_causal=resolved.is_causal), wanted
+    choose_base = partial(
+        _base,
+        wanted=wanted,
+        shape=replace(shape, needs_grad=needs_grad),
+        device=device,
+        tried=tried,
+    )
+    if resolved.pair_bias is not None:
+        biased = _kernel_with_bias(resolved, wanted, choose_base)
+        if biased is not None:
+            return replace(shape, is_causal=False), biased
+        resolved = resolved.without_bias()
+    base = choose_base(resolved)
+    if id(base) not in resolved.kernels:
+        resolved.kernels[id(base)] = _kernel_of(resolved, base)
+    return replace(shape, is_causal=resolved.is_causal), resolved.kernels[id(base)]
+
+
+def _kernel_with_bias(
+    mask: ResolvedMask, wanted: str | Kernel, choose_base: partial[Kernel]
+) -> Kernel | None:
+    """The kernel of a mask that becomes a bias; None where no vendor's kernel takes that.
+
+    Args:
+        choose_base: ``_base`` of the call, of a mask.
+    """
+    pair_bias, shape = mask.pair_bias, choose_base.keywords["shape"]
+    if pair_bias is None or shape.dropout:
+        return None
+    biased = replace(shape, bias=pair_bias.shape(shape.bias), is_causal=pair_bias.is_causal)
+    select = partial(select_kernel, **{**choose_base.keywords, "shape": biased})
+    try:
+        kernel = select()
+    except NotImplementedError:
+        return None
+    base = _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
+    if not isinstance(base, RectangleKernel):
+        return None
+    if not base.takes_whole(biased, biased.n_tokens, all_heads=True):
+        return None
+    if shape.dtype in base.scaled_backward:
+        # Tasks are scaled if whole calls are.
+        choose_base = partial(choose_base, wanted=base)
+    key = id(base), wanted if isinstance(wanted, str) else id(wanted)
+    if key not in mask.kernels:
+        by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, choose_base))
+        made = BiasedKernel(
+            pair_bias,
+            shape=mask.shape,
+            base=base,
+            by_blocks=by_blocks,
+            scores=capped(mask.softcap),
+        )
+        made.remember_prices()
+        mask.kernels[key] = made
+    return mask.kernels[key]
+
+
+def _kernel_of(mask: ResolvedMask, base: Kernel) -> Kernel:
+    """The kernel of a mask whose parts ``base`` computes."""
+    if mask.packing is None or mask.rules is None:
+        return MaskedKernel(mask, base)
+    # Not the mask itself, which holds its kernels.
+    by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, lambda _: base))
+    shape = mask.shape
+    packed = PackedKernel(
+        mask.packing,
+        rules=mask.rules,
+        shape=shape,
+        base=base,
+        by_blocks=by_blocks,
+        scores=capped(mask.softcap),
+        share=mask.packing.pairs / (shape.batch * shape.n_queries * shape.n_keys),
+    )
+    bias_shapes = {bucket.bias_shape for bucket in mask.packing.buckets}
+    takes_all = all(base.refusal(replace(shape, bias=bias)) is None for bias in bias_shapes)
+    return packed if takes_all else by_blocks()
+
+
+def _kernel_by_blocks(
+    resolve_blocks: Callable[[], ResolvedMask], choose_base: Callable[[ResolvedMask], Kernel]
+) -> Kernel:
+    mask = resolve_blocks()
+    return MaskedKernel(mask, choose_base(mask))
+
+
+def _base(
+    mask: ResolvedMask, *, wanted: str | Kernel, shape: CallShape, device: torch.device, tried: bool
+) -> Kernel:
+    """Choose the kernel for the parts of a mask, with the mask's soft cap.
+
+    Raises:
+        NotImplementedError: the kernel asked for cannot run them.
+    """
+    select = partial(select_kernel, shape=shape, device=device, tried=tried)
+    if wanted == "auto":
+        return _preferred_base(mask, shape, device, select)
+    if wanted == "tiles" or isinstance(get_kernel(wanted), DenseKernel):
+        return _tiles(mask.softcap)
+    kernel = select(wanted)
+    if not _runs_parts(kernel):
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of plain "
+            "attention that can be called by rectangles do (native without options of its own, "
+            "cudnn, flash, efficient, cpu and dense)"
+        )
+    capped = _with_softcap(kernel, mask.softcap)
+    if capped is None:
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} has no soft cap; fa4, native, dense and auto have"
+        )
+    return capped
+
+
+def _preferred_base(
+    mask: ResolvedMask, shape: CallShape, device: torch.device, select: Callable[..., Kernel]
+) -> Kernel:
+    """Choose the kernel for a call that asked for none: the first that can run the parts."""
+    if mask.few_bands:
+        # The preferred kernel of a call that keeps so many pairs, if it takes bands.
+        pairs = mask.kept_pairs * shape.batch * shape.heads
+        with suppress(NotImplementedError):
+            kernel = select("auto", flops=2.0 * (shape.head_dim + shape.value_dim) * pairs)
+            capped = _with_softcap(kernel, mask.softcap)
+            if isinstance(capped, RectangleKernel) and capped.bands:
+                return capped
+    # On a GPU the native kernel runs a task in one launch, whatever its mask.
+    for name in ("native", "auto") if device.type == "cuda" else ("auto",):
+        with suppress(NotImplementedError):
+            kernel = select(name)
+            capped = _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
+            if capped is not None:
+                return capped
+    return _tiles(mask.softcap)
+
+
+def _runs_parts(kernel: Kernel) -> bool:
+    """Tell whether a kernel computes plain attention and can be called by rectangles."""
+    return kernel.operator and kernel.plain_variant is None
+
+
+@lru_cache(maxsize=16)
+def _with_softcap(kernel: Kernel, softcap: float | None) -> Kernel | None:
+    """Return a kernel under a soft cap: one object for each; None if the kernel has none."""
+    return kernel if softcap is None else kernel.with_softcap(softcap)
+
+
+@lru_cache(maxsize=16)
+def _tiles(softcap: float | None) -> Kernel:
+    """Return the kernel that runs any call tile by tile: one object for each soft cap."""
+    return TiledKernel(capped(softcap))

@@ -1,0 +1,60 @@
+"""What users' functions and soft caps make of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
+from quorum_attention.kernels.protocol import (
+    Indices,
+    Kernel,
+)
+from quorum_attention.kernels.score_tiles import PLAIN, ScoreTransform
+
+
+class UserModKernel(Kernel):
+    """A kernel of users' functions.
+
+    Attributes:
+        mask_mods, score_mod: they.
+    """
+
+    own_attention = True
+    sparse = True
+    mask_mods: tuple[MaskMod, ...]
+    score_mod: ScoreMod | None = None
+
+    def called_back(self) -> tuple[Callable[..., Any], ...]:
+        """See ``Kernel``."""
+        return (*(() if self.score_mod is None else (self.score_mod,)), *self.mask_mods)
+
+    def results_of_functions(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
+    ) -> list[torch.Tensor]:
+        """What they return for the first pair of ``at`` and for the last."""
+        mods: list[Callable[..., Any]] = list(self.mask_mods)
+        if self.score_mod is not None:
+            mods.append(partial(self.score_mod, torch.zeros((), device=at.queries.device)))
+        each = (at.entries, at.heads, at.queries, at.keys)
+        pairs = [[numbers[end] for numbers in each] for end in (0, -1)]
+        return [mod(*pair) for mod in mods for pair in pairs]
+
+
+def _cap(
+    cap: float, scores: torch.Tensor, block: object, keys: object, derivative: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A ``ScoreFunction``: scores become ``cap * tanh(score / cap)``, in place."""
+    scores.div_(cap).tanh_()
+    found = (scores * scores).neg_().add_(1.0) if derivative else None
+    return scores.mul_(cap), found
+
+
+def capped(softcap: float | None) -> ScoreTransform:
+    """The change of scores by a soft cap; None is none."""
+    if softcap is None:
+        return PLAIN
+    return ScoreTransform(function=partial(_cap, softcap), matrices=1)
