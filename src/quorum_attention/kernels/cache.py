@@ -86,8 +86,8 @@ def remembered(limit: int) -> Callable[[Callable[_Params, _Value]], Callable[_Pa
             answers = answers_by_kernel.get(kernel)
             if answers is None:
                 answers = answers_by_kernel.setdefault(kernel, Cache(limit))
-            others = args[:position] + args[position + 1 :]
-            key = (*subject_key, *others, *sorted(named.items()))
+            other_args = args[:position] + args[position + 1 :]
+            key = (*subject_key, *other_args, *sorted(named.items()))
             return answers.get(key, lambda: function(*args, **named))
 
         return ask

@@ -211,10 +211,12 @@ def _norm_kernel(
     column = tl.arange(0, BLOCK_WIDTH)
     cells = _live_cells(row, rows, column, WIDTH)
     lane_tensor = b * strides[0] + h * strides[1]
-    at = _cells_at(tensor, lane_tensor, row * strides[2], column, 1)
-    numbers = tl.load(at, mask=cells, other=0.0).to(tl.float32)
+    row_offsets = row * strides[2]
+    at = _cells_at(tensor, lane_tensor, row_offsets, column, 1)
+    numbers = tl.load(at, mask=cells, other=0.0)
+    square = largest_square(numbers.to(tl.float32))
     key_lane = (b * heads + h) // group
-    tl.atomic_max(norms + key_lane, largest_square(numbers))
+    tl.atomic_max(norms + key_lane, square)
 
 
 @triton.jit
