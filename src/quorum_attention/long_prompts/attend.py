@@ -83,7 +83,6 @@ def attend_segments(
     call = _SegmentedCall(query, mask, ScoreScaling(scale, softcap))
     state = _RunningStatistics(query, segments[0].value.shape[3])
     visible = list(_visible(segments, mask))
-    _read_files_ahead(piece.segment for piece in visible)
     _read_files_ahead(next_segments)
     if on_host(query.device):
         _attend_in_host_memory(call, visible, state)
