@@ -400,8 +400,10 @@ def _union_fields(unions: list[tuple[Mask, ...]]) -> dict[str, Any]:
 
 def _sides(near: list[Near], sizes: MaskSizes) -> tuple[int, int]:
     """The smallest limits before and after the query; -1: none."""
-    before = _limit([condition.before for condition in near], sizes.queries - 1 + sizes.offset)
-    after = _limit([condition.after for condition in near], sizes.keys - 1 - sizes.offset)
+    last_query = sizes.queries - 1
+    last_key = sizes.keys - 1
+    before = _limit([condition.before for condition in near], last_query + sizes.offset)
+    after = _limit([condition.after for condition in near], last_key - sizes.offset)
     return before, after
 
 

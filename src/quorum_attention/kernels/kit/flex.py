@@ -322,9 +322,10 @@ def _in_global_numbers(
     """The mask and the score modification of a region by local indices."""
     device = task.query.device
     query_side, key_side = sides(region)
-    n_heads = task.query.shape[1]
+    stop_head = task.first_head + task.query.shape[1]
+    head_numbers = tuple(range(task.first_head, stop_head))
     entries = _numbers_on(task.entries, device)
-    heads = _numbers_on(tuple(range(task.first_head, task.first_head + n_heads)), device)
+    heads = _numbers_on(head_numbers, device)
     queries = positions(task.task, *query_side, device, torch.int32)
     keys = positions(task.task, *key_side, device, torch.int32)
     keeps = geometry.mask_mod(device)

@@ -93,7 +93,8 @@ class FunctionKernel(CallsKernel):
                 raise TypeError(f"{argument_name} must be callable or None, got {shown(argument)}")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str or None, got {shown(name)}")
-        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        class_name = type(function).__name__
+        self.name = name or str(getattr(function, "__name__", class_name))
         self.function = function
         self.explicit_backward = backward
         self.workspace = workspace

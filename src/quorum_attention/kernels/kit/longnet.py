@@ -64,8 +64,10 @@ class LongNetKernel(CallsKernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call that lie within a segment of any setting."""
-        n = max(n_queries, n_keys, 1)
-        share = sum(min(s.segment, n) / (n * s.dilation**2) for s in self.settings)
+        n_tokens = max(n_queries, n_keys, 1)
+        share = sum(
+            min(segment, n_tokens) / (n_tokens * dilation**2) for segment, dilation in self.settings
+        )
         return Pairs(n_queries, n_keys, is_causal, self._verdict, share)
 
     def _verdict(self, block: Ranges) -> Verdict:

@@ -123,14 +123,19 @@ def _query_tile(dq, staying, moving, tile, K: tl.constexpr, MASKED: tl.constexpr
     v_block = (first_key, keys, value_stride, inside)
     k = load_block(key, lane, k_block, K.HEAD_DIM, K, MASKED)
     v = load_block(value, lane, v_block, K.VALUE_DIM, K, MASKED)
-    s = tl.dot(q, tl.trans(k), input_precision=K.PRECISION)
-    dp = tl.dot(do, tl.trans(v), input_precision=K.PRECISION)
-    p, softcap_grad = _probabilities(s, lse2[:, None], scores, tile, K, MASKED)
+    k_transposed = tl.trans(k)
+    s = tl.dot(q, k_transposed, input_precision=K.PRECISION)
+    v_transposed = tl.trans(v)
+    dp = tl.dot(do, v_transposed, input_precision=K.PRECISION)
+    row_lse = lse2[:, None]
+    p, softcap_grad = _probabilities(s, row_lse, scores, tile, K, MASKED)
     if K.DROPOUT:
         dp = tl.where(is_dropped != 0, 0.0, dp * rescale)
-    centred = dp * ds_scale - delta[:, None]
+    scaled_dp = dp * ds_scale
+    centred = scaled_dp - delta[:, None]
     ds = p * centred * softcap_grad
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=K.PRECISION)
+    ds = ds.to(k.dtype)
+    return tl.dot(ds, k, dq, input_precision=K.PRECISION)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -235,7 +240,8 @@ def query_kernel(
     staying = (q, do, lse2, row_delta, ds_scale, rescale)
     dq = walk(dq, staying, moving, table, masking, _query_tile, False, K)
 
-    dq = dq * (scale / ds_scale * p_unscale)
+    dq_factor = scale / ds_scale * p_unscale
+    dq = dq * dq_factor
     store_rows(grad_query, grad_query_strides, lane, rows, n_queries, dq, K.HEAD_DIM, K)
 
 
@@ -258,20 +264,25 @@ def _key_tile(state, staying, moving, tile, K: tl.constexpr, MASKED: tl.constexp
         row_lse = tl.load(lse + wide_rows * lse_stride)
         row_delta = tl.load(delta + wide_rows)
     lse2 = _lse_in_base_2(row_lse, p_exponent)
-    s = tl.dot(k, tl.trans(q), input_precision=K.PRECISION)
-    p, softcap_grad = _probabilities(s, lse2[None, :], scores, tile, K, MASKED)
+    q_transposed = tl.trans(q)
+    s = tl.dot(k, q_transposed, input_precision=K.PRECISION)
+    column_lse = lse2[None, :]
+    p, softcap_grad = _probabilities(s, column_lse, scores, tile, K, MASKED)
     weights = p
     if K.DROPOUT:
         is_dropped = dropped != 0
         weights = tl.where(is_dropped, 0.0, p)
-    dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=K.PRECISION)
-    dp = tl.dot(v, tl.trans(do), input_precision=K.PRECISION)
+    weights = weights.to(do.dtype)
+    dv = tl.dot(weights, do, dv, input_precision=K.PRECISION)
+    do_transposed = tl.trans(do)
+    dp = tl.dot(v, do_transposed, input_precision=K.PRECISION)
     if K.DROPOUT:
         dp = tl.where(is_dropped, 0.0, dp * rescale)
     scaled_dp = dp * ds_scale
     scaled_delta = (row_delta * ds_scale)[None, :]
     ds = p * (scaled_dp - scaled_delta) * softcap_grad
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=K.PRECISION)
+    ds = ds.to(q.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=K.PRECISION)
     return dk, dv
 
 
@@ -382,7 +393,8 @@ def key_kernel(
         masking = ((window_left, window_right), bits, head_bias, dropout)
         dk, dv = walk((dk, dv), staying, moving, table, masking, _key_tile, True, K)
 
-    dk = dk * (scale / ds_scale * p_unscale)
+    dk_factor = scale / ds_scale * p_unscale
+    dk = dk * dk_factor
     dv = dv * p_unscale
     if K.DROPOUT:
         dv = dv * rescale

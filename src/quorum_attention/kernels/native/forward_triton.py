@@ -42,7 +42,8 @@ def _forward_tile(state, q, moving, tile, K: tl.constexpr, MASKED: tl.constexpr)
     k_block = (first_key, keys, key_stride, inside)
     v_block = (first_key, keys, value_stride, inside)
     k = load_block(key, lane, k_block, K.HEAD_DIM, K, MASKED)
-    s = tl.dot(q, tl.trans(k), input_precision=K.PRECISION)
+    k_transposed = tl.trans(k)
+    s = tl.dot(q, k_transposed, input_precision=K.PRECISION)
     if not K.PLAIN:
         s, _ = scores_of_products(s, scores, pairs, live, K)
         log2_scale = LOG2_E
@@ -63,7 +64,8 @@ def _forward_tile(state, q, moving, tile, K: tl.constexpr, MASKED: tl.constexpr)
         p = tl.where(is_dropped != 0, 0.0, p)
     acc = acc * alpha[:, None]
     v = load_block(value, lane, v_block, K.VALUE_DIM, K, MASKED)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=K.PRECISION)
+    p = p.to(v.dtype)
+    acc = tl.dot(p, v, acc, input_precision=K.PRECISION)
     return acc, m_new, l
 
 

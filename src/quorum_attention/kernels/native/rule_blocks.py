@@ -66,16 +66,19 @@ class EvaluationBudget(NamedTuple):
 
     def _blocks_of(self, block_bytes: int) -> int:
         """How many blocks there is room for, at most all of the task."""
-        n_blocks = ceil_div(self.n_queries, BLOCK) * ceil_div(self.n_keys, BLOCK)
-        n_within = self.nbytes // (block_bytes * self.lanes)
-        return min(max(1, n_blocks), max(1, n_within))
+        n_rows = ceil_div(self.n_queries, BLOCK)
+        n_columns = ceil_div(self.n_keys, BLOCK)
+        n_blocks = max(1, n_rows * n_columns)
+        n_within = max(1, self.nbytes // (block_bytes * self.lanes))
+        return min(n_blocks, n_within)
 
     @property
     def max_runs(self) -> int:
         """The most runs of a launch, along either axis; single blocks may have more."""
         n_tokens = self.n_queries + self.n_keys
         n_full = max(3 * n_tokens // BLOCK + 64, self.n_partial // 2)
-        return (n_full + self.n_partial) * (BLOCK // _SMALLEST_BLOCK)
+        row_blocks_of_a_block = BLOCK // _SMALLEST_BLOCK
+        return (n_full + self.n_partial) * row_blocks_of_a_block
 
     @property
     def device_bytes(self) -> int:
@@ -115,7 +118,8 @@ class RuledTask:
         batch, heads, n_queries, head_dim = task.query.shape
         n_keys, value_dim = task.value.shape[2:]
         by_entry, by_head = geometry.depends(task.query.device)
-        lanes = (batch if by_entry else 1) * (heads if by_head else 1)
+        lanes = batch if by_entry else 1
+        lanes *= heads if by_head else 1
         row_bytes = (head_dim + value_dim) * task.query.element_size()
         n_rows = batch * heads * max(n_queries, n_keys)
         self.budget = EvaluationBudget.for_rows(n_rows * row_bytes, lanes, n_queries, n_keys)
@@ -167,8 +171,10 @@ def bits_of(evaluator: BlockEvaluator, blocks: torch.Tensor, n_evaluated: int) -
         chosen = slice(start, start + n_evaluated)
         rows, columns = blocks[:, chosen]
         keep = evaluator.kept(rows, columns)
-        eighths = keep.unflatten(-1, (-1, 8)).to(torch.uint8).mul_(powers)
-        words = eighths.sum(-1, dtype=torch.uint8).view(torch.int32)
+        eighths = keep.unflatten(-1, (-1, 8)).to(torch.uint8)
+        eighths = eighths.mul_(powers)
+        bytes_of_keys = eighths.sum(-1, dtype=torch.uint8)
+        words = bytes_of_keys.view(torch.int32)
         bits[:, :, chosen] = words.permute(1, 2, 0, 3, 4)
         del keep, eighths
     return bits

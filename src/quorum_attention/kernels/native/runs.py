@@ -99,10 +99,15 @@ def _begins_run(
     before = parts[:-1]
     after = parts[1:]
     joins = blocks[1:] == blocks[:-1]
-    joins &= before[:, along.start] == after[:, along.start]
-    joins &= before[:, along.stop] == after[:, along.stop]
     joins &= before[:, across.stop] == after[:, across.start]
-    for column in (PieceColumn.DISTANCE, PieceColumn.MIXED, PieceColumn.SHIFT):
+    equal_columns = (
+        along.start,
+        along.stop,
+        PieceColumn.DISTANCE,
+        PieceColumn.MIXED,
+        PieceColumn.SHIFT,
+    )
+    for column in equal_columns:
         joins &= before[:, column] == after[:, column]
     # Only the part at the end of a run (keys) or at its start (queries) may have a diagonal, and
     # the other lies below it. (Blocks with bands of their own may lie otherwise.)
@@ -169,8 +174,19 @@ def bounded(runs: torch.Tensor, n_rows: int, tiling: Tiling, window: Window | No
     n_clear = (bounds.clear_stop - bounds.begin).clamp_min(0)
     n_clear = torch.where(has_clear_part, n_clear, 0)
     end = bounds.begin + n_clear // tiling.step * tiling.step
-    columns = torch.stack((low, high, bounds.start, bounds.begin, end, bounds.stop), dim=1)
-    return torch.cat((columns, run[:, PieceColumn.DIAGONAL :]), dim=1).int()
+    columns = (
+        low,
+        high,
+        bounds.start,
+        bounds.begin,
+        end,
+        bounds.stop,
+        run[:, PieceColumn.DIAGONAL],
+        run[:, PieceColumn.DISTANCE],
+        run[:, PieceColumn.MIXED],
+        run[:, PieceColumn.SHIFT],
+    )
+    return torch.stack(columns, dim=1).int()
 
 
 def _bounds_of_keys(run: torch.Tensor, window: Window, step: int) -> _Bounds:
@@ -280,6 +296,9 @@ class Runs(NamedTuple):
 
 def _begin_at_fours(runs: Ints) -> bool:
     """Whether the first key of every run has a local and a global position divisible by four."""
-    key_shifts = runs[:, PieceColumn.SHIFT] - runs[:, PieceColumn.DISTANCE]
+    shifts = runs[:, PieceColumn.SHIFT]
+    key_shifts = shifts - runs[:, PieceColumn.DISTANCE]
     key_starts = runs[:, PieceColumn.KEY_START]
-    return not ((key_starts % 4).any() or (key_shifts % 4).any())
+    if (key_starts % 4).any():
+        return False
+    return not (key_shifts % 4).any()
