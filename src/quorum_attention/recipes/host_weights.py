@@ -138,8 +138,9 @@ class HostWeights:
             if contents is not None and contents[0] == number:
                 return slot
         slot = 0 if busy is None else 1 - busy
-        host = self._layers[number].host
-        event = self._stream.copy([self._slots[slot][: host.nbytes]], [host])
+        source = self._layers[number].host
+        target = self._slots[slot][: source.nbytes]
+        event = self._stream.copy([target], [source])
         self._contents[slot] = (number, event)
         return slot
 

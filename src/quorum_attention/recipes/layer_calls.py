@@ -11,10 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.patching import is_patched, patch, unpatch
@@ -52,8 +53,19 @@ class LayerCall:
         """The call with these arguments."""
         if args:
             return cls(args[0], args[1:], named)
-        rest = {name: value for name, value in named.items() if name != _HIDDEN}
-        return cls(named[_HIDDEN], (), rest, is_named=True)
+        rest = dict(named)
+        hidden = rest.pop(_HIDDEN)
+        return cls(hidden, (), rest, is_named=True)
+
+    def with_hidden(self, hidden: torch.Tensor) -> LayerCall:
+        """The call of other hidden states."""
+        return replace(self, hidden=hidden)
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerCall:
+        """The call with ``function`` of all tensors, and without hidden states."""
+        args, named = tree_map_only(torch.Tensor, function, (self.args, self.named))
+        nothing = self.hidden[:0]
+        return LayerCall(nothing, args, named, self.is_named)
 
     def run(self, function: Callable[..., Any]) -> Any:
         """Call ``function`` with these arguments."""

@@ -104,13 +104,15 @@ class _Recorder:
 
     def __call__(self, number: int, call: LayerCall) -> Any:
         """Record a layer's call. The last one ends the model's forward."""
+        hidden = call.hidden
         if number == 0:
-            self.hidden = call.hidden
-        args, named = tree_map_only(torch.Tensor, self._stash, (call.args, call.named))
-        self.calls.append(LayerCall(call.hidden[:0], args, named, call.is_named))
-        if number + 1 == len(self._model.layers):
+            self.hidden = hidden
+        stashed = call.map_tensors(self._stash)
+        self.calls.append(stashed)
+        n_layers = len(self._model.layers)
+        if number + 1 == n_layers:
             raise _RecordedError
-        return self._model.result_of(number, call.hidden)
+        return self._model.result_of(number, hidden)
 
     def _stash(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._stashed:
@@ -231,11 +233,11 @@ class LayerwisePrefill:
     ) -> Any:
         """Run a layer on a tile, with ``function`` in place of its attention."""
         self._tile_cache.past = span.start
+        layer = self.model.layers[number]
         stashed = self._calls[index][number]
-        args, named = tree_map_only(torch.Tensor, self.tiles.unstash, (stashed.args, stashed.named))
-        call = LayerCall(hidden, args, named, stashed.is_named)
+        call = stashed.map_tensors(self.tiles.unstash)
         with attention_replaced_by(function):
-            return call.run(self.model.layers[number])
+            return call.with_hidden(hidden).run(layer)
 
     def _rows_like(self, name: str, tile: torch.Tensor) -> torch.Tensor:
         """Memory for rows like those of ``tile``, of all tokens."""

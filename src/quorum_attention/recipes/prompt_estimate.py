@@ -155,11 +155,14 @@ def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate
 
 def _weights(shape: ModelShape, request: PromptRequest) -> PartBytes:
     """The weights: all on the device, or those of two layers there and all in host memory."""
-    n_bytes = shape.parameters * request.dtype.itemsize
+    size = request.dtype.itemsize
+    n_bytes = shape.parameters * size
     if request.weights == "device":
         return PartBytes("weights", device=n_bytes)
-    in_layers = max(0, n_bytes - shape.vocabulary * shape.hidden * request.dtype.itemsize)
-    on_device = n_bytes - in_layers + 2 * in_layers // shape.layers
+    embedding_bytes = shape.vocabulary * shape.hidden * size
+    in_layers = max(0, n_bytes - embedding_bytes)
+    two_layers = 2 * in_layers // shape.layers
+    on_device = n_bytes - in_layers + two_layers
     return PartBytes("weights", device=on_device, host=in_layers)
 
 
@@ -236,15 +239,19 @@ def _token_seconds(
     shape: ModelShape, request: PromptRequest, weights: PartBytes, cache: PartBytes
 ) -> float:
     """Seconds of a token after the prompt."""
+    device_bytes = weights.device + cache.device
+    file_seconds = cache.file / _DISK_RATE
     if request.device != GPU:
-        return (weights.device + cache.device) / _CORES_RATE + cache.file / _DISK_RATE
-    seconds = (weights.device + cache.device) / _DEVICE_RATE
+        return device_bytes / _CORES_RATE + file_seconds
+    device_seconds = device_bytes / _DEVICE_RATE
     # The bus brings weights, while the cores read the cache.
-    bus_seconds = weights.host / _BUS_RATE
-    shared = max(0.0, cache.host - bus_seconds * _CORES_RATE)
-    seconds += bus_seconds + shared / (_BUS_RATE + _CORES_RATE)
-    seconds += cache.file / _DISK_RATE
-    return max(seconds, shape.layers * _LAYER_SECONDS)
+    weights_seconds = weights.host / _BUS_RATE
+    read_meanwhile = weights_seconds * _CORES_RATE
+    remaining = max(0.0, cache.host - read_meanwhile)
+    shared_seconds = remaining / (_BUS_RATE + _CORES_RATE)
+    seconds = device_seconds + weights_seconds + shared_seconds + file_seconds
+    launch_seconds = shape.layers * _LAYER_SECONDS
+    return max(seconds, launch_seconds)
 
 
 def _advice(missing: int, cache: PartBytes) -> str:

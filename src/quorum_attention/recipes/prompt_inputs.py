@@ -71,21 +71,26 @@ class PromptInputs:
 
     def of_tile(self, span: TileSpan) -> dict[str, Any]:
         """Return the arguments of the tokens of a span: of no later token."""
-        arguments = {
-            name: tensor.narrow(_TOKEN_DIMS[name], span.start, span.length)
-            for name, tensor in self.tensors.items()
-        }
+        arguments = dict(self.options)
+        for name, tensor in self.tensors.items():
+            dim = _TOKEN_DIMS[name]
+            arguments[name] = tensor.narrow(dim, span.start, span.length)
         if self.padding is not None:
-            arguments[_MASK] = self.padding[:, : self.past + span.stop]
-        options = dict(self.options)
+            n_keys = self.past + span.stop
+            arguments[_MASK] = self.padding[:, :n_keys]
         if self.logits_to_keep:
-            later = self.n_tokens - span.stop
-            options[_LOGITS] = max(1, min(span.length, self.logits_to_keep - later))
-        return {**options, **arguments}
+            n_behind = self.n_tokens - span.stop
+            n_kept = min(span.length, self.logits_to_keep - n_behind)
+            # 0 would be all.
+            arguments[_LOGITS] = max(1, n_kept)
+        return arguments
 
     def has_logits(self, span: TileSpan) -> bool:
         """Whether logits are asked for of a token in a span."""
-        return not self.logits_to_keep or span.stop > self.n_tokens - self.logits_to_keep
+        if self.logits_to_keep == 0:
+            return True
+        first = self.n_tokens - self.logits_to_keep
+        return span.stop > first
 
 
 def _have_tokens(tensors: Mapping[str, torch.Tensor], n_tokens: int) -> bool:

@@ -6,7 +6,7 @@ all tokens, or tiles of them beside an attention call that streams from host mem
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from quorum_attention.recipes.model_shape import ModelShape
 
@@ -64,8 +64,13 @@ class TokenBytes:
 
     def of_batch(self, batch: int) -> TokenBytes:
         """The bytes of one token of every text in a batch."""
-        names = [field.name for field in fields(self)]
-        return TokenBytes(**{name: batch * getattr(self, name) for name in names})
+        return TokenBytes(
+            rows=batch * self.rows,
+            output=batch * self.output,
+            hidden=batch * self.hidden,
+            tile=batch * self.tile,
+            cache=batch * self.cache,
+        )
 
 
 @dataclass(frozen=True)
@@ -106,17 +111,31 @@ def plan_prompt(token: TokenBytes, n_tokens: int, working: int) -> PromptPlan:
         working: bytes of the device that computing layers may take.
     """
     tile = _tile_within(token, working // _TILE_SHARE)
-    rows = n_tokens * token.rows
+    rows_bytes = n_tokens * token.rows
+    output_bytes = n_tokens * token.output
     tile_bytes = tile * token.tile
-    call_bytes = int(n_tokens * token.output * _CALL_SHARE)
-    on_device = rows + max(tile_bytes, call_bytes)
+    call_bytes = int(output_bytes * _CALL_SHARE)
+    on_device = rows_bytes + max(tile_bytes, call_bytes)
     if on_device <= working:
-        return PromptPlan(tile, True, working - rows, on_device, 0)
+        return PromptPlan(
+            tile,
+            is_on_device=True,
+            budget=working - rows_bytes,
+            device_bytes=on_device,
+            host_bytes=0,
+        )
     # Two tiles of hidden states and outputs: one is used, one arrives.
-    buffers = 2 * tile * (token.hidden + token.output)
-    budget = max(1, min(_ATTENTION_BYTES, working - buffers))
-    device_bytes = buffers + max(tile_bytes, budget)
-    return PromptPlan(tile, False, budget, device_bytes, rows)
+    tile_rows_bytes = tile * (token.hidden + token.output)
+    buffer_bytes = 2 * tile_rows_bytes
+    budget = min(_ATTENTION_BYTES, working - buffer_bytes)
+    budget = max(1, budget)
+    return PromptPlan(
+        tile,
+        is_on_device=False,
+        budget=budget,
+        device_bytes=buffer_bytes + max(tile_bytes, budget),
+        host_bytes=rows_bytes,
+    )
 
 
 def _tile_within(token: TokenBytes, n_bytes: int) -> int:

@@ -35,8 +35,11 @@ def spans_of(n_tokens: int, tile: int) -> list[TileSpan]:
     """Return spans of about one length, at most ``tile`` tokens, that cover all tokens."""
     n_tiles = ceil_div(n_tokens, tile)
     length = ceil_div(n_tokens, n_tiles)
-    starts = range(0, n_tokens, length)
-    return [TileSpan(start, min(n_tokens, start + length)) for start in starts]
+    spans = []
+    for start in range(0, n_tokens, length):
+        stop = min(n_tokens, start + length)
+        spans.append(TileSpan(start, stop))
+    return spans
 
 
 def rows_of(tensor: torch.Tensor, span: TileSpan) -> torch.Tensor:
@@ -89,12 +92,15 @@ def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
 
     torch copies tensors with gaps between host and device slowly, and the host waits.
     """
-    if target.device == source.device or target.dim() < 3:
+    stays = target.device == source.device
+    if stays or target.dim() < 3:
         target.copy_(source, non_blocking=True)
         return
-    dense = source if source.device.type == "cpu" else source.contiguous()
-    heads = zip(target.flatten(0, -3), dense.flatten(0, -3), strict=True)
-    for target_head, source_head in heads:
+    if source.device.type != "cpu":
+        source = source.contiguous()
+    target_heads = target.flatten(0, -3)
+    source_heads = source.flatten(0, -3)
+    for target_head, source_head in zip(target_heads, source_heads, strict=True):
         target_head.copy_(source_head, non_blocking=True)
 
 
@@ -181,15 +187,17 @@ class HostTiles(DeviceTiles):
 
     def _buffer(self, rows: torch.Tensor, position: int, number: int) -> torch.Tensor:
         """Device memory for some rows: two buffers take turns."""
+        n_numbers = rows.numel()
         key = (position, rows.shape[:-2], rows.shape[-1], rows.dtype)
         pair = self._buffers.get(key)
-        if pair is None or pair[0].numel() < rows.numel():
+        if pair is None or pair[0].numel() < n_numbers:
             pair = [
-                torch.empty(rows.numel(), dtype=rows.dtype, device=self.device) for _ in range(2)
+                torch.empty(n_numbers, dtype=rows.dtype, device=self.device),
+                torch.empty(n_numbers, dtype=rows.dtype, device=self.device),
             ]
             self._buffers[key] = pair
         memory = pair[number % 2]
-        return memory[: rows.numel()].view(rows.shape)
+        return memory[:n_numbers].view(rows.shape)
 
     def store(self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any) -> None:
         """Write the tiles of a span to host memory, beside the computation."""
