@@ -31,10 +31,11 @@ def everything(cache: SegmentedCache) -> tuple[torch.Tensor, torch.Tensor]:
 def test_prepared_memory_is_what_tokens_are_written_to() -> None:
     cache = SegmentedCache(host_places())
     key, value = tokens(700)
-    cache.prepare(key, value)
-    assert cache.taken_bytes == 0, "nothing is reserved"
+    assert not cache.prepare(key, value, Place.HOST), "nothing is reserved"
     cache.reserve(700)
-    cache.prepare(key, value)
+    assert not cache.prepare(key, value, Place.DEVICE), "the device has no room"
+    assert cache.prepare(key, value, Place.HOST)
+    assert not cache.prepare(key, value, Place.HOST), "it has memory"
     taken = cache.taken_bytes
     assert taken >= key.nbytes + value.nbytes
     assert cache.n_tokens == 0
@@ -48,7 +49,7 @@ def test_prepared_memory_is_what_tokens_are_written_to() -> None:
 def test_prepared_memory_of_other_tokens_is_given_back() -> None:
     cache = SegmentedCache(host_places())
     cache.reserve(300)
-    cache.prepare(*tokens(1))
+    assert cache.prepare(*tokens(1), Place.HOST)
     key, value = tokens(300, dim=8)
     cache.append(key, value)
     assert torch.equal(everything(cache)[1], value)

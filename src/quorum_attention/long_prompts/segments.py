@@ -134,7 +134,8 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.device == source.device:
         target.copy_(source)
         return
-    source = source.to(target.dtype).contiguous()
+    if source.device.type != "cpu":
+        source = source.contiguous()
     for target_entry, source_entry in zip(target, source, strict=True):
         for target_head, source_head in zip(target_entry, source_entry, strict=True):
             target_head.copy_(source_head, non_blocking=True)
@@ -244,23 +245,37 @@ class SegmentedCache:
         """
         self._n_reserved = whole_number(n_tokens, "n_tokens", 0)
 
-    def prepare(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take the memory of the reserved tokens ahead of the first ones.
+    def prepare(self, key: torch.Tensor, value: torch.Tensor, place: Place) -> bool:
+        """Take the memory of the reserved tokens ahead of the first ones, in one place.
 
-        Page-locking host memory takes a while, which may pass while something else is computed. An
-        empty cache alone is prepared.
+        On a device, memory that all layers take at once leaves no gaps between them. Page-locking
+        host memory takes a while, which may pass while something else is computed.
 
         Args:
             key, value: tokens like those that will be appended, (b, h_kv, n, d) and (b, h_kv, n,
                 d_v).
+            place: where.
 
-        Raises:
-            OutOfMemoryError: no place has memory left.
+        Returns:
+            Whether it was taken: not by a cache that has memory, nor where there is too little.
         """
         if self._prefixes or self._n_reserved == 0:
-            return
-        self._shapes = _TokenShapes.from_tensors(key, value)
-        self._new_prefix(1)
+            return False
+        shapes = _TokenShapes.from_tensors(key, value)
+        capacity = round_up(self._n_reserved, _TOKEN_STEP)
+        n_bytes = shapes.block_bytes(capacity)
+        if self.places.remaining(place) < n_bytes:
+            return False
+        try:
+            memory = self.places.allocate(n_bytes, place)
+        except OutOfMemoryError:
+            return False
+        self._shapes = shapes
+        block_key, block_value = shapes.carve(memory, capacity)
+        block = _TokenBlock(block_key, block_value, place, memory)
+        block.users.add(self)
+        self._prefixes.append(_BlockPrefix(block, 0))
+        return True
 
     def promote(self) -> bool:
         """Move all tokens to the device, if they all lie in host memory and no other cache has any.

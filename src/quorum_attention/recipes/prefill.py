@@ -209,12 +209,22 @@ class LayerwisePrefill:
             reached = self._reach_attention(number, index, span, hidden)
             if call is None:
                 call = reached.call
+                self._take_device_memory(*reached.heads)
                 names = ("query", "key", "value")
                 rows = [self._rows_like(*pair) for pair in zip(names, reached.heads, strict=True)]
             self.tiles.store(span, rows, reached.heads)
         self._tile_cache.is_storing = False
         self.tiles.finish()
         return call, rows
+
+    def _take_device_memory(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Let a cache in segments take its part of the device before attention takes memory: later
+        its layers would leave gaps that attention's results do not fit into."""
+        prepare = getattr(self.cache, "prepare_device", None)
+        if prepare is not None:
+            prepare(key, value)
 
     def _reach_attention(
         self, number: int, index: int, span: TileSpan, hidden: torch.Tensor
@@ -305,7 +315,7 @@ def _memory_of_next_layer(
         number: of this layer.
         key, value: of this layer. The next layer's are probably like them.
     """
-    prepare = getattr(cache, "prepare", None)
+    prepare = getattr(cache, "prepare_host", None)
     if prepare is None:
         yield
         return

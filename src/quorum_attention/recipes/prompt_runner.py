@@ -89,6 +89,7 @@ class PromptRunner:
         reserve = getattr(cache, "reserve", None)
         if reserve is not None:
             reserve(inputs.n_tokens + _TOKENS_BEHIND)
+        backend_of(self.device).give_back_cached()
         tiles = DeviceTiles(self.device) if plan.is_on_device else HostTiles(self.device)
         budget = plan.budget if self.device.type == "cuda" else None
         with progress_bar() as show:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.integrations.transformers.saved_layers import (
     fingerprint,
     restore_layer,
@@ -100,13 +98,30 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         for layer in self._segmented_layers():
             layer.tokens.reserve(n_tokens)
 
-    def prepare(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take the memory of a layer's reserved tokens ahead, which will be like ``key`` and
-        ``value``. Nothing is taken if no place has memory left: the first tokens will say so."""
+    def prepare_device(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take the memory of all layers' reserved tokens that the device has room for.
+
+        Args:
+            key, value: tokens of one layer. Those of the others are probably like them.
+        """
+        with torch.inference_mode(False):
+            for layer in self._segmented_layers():
+                if layer.tokens.taken_bytes:
+                    continue
+                if not layer.tokens.prepare(key, value, Place.DEVICE):
+                    return
+
+    def prepare_host(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take host memory for the reserved tokens of a layer that has no memory yet.
+
+        Args:
+            layer_idx: the layer.
+            key, value: tokens like those that it will get.
+        """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, SegmentedLayer):
-            with suppress(OutOfMemoryError), torch.inference_mode(False):
-                layer.tokens.prepare(key, value)
+            with torch.inference_mode(False):
+                layer.tokens.prepare(key, value, Place.HOST)
 
     def promote(self, n_bytes: int) -> None:
         """Move layers from host memory to the device, as many as ``n_bytes`` of it hold.
