@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 135,
-    "tangled functions": 32,
-    "vague names": 529,
-    "riddles": 105,
+    "packed functions": 122,
+    "tangled functions": 31,
+    "vague names": 521,
+    "riddles": 103,
     "tuples assigned to tuples": 202,
     "formatter switched off": 64,
     "class names defined twice": 0,
