@@ -78,7 +78,9 @@ class AutogradPass:
             out, lse = run_with_hook(partial(run_forward, tensors, request))
             # ``out`` gets no graph, so it can be given again. What is returned and saved is another
             # tensor over the same memory, with the same version counter.
-            return (out if request.out is None else out.detach()), lse
+            if request.out is not None:
+                out = out.detach()
+            return out, lse
         out, lse, grad_out, grad_lse = inputs[6:]
         grad_mask, grad_sinks = self.wanted_grads
         backward_inputs = BackwardInputs(
@@ -165,8 +167,10 @@ class Attention(torch.autograd.Function):
             for arg, dim in zip(args, in_dims, strict=True)
         ]
         results = [Attention.apply(*entry) for entry in zip(*entries_of_args, strict=True)]
-        stacked = tuple([torch.stack(entries) for entries in zip(*results, strict=True)])
-        return stacked, (0,) * len(stacked)
+        results_by_name = zip(*results, strict=True)
+        stacked = tuple([torch.stack(entries) for entries in results_by_name])
+        out_dims = (0,) * len(stacked)
+        return stacked, out_dims
 
 
 def grad_or_zeros(out: torch.Tensor, grad_out: torch.Tensor | None) -> torch.Tensor:
@@ -215,8 +219,10 @@ def attend(
     # the result for a view of that input.
     if request.records:
         result, lse = Attention.apply(*tensors, AutogradPass(request))
-        return request.drop_heads(result), request.drop_heads(lse)
-    result, lse = run_forward(tensors, request)
+        out = None
+    else:
+        result, lse = run_forward(tensors, request)
+    lse = request.drop_heads(lse)
     if out is None:
-        return request.drop_heads(result), request.drop_heads(lse)
-    return as_tensor(out, "out", for_writing=True), request.drop_heads(lse)
+        return request.drop_heads(result), lse
+    return as_tensor(out, "out", for_writing=True), lse

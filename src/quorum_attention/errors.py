@@ -67,7 +67,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an allocator's message."""
-    return next((line.strip() for line in str(error).split("\n") if line.strip()), repr(error))
+    for line in str(error).split("\n"):
+        if line.strip():
+            return line.strip()
+    return repr(error)
 
 
 @contextmanager

@@ -125,12 +125,15 @@ class Mask:
     @property
     def is_structured(self) -> bool:
         """Whether any field but ``bias``, ``softcap`` and ``sinks`` says which pairs are kept."""
-        return not self.set_fields().keys() <= {"offset", *_SCORES}
+        names = self.set_fields().keys()
+        return not names <= {"offset", *_SCORES}
 
     @property
     def sides(self) -> tuple[int, int]:
         """The window as (left, right); -1 is no limit."""
-        return (-1, -1) if self.window is None else _window_sides(self.window)
+        if self.window is None:
+            return (-1, -1)
+        return _window_sides(self.window)
 
     @property
     def counts_from_last(self) -> bool:
@@ -142,7 +145,12 @@ class Mask:
     def set_fields(self) -> dict[str, Any]:
         """Return the fields that are set, by name."""
         # By a tuple: torch's compiler knows no ``dataclasses.fields``.
-        return {name: getattr(self, name) for name in FIELDS if _is_set(getattr(self, name))}
+        fields = {}
+        for name in FIELDS:
+            value = getattr(self, name)
+            if _is_set(value):
+                fields[name] = value
+        return fields
 
     def __and__(self, mask: Mask) -> Mask:
         """Return a mask of pairs that both keep; bias, soft cap and sinks are of the one with them.
@@ -177,7 +185,10 @@ class Mask:
 
 def _pairs_mask(fields: dict[str, Any]) -> Mask:
     """Return a mask of those fields that say which pairs are kept."""
-    return Mask(**{name: value for name, value in fields.items() if name not in _SCORES})
+    pairs = dict(fields)
+    for name in _SCORES:
+        pairs.pop(name, None)
+    return Mask(**pairs)
 
 
 def _are_independent(first: dict[str, Any], second: dict[str, Any], counts_from_last: bool) -> bool:
@@ -227,9 +238,10 @@ FIELDS = tuple(Mask.__dataclass_fields__)
 
 def _is_set(value: Any) -> bool:
     """Tell whether a field has another value than its default."""
+    if value is None or value is False:
+        return False
     # By its length: torch's compiler knows no ``not`` of a tuple.
-    is_empty = isinstance(value, tuple) and len(value) == 0
-    return value is not None and value is not False and not is_empty
+    return not isinstance(value, tuple) or len(value) > 0
 
 
 def _check_offset(offset: Any) -> None:

@@ -76,9 +76,12 @@ def parse_count(text: str) -> int:
 def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
     """Return ``text`` as an exact number; None where it is not one of at most 40 digits."""
     match = _PATTERN.fullmatch(text)
-    if match is None or match["unit"].lower() not in units:
+    if match is None:
         return None
-    return Fraction(match["number"]) * units[match["unit"].lower()]
+    unit = match["unit"].lower()
+    if unit not in units:
+        return None
+    return Fraction(match["number"]) * units[unit]
 
 
 def format_bytes(n_bytes: int | float) -> str:
@@ -93,9 +96,11 @@ def format_bytes(n_bytes: int | float) -> str:
 
 def format_least(n_bytes: int) -> str:
     """Return ``n_bytes`` rounded up, in one word: given as a budget, "1.51GiB" is no less."""
-    unit = 1024 ** min(4, max(0, n_bytes.bit_length() - 1) // 10)
-    hundredth = Fraction(unit, 100 if unit > 1 else 1)
-    return format_bytes(float(math.ceil(n_bytes / hundredth) * hundredth)).replace(" ", "")
+    power = max(0, n_bytes.bit_length() - 1) // 10
+    unit = 1024 ** min(4, power)
+    step = Fraction(unit, 100) if unit > 1 else Fraction(1)
+    rounded_up = math.ceil(n_bytes / step) * step
+    return format_bytes(float(rounded_up)).replace(" ", "")
 
 
 def format_seconds(seconds: float) -> str:
@@ -115,16 +120,26 @@ _TIME_SCALES = ((86400, 3600, "day", "h"), (3600, 60, "h", "min"), (60, 1, "min"
 
 def _format_long_time(seconds: float) -> str:
     """Return ``seconds``, a minute or more, in two units: "4 h 28 min"."""
-    fitting = [scale for scale in _TIME_SCALES if seconds >= scale[0] - scale[1] / 2]
-    unit_seconds, part_seconds, unit, part_unit = fitting[0] if fitting else _TIME_SCALES[-1]
-    n_units, n_parts = divmod(round(seconds / part_seconds), unit_seconds // part_seconds)
+    scale = _TIME_SCALES[-1]
+    if seconds >= 3600 - 30:  # a time that is rounded up to an hour has hours
+        scale = _TIME_SCALES[1]
+    if seconds >= 86400 - 1800:
+        scale = _TIME_SCALES[0]
+    unit_seconds, part_seconds, unit, part_unit = scale
+    rounded_parts = round(seconds / part_seconds)
+    n_units, n_parts = divmod(rounded_parts, unit_seconds // part_seconds)
     text = counted(n_units, unit) if unit == "day" else f"{n_units} {unit}"
-    return f"{text} {n_parts} {part_unit}" if n_parts else text
+    if n_parts == 0:
+        return text
+    return f"{text} {n_parts} {part_unit}"
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number of things in words: "1 unit", "2,048 units"; "3 passes" with ``plural``."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+    if number == 1:
+        return f"{number:,} {noun}"
+    plural = plural or f"{noun}s"
+    return f"{number:,} {plural}"
 
 
 def format_error(error: float) -> str:
@@ -132,4 +147,6 @@ def format_error(error: float) -> str:
 
     Digits of a larger one, or of an infinite one, say nothing: "more than 1e+06".
     """
-    return f"{error:.1e}" if error <= _LARGEST_ERROR else f"more than {_LARGEST_ERROR:.0e}"
+    if error <= _LARGEST_ERROR:
+        return f"{error:.1e}"
+    return f"more than {_LARGEST_ERROR:.0e}"

@@ -122,7 +122,7 @@ def _preallocated(
 
 def _checked_results(tensors: Tensors, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return preallocated gradients as tensors that can be written to, checked, by name."""
-    results = {name: as_tensor(t, name, for_writing=True) for name, t in results.items()}
+    results = {name: as_tensor(result, name, for_writing=True) for name, result in results.items()}
     home = tensors.query.device
     for name, like in zip((*_GRADS, "grad_mask"), tensors[:4], strict=True):
         if name not in results or like is None:

@@ -66,7 +66,9 @@ class WholeCall:
     def key_heads(self, block: CallBlock) -> Interval:
         """Return the key/value heads that the block's query heads read."""
         share = self.shape.queries_per_key_head
-        return Interval(block.heads.start // share, ceil_div(block.heads.stop, share))
+        first = block.heads.start // share
+        stop = ceil_div(block.heads.stop, share)
+        return Interval(first, stop)
 
     def cut(self, tensor: torch.Tensor, block: CallBlock, *, of_keys: bool) -> torch.Tensor:
         """Return the block's part of a tensor (*batch_shape, heads, tokens, ...).
@@ -93,8 +95,11 @@ class WholeCall:
         if queries.start == keys.start:
             return mask, True
         # The block's first query does not stand at its first key.
-        causal = Mask(causal=True, offset=queries.start - keys.start)
-        return causal if mask is None else mask & causal, False
+        offset = queries.start - keys.start
+        causal = Mask(causal=True, offset=offset)
+        if mask is not None:
+            causal = mask & causal
+        return causal, False
 
     def cut_bias(self, bias: torch.Tensor, block: CallBlock) -> torch.Tensor:
         """Return the block's part of a bias, or of its gradient, a view."""

@@ -36,21 +36,27 @@ def broadcast_inputs(
     n_dims = (query.dim(), key.dim(), value.dim())
     if min(n_dims) < 2:
         return query, key, value, enable_gqa, False, cast_bytes
-    query, key, value = (_with_dims(t, max(3, *n_dims)) for t in (query, key, value))
+    rank = max(3, *n_dims)
+    query = _with_dims(query, rank)
+    key = _with_dims(key, rank)
+    value = _with_dims(value, rank)
     heads, kv_heads, shares_heads = _broadcast_heads(
         query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa
     )
     batch = _broadcast_batch(query, key, value)
     query = _expand(query, batch, heads)
-    key = _expand(key, batch, kv_heads if key.shape[-3] == 1 else key.shape[-3])
-    value = _expand(value, batch, kv_heads if value.shape[-3] == 1 else value.shape[-3])
-    return query, key, value, shares_heads, max(n_dims) == 2, cast_bytes
+    key = _expand_kv(key, batch, kv_heads)
+    value = _expand_kv(value, batch, kv_heads)
+    without_heads = max(n_dims) == 2
+    return query, key, value, shares_heads, without_heads, cast_bytes
 
 
 def _with_dims(tensor: torch.Tensor, n_dims: int) -> torch.Tensor:
     """Return a view with ``n_dims`` dimensions: new ones come first."""
-    missing = n_dims - tensor.dim()
-    return tensor if missing == 0 else tensor[(None,) * missing]
+    n_missing = n_dims - tensor.dim()
+    if n_missing == 0:
+        return tensor
+    return tensor[(None,) * n_missing]
 
 
 def _broadcast_heads(
@@ -88,6 +94,12 @@ def _expand(tensor: torch.Tensor, batch: tuple[int, ...], heads: int) -> torch.T
     return tensor.expand(*leading, *tensor.shape[-2:])
 
 
+def _expand_kv(tensor: torch.Tensor, batch: tuple[int, ...], kv_heads: int) -> torch.Tensor:
+    """Expand key or value to batch dimensions, and a single head to ``kv_heads``."""
+    heads = tensor.shape[-3]
+    return _expand(tensor, batch, kv_heads if heads == 1 else heads)
+
+
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype that autocast casts to on such a device; None where it is off."""
     if device_type not in BACKENDS or not torch.is_autocast_enabled(device_type):
@@ -97,5 +109,6 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
 
 def cast_by_autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast a tensor as autocast does: only floating dtypes, and not float64."""
-    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if is_cast else tensor
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)

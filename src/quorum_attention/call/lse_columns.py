@@ -78,9 +78,11 @@ def column_bytes(tensors: Tensors, request: Request, backward_inputs: BackwardIn
         widths.append((grad_value, wide.value_dim))
     n_bytes = 0
     for tensor, width in widths:
-        if tensor.device == device and width != tensor.shape[-1]:
-            rows = tensor.numel() // tensor.shape[-1]
-            n_bytes += rows * width * max(tensor.element_size(), shape.dtype.itemsize)
+        own_width = tensor.shape[-1]
+        if tensor.device == device and width != own_width:
+            rows = tensor.numel() // own_width
+            item_bytes = max(tensor.element_size(), shape.dtype.itemsize)
+            n_bytes += rows * width * item_bytes
     if tensors.query.device == device:
         n_bytes += shape.batch * shape.kv_heads * shape.n_keys * 4  # norms of values
     # Factors and parts of each row, while they are made.
@@ -177,8 +179,9 @@ def _norms(value: torch.Tensor) -> torch.Tensor:
 
     Rows that are not finite do not count. The shape is (*batch, kv_heads, 1).
     """
-    norms = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
-    largest: torch.Tensor = norms.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True)
+    norms: torch.Tensor = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
+    norms = norms.nan_to_num_(0.0, posinf=0.0)
+    largest = norms.amax(dim=-1, keepdim=True)
     return largest.clamp_(max=2.0**14)
 
 
@@ -205,8 +208,9 @@ def _largest_of_kv_heads(rows: torch.Tensor, shape: CallShape) -> torch.Tensor:
     """Return the largest finite magnitude of (*batch, heads, n) for each key/value head."""
     finite = rows.nan_to_num(0.0, posinf=0.0, neginf=0.0)
     grouped = finite.unflatten(-2, (shape.kv_heads, -1))  # (*batch, kv_heads, queries_per, n)
-    largest: torch.Tensor = grouped.abs().amax(dim=(-2, -1)).float()
-    return largest
+    magnitudes: torch.Tensor = grouped.abs()
+    largest = magnitudes.amax(dim=(-2, -1))
+    return largest.float()
 
 
 def _with_zero_columns(

@@ -46,7 +46,9 @@ def addresses(tensor: torch.Tensor, start: int | None = None) -> np.ndarray:
     Args:
         start: the address of its first element; None: where it is.
     """
-    return np.asarray(_Addresses(tensor, tensor.data_ptr() if start is None else start))
+    if start is None:
+        start = tensor.data_ptr()
+    return np.asarray(_Addresses(tensor, start))
 
 
 def may_share_memory(first: np.ndarray, second: np.ndarray) -> bool:

@@ -62,13 +62,15 @@ def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
         return ("tensor", len(tensors) - 1)
     if isinstance(value, torch.device):
         return ("device", (value.type, value.index))
+    kind = type(value).__name__
+    items = value
     if isinstance(value, Mask):
-        fields = [getattr(value, name) for name in _MASK_FIELDS]
-        return ("mask", tuple([_encode(field, numbers, tensors) for field in fields]))
-    if type(value) is not tuple and type(value) is not list:
-        raise NotImplementedError(f"a {type(value).__name__} cannot be said to an operator")
-    items = tuple([_encode(item, numbers, tensors) for item in value])
-    return (type(value).__name__, items)
+        kind = "mask"
+        items = [getattr(value, name) for name in _MASK_FIELDS]
+    elif type(value) is not tuple and type(value) is not list:
+        raise NotImplementedError(f"a {kind} cannot be said to an operator")
+    encoded_items = [_encode(item, numbers, tensors) for item in items]
+    return (kind, tuple(encoded_items))
 
 
 def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:

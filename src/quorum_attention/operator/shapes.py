@@ -67,8 +67,10 @@ def forward_flops(
 
     All pairs count, whatever is masked, as torch counts those of its own attention.
     """
-    n_pairs = query.shape[:-1].numel() * key.shape[-2]
-    return 2 * n_pairs * (query.shape[-1] + value.shape[-1])
+    n_pairs = _count_pairs(query, key)
+    head_dim = query.shape[-1]
+    value_dim = value.shape[-1]
+    return 2 * n_pairs * (head_dim + value_dim)
 
 
 def backward_flops(
@@ -79,5 +81,13 @@ def backward_flops(
     Scores and the gradients of query and key go by the head dimension, the gradients of values and
     probabilities by the value's.
     """
-    n_pairs = query.shape[:-1].numel() * key.shape[-2]
-    return 2 * n_pairs * (3 * query.shape[-1] + 2 * grad_out.shape[-1])
+    n_pairs = _count_pairs(query, key)
+    head_dim = query.shape[-1]
+    value_dim = grad_out.shape[-1]
+    return 2 * n_pairs * (3 * head_dim + 2 * value_dim)
+
+
+def _count_pairs(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Count the pairs of queries and keys, of all heads and batch entries."""
+    n_queries = query.shape[:-1].numel()
+    return n_queries * key.shape[-2]
