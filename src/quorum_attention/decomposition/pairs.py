@@ -180,21 +180,24 @@ def kept_share(pairs: Pairs) -> float:
         n_cut = 0
         for block, is_empty in level:
             verdict = EMPTY if is_empty else pairs.verdict(block)
-            on_diagonal = _reaches_above_diagonal(pairs, block)
-            is_uniform = verdict is not PARTIAL and not on_diagonal
+            is_uniform = verdict is not PARTIAL and not _reaches_above_diagonal(pairs, block)
             if may_cut and not is_uniform and _longer_side(block) > finest:
                 n_cut += 1
                 parts = _parts_below_diagonal(pairs, block)
                 finer.extend((part, verdict is EMPTY) for part in parts)
                 continue
-            n_pairs = block.queries.length * block.keys.length
-            # A causal call has half the pairs of a block on the diagonal.
-            n_counted = n_pairs * (0.5 if on_diagonal else 1.0)
-            n_all += n_counted
-            n_kept += n_counted * _WEIGHT[verdict]
+            n_pairs = _pairs_of_call(pairs, block)
+            n_all += n_pairs
+            n_kept += n_pairs * _WEIGHT[verdict]
         level = finer
         may_cut = 4 * n_cut <= _MAX_BLOCKS
     return _as_share(n_kept / n_all)
+
+
+def _pairs_of_call(pairs: Pairs, block: Ranges) -> float:
+    """Count the pairs of a block without a mask; on the diagonal a causal call has half of them."""
+    n_pairs = float(block.queries.length * block.keys.length)
+    return 0.5 * n_pairs if _reaches_above_diagonal(pairs, block) else n_pairs
 
 
 def _parts_below_diagonal(pairs: Pairs, block: Ranges) -> list[Ranges]:

@@ -291,20 +291,35 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -
         monolithic_bytes=uncut_bytes,
         forward=forward,
         backward=backward,
-        alternatives=_alternatives(forward, n_tokens, available, call),
+        alternatives=_alternatives(
+            n_tokens,
+            available,
+            call,
+            without_levels=forward.levels,
+            is_trimmed=forward.pairs is not None,
+        ),
     )
 
 
 def _alternatives(
-    forward: Plan, n_tokens: int, available: int, call: dict[str, Any]
+    n_tokens: int,
+    available: int,
+    call: dict[str, Any],
+    *,
+    without_levels: tuple[int, ...],
+    is_trimmed: bool,
 ) -> tuple[Plan, ...]:
-    """Return forward plans with other levels that fit ``available`` bytes, the fastest first."""
-    # Under a mask of the kernel's own each task of a decomposition is looked at.
-    max_tasks = math.inf if forward.pairs is None else policy.MAX_TRIMMED_TASKS
+    """Return forward plans with other levels that fit ``available`` bytes, the fastest first.
+
+    Args:
+        without_levels: the levels that are left out.
+        is_trimmed: whether each task of a decomposition is looked at, under a kernel's own mask.
+    """
+    max_tasks = policy.MAX_TRIMMED_TASKS if is_trimmed else math.inf
     alternatives = []
     for levels in _OTHER_LEVELS:
         has_small_chunks = n_tokens < 128 * max(levels, default=0)
-        if levels == forward.levels or math.prod(levels) > max_tasks or has_small_chunks:
+        if levels == without_levels or math.prod(levels) > max_tasks or has_small_chunks:
             continue
         try:
             alternatives.append(plan(n_tokens, levels=levels, budget=available, **call))
