@@ -120,28 +120,40 @@ def _tensors(mask: Mask) -> Iterator[torch.Tensor]:
 
 def _fits(mask: Mask, shape: CallShape, device: torch.device) -> bool:
     """Whether the tensors of a mask are on a device, of the right sizes, and in range."""
-    batch, n_queries, n_keys = shape.batch, shape.n_queries, shape.n_keys
-    if 0 in (batch, shape.heads, n_queries, n_keys):
+    if 0 in (shape.batch, shape.heads, shape.n_queries, shape.n_keys):
         return False
-    if any(type(one) is not torch.Tensor or one.device != device for one in _tensors(mask)):
+    for tensor in _tensors(mask):
+        if type(tensor) is not torch.Tensor or tensor.device != device:
+            return False
+    padding = mask.key_padding
+    if padding is not None and not _spans(padding, shape.batch, shape.n_keys):
         return False
+    return _documents_fit(mask, shape) and _lengths_fit(mask, shape)
+
+
+def _documents_fit(mask: Mask, shape: CallShape) -> bool:
+    """Whether each query and each key has an id, if any has."""
     documents = mask.documents
-    if documents is not None:
-        is_pair = isinstance(documents, tuple)
-        of_query, of_key = documents if isinstance(documents, tuple) else (documents, documents)
-        if not is_pair and n_queries != n_keys:
-            return False
-        if not (_spans(of_query, batch, n_queries) and _spans(of_key, batch, n_keys)):
-            return False
-    if mask.key_padding is not None and not _spans(mask.key_padding, batch, n_keys):
+    if documents is None:
+        return True
+    if not isinstance(documents, tuple):
+        is_square = shape.n_queries == shape.n_keys
+        return is_square and _spans(documents, shape.batch, shape.n_keys)
+    of_query, of_key = documents
+    if not _spans(of_query, shape.batch, shape.n_queries):
         return False
+    return _spans(of_key, shape.batch, shape.n_keys)
+
+
+def _lengths_fit(mask: Mask, shape: CallShape) -> bool:
+    """Whether each batch entry has a length, and as many keys. The host waits for the device."""
     lengths = mask.key_lengths
     if lengths is None:
         return True
-    if lengths.shape != (batch,):
+    if lengths.shape != (shape.batch,):
         return False
     least, most = torch.stack(lengths.aminmax()).tolist()
-    is_in_range: bool = least >= 0 and most <= n_keys
+    is_in_range: bool = least >= 0 and most <= shape.n_keys
     return is_in_range
 
 

@@ -144,10 +144,13 @@ class PartwiseKernel(Kernel):
 
     def _limits(self, limits: tuple[int, int], shape: CallShape) -> tuple[int, int]:
         """The most queries and keys of one call: of the largest part, or of parts joined."""
-        queries, keys = limits
+        n_queries, n_keys = limits
+        joined_queries = min(n_queries, _JOINED)
+        joined_keys = min(n_keys, _JOINED)
         if not self._geometry.rules:
-            queries, keys = self._geometry.largest_part(*limits, bands=self._takes_bands(shape))
-        return max(queries, min(limits[0], _JOINED)), max(keys, min(limits[1], _JOINED))
+            takes_bands = self._takes_bands(shape)
+            n_queries, n_keys = self._geometry.largest_part(*limits, bands=takes_bands)
+        return max(n_queries, joined_queries), max(n_keys, joined_keys)
 
     def _takes_bands(self, shape: CallShape) -> bool:
         # What drops, and what takes a mask, knows no bands.
@@ -243,13 +246,15 @@ def _tested(rules: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor:
 
 def _by_blocks(task: TaskTensors, rectangles: tuple[Rectangle, ...], geometry: Geometry) -> _Parts:
     """What a geometry with rules keeps: full blocks, and partial ones side by side as ragged."""
-    clear, ragged = list[Rectangle](), list[Rectangle]()
+    clear = list[Rectangle]()
+    ragged = list[Rectangle]()
+    region = whole_region(task)
     for r in rectangles:
-        full, partial, _ = listed_blocks(geometry, task, whole_region(task), (r,), _EVALUATED_BYTES)
-        for found, nodes in ((clear, full), (ragged, joined_along_rows(partial))):
-            for bounds in nodes[:, 1:].tolist():
-                _, bottom, _, right = bounds
-                found += cut([Rectangle(*bounds)], bottom, _WIDEST if found is ragged else right)
+        full, partial, _ = listed_blocks(geometry, task, region, (r,), _EVALUATED_BYTES)
+        clear += [Rectangle(*bounds) for bounds in full[:, 1:].tolist()]
+        for bounds in joined_along_rows(partial)[:, 1:].tolist():
+            block_row = Rectangle(*bounds)
+            ragged += cut([block_row], block_row.n_queries, _WIDEST)
     return tuple(clear), (), tuple(ragged)
 
 
@@ -278,22 +283,29 @@ def _by_bands(
 
 def _local(part: BandPart, queries: Rows, keys: Rows, causal: object) -> Rectangle:
     """A part in local positions; for an operator with bands, ``causal`` may be one."""
-    by_query, by_key = queries.local - queries.start, keys.local - keys.start
+    query_shift = queries.local - queries.start
+    key_shift = keys.local - keys.start
     return Rectangle(
-        part.query_start + by_query, part.query_stop + by_query,
-        part.key_start + by_key, part.key_stop + by_key, cast(bool, causal),
-    )  # fmt: skip
+        part.query_start + query_shift,
+        part.query_stop + query_shift,
+        part.key_start + key_shift,
+        part.key_stop + key_shift,
+        cast(bool, causal),
+    )
 
 
 def _cut(triangle: BandPart) -> Iterator[BandPart]:
     """A triangle as plain parts, and ragged squares along its edge."""
-    q, k, side = triangle.query_start, triangle.key_start, triangle.n_queries
-    for a in range(0, side, _LEAF):
-        b = min(a + _LEAF, side)
-        yield BandPart(q + a, q + b, k + a, k + b, "ragged")
-        first, last = (b, side) if triangle.kind == "upper" else (0, a)
+    side = triangle.n_queries
+    for start in range(0, side, _LEAF):
+        stop = min(start + _LEAF, side)
+        rows = triangle.query_start + start, triangle.query_start + stop
+        yield BandPart(*rows, triangle.key_start + start, triangle.key_start + stop, "ragged")
+        first, last = 0, start
+        if triangle.kind == "upper":
+            first, last = stop, side
         if first < last:
-            yield BandPart(q + a, q + b, k + first, k + last)
+            yield BandPart(*rows, triangle.key_start + first, triangle.key_start + last)
 
 
 def _ragged_mask(shape: CallShape) -> BiasShape:

@@ -30,7 +30,9 @@ class UserModKernel(Kernel):
 
     def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``Kernel``."""
-        return (*(() if self.score_mod is None else (self.score_mod,)), *self.mask_mods)
+        if self.score_mod is None:
+            return self.mask_mods
+        return self.score_mod, *self.mask_mods
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
@@ -39,9 +41,13 @@ class UserModKernel(Kernel):
         mods: list[Callable[..., Any]] = list(self.mask_mods)
         if self.score_mod is not None:
             mods.append(partial(self.score_mod, torch.zeros((), device=at.queries.device)))
-        each = (at.entries, at.heads, at.queries, at.keys)
-        pairs = [[numbers[end] for numbers in each] for end in (0, -1)]
-        return [mod(*pair) for mod in mods for pair in pairs]
+        first = at.entries[0], at.heads[0], at.queries[0], at.keys[0]
+        last = at.entries[-1], at.heads[-1], at.queries[-1], at.keys[-1]
+        results = list[torch.Tensor]()
+        for mod in mods:
+            results.append(mod(*first))
+            results.append(mod(*last))
+        return results
 
 
 def _cap(
