@@ -68,8 +68,10 @@ def _attend_group(
     lse = query.new_empty(rows.shape[:3], dtype=dtype)
     empty_(out, lse)
     for keys in mask.ranges(start, start + group.key.shape[2]):
-        key = group.key[:, :, keys.start - start : keys.stop - start]
-        value = group.value[:, :, keys.start - start : keys.stop - start]
+        first = keys.start - start
+        n_keys = keys.stop - keys.start
+        key = group.key.narrow(2, first, n_keys)
+        value = group.value.narrow(2, first, n_keys)
         is_kept = None
         if keys.is_mixed:
             pairs = mask.kept_pairs(keys.start, keys.stop, query.device)

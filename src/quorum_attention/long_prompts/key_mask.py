@@ -68,7 +68,8 @@ class KeyMask:
         if self.window is not None:
             spans.append((self.first_visible, self.n_keys - self.window))
         if self.key_padding is not None:
-            hidden = (~self.key_padding).any(dim=0).nonzero().flatten().tolist()
+            is_kept = self.key_padding.all(dim=0)
+            hidden = (~is_kept).nonzero().flatten().tolist()
             if hidden:
                 spans.append((hidden[0], hidden[-1] + 1))
         return [(start, stop) for start, stop in spans if start < stop]
@@ -82,21 +83,29 @@ class KeyMask:
         start = max(start, self.first_visible)
         cuts = {start, stop}
         for span in self._mixed_spans:
-            cuts.update(cut for cut in span if start < cut < stop)
-        edges = sorted(cuts)
+            cuts.update(span)
+        edges = sorted(cut for cut in cuts if start <= cut <= stop)
         for low, high in pairwise(edges):
-            is_mixed = any(a < high and low < b for a, b in self._mixed_spans)
-            yield KeyRange(low, high, is_mixed)
+            yield KeyRange(low, high, self._is_mixed(low, high))
+
+    def _is_mixed(self, start: int, stop: int) -> bool:
+        for mixed_start, mixed_stop in self._mixed_spans:
+            if mixed_start < stop and start < mixed_stop:
+                return True
+        return False
 
     def kept_pairs(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         """Return (b or 1, n_queries, stop - start) bool: True where a pair is kept."""
+        shape = (self.n_queries, stop - start)
         keys = torch.arange(start, stop, device=device)
-        queries = torch.arange(self.first_position, self.n_keys, device=device)[:, None]
-        is_kept = torch.ones(self.n_queries, stop - start, dtype=torch.bool, device=device)
+        queries = torch.arange(self.first_position, self.n_keys, device=device)
+        queries = queries.unsqueeze(1)
+        is_kept = torch.ones(shape, dtype=torch.bool, device=device)
         if self.is_causal:
             is_kept &= keys <= queries
         if self.window is not None:
             is_kept &= keys > queries - self.window
         if self.key_padding is None:
             return is_kept[None]
-        return is_kept & self.key_padding[:, None, start:stop].to(device)
+        key_padding = self.key_padding[:, start:stop].to(device)
+        return is_kept & key_padding.unsqueeze(1)

@@ -109,17 +109,20 @@ class RowLayout:
     def to_rows(self, query: torch.Tensor) -> torch.Tensor:
         """Return the queries of each key head as (rows, h_kv, rows_per_head, d)."""
         width = query.shape[3]
-        grouped = query.reshape(self.rows, self.share, self.heads, self.group, -1, width)
-        return grouped.transpose(1, 2).reshape(self.rows, self.heads, self.rows_per_head, width)
+        grouped_shape = (self.rows, self.share, self.heads, self.group, -1, width)
+        rows_shape = (self.rows, self.heads, self.rows_per_head, width)
+        grouped = query.reshape(grouped_shape)
+        return grouped.transpose(1, 2).reshape(rows_shape)
 
     def from_rows(self, out: torch.Tensor) -> torch.Tensor:
         """Undo ``to_rows`` for a tensor (rows, h_kv, rows_per_head, *)."""
         rest = out.shape[3:]
-        shape = (self.rows, self.heads, self.share, self.group, self.n_queries)
-        entries = out.reshape(*shape, *rest).transpose(1, 2)
-        return entries.reshape(
-            self.rows * self.share, self.heads * self.group, self.n_queries, *rest
-        )
+        n_entries = self.rows * self.share
+        n_query_heads = self.heads * self.group
+        rows_shape = (self.rows, self.heads, self.share, self.group, self.n_queries)
+        entries_shape = (n_entries, n_query_heads, self.n_queries)
+        grouped = out.reshape(*rows_shape, *rest)
+        return grouped.transpose(1, 2).reshape(*entries_shape, *rest)
 
     def mask_of_rows(self, is_kept: torch.Tensor) -> torch.Tensor:
         """Return a mask (entries or 1, n_q, n) for rows: (rows or 1, 1, rows_per_head, n)."""
@@ -128,5 +131,7 @@ class RowLayout:
         else:
             per_entry = is_kept.reshape(self.rows, 1, self.share, 1, *is_kept.shape[1:])
         n_keys = is_kept.shape[2]
-        shape = (per_entry.shape[0], 1, self.share, self.group, self.n_queries, n_keys)
-        return per_entry.expand(shape).reshape(shape[0], 1, self.rows_per_head, n_keys)
+        n_rows = per_entry.shape[0]
+        shape = (n_rows, 1, self.share, self.group, self.n_queries, n_keys)
+        expanded = per_entry.expand(shape)
+        return expanded.reshape(n_rows, 1, self.rows_per_head, n_keys)

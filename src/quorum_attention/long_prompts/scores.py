@@ -65,13 +65,17 @@ def attend_by_equations(
     n_keys = key.shape[2]
     parts = []
     for start in range(0, n_keys, _KEYS_AT_ONCE):
-        keys = slice(start, min(n_keys, start + _KEYS_AT_ONCE))
-        kept_here = None if is_kept is None else is_kept[..., keys]
-        parts.append(_attend_block(rows, key[:, :, keys], value[:, :, keys], scaling, kept_here))
+        block = slice(start, min(n_keys, start + _KEYS_AT_ONCE))
+        key_block = key[:, :, block]
+        value_block = value[:, :, block]
+        pairs = None if is_kept is None else is_kept[..., block]
+        parts.append(_attend_block(rows, key_block, value_block, scaling, pairs))
     if len(parts) == 1:
         return parts[0]
     outs, lses = zip(*parts, strict=True)
-    return merge_parts(torch.stack(outs, dim=2), torch.stack(lses, dim=2))
+    out = torch.stack(outs, dim=2)  # (b, h, parts, r, d_v)
+    lse = torch.stack(lses, dim=2)
+    return merge_parts(out, lse)
 
 
 def _attend_block(
@@ -82,14 +86,16 @@ def _attend_block(
     is_kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.promote_types(rows.dtype, torch.float32)
+    softcap = scaling.softcap
     scores = rows.to(dtype) @ key.to(dtype).mT  # (b, h, r, n)
     scores = scores * scaling.softmax_scale
-    if scaling.softcap is not None:
-        scores = scaling.softcap * torch.tanh(scores / scaling.softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if is_kept is not None:
         scores = scores.masked_fill(~is_kept, -torch.inf)
     lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse.unsqueeze(-1)).exp()
+    log_weights = scores - lse.unsqueeze(-1)
+    weights = log_weights.exp()
     if is_kept is not None:
         weights = weights.masked_fill(~is_kept, 0.0)
     return weights @ value.to(dtype), lse
