@@ -16,16 +16,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 122,
-    "tangled functions": 31,
-    "vague names": 521,
+    "packed functions": 116,
+    "tangled functions": 30,
+    "vague names": 516,
     "riddles": 103,
-    "tuples assigned to tuples": 194,
-    "formatter switched off": 64,
+    "tuples assigned to tuples": 192,
+    "formatter switched off": 63,
     "class names defined twice": 0,
     "records with several names": 2,
 }
-NODES_PER_LINE = 11.3
+NODES_PER_LINE = 11.2
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16
