@@ -32,7 +32,7 @@ def _as_it_was() -> Iterator[None]:
     assert F.scaled_dot_product_attention is ORIGINAL
     assert F.multi_head_attention_forward is PLAIN_MODULES
     assert torch.backends.mha.get_fastpath_enabled()
-    assert not module._open
+    assert not module._open_min_tokens
 
 
 def three(n: int = 40, **how: Any) -> list[torch.Tensor]:
