@@ -111,7 +111,8 @@ class PassReport:
             the time to launch its work.
         left_out: share of the tokens that were trimmed from tasks because no pair of theirs is
             kept there (docs/architecture.md, "Trimmed tasks").
-        loaded_bytes, stored_bytes: copied into and out of slots.
+        loaded_bytes, stored_bytes: copied into slots (from host memory, or within the device where
+            inputs are there) and out of slots; masks are not counted.
         planned_peak_bytes: most device bytes of the pass, as planned.
         budget_bytes: the budget it was planned for; None if none was given.
         peak_bytes: most device bytes, measured by the device's allocator, beyond those allocated

@@ -39,7 +39,7 @@ class TaskLevels:
         return deepest(self.planned.decomposition)
 
     def tasks(self, depth: int) -> list[Task]:
-        """All tasks of ``depth``, in order."""
+        """All tasks of ``depth``, in the order in which they run: by path."""
         if depth not in self._tasks:
             self._add_level(depth)
         return self._tasks[depth]
@@ -69,7 +69,8 @@ class TaskLevels:
         self._schedules[depth] = schedule.changed(trimmed=sizes)
 
     def split_tasks(self, tasks: Sequence[Task], depth: int) -> list[Task]:
-        """The tasks of ``depth`` that ``tasks``, of one level less, are cut into, in order."""
+        """The tasks of ``depth`` that ``tasks``, of one level less, are cut into, by
+        path."""
         schedule = self.schedule(depth)
         children = [child for task in tasks for child in self._children(task, schedule)]
         sizes = schedule.route.trimmed
@@ -80,7 +81,7 @@ class TaskLevels:
         return children
 
     def _children(self, task: Task, schedule: Schedule) -> list[Task]:
-        """The tasks that one task is cut into, in order."""
+        """The tasks that one task is cut into, by path."""
         decomposition = schedule.decomposition
         children = [decomposition.task((*task.path, owner)) for owner in range(DEEPEN_BY)]
         if self.pairs.every_token_meets:

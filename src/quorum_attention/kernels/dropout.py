@@ -9,6 +9,7 @@ sequence, in query head h of batch entry b (batch dimensions flattened), it is w
 
 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: seven rounds pass every test
 of TestU01's BigCrush). So four neighbouring keys share one evaluation.
+The same is written for Triton in ``native/dropout_triton.py``: both change together.
 
 As in torch, the softmax is taken first. Then dropped probabilities are 0 and the others are divided
 by ``1 - p``; the log-sum-exp knows nothing of it, so parts of a row are merged as always:

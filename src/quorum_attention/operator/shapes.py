@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.kernels.result_layout import empty_like_input
 
 
@@ -31,8 +32,7 @@ def fake_forward(
     lse_shape = query.shape[:-1]
     out_shape = (*lse_shape, value.shape[-1])
     out = empty_like_input(query, out_shape, out_dtype or query.dtype)
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = query.new_empty(lse_shape, dtype=lse_dtype)
+    lse = query.new_empty(lse_shape, dtype=state_dtype(query.dtype))
     settings_number = torch.empty((), dtype=torch.int64, device="cpu")
     return out, lse, settings_number
 

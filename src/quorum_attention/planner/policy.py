@@ -33,7 +33,8 @@ DEEP_LEVEL_CHUNKS = 7
 # A decomposition is looked at if its largest task has fewer tokens than this many times the largest
 # task of any decomposition into fewer tasks.
 MAX_TASK_GROWTH = 1.1
-# The most tasks of a decomposition that is looked at.
+# The most tasks of one head group. Decompositions into more are refused, also if nothing else
+# fits.
 MAX_TASKS = 20_000_000
 # All decompositions into at most MAX_TASKS_PRICED tasks are priced. Those into more tasks are
 # priced until something has fit for ENOUGH_FITTING decompositions. Trimming takes time for each

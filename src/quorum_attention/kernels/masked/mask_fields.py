@@ -35,6 +35,11 @@ def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
+TOKENS = frozenset({"documents", "key_lengths", "key_padding"})
+POSITIONS = frozenset({"causal", "offset", "window", "chunk"})
+SCORES = frozenset({"bias", "softcap", "sinks"})
+
+
 def fields_key(mask: Mask) -> Hashable:
     """All of a mask but its tensors and functions."""
     n_documents = 2 if isinstance(mask.documents, tuple) else mask.documents is not None
@@ -54,12 +59,13 @@ def fields_key(mask: Mask) -> Hashable:
     )
 
 
-def is_of_tokens(mask: Mask) -> bool:
-    """Whether a mask has ids, lengths or padding, and no more than positions beside them."""
-    if mask.keeps is not None or mask.every or mask.either:
-        return False
-    by_tokens = (mask.documents, mask.key_lengths, mask.key_padding)
-    return any(field is not None for field in by_tokens)
+def is_of_tokens(mask: Mask, beside: frozenset[str] = POSITIONS | SCORES) -> bool:
+    """Whether a mask has ids, lengths or padding, and no other fields than those ``beside``.
+
+    The fields that are understood are listed, so that a new one is not ignored.
+    """
+    names = mask.set_fields().keys()
+    return not names.isdisjoint(TOKENS) and names <= TOKENS | beside
 
 
 def relative_band(mask: Mask) -> Band:

@@ -16,7 +16,7 @@ import torch
 from quorum_attention.arithmetic import round_up
 from quorum_attention.kernels.masked import ways
 from quorum_attention.kernels.masked.costs import cost_of_bias
-from quorum_attention.kernels.masked.mask_fields import relative_band
+from quorum_attention.kernels.masked.mask_fields import POSITIONS, is_of_tokens, relative_band
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import no_torch_modes
@@ -102,12 +102,9 @@ def _bias_values(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor
 
 def _is_of_tokens_alone(mask: Mask) -> bool:
     """Whether a mask has ids, lengths or padding, and no more than simple positions beside them."""
-    others = (mask.keeps, mask.bias, mask.softcap, mask.sinks)
-    if any(field is not None for field in others) or mask.every or mask.either:
-        return False
     if isinstance(mask.offset, torch.Tensor) or mask.counts_from_last:
         return False
-    return next(_tensors(mask), None) is not None
+    return is_of_tokens(mask, beside=POSITIONS)
 
 
 def _tensors(mask: Mask) -> Iterator[torch.Tensor]:

@@ -16,8 +16,9 @@ def dropout_params(dropout, head, entry, K: tl.constexpr):
         head, entry: query head and batch entry, numbered in the launch.
 
     Returns:
-        (head, entry, key_low, key_high, threshold): words of 32 bits, the first two of the counter,
-        numbered in the whole call; and (rescale, share): 1 / (1 - p) and 1 - p.
+        (head, entry, key_low, key_high, threshold): words of 32 bits; head and entry, numbered
+        in the whole call, are the third and the fourth word of the counter; and (rescale, share):
+        1 / (1 - p) and 1 - p.
     """
     params = (0, 0, 0, 0, 0, 1.0, 1.0)
     if K.DROPOUT:
