@@ -130,4 +130,4 @@ def test_no_message_says_one_passes(path: Path) -> None:
         for words in numbers_before_plurals(path)
         if not any(words.startswith(start) for start in _ELSEWHERE)
     ]
-    assert not wrong, "sizes.counted writes a number and its noun"
+    assert not wrong, "units.counted writes a number and its noun"

@@ -29,6 +29,7 @@ from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_gr
 from quorum_attention.long_prompts.scores import ScoreScaling, attend_by_equations
 from quorum_attention.long_prompts.segments import Segment
 from quorum_attention.mask import Mask
+from quorum_attention.units import counted
 
 # From so many queries on, kernels for many queries are faster than those for few.
 _MANY_QUERIES = 256
@@ -176,7 +177,10 @@ def _check(
     batch, heads, n_queries, _ = query.shape
     n_keys = sum(segment.n_tokens for segment in segments)
     if n_queries > n_keys:
-        raise ValueError(f"{n_queries} queries stand at the last of {n_keys} keys: too many")
+        raise ValueError(
+            "query must have at most as many tokens as there are keys, got "
+            f"{counted(n_queries, 'query', 'queries')} for {counted(n_keys, 'key')}"
+        )
     _check_shape("key_padding", key_padding, (batch, n_keys))
     _check_shape("sinks", sinks, (heads,))
 

@@ -126,6 +126,7 @@ def long_prompt(
     return new_cache
 
 
+@helps_with_names
 def undo_long_prompt(model: Any) -> None:
     """Undo ``long_prompt``: the model has its own forward and attention again, and its weights
     where they were. A model that was not changed stays as it is."""

@@ -195,7 +195,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         """
         saved = load_layers(folder, model=self._fingerprint)
         if len(saved) != len(self.layers):
-            raise ValueError(f"{folder} holds a cache of {len(saved)} layers, not {len(self)}")
+            n_layers = counted(len(saved), "layer")
+            raise ValueError(f"{folder} holds a cache of {n_layers}, not of {len(self)}")
         self.reset()
         for layer, saved_state in zip(self.layers, saved, strict=True):
             restore_layer(layer, saved_state, self.places)
