@@ -4,6 +4,7 @@ same."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from helpers_plans import shape_of
 import quorum_attention as qa
 from quorum_attention import dispatch
 from quorum_attention.kernels.masked import pair_bias, ways
+from quorum_attention.kernels.masked.choose import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import ResolvedMask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -192,6 +194,54 @@ def test_what_takes_no_bias_goes_the_other_ways(made: list[torch.Tensor]) -> Non
     assert not made
     qa.attention(*three, attn_mask=mask, kernel="cpu")
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("size", [1 << 62, 2**63 - 5, 2**63 - 1, 2**64])
+@pytest.mark.parametrize("becomes_bias", [False, True])
+def test_a_window_without_end(
+    size: int, becomes_bias: bool, request: pytest.FixtureRequest
+) -> None:
+    """As users write "no limit": ``sys.maxsize``, whose sum with a position has 64 bits no more."""
+    if becomes_bias:
+        request.getfixturevalue("made")
+    three, _ = lengths_of(5)
+    ids = torch.arange(12) % 2
+    results = []
+    for sides in ((size, 1), (-1, 1), (1, size), (1, -1)):
+        mask = qa.Mask(window=sides, documents=ids)
+        results.append(qa.attention(*three, attn_mask=mask))
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[2], results[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32], ids=str)
+def test_numbers_of_any_integer_dtype(dtype: torch.dtype, made: list[torch.Tensor]) -> None:
+    three, mask = lengths_of(5)
+    assert mask.key_lengths is not None
+    ids = torch.arange(12) // 5
+    for narrow, wide in (
+        (qa.Mask(key_lengths=mask.key_lengths.to(dtype)), mask),
+        (qa.Mask(documents=(ids.to(dtype), ids)), qa.Mask(documents=ids)),
+    ):
+        narrow_out, wide_out = (qa.attention(*three, attn_mask=m) for m in (narrow, wide))
+        assert torch.equal(narrow_out, wide_out)
+    assert len(made) == 4
+
+
+def test_a_mask_of_calls_with_other_sizes_chooses_kernels_for_each() -> None:
+    """A kernel by blocks that was chosen for a call without gradients may refuse one with them."""
+    mask = qa.Mask(key_lengths=torch.tensor([3, 300, 20, 100]))
+    device = torch.device("cuda", 0)
+    for head_dim, needs_grad in ((64, False), (512, False), (512, True)):
+        shape = replace(
+            shape_of((4,), 8, 8, 300, 300),
+            head_dim=head_dim,
+            value_dim=head_dim,
+            dtype=torch.float32,
+        )
+        _, kernel = kernel_for_mask(mask, "auto", shape, device, needs_grad=needs_grad, tried=False)
+        by_blocks = kernel._by_blocks()
+        assert by_blocks.refusal(replace(shape, needs_grad=needs_grad)) is None
 
 
 @pytest.mark.parametrize("tokens", [4096, 1 << 15])

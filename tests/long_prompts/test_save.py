@@ -199,3 +199,19 @@ def test_a_folder_of_other_files_is_not_written_to(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"photo\.png"):
         save_layers(tmp_path, layers_of(filled_cache(3)), model="a")
     assert [path.name for path in tmp_path.iterdir()] == ["photo.png"]
+
+
+def test_another_programs_manifest_is_not_written_to(tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text('{"name": "an extension"}')
+    with pytest.raises(FileExistsError, match=r"manifest\.json is not the manifest"):
+        save_layers(tmp_path, layers_of(filled_cache(3)), model="a")
+    assert manifest.read_text() == '{"name": "an extension"}'
+
+
+def test_what_a_kill_left_of_a_manifest_is_no_obstacle(tmp_path: Path) -> None:
+    unfinished = tmp_path / "manifest.json.e24b443c.unfinished"
+    unfinished.touch()
+    save_layers(tmp_path, layers_of(filled_cache(3)), model="a")
+    assert not unfinished.exists()
+    assert load_layers(tmp_path, model="a")

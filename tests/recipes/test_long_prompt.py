@@ -217,6 +217,42 @@ def test_calls_with_gradients_and_without_a_cache_run_as_before() -> None:
         torch.testing.assert_close(weight.grad, plain_weight.grad)
 
 
+def test_a_prompt_that_fails_leaves_an_empty_cache() -> None:
+    """Half of the layers would have its tokens, and the next token would be wrong."""
+    model = new_model("llama", {})
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    cache = long_prompt(model, tile=TILE, progress=interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(prompt(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}
+
+
+def test_gradients_of_tokens_in_the_cache_are_refused() -> None:
+    """The cache keeps none, so those of the weights would be wrong."""
+    model = new_model("llama", {})
+    cache = long_prompt(model, tile=TILE)
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+    with pytest.raises(NotImplementedError, match=r"torch\.no_grad\(\)"):
+        model(prompt(), past_key_values=cache)
+
+
+def test_labels_beside_a_cache() -> None:
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    long_prompt(model, tile=TILE)
+    losses = []
+    with torch.no_grad():
+        for some_model in (model, plain):
+            new_cache = transformers.DynamicCache(config=model.config)
+            losses.append(some_model(prompt(), past_key_values=new_cache, labels=prompt()).loss)
+    torch.testing.assert_close(*losses)
+
+
 def test_a_saved_prompt_is_continued_another_day(tmp_path: Path) -> None:
     model = new_model("llama", {})
     text = prompt()

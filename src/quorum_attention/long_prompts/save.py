@@ -6,12 +6,14 @@ interrupted leaves the one before, or nothing. Loading maps the files: it reads 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from safetensors.torch import save_file
 
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
-from quorum_attention.writing import open_regular, sync_directory, write_text
+from quorum_attention.writing import UNFINISHED, open_regular, sync_directory, write_text
 
 _MANIFEST = "manifest.json"
 _FORMAT = "quorum-attention cache 1"
@@ -30,6 +32,7 @@ _MAX_MANIFEST_BYTES = 64 << 20
 # The bytes of a file: they are copied once in host memory before they are written.
 _PIECE_BYTES = 256 << 20
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
+_UNFINISHED = re.compile(re.escape(_MANIFEST) + r"\.\w+" + re.escape(UNFINISHED))
 _DATA_FILE = re.compile(r"layer-\d{5}-piece-\d{5}\.safetensors")
 
 
@@ -63,8 +66,43 @@ def save_layers(
         OSError: the files cannot be written. What was saved before is still there.
     """
     target = Path(folder)
+    _check_layers(layers)
     _check_target_folder(target)
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(target):
+        _save_into(target, layers, model)
+
+
+def _check_layers(layers: Sequence[SavedLayer]) -> None:
+    """Refuse layers of which some have more tokens than others.
+
+    Raises:
+        ValueError: they are of a prompt that was not finished.
+    """
+    counts = set()
+    for layer in layers:
+        # Layers that read another layer's tokens have none.
+        if layer.kind == "full" and layer.segments:
+            counts.add(sum(segment.n_tokens for segment in layer.segments))
+    if len(counts) > 1:
+        raise ValueError(
+            f"layers must have the same number of tokens, got {min(counts)} to {max(counts)}: a "
+            "prompt was not finished; reset() the cache"
+        )
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Let one process at a time save into a folder."""
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _save_into(target: Path, layers: Sequence[SavedLayer], model: str) -> None:
     save_id = secrets.token_hex(8)
     data = target / f"data-{save_id}"
     data.mkdir(mode=0o700)
@@ -85,19 +123,37 @@ def _check_target_folder(target: Path) -> None:
     Raises:
         FileExistsError: it holds files, but no cache.
     """
-    if not target.exists() or (target / _MANIFEST).exists():
+    if not target.exists():
+        return
+    manifest = target / _MANIFEST
+    if manifest.exists():
+        try:
+            _read_manifest(manifest)
+        except ValueError:
+            raise FileExistsError(
+                f"{manifest} is not the manifest of a saved cache: name another folder"
+            ) from None
         return
     names = [path.name for path in target.iterdir()]
-    foreign = [name for name in names if not _DATA_FOLDER.fullmatch(name)]
+    foreign = [name for name in names if not _is_ours(name)]
     if foreign:
         raise FileExistsError(f"{target} holds other files, such as {min(foreign)}: name another")
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name is one of data, or of a manifest whose writing was interrupted."""
+    return bool(_DATA_FOLDER.fullmatch(name) or _UNFINISHED.fullmatch(name))
 
 
 def _remove_other_data(target: Path, data: Path) -> None:
     """Remove what earlier saves left, finished or not."""
     for path in target.iterdir():
-        if _DATA_FOLDER.fullmatch(path.name) and path != data and not path.is_symlink():
+        if path == data or path.is_symlink():
+            continue
+        if _DATA_FOLDER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+        elif _UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _save_layer(data: Path, at: int, layer: SavedLayer, save_id: str) -> dict[str, Any]:
@@ -107,7 +163,10 @@ def _save_layer(data: Path, at: int, layer: SavedLayer, save_id: str) -> dict[st
         name = f"layer-{at:05d}-piece-{number:05d}.safetensors"
         path = data / name
         tensors = {"key": piece.key.contiguous().cpu(), "value": piece.value.contiguous().cpu()}
-        save_file(tensors, path, metadata={"save_id": save_id})
+        try:
+            save_file(tensors, path, metadata={"save_id": save_id})
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
         _sync_file(path)
         entries = None if piece.entries is None else list(piece.entries)
         pieces.append({"file": name, "bytes": path.stat().st_size, "entries": entries})

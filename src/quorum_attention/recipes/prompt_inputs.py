@@ -105,7 +105,9 @@ def _is_padding(mask: Any, n_keys: int) -> bool:
 
 def _is_option(name: str, value: Any) -> bool:
     """Whether an argument is the same for each tile, and does not ask for results of layers."""
-    if name in _COLLECTED or name == "labels":
+    if name == "labels":
+        return value is None
+    if name in _COLLECTED:
         return not value
     if name == "return_dict":
         return bool(value)

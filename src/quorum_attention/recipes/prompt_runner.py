@@ -95,8 +95,13 @@ class PromptRunner:
         with progress_bar() as show:
             report = None if self.progress is False else partial(_report, self.progress or show)
             prefill = LayerwisePrefill(layered, inputs, cache, tiles, plan.tile, budget, report)
-            with backend_of(self.device).current(self.device):
-                result = prefill.run()
+            try:
+                with backend_of(self.device).current(self.device):
+                    result = prefill.run()
+            except BaseException:
+                # Some layers have the prompt's tokens, and others have none.
+                cache.reset()
+                raise
         promote = getattr(cache, "promote", None)
         if promote is not None:
             promote(max(0, self.working - _CHUNK_BYTES))

@@ -46,7 +46,16 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values (b, h_kv, n, d), and return all: tensors where they lie in one
-        piece, else tensors that stand for them (``SegmentedTensor``)."""
+        piece, else tensors that stand for them (``SegmentedTensor``).
+
+        Raises:
+            NotImplementedError: keys or values need gradients.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise NotImplementedError(
+                "a PromptCache keeps no gradients of keys and values: call the model under "
+                "torch.no_grad(), or give another cache, such as DynamicCache"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         is_first = self.tokens.n_tokens == 0

@@ -87,13 +87,13 @@ class BlockEvaluator:
         keys = self._keys[columns]
         if not self._geometry.functions:
             return self._kept_pairs(queries, keys)  # our own rules take blocks as they are
-        kept: torch.Tensor = torch.vmap(self._kept_pairs)(queries, keys)
-        return kept
+        is_kept: torch.Tensor = torch.vmap(self._kept_pairs)(queries, keys)
+        return is_kept
 
     def _kept_pairs(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Which pairs are kept of one block (128,) or, without functions, of several."""
-        kept = self._geometry.keeps(Indices(self._entries, self._heads, queries, keys))
-        return kept.expand(*kept.shape[:-4], *self.lanes, BLOCK, BLOCK).contiguous()
+        is_kept = self._geometry.keeps(Indices(self._entries, self._heads, queries, keys))
+        return is_kept.expand(*is_kept.shape[:-4], *self.lanes, BLOCK, BLOCK).contiguous()
 
 
 def _by_blocks(tokens: torch.Tensor) -> torch.Tensor:

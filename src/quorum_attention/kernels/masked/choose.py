@@ -94,18 +94,20 @@ def _kernel_with_bias(
     if shape.dtype in base.scaled_backward:
         # Tasks are scaled if whole calls are.
         choose_base = partial(choose_base, wanted=base)
-    key = id(base), wanted if isinstance(wanted, str) else id(wanted)
+    # The kernel by blocks is chosen for this call's sizes, and one mask serves calls of many.
+    sizes = (shape.dtype, shape.head_dim, shape.value_dim, shape.kv_heads, shape.needs_grad)
+    key = (id(base), wanted if isinstance(wanted, str) else id(wanted), sizes, shape.bias)
     if key not in mask.kernels:
         by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, choose_base))
-        made = BiasedKernel(
+        biased_kernel = BiasedKernel(
             pair_bias,
             shape=mask.shape,
             base=base,
             by_blocks=by_blocks,
             scores=capped(mask.softcap),
         )
-        made.remember_prices()
-        mask.kernels[key] = made
+        biased_kernel.remember_prices()
+        mask.kernels[key] = biased_kernel
     return mask.kernels[key]
 
 

@@ -31,39 +31,39 @@ def geometries(mask: Mask, shape: CallShape, is_causal: bool) -> tuple[Geometry,
         ValueError: a tensor of the mask does not fit the call, by name.
     """
     with no_torch_modes():
-        kept = _geometries_of_fields(mask, shape, is_causal)
+        by_entry = _geometries_of_fields(mask, shape, is_causal)
         if mask.keeps is not None:
-            kept = _intersected(kept, (geometry_of(mask.keeps),))
+            by_entry = _intersected(by_entry, (geometry_of(mask.keeps),))
         for inner in mask.every:
-            kept = _intersected(kept, geometries(inner, shape, False))
+            by_entry = _intersected(by_entry, geometries(inner, shape, False))
         if mask.either:
             alternatives = [geometries(inner, shape, False) for inner in mask.either]
-            kept = _intersected(kept, _united(alternatives))
-    return kept
+            by_entry = _intersected(by_entry, _united(alternatives))
+    return by_entry
 
 
 def _intersected(
     geometries_a: Sequence[Geometry], geometries_b: Sequence[Geometry]
 ) -> tuple[Geometry, ...]:
-    """What two masks keep, entry by entry; the same objects give the same object."""
+    """The pairs that two masks keep, entry by entry; the same objects give the same object."""
     intersect = cache(Geometry.__and__)
     n_entries = max(len(geometries_a), len(geometries_b))
-    kept = list[Geometry]()
+    by_entry: list[Geometry] = []
     for entry in range(n_entries):
         a = geometries_a[entry % len(geometries_a)]
         b = geometries_b[entry % len(geometries_b)]
-        kept.append(intersect(a, b))
-    return tuple(kept)
+        by_entry.append(intersect(a, b))
+    return tuple(by_entry)
 
 
 def _united(alternatives: Sequence[Sequence[Geometry]]) -> tuple[Geometry, ...]:
-    """What at least one of several masks keeps, entry by entry."""
+    """The pairs that at least one of several masks keeps, entry by entry."""
     n_entries = max(map(len, alternatives))
-    kept = list[Geometry]()
+    by_entry: list[Geometry] = []
     for entry in range(n_entries):
-        rule = AnyOf(tuple(one[entry % len(one)] for one in alternatives))
-        kept.append(Geometry(rules=(rule,)))
-    return tuple(kept)
+        rule = AnyOf(tuple(mask[entry % len(mask)] for mask in alternatives))
+        by_entry.append(Geometry(rules=(rule,)))
+    return tuple(by_entry)
 
 
 class _EntryNumbers(NamedTuple):
@@ -117,7 +117,7 @@ def _geometries_of_fields(mask: Mask, shape: CallShape, is_causal: bool) -> tupl
 
 
 def _at_offset(mask: Mask, shape: CallShape, is_causal: bool, offset: int) -> Geometry:
-    """What causal rule, window and chunk keep where all queries stand ``offset`` keys further."""
+    """The pairs of causal rule, window and chunk for queries that stand ``offset`` keys further."""
     band = relative_band(mask).moved(offset)
     if is_causal:
         band = band & Band(None, 0)
@@ -132,14 +132,14 @@ def _at_offset(mask: Mask, shape: CallShape, is_causal: bool, offset: int) -> Ge
 
 
 def _at_offsets(mask: Mask, shape: CallShape, is_causal: bool, numbers: _EntryNumbers) -> Geometry:
-    """What a mask's own fields keep where queries stand at different offsets."""
+    """The pairs that a mask's own fields keep where queries stand at different offsets."""
     by_query, by_key, offsets = numbers
     causal_band = Band(None, 0 if is_causal and shape.n_keys > 1 else None)
-    kept = Geometry(causal_band) & _in_chunk(mask, shape, offsets)
+    in_chunk = Geometry(causal_band) & _in_chunk(mask, shape, offsets)
     band = relative_band(mask)
     if band.keeps_all:
-        return kept & _equal_ids(by_query, by_key)
-    return kept & _equal_ids_in_band(numbers, band)
+        return in_chunk & _equal_ids(by_query, by_key)
+    return in_chunk & _equal_ids_in_band(numbers, band)
 
 
 def _in_chunk(mask: Mask, shape: CallShape, offsets: Ids) -> Geometry:

@@ -226,14 +226,14 @@ class Geometry:
         if not self.functions:  # our own rules broadcast, which takes less time than torch.vmap
             rows = at.queries[..., None, None, :, None]  # (tiles, 1, 1, q, 1)
             columns = at.keys[..., None, None, None, :]  # (tiles, 1, 1, 1, k)
-            kept = mask_mod(at.entries[:1], at.heads[:1], rows, columns)
-            return kept.expand(torch.broadcast_shapes(rows.shape, columns.shape))
-        kept = over_pairs(mask_mod)(at.entries, at.heads, at.queries, at.keys)  # (b, h, q, k)
+            is_kept = mask_mod(at.entries[:1], at.heads[:1], rows, columns)
+            return is_kept.expand(torch.broadcast_shapes(rows.shape, columns.shape))
+        is_kept = over_pairs(mask_mod)(at.entries, at.heads, at.queries, at.keys)  # (b, h, q, k)
         # Where a dimension is expanded, one of its entries is enough.
         for dim in (0, 1):
-            if kept.shape[dim] > 1 and kept.stride(dim) == 0:
-                kept = kept.narrow(dim, 0, 1)
-        return kept
+            if is_kept.shape[dim] > 1 and is_kept.stride(dim) == 0:
+                is_kept = is_kept.narrow(dim, 0, 1)
+        return is_kept
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""

@@ -71,8 +71,10 @@ class MaskedKernel(UserModKernel):
         self.wide_masks = base.wide_masks
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
-        """What computes batch entries of a geometry: tables of blocks know no dropout, nor do
-        those of windows that blocks have of their own."""
+        """The kernel of batch entries of a geometry.
+
+        Tables of blocks know no dropout, nor do those of windows that blocks have of their own.
+        """
         native = self._native.get(geometry)
         if native is None or (drops and (geometry.rules or geometry.has_block_windows)):
             return self._parts[geometry]
@@ -84,8 +86,8 @@ class MaskedKernel(UserModKernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
-        every = Band(None, 0 if is_causal else None).count(0, n_queries, 0, n_keys)
-        share = self._share * n_queries * n_keys / max(1, every)
+        n_pairs = Band(None, 0 if is_causal else None).count(0, n_queries, 0, n_keys)
+        share = self._share * n_queries * n_keys / max(1, n_pairs)
         return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, share))
 
     def scores_of_pairs(self) -> ScoreTransform:
@@ -101,8 +103,8 @@ class MaskedKernel(UserModKernel):
         ]
         if len(parts) == 1:
             return parts[0][1]
-        n_heads = max(kept.shape[1] for _, kept in parts)
-        return torch.cat([kept.expand(n, n_heads, -1, -1) for n, kept in parts])
+        n_heads = max(is_kept.shape[1] for _, is_kept in parts)
+        return torch.cat([is_kept.expand(n, n_heads, -1, -1) for n, is_kept in parts])
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Numbers of heads and entries are needed where the mask may depend on them."""
@@ -134,9 +136,9 @@ class MaskedKernel(UserModKernel):
         factors = scaling.unscale, scaling.overflow
         for at, kernel, part in self._tasks(task):
             unscale, overflow = (None if t is None else _some(t, at) for t in factors)
-            mine = {name: getattr(grads, name)[at] for name in _BY_ENTRY}
-            mine["scaling"] = replace(scaling, unscale=unscale, overflow=overflow)
-            kernel.backward(part, replace(grads, **mine))
+            fields = {name: getattr(grads, name)[at] for name in _BY_ENTRY}
+            fields["scaling"] = replace(scaling, unscale=unscale, overflow=overflow)
+            kernel.backward(part, replace(grads, **fields))
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[slice, Kernel, TaskTensors]]:
         """The task for each run of entries, with numbers of entries that functions know."""
@@ -157,24 +159,27 @@ class MaskedKernel(UserModKernel):
         return kernel.whole_backward(call, saved)
 
     def _whole(self, call: Call) -> tuple[Kernel, Call]:
-        """What runs a whole call, and that call: the native kernel or an operator that takes bands,
-        if it is one call of theirs; else this kernel, as a task."""
+        """The kernel that runs a whole call, and its call.
+
+        That is the native kernel or an operator that takes bands, if it is one call of theirs; else
+        this kernel, as a task.
+        """
         geometry, base = self._distinct[0], self.base
         if self._uniform and not geometry.rules:
             kernel = self._kernel(geometry, drops=call.dropout is not None)
             if kernel is self._native.get(geometry):
                 return kernel, call
             bands = isinstance(base, RectangleKernel) and base.bands and geometry.blocks is None
-            more = call.bias is not None or call.dropout is not None
-            if bands and not more and 0 not in (*call.query.shape[:3], *call.key.shape[2:3]):
+            is_plain = call.bias is None and call.dropout is None
+            if bands and is_plain and 0 not in (*call.query.shape[:3], *call.key.shape[2:3]):
                 return base, replace(call, causal=geometry.band)
         return cast(Kernel, super()), replace(call, causal=False)
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
-        found = [self.geometries[entry % len(self.geometries)] for entry in entries]
+        by_entry = [self.geometries[entry % len(self.geometries)] for entry in entries]
         start = 0
-        for geometry, run in groupby(found):
+        for geometry, run in groupby(by_entry):
             stop = start + len(list(run))
             yield slice(start, stop), geometry
             start = stop
@@ -182,11 +187,11 @@ class MaskedKernel(UserModKernel):
 
 def _verdict(geometries: tuple[Geometry, ...], block: Ranges) -> Verdict:
     """The verdict on a block in all batch entries together."""
-    found = geometries[0].verdict(block)
+    verdict = geometries[0].verdict(block)
     for geometry in geometries[1:]:
-        if found is PARTIAL or geometry.verdict(block) is not found:
+        if verdict is PARTIAL or geometry.verdict(block) is not verdict:
             return PARTIAL
-    return found
+    return verdict
 
 
 def _some(tensor: torch.Tensor, entries: slice) -> torch.Tensor:

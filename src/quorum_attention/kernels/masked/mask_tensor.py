@@ -28,7 +28,7 @@ _WORD_BYTES = 16
 
 @dataclass(frozen=True)
 class MaskTensor:
-    """What a call is given instead of a ``Mask``.
+    """The additive mask that a call is given instead of a ``Mask``.
 
     Attributes:
         bias: 0 where a pair is kept, else -inf, (batch or 1, 1, n_queries or 1, n_keys).
@@ -76,20 +76,20 @@ def short_mask_tensor(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> Mas
         return None
     rules = TokenRules(mask, n_keys, places)
     rules.place_on(query.device)
-    kept = rules.kept(_ALL, _ALL, _ALL, query.device, by_places=has_places)
-    return MaskTensor(_as_bias(kept.unsqueeze(1), query.dtype), is_causal)
+    is_kept = rules.kept(_ALL, _ALL, _ALL, query.device, by_places=has_places)
+    return MaskTensor(_as_bias(is_kept.unsqueeze(1), query.dtype), is_causal)
 
 
-def _as_bias(kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _as_bias(is_kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where a pair is kept, else -inf, in rows that begin at whole words.
 
     Kernels read it as it is, in both passes.
     """
-    *shape, n_keys = kept.shape
+    *shape, n_keys = is_kept.shape
     width = round_up(n_keys, _WORD_BYTES // dtype.itemsize)
-    bias = torch.empty(*shape, width, dtype=dtype, device=kept.device)[..., :n_keys]
-    zero, masked = _bias_values(dtype, kept.device)
-    return torch.where(kept, zero, masked, out=bias)
+    bias = torch.empty(*shape, width, dtype=dtype, device=is_kept.device)[..., :n_keys]
+    zero, masked = _bias_values(dtype, is_kept.device)
+    return torch.where(is_kept, zero, masked, out=bias)
 
 
 @lru_cache(maxsize=64)
@@ -149,8 +149,8 @@ def _lengths_fit(mask: Mask, shape: CallShape) -> bool:
         return True
     if lengths.shape != (shape.batch,):
         return False
-    least, most = torch.stack(lengths.aminmax()).tolist()
-    is_in_range: bool = least >= 0 and most <= shape.n_keys
+    shortest, longest = torch.stack(lengths.to(torch.int64).aminmax()).tolist()
+    is_in_range: bool = shortest >= 0 and longest <= shape.n_keys
     return is_in_range
 
 

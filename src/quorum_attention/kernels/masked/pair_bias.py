@@ -75,11 +75,11 @@ class PairBias:
         return heads * rows * shape.n_keys * shape.bias_dtype.itemsize
 
     def calls(self, shape: CallShape, n_entries: int) -> int:
-        """Into how many calls so many entries are cut."""
+        """The number of calls that so many entries are cut into."""
         if not self.shape(shape.bias).batch:
             return 1
-        most = max(1, _MOST_BYTES // max(1, self.bytes_of_entry(shape)))
-        return ceil_div(n_entries, most)
+        entries_of_a_call = max(1, _MOST_BYTES // max(1, self.bytes_of_entry(shape)))
+        return ceil_div(n_entries, entries_of_a_call)
 
     def entries_of_calls(self, shape: CallShape, n_entries: int) -> list[slice]:
         """The entries of each call: as many in all of them as there can be."""
@@ -90,12 +90,12 @@ class PairBias:
         """The bias of a call, with its own: (b or 1, h or 1, n or 1, m)."""
         query = call.query
         entries = slice(call.first_entry, call.first_entry + query.shape[0])
-        kept = self.rules.kept(entries, _ALL, _ALL, query.device, by_places=not self.is_causal)
-        kept = kept.unsqueeze(1)
+        is_kept = self.rules.kept(entries, _ALL, _ALL, query.device, by_places=not self.is_causal)
+        is_kept = is_kept.unsqueeze(1)
         if call.bias is not None:
-            return torch.where(kept, four_dims(call.bias), -torch.inf)
+            return torch.where(is_kept, four_dims(call.bias), -torch.inf)
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        return torch.where(kept, zero, -torch.inf)
+        return torch.where(is_kept, zero, -torch.inf)
 
     def workspace_bytes(
         self, kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool

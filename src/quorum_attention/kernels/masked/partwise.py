@@ -1,8 +1,9 @@
 """A task under a mask part by part, by a kernel that knows only plain and causal rectangles.
 
-What a mask keeps of a task's rectangles is a short list of parts: plain rectangles, squares whose
-lower or upper triangle is kept, and ragged ones, which are given an additive mask, made for them
-alone. An upper triangle is a causal call with the orders of queries and keys turned round.
+The pairs that a mask keeps of a task's rectangles are a short list of parts: plain rectangles,
+squares whose lower or upper triangle is kept, and ragged ones, which are given an additive mask,
+made for them alone. An upper triangle is a causal call with the orders of queries and keys turned
+round.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ ragged ones."""
 
 
 class PartwiseKernel(Kernel):
-    """See above; for batch entries of one geometry.
+    """Attention under a mask, part by part, for batch entries of one geometry.
 
     Args:
-        base: what computes the parts: an operator, or ``TiledKernel``.
+        base: the kernel that computes the parts: an operator, or ``TiledKernel``.
         scores: the change of scores that ``base`` makes.
     """
 
@@ -88,32 +89,34 @@ class PartwiseKernel(Kernel):
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        most = self._bytes(shape, extent, backward=False)
+        n_bytes = self._bytes(shape, extent, backward=False)
         if extent.direct:
             rows = extent.batch * extent.query_heads * extent.n_tokens
-            most += (
+            n_bytes += (
                 rows * (shape.value_dim + 1) * shape.state_dtype.itemsize
                 + rows * shape.value_dim * 4
             )
-        return most
+        return n_bytes
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        most = self._bytes(shape, extent, backward=True)
+        n_bytes = self._bytes(shape, extent, backward=True)
         rows = extent.batch * extent.query_heads * extent.n_tokens
         if isinstance(self._operator, RectangleKernel):
-            most += rows * 2 * shape.state_dtype.itemsize  # the lse without rows that have no key
+            n_bytes += (
+                rows * 2 * shape.state_dtype.itemsize
+            )  # the lse without rows that have no key
         by_tiles = self._kernel_for(replace(shape, bias=_ragged_mask(shape))) is self._tiles
         if by_tiles and shape.dtype in self._operator.scaled_backward:
-            most += rows * 4 * shape.value_dim  # an upstream gradient that is not scaled
+            n_bytes += rows * 4 * shape.value_dim  # an upstream gradient that is not scaled
         if extent.direct:
             keys = extent.batch * extent.key_heads * extent.n_tokens
             numbers = rows * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
-            most += numbers * (shape.state_dtype.itemsize + 4)
-        return most
+            n_bytes += numbers * (shape.state_dtype.itemsize + 4)
+        return n_bytes
 
     def _bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
-        """Of the calls of plain and causal parts, and of ragged ones with their masks."""
+        """The bytes of calls of plain and causal parts, and of ragged ones with their masks."""
 
         def ask(shape: CallShape, queries: int, keys: int) -> int:
             kernel = self._kernel_for(shape)
@@ -124,12 +127,12 @@ class PartwiseKernel(Kernel):
 
         lanes, key_lanes = extent.batch * extent.query_heads, extent.batch * extent.key_heads
         queries, keys = self._limits((extent.max_queries, extent.max_keys), shape)
-        most = ask(replace(shape, is_causal=True), queries, keys)
+        n_bytes = ask(replace(shape, is_causal=True), queries, keys)
         if isinstance(self._operator, RectangleKernel):
             # Copies of a triangle's rows in the other order.
             copies = lanes * queries * (2 if backward else 1) + key_lanes * keys
-            most += 2 * copies * (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
-            most += 8 * lanes * queries + MERGE_WORKSPACE_BYTES
+            n_bytes += 2 * copies * (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
+            n_bytes += 8 * lanes * queries + MERGE_WORKSPACE_BYTES
         if self._has_ragged:
             rules = self._geometry.rules
             queries = min(BLOCK if rules else _LEAF, queries)
@@ -137,10 +140,10 @@ class PartwiseKernel(Kernel):
             masked = replace(shape, bias=_ragged_mask(shape), is_causal=False)
             pair_bytes = lanes * (2 + 2 * masked.bias_dtype.itemsize) + (64 if rules else 16)
             tests = pair_bytes * queries * keys
-            most = max(most, tests + ask(masked, queries, keys))
+            n_bytes = max(n_bytes, tests + ask(masked, queries, keys))
         if self._geometry.functions:
-            most = max(most, evaluated_bytes(lanes, _EVALUATED_BYTES))
-        return most
+            n_bytes = max(n_bytes, evaluated_bytes(lanes, _EVALUATED_BYTES))
+        return n_bytes
 
     def _limits(self, limits: tuple[int, int], shape: CallShape) -> tuple[int, int]:
         """The most queries and keys of one call: of the largest part, or of parts joined."""
@@ -153,7 +156,7 @@ class PartwiseKernel(Kernel):
         return max(n_queries, joined_queries), max(n_keys, joined_keys)
 
     def _takes_bands(self, shape: CallShape) -> bool:
-        # What drops, and what takes a mask, knows no bands.
+        # Operators with bands neither drop nor take a mask beside them.
         return self._bands is not None and shape.bias is None and not shape.dropout
 
     def _kernel_for(self, shape: CallShape) -> Kernel:
@@ -175,14 +178,15 @@ class PartwiseKernel(Kernel):
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors]]:
         """The parts of the task: for the operator, upper triangles, and ragged ones."""
-        every = tuple(task.rectangles)
-        if not every:
+        rectangles = tuple(task.rectangles)
+        if not rectangles:
             return
         mask = None
-        if task.has_mask(every[0]):
-            mask = replace(_ANY_MASK, wide=task.has_wide_mask(every[0]))
+        if task.has_mask(rectangles[0]):
+            mask = replace(_ANY_MASK, wide=task.has_wide_mask(rectangles[0]))
         call = task.shape(mask)
-        kernel, parts = self._kernel_for(call), self._parts_of(task, every, call)
+        kernel = self._kernel_for(call)
+        parts = self._parts_of(task, rectangles, call)
         limits = task.max_queries, task.max_keys
         if task.max_queries:
             limits = self._limits(limits, call)
@@ -198,12 +202,12 @@ class PartwiseKernel(Kernel):
             yield kernel, replace(inside, rectangles=ragged, bias=masks)
 
     def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], shape: CallShape) -> _Parts:
-        """What the geometry keeps of rectangles; it has the call's own causal rule."""
+        """The parts of rectangles that the geometry keeps; it has the call's own causal rule."""
         geometry, bands = self._geometry, self._takes_bands(shape)
         if geometry.rules:
             key = blocks_key(geometry, task, live)
             return self._known.get(key, lambda: _by_blocks(task, live, geometry))
-        # What computes a whole task takes no triangles off its diagonal.
+        # Kernels that compute a whole task take no triangles off its diagonal.
         triangles = task.dropout is None and isinstance(self._operator, RectangleKernel)
         kinds = {"lower": triangles, "upper": triangles and shape.bias is None}
         key = (task.task, live, *kinds.values(), bands)
@@ -213,7 +217,7 @@ class PartwiseKernel(Kernel):
 def _part_mask(
     geometry: Geometry, task: TaskTensors, known: dict[object, torch.Tensor], r: Rectangle
 ) -> torch.Tensor:
-    """What a geometry masks of a part, with the task's own mask: additive, (b|1, h|1, q, k).
+    """The additive mask of a part, with the task's own mask, (b|1, h|1, q, k).
 
     Args:
         known: the last one, where it is the same for other parts at such a distance and size.
@@ -233,19 +237,19 @@ def _part_mask(
         tested = _tested(rules, task, r)
     if place is not None:
         known[place] = tested
-    given = task.bias(r)
-    return tested if given is None else four_dims(given) + tested
+    bias = task.bias(r)
+    return tested if bias is None else four_dims(bias) + tested
 
 
 def _tested(rules: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        kept = rules.keeps(task.indices(r))
+        is_kept = rules.keeps(task.indices(r))
     zero = torch.zeros((), dtype=task.query.dtype, device=task.query.device)
-    return torch.where(kept, zero, torch.full_like(zero, -torch.inf))
+    return torch.where(is_kept, zero, torch.full_like(zero, -torch.inf))
 
 
 def _by_blocks(task: TaskTensors, rectangles: tuple[Rectangle, ...], geometry: Geometry) -> _Parts:
-    """What a geometry with rules keeps: full blocks, and partial ones side by side as ragged."""
+    """The parts of a geometry with rules: full blocks, and partial ones side by side as ragged."""
     clear = list[Rectangle]()
     ragged = list[Rectangle]()
     region = whole_region(task)
@@ -265,20 +269,25 @@ def _by_bands(
     triangles: dict[str, bool],
     bands: bool,
 ) -> _Parts:
-    """What a geometry without rules keeps; ``triangles`` (of which kind), ``bands``: what calls may
-    be of."""
-    found: dict[str, list[Rectangle]] = {"clear": [], "upper": [], "ragged": []}
+    """The parts of a geometry without rules.
+
+    Args:
+        triangles: whether calls may be of lower and of upper triangles.
+        bands: whether calls may be of bands.
+    """
+    parts: dict[str, list[Rectangle]] = {"clear": [], "upper": [], "ragged": []}
     for r in rectangles:
         for queries, keys, _ in task.task.contiguous(r):
             block = Ranges.from_bounds(*queries[:2], *keys[:2])
-            for whole, band in geometry.parts(block, bands=bands):
-                for part in [whole] if triangles.get(whole.kind, True) else _cut(whole):
+            for kept_part, band in geometry.parts(block, bands=bands):
+                is_taken = triangles.get(kept_part.kind, True)
+                for part in [kept_part] if is_taken else _cut(kept_part):
                     causal: object = part.kind in ("lower", "upper")
                     if part.kind == "band":
                         causal = band.moved(part.query_start - part.key_start)
-                    made = _local(part, queries, keys, causal)
-                    found.get(part.kind, found["clear"]).append(made)
-    return tuple(map(tuple, found.values()))
+                    of_kind = parts.get(part.kind, parts["clear"])
+                    of_kind.append(_local(part, queries, keys, causal))
+    return tuple(map(tuple, parts.values()))
 
 
 def _local(part: BandPart, queries: Rows, keys: Rows, causal: object) -> Rectangle:

@@ -33,7 +33,7 @@ from quorum_attention.kernels.protocol import CallShape, Kernel
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask, map_tensors
 
-# So many calls take the host less than the device.
+# As many calls as take the host less time than the device.
 _FEW_BANDS = 16
 
 
@@ -195,7 +195,7 @@ def _resolutions_of(mask: Mask, shape: CallShape) -> Cache[_Resolution]:
 
 
 def _contents(tensor: torch.Tensor) -> Hashable:
-    """What a tensor holds, as far as it can be told.
+    """A key of the numbers in a tensor, as far as they can be told.
 
     On a GPU that is its version: the host would have to wait for its numbers. torch counts what is
     written, but not through ``.data``, nor by NumPy or another library in memory that it shares. In

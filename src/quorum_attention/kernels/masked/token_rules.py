@@ -16,6 +16,7 @@ from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask
 
 Ids = NDArray[np.int64]
+_FAR = (1 << 63) - 1
 Tokens = torch.Tensor | slice
 """Numbers of batch entries (cells,), or positions (cells, tokens); a slice: those for all cells."""
 _ALL = slice(None)
@@ -63,17 +64,17 @@ class PlaceRule:
         places = self._places(entries, queries)[..., None]  # (cells or 1, queries, 1)
         columns = keys[:, None]  # (cells or 1, 1, keys)
         shape = torch.broadcast_shapes(places.shape, columns.shape)
-        kept = torch.ones(shape, dtype=torch.bool, device=queries.device)
+        is_kept = torch.ones(shape, dtype=torch.bool, device=queries.device)
         if self.band.low is not None:
-            kept &= columns >= places + self.band.low
+            is_kept &= columns >= _moved(places, self.band.low)
         if self.band.high is not None:
-            kept &= columns <= places + self.band.high
+            is_kept &= columns <= _moved(places, self.band.high)
         if self.chunk is not None:
             chunk_of_keys = torch.div(columns, self.chunk, rounding_mode="floor")
-            kept &= chunk_of_keys == torch.div(places, self.chunk, rounding_mode="floor")
+            is_kept &= chunk_of_keys == torch.div(places, self.chunk, rounding_mode="floor")
         if self.is_causal:
-            kept &= columns <= queries[..., None]
-        return kept
+            is_kept &= columns <= queries[..., None]
+        return is_kept
 
     def _places(self, entries: Tokens, queries: torch.Tensor) -> torch.Tensor:
         """The places of queries, (cells or 1, queries)."""
@@ -83,6 +84,17 @@ class PlaceRule:
                 table = torch.from_numpy(np.ascontiguousarray(self.places)).to(device)
             self._on_devices[device] = table
         return _rows_at(self._on_devices[device], entries, queries)
+
+
+def _moved(places: torch.Tensor, bound: int) -> torch.Tensor:
+    """Places plus a bound of a band, as far as both fit into 64 bits.
+
+    Sums beyond all positions stay beyond them: users say "no limit" with numbers such as
+    ``sys.maxsize``.
+    """
+    bound = max(-_FAR, min(bound, _FAR))
+    lowest, highest = (-_FAR - bound, _FAR) if bound < 0 else (-_FAR, _FAR - bound)
+    return places.clamp(lowest, highest) + bound
 
 
 class TokenRules:
@@ -120,28 +132,28 @@ class TokenRules:
             device: where they are.
             by_places: whether the rule of places counts.
         """
-        kept = self._kept_by_tokens(entries, queries, keys, device)
-        if kept is not None and (self.places.keeps_all or not by_places):
-            return kept
+        is_kept = self._kept_by_tokens(entries, queries, keys, device)
+        if is_kept is not None and (self.places.keeps_all or not by_places):
+            return is_kept
         at_queries = _positions(queries, self.places.places.shape[1], device)
         at_keys = _positions(keys, self._n_keys, device)
         kept_by_places = self.places.keeps(entries, at_queries, at_keys)
-        return kept_by_places if kept is None else kept_by_places & kept
+        return kept_by_places if is_kept is None else kept_by_places & is_kept
 
     def _kept_by_tokens(
         self, entries: Tokens, queries: Tokens, keys: Tokens, device: torch.device
     ) -> torch.Tensor | None:
         """Which pairs have equal ids, and a key that is there; None: all."""
         tables = self._tables(device)
-        kept: torch.Tensor | None = None
+        is_kept: torch.Tensor | None = None
         if tables.query_ids is not None and tables.key_ids is not None:
             query_ids = _rows_at(tables.query_ids, entries, queries)
             key_ids = _rows_at(tables.key_ids, entries, keys)
-            kept = query_ids[..., None] == key_ids[:, None]
+            is_kept = query_ids[..., None] == key_ids[:, None]
         if tables.is_there is not None:
             is_there = _rows_at(tables.is_there, entries, keys)[:, None]
-            kept = is_there if kept is None else kept & is_there
-        return kept
+            is_kept = is_there if is_kept is None else is_kept & is_there
+        return is_kept
 
     def place_on(self, device: torch.device) -> None:
         """Copy what the mask says of tokens to a device, unless it is there. No mode of torch may
@@ -181,7 +193,8 @@ def _tables_on(device: torch.device, mask: Mask, n_keys: int) -> _TokenTables:
     is_there: torch.Tensor | None = None
     if mask.key_lengths is not None:
         columns = torch.arange(n_keys, device=device)
-        is_there = columns < mask.key_lengths.to(device)[:, None]
+        lengths = mask.key_lengths.to(device).to(torch.int64)
+        is_there = columns < lengths[:, None]
     if mask.key_padding is not None:
         padding = _with_entries(mask.key_padding, device)
         is_there = padding if is_there is None else is_there & padding
@@ -189,13 +202,15 @@ def _tables_on(device: torch.device, mask: Mask, n_keys: int) -> _TokenTables:
 
 
 def _with_entries(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor (n,) or (batch, n) on a device, with a dimension of entries."""
+    """A tensor (n,) or (batch, n) of numbers or bool on a device, with a dimension of entries."""
     placed = tensor.to(device)
+    if placed.dtype != torch.bool:
+        placed = placed.to(torch.int64)  # torch compares no unsigned numbers with others
     return placed.unsqueeze(0) if placed.dim() == 1 else placed
 
 
 def _rows_at(table: torch.Tensor, entries: Tokens, tokens: Tokens) -> torch.Tensor:
-    """What a table (1 or batch, n) holds of the tokens of cells: (cells or 1, tokens)."""
+    """The values in a table (1 or batch, n) of the tokens of cells: (cells or 1, tokens)."""
     if isinstance(entries, slice):
         rows = table if len(table) == 1 else table[entries]
         if isinstance(tokens, slice):

@@ -37,7 +37,7 @@ class UserModKernel(Kernel):
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> list[torch.Tensor]:
-        """What they return for the first pair of ``at`` and for the last."""
+        """The results of the functions for the first pair of ``at`` and for the last."""
         mods: list[Callable[..., Any]] = list(self.mask_mods)
         if self.score_mod is not None:
             mods.append(partial(self.score_mod, torch.zeros((), device=at.queries.device)))
@@ -55,8 +55,8 @@ def _cap(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A ``ScoreFunction``: scores become ``cap * tanh(score / cap)``, in place."""
     scores.div_(cap).tanh_()
-    found = (scores * scores).neg_().add_(1.0) if derivative else None
-    return scores.mul_(cap), found
+    slope = (scores * scores).neg_().add_(1.0) if derivative else None
+    return scores.mul_(cap), slope
 
 
 def capped(softcap: float | None) -> ScoreTransform:

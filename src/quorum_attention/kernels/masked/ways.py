@@ -21,7 +21,7 @@ _FEW_CALLS = 2
 def fastest_way(
     rules: TokenRules, by_query: Ids, by_key: Ids, shape: CallShape, *, biases: bool
 ) -> PairBias | Packing | None:
-    """What whole calls are run with; None: blocks of neighbouring tokens.
+    """The way in which whole calls are run; None: blocks of neighbouring tokens.
 
     Args:
         by_query, by_key: ids, (1 or batch, n); of keys ``NO_KEY`` in those that no query keeps.
