@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 116,
+    "packed functions": 115,
     "tangled functions": 30,
-    "vague names": 516,
-    "riddles": 103,
+    "vague names": 461,
+    "riddles": 83,
     "tuples assigned to tuples": 192,
     "formatter switched off": 63,
     "class names defined twice": 0,
