@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
-from quorum_attention.bench import child
+from quorum_attention.bench import child, methods
 from quorum_attention.bench.limits import is_limit_error
 from quorum_attention.bench.verification import sampled_errors
 from quorum_attention.cli import main, recover
@@ -96,13 +96,13 @@ def test_whatever_a_limited_process_raises_is_a_verdict(
 ) -> None:
     assert is_limit_error(error) == is_the_limit
 
-    class Fails(child.Method):
-        def forward(self, call: child.CallTensors) -> Any:
+    class Fails(methods.Method):
+        def forward(self, call: methods.CallTensors) -> Any:
             if call.inputs[0].shape[-2] > child.WARM_TOKENS:
                 raise error
             return super().forward(call)
 
-    monkeypatch.setitem(child.METHODS, "sdpa", Fails())
+    monkeypatch.setitem(methods.METHODS, "sdpa", Fails())
     answer = child.measure(spec_for("sdpa", 1 << 30))
     assert answer.status == ("out of memory" if is_the_limit else "failed")
     assert type(error).__name__ in answer.reason
@@ -126,9 +126,9 @@ def test_results_are_right_and_both_methods_get_the_same_inputs(
     one, other = (child._drawn_call(spec, on_device, 0) for on_device in (False, True))
     for mine, its in zip((*one.inputs, one.grad), (*other.inputs, other.grad), strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=0)
-    backward = child.Method.backward
+    backward = methods.Method.backward
     monkeypatch.setattr(
-        child.Method, "backward", lambda *given: [t.mul_(1.1) for t in backward(*given)]
+        methods.Method, "backward", lambda *given: [t.mul_(1.1) for t in backward(*given)]
     )
     errors = child.measure(spec).errors
     assert errors["out"][0] < 1e-5

@@ -47,7 +47,7 @@ from quorum_attention.ray.compute import FarmUnit, chunks_of, quorum, rows_of, t
 def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a unit, after it, and while it writes a state."""
     draw, deaths = random.Random(seed), Counter[Any]()
-    leave = farm_compute.Job.leave
+    leave = farm_compute.FarmPass.leave
 
     def dies(unit: Any) -> bool:
         found = deaths[unit] < 3 and draw.random() < 0.2
@@ -60,7 +60,7 @@ def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             Path(f"{path}.12345678").write_bytes(b"half of it")
         leave(job, unit, chunk, state)
 
-    monkeypatch.setattr(farm_compute.Job, "leave", cut_off)
+    monkeypatch.setattr(farm_compute.FarmPass, "leave", cut_off)
     case = Case(1000 + seed)
     farm = fake_farm(FakeRay(draw, dies), workers=draw.choice([None, 1, 3]))
     case.check(by_farm(case, farm, tmp_path))

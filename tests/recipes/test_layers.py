@@ -287,7 +287,7 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = SimpleNamespace(free_bytes=lambda device: 16 << 30)
     monkeypatch.setattr(checkpoints, "backend_of", lambda device: backend)
     monkeypatch.setattr(checkpoints, "host_room", lambda: 300 << 30)
-    monkeypatch.setattr(checkpoints, "_Copies", lambda device: None)
+    monkeypatch.setattr(checkpoints, "_HostCopies", lambda device: None)
     ours = checkpoints.LayerCheckpoints(tiny("llama"), "auto", shape, training)
     kept: list[int] = []
     monkeypatch.setattr(memory, "shares", lambda *room: (kept.append(room[-1]), (0, 0))[1])
