@@ -64,7 +64,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# What is used by its subpackage's name, as in ``quorum_attention.distributed.attention``.
+# Subpackages that users reach by name, as in ``quorum_attention.distributed.attention``.
 _SUBPACKAGES = ("devices", "distributed", "integrations", "recipes")
 
 

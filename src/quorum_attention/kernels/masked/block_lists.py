@@ -65,7 +65,7 @@ def block_lists(
     ]
     with no_torch_modes():  # because they are cached
         lists = [torch.from_numpy(array) for array in arrays]
-        return [each.pin_memory() for each in lists] if pinned else lists
+        return [tensor.pin_memory() for tensor in lists] if pinned else lists
 
 
 def _split_at_edge(nodes: Nodes) -> tuple[Nodes, Nodes]:
@@ -75,8 +75,8 @@ def _split_at_edge(nodes: Nodes) -> tuple[Nodes, Nodes]:
     right = at.key_stop // BLOCK * BLOCK
     inner = at.nodes(query_stop=bottom, key_stop=right)
     below = at.nodes(query_start=bottom)
-    beside = at.nodes(query_stop=bottom, key_start=right)
-    return without_empty(inner), without_empty(joined([below, beside]))
+    at_right = at.nodes(query_stop=bottom, key_start=right)
+    return without_empty(inner), without_empty(joined([below, at_right]))
 
 
 def _transposed(nodes: Nodes) -> Nodes:

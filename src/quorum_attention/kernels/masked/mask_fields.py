@@ -59,13 +59,13 @@ def fields_key(mask: Mask) -> Hashable:
     )
 
 
-def is_of_tokens(mask: Mask, beside: frozenset[str] = POSITIONS | SCORES) -> bool:
-    """Whether a mask has ids, lengths or padding, and no other fields than those ``beside``.
+def is_of_tokens(mask: Mask, allowed: frozenset[str] = POSITIONS | SCORES) -> bool:
+    """Whether a mask has ids, lengths or padding, and no other fields than those ``allowed``.
 
     The fields that are understood are listed, so that a new one is not ignored.
     """
     names = mask.set_fields().keys()
-    return not names.isdisjoint(TOKENS) and names <= TOKENS | beside
+    return not names.isdisjoint(TOKENS) and names <= TOKENS | allowed
 
 
 def relative_band(mask: Mask) -> Band:

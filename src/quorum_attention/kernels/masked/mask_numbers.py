@@ -124,7 +124,7 @@ def with_offsets(mask: Mask, shape: CallShape) -> Mask:
     changes: dict[str, Any] = {}
     for name in ("either", "every"):
         inner = getattr(mask, name)
-        numbered = tuple(with_offsets(each, shape) for each in inner)
+        numbered = tuple(with_offsets(mask, shape) for mask in inner)
         if any(new is not old for new, old in zip(numbered, inner, strict=True)):
             changes[name] = numbered
     if mask.counts_from_last:
@@ -154,9 +154,9 @@ def _offset_rows(tensor: torch.Tensor, shape: CallShape) -> Ids:
         )
     if not offsets.size:
         return offsets
-    least, most = int(offsets.min()), int(offsets.max())
-    if max(-least, most) > FAR:
-        raise ValueError(f"Mask.offset must be from {-FAR} to {FAR}, got {least} to {most}")
+    smallest, largest = int(offsets.min()), int(offsets.max())
+    if max(-smallest, largest) > FAR:
+        raise ValueError(f"Mask.offset must be from {-FAR} to {FAR}, got {smallest} to {largest}")
     return offsets
 
 

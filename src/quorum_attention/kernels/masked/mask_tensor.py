@@ -104,7 +104,7 @@ def _is_of_tokens_alone(mask: Mask) -> bool:
     """Whether a mask has ids, lengths or padding, and no more than simple positions beside them."""
     if isinstance(mask.offset, torch.Tensor) or mask.counts_from_last:
         return False
-    return is_of_tokens(mask, beside=POSITIONS)
+    return is_of_tokens(mask, allowed=POSITIONS)
 
 
 def _tensors(mask: Mask) -> Iterator[torch.Tensor]:

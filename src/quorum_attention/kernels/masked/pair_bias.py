@@ -60,12 +60,16 @@ class PairBias:
     has_rows: bool
     has_entries: bool
 
-    def shape(self, own: BiasShape | None) -> BiasShape:
-        """The shape of the bias, together with the call's ``own``."""
-        if own is None:
+    def shape(self, call_bias: BiasShape | None) -> BiasShape:
+        """The shape of the bias, together with that of the call."""
+        if call_bias is None:
             return BiasShape(batch=self.has_entries, heads=False, rows=self.has_rows)
-        rows = own.rows or self.has_rows
-        return replace(own, batch=own.batch or self.has_entries, rows=rows, columns=True)
+        return replace(
+            call_bias,
+            batch=call_bias.batch or self.has_entries,
+            rows=call_bias.rows or self.has_rows,
+            columns=True,
+        )
 
     def bytes_of_entry(self, shape: CallShape) -> int:
         """Bytes of the bias of a batch entry, together with the call's own."""
@@ -101,22 +105,22 @@ class PairBias:
         self, kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
         """Upper bound of the device bytes of a whole call that ``kernel`` computes."""
-        own = replace(shape, n_queries=extent.max_queries, n_keys=extent.max_keys)
-        n_entries = ceil_div(extent.batch, self.calls(own, max(1, extent.batch)))
+        largest = replace(shape, n_queries=extent.max_queries, n_keys=extent.max_keys)
+        n_entries = ceil_div(extent.batch, self.calls(largest, max(1, extent.batch)))
         inside = replace(extent, batch=n_entries)
         biased = replace(shape, bias=self.shape(shape.bias), is_causal=self.is_causal)
         ask = kernel.backward_workspace_bytes if backward else kernel.forward_workspace_bytes
-        found: int = ask(biased, inside)
+        n_bytes: int = ask(biased, inside)
         tokens = extent.batch * (extent.max_queries + extent.max_keys)
         tests = n_entries * (extent.max_queries if self.has_rows else 1) * extent.max_keys * 3
-        found += tokens * _TOKEN_BYTES + tests
+        n_bytes += tokens * _TOKEN_BYTES + tests
         if n_entries < extent.batch:
             rows = extent.batch * extent.query_heads * extent.max_queries
             key_rows = extent.batch * extent.key_heads * extent.max_keys
             numbers = rows * (max(shape.head_dim, shape.value_dim) + 1)
             numbers += key_rows * (shape.head_dim + shape.value_dim)
-            found += numbers * max(shape.dtype.itemsize, shape.state_dtype.itemsize)
-        return found
+            n_bytes += numbers * max(shape.dtype.itemsize, shape.state_dtype.itemsize)
+        return n_bytes
 
 
 class BiasedKernel(WholeCallKernel):
@@ -168,7 +172,7 @@ class BiasedKernel(WholeCallKernel):
     def _parts(self, call: Call) -> Iterator[tuple[slice, Call]]:
         """The entries of each kernel call, and the call without the bias of the mask."""
         query, key, value = call.inputs
-        own = None if call.bias is None else _shape_of(four_dims(call.bias), query.dtype)
+        call_bias = None if call.bias is None else _shape_of(four_dims(call.bias), query.dtype)
         shape = CallShape(
             query.device.type,
             query.dtype,
@@ -176,7 +180,7 @@ class BiasedKernel(WholeCallKernel):
             key.shape[1],
             query.shape[3],
             value.shape[3],
-            bias=own,
+            bias=call_bias,
             n_queries=query.shape[2],
             n_keys=key.shape[2],
         )
