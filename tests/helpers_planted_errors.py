@@ -224,6 +224,23 @@ class ReadsAsIfContiguous(WholeTask):
         return super().whole_forward(replace(call, key=key.as_strided(key.shape, strides)))
 
 
+class ReusesItsBuffer(WholeTask):
+    """Takes whole calls, and returns the same memory for each of one dtype."""
+
+    buffer = None
+
+    def takes_whole(self, call, tokens, every):
+        return True
+
+    def whole_forward(self, call):
+        out, lse = super().whole_forward(call)
+        if out.dtype != torch.float16:
+            return out, lse
+        if self.buffer is None or self.buffer.shape != out.shape:
+            self.buffer = torch.empty_like(out)
+        return self.buffer.copy_(out), lse
+
+
 def forget_state(state):
     """What was merged before is lost."""
     if isinstance(state, Statistics):

@@ -11,6 +11,7 @@ from helpers_planted_errors import (
     FUNCTIONS,
     RIGHT,
     SIXTEEN_BITS,
+    ReusesItsBuffer,
     WholeTask,
     gradients,
     plain,
@@ -94,6 +95,14 @@ def test_an_error_is_found_in_other_dtypes(name: str, dtype: torch.dtype) -> Non
     """Limits come from the dtype: noise must not widen its own."""
     found = qa.check_kernel(from_lse_function(FUNCTIONS[name]), dtype=dtype, seed=2, **SMALL)
     assert not found.exact, str(found)
+
+
+def test_a_law_is_tried_in_the_dtype_that_is_asked_for() -> None:
+    """A buffer that is used again in fp16 is no fault of fp32."""
+    found = qa.check_kernel(ReusesItsBuffer(), dtype=HALF, heads=2, other_sizes=False, **SMALL)
+    assert any("out changes in a later call" in sentence for sentence in found.broken), str(found)
+    found = qa.check_kernel(ReusesItsBuffer(), heads=2, other_sizes=False, **SMALL)
+    assert found.exact, str(found)
 
 
 def test_heads_and_entries_are_cut() -> None:

@@ -231,6 +231,29 @@ def test_a_prompt_that_fails_leaves_an_empty_cache() -> None:
     assert {layer.get_seq_length() for layer in cache.layers} == {0}
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_the_same_with_a_cache_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose ``reset`` keeps zeros as tokens in older versions."""
+    layer_class = transformers.cache_utils.DynamicLayer
+    monkeypatch.setattr(layer_class, "reset", transformers.cache_utils.CacheLayerMixin.reset)
+    model = new_model(kind, LAYERED[kind])
+    plain = copy.deepcopy(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    long_prompt(model, tile=TILE, progress=interrupt)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(prompt(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    long_prompt(model, tile=TILE, progress=False)
+    with torch.no_grad():
+        result = model(prompt(), past_key_values=cache)
+        expected = plain(prompt(), past_key_values=transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_tokens_in_the_cache_are_refused() -> None:
     """The cache keeps none, so those of the weights would be wrong."""
     model = new_model("llama", {})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quorum_attention.argument_checks import real_number, shown, switch, whole_number
-from quorum_attention.checking.laws import LAWS
+from quorum_attention.checking.laws import LAWS_IN_THE_DTYPE, LAWS_IN_THE_WIDEST_DTYPE, Law
 from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
 from quorum_attention.checking.rounding import (
     distance,
@@ -121,9 +121,7 @@ def check_kernel(
         for comparison in others:
             check.attempt(comparison.name, partial(check.compare, comparison))
         for call in calls:
-            check.try_laws(call)
-            if other_sizes:
-                check.try_laws(call.with_grouped_heads())
+            check.try_all_laws(call.shortened(_TOKENS_OF_LAWS), groups_heads=other_sizes)
     return check.result
 
 
@@ -257,16 +255,25 @@ class _Check:
         if not all(map(torch.equal, copies, inputs)):
             self.result.broken.append(f"calls write into their inputs, {sizes.kind}")
 
-    def try_laws(self, sizes: CheckSizes) -> None:
-        """Try what holds for every attention, on a short call."""
-        short = sizes.shortened(_TOKENS_OF_LAWS).in_widest_dtype(self.kernel)
-        if self.kernel.refusal(short) is not None:
+    def try_all_laws(self, sizes: CheckSizes, *, groups_heads: bool) -> None:
+        """Try what holds for every attention, on a short call, and with grouped heads too."""
+        self._try_laws(LAWS_IN_THE_DTYPE, sizes)
+        variants = [sizes]
+        if groups_heads and sizes.with_grouped_heads() != sizes:
+            variants.append(sizes.with_grouped_heads())
+        for variant in variants:
+            self._try_laws(LAWS_IN_THE_WIDEST_DTYPE, variant.in_widest_dtype(self.kernel))
+
+    def _try_laws(self, laws: Sequence[Law], sizes: CheckSizes) -> None:
+        if self.kernel.refusal(sizes) is not None:
             return
-        for law in LAWS:
+        for law in laws:
             name = law.__name__.replace("_", " ")
-            sentence = self.attempt(name, partial(law, self.kernel, short, self.seed))
-            sentence = f"{sentence}, {short.kind}" if sentence else ""
-            if sentence and sentence not in self.result.broken:
+            sentence = self.attempt(name, partial(law, self.kernel, sizes, self.seed))
+            if not sentence:
+                continue
+            sentence = f"{sentence}, {sizes.kind}"
+            if sentence not in self.result.broken:
                 self.result.broken.append(sentence)
 
     def attempt(self, name: str, attempt: Callable[[], str | None]) -> str | None:

@@ -55,15 +55,16 @@ def calls_repeat(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     results = run_call(kernel, sizes, inputs)
     copies = {name: result.clone() for name, result in results.items()}
     other_inputs = TrialInputs(*(-2 * tensor for tensor in inputs))
-    other_results = run_call(kernel, sizes, other_inputs)
+    other_out = run_call(kernel, sizes, other_inputs)["out"].clone()
+    for name, copy in copies.items():
+        if not torch.equal(copy.nan_to_num(), results[name].nan_to_num()):
+            return f"{name} changes in a later call"
+    if torch.equal(other_out, copies["out"]):
+        return "two calls with other inputs have the same output"
     repeated = run_call(kernel, sizes, inputs)
     for name, copy in copies.items():
         if not is_repetition(copy, repeated[name], sizes.dtype):
             return f"two calls with the same inputs differ in {name}"
-        if not torch.equal(copy.nan_to_num(), results[name].nan_to_num()):
-            return f"{name} changes in a later call"
-    if torch.equal(other_results["out"], copies["out"]):
-        return "two calls with other inputs have the same output"
     return ""
 
 
@@ -226,8 +227,9 @@ def _largest_share(differences: torch.Tensor, sizes: torch.Tensor) -> float:
     return float(shares.max())
 
 
-LAWS: tuple[Law, ...] = (
-    calls_repeat,
+# Buffers that are used again and sums in another order may be those of one dtype alone.
+LAWS_IN_THE_DTYPE: tuple[Law, ...] = (calls_repeat,)
+LAWS_IN_THE_WIDEST_DTYPE: tuple[Law, ...] = (
     views_give_the_same,
     scale_has_an_effect,
     last_causal_row_sees_all,

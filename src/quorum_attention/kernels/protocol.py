@@ -540,6 +540,16 @@ class Kernel(ABC):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
 
+    def compute_like(self, base: Kernel) -> None:
+        """Take over how ``base`` computes, for a kernel whose calls ``base`` runs."""
+        self.launch_seconds = base.launch_seconds
+        self.rates = base.rates
+        self.scaled_backward = base.scaled_backward
+        self.fp32_products = base.fp32_products
+        self.dropout = base.dropout
+        self.wide_masks = base.wide_masks
+        self.accepts_inf_lse = base.accepts_inf_lse
+
     def with_softcap(self, softcap: float) -> Kernel | None:
         """Return this kernel, with its other options, for scores bounded by a soft cap.
 

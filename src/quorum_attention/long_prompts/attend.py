@@ -18,6 +18,7 @@ import torch
 from quorum_attention.api import attention_with_lse
 from quorum_attention.execution.device.lookup import HOST, on_host
 from quorum_attention.kernels.merge import empty_, merge_
+from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.long_prompts.cores import attend_on_cores
 from quorum_attention.long_prompts.flash_decode import KeysAt, can_decode, decode
@@ -157,9 +158,11 @@ class _RunningStatistics:
     def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uninitialised out and lse."""
         query = self._query
-        dtype = _state_dtype(query)
-        out = query.new_empty((*query.shape[:3], self._value_dim), dtype=dtype)
-        return out, query.new_empty(query.shape[:3], dtype=dtype)
+        rows = query.shape[:3]  # (b, h, r)
+        dtype = state_dtype(query.dtype)
+        out = query.new_empty((*rows, self._value_dim), dtype=dtype)
+        lse = query.new_empty(rows, dtype=dtype)
+        return out, lse
 
 
 def _check(
@@ -432,10 +435,5 @@ def _attend_many(call: _SegmentedCall, piece: Piece) -> tuple[torch.Tensor, torc
         None if is_plain else pairs,
         scale=call.scaling.softmax_scale,
         enable_gqa=True,
-        out_dtype=_state_dtype(call.query),
+        out_dtype=state_dtype(call.query.dtype),
     )
-
-
-def _state_dtype(query: torch.Tensor) -> torch.dtype:
-    """The dtype of statistics: fp32, or fp64 for fp64 queries."""
-    return torch.promote_types(query.dtype, torch.float32)

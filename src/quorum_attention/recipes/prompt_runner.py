@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.integrations.transformers.prompt_cache import remove_tokens
 from quorum_attention.progress import progress_bar
 from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill, joined_results
 from quorum_attention.recipes.prompt_inputs import PromptInputs
@@ -100,7 +101,7 @@ class PromptRunner:
                     result = prefill.run()
             except BaseException:
                 # Some layers have the prompt's tokens, and others have none.
-                cache.reset()
+                remove_tokens(cache.layers)
                 raise
         promote = getattr(cache, "promote", None)
         if promote is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
 
     def _segmented_layers(self) -> list[SegmentedLayer]:
         return [layer for layer in self.layers if isinstance(layer, SegmentedLayer)]
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        remove_tokens(self.layers)
 
     def reserve(self, n_tokens: int) -> None:
         """Say how many tokens the prompt has, so that each layer's lie in one piece.
@@ -221,6 +226,20 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def __str__(self) -> str:
         """Say what lies where, of the model too."""
         return "\n".join([repr(self), *self.notes])
+
+
+def remove_tokens(layers: Iterable[Any]) -> None:
+    """Remove the tokens of a cache's layers.
+
+    ``DynamicLayer.reset`` of older versions of Transformers sets keys and values to 0, and keeps
+    them as tokens.
+    """
+    for layer in layers:
+        if isinstance(layer, DynamicLayer):
+            layer.keys = None
+            layer.values = None
+            layer.is_initialized = False
+        layer.reset()
 
 
 def _new_layer(shared: SharedReader) -> SegmentedLayer:

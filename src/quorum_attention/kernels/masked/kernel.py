@@ -64,11 +64,7 @@ class MaskedKernel(UserModKernel):
         self.whole_tasks = bool(self._native)
         # A task is several calls, though they take no turns on streams.
         self.several_streams = not self._native
-        self.rates = base.rates
-        self.launch_seconds = base.launch_seconds
-        self.scaled_backward, self.fp32_products = base.scaled_backward, base.fp32_products
-        self.dropout, self.accepts_inf_lse = base.dropout, base.accepts_inf_lse
-        self.wide_masks = base.wide_masks
+        self.compute_like(base)
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
         """The kernel of batch entries of a geometry.

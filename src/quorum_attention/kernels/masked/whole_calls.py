@@ -60,13 +60,7 @@ class WholeCallKernel(Kernel):
         self._share = min(1.0, share)
         self.whole_tasks = base.whole_tasks
         self.several_streams = not base.whole_tasks
-        self.rates = base.rates
-        self.launch_seconds = base.launch_seconds
-        self.scaled_backward = base.scaled_backward
-        self.fp32_products = base.fp32_products
-        self.dropout = base.dropout
-        self.accepts_inf_lse = base.accepts_inf_lse
-        self.wide_masks = base.wide_masks
+        self.compute_like(base)
 
     @abstractmethod
     def masked_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
