@@ -12,7 +12,7 @@ from quorum_attention.decomposition.layouts import Pieces
 MIN_SECONDS_TO_SEARCH = 0.02
 # A short call of at most this many bytes is run without asking how much memory is free: asking
 # would take as long as the call.
-MAX_BYTES_UNCHECKED = 256 << 20
+MAX_BYTES_UNCHECKED = 768 << 20
 # The same on a CPU: every machine has this much. (A CPU out of memory may kill the process, from
 # which no plan recovers.)
 MAX_CPU_BYTES_UNCHECKED = 64 << 20
