@@ -16,7 +16,7 @@ FLOORS = (
     ("argument_checks", "arithmetic", "errors", "extras", "keywords", "progress", "threads"),
     ("quorums", "units"),
     ("decomposition", "mask", "writing"),
-    ("kernels", "pictures"),
+    ("kernels", "partition", "pictures"),
     ("execution",),
     ("planner",),
     ("call",),

@@ -18,9 +18,10 @@ import torch
 from helpers_plans import shape_of
 
 from quorum_attention.call.block import CallBlock, WholeCall
-from quorum_attention.devices.partition import Buffers, Sums, is_whole, pairs, partition
+from quorum_attention.devices.partition import is_whole, pairs, partition
 from quorum_attention.devices.report import PoolPass
 from quorum_attention.devices.scheduler import BlockQueue, Coordinator, simulate
+from quorum_attention.devices.sums import Buffers, GradientSums
 from quorum_attention.devices.worker import Answer, Compute, Worker, WorkerPass
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
@@ -277,12 +278,12 @@ def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> No
     homes = partition(call.shape, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
     made: list[tuple[CallBlock, Buffers]] = []
     for block in (block for home in homes for block in home):
-        buffers = Sums(call, key, key).buffers(block)
+        buffers = GradientSums(call, key, key).buffers(block)
         if buffers:
             made.append((block, {n: t.copy_(torch.randn(t.shape)) for n, t in buffers.items()}))
     found = []
     for _ in range(3):
-        sums, grads = Sums(call, key, key), torch.zeros(2, 2, 2, 1000, 4)
+        sums, grads = GradientSums(call, key, key), torch.zeros(2, 2, 2, 1000, 4)
         draw.shuffle(made)
         for one in made:
             sums.add(*one)

@@ -70,6 +70,11 @@ class WholeCall:
         stop = ceil_div(block.heads.stop, share)
         return Interval(first, stop)
 
+    def query_heads(self, key_heads: Interval) -> Interval:
+        """Return the query heads that read key/value heads."""
+        share = self.shape.queries_per_key_head
+        return Interval(key_heads.start * share, key_heads.stop * share)
+
     def cut(self, tensor: torch.Tensor, block: CallBlock, *, of_keys: bool) -> torch.Tensor:
         """Return the block's part of a tensor (*batch_shape, heads, tokens, ...).
 

@@ -27,9 +27,10 @@ from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors, as_mask, as_tensor
 from quorum_attention.devices.buffers import InFile, give_back, share, shared_result
-from quorum_attention.devices.partition import Sums, pieces_of
+from quorum_attention.devices.partition import pieces_of
 from quorum_attention.devices.report import PoolPass, PoolReport, as_one
 from quorum_attention.devices.scheduler import BlockQueue, Coordinator, expected_speed
+from quorum_attention.devices.sums import GradientSums
 from quorum_attention.devices.worker import Worker, WorkerPass, end, pickled, start
 from quorum_attention.execution.device.lookup import (
     available_device,
@@ -417,7 +418,7 @@ class PoolCall:
             )
         }
         bias = tensors.bias if backward_inputs.grad_mask is not False else None
-        sums = Sums(self._whole(request), tensors.key, tensors.value, bias)
+        sums = GradientSums(self._whole(request), tensors.key, tensors.value, bias)
         made = self._run(tensors, request, upstream, wanted, sums)
         if bias is None or sums.bias is None:
             return made
@@ -433,7 +434,7 @@ class PoolCall:
         request: Request,
         upstream: dict[str, torch.Tensor],
         wanted: dict[str, _Wanted],
-        sums: Sums | None = None,
+        sums: GradientSums | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """A pass; its results."""
         if self._process != os.getpid():  # the other process may use that memory again
@@ -509,7 +510,7 @@ class PoolCall:
         }
         alike = self.steady and len({(w.name, budgets[n]) for n, w in here.items()}) == 1
         alike &= all(backend_of(torch.device(w.device)).own_memory for w in here.values())
-        return BlockQueue(shape, speeds, pieces_of(shape, speeds, alike=alike))
+        return BlockQueue(shape, speeds, pieces_of(shape, speeds, uniform_cost=alike))
 
     @contextmanager
     def _reported(self, request: Request, *, backward: bool) -> Iterator[PoolPass]:

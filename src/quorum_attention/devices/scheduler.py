@@ -20,8 +20,9 @@ import torch
 
 from quorum_attention.call.block import CallBlock
 from quorum_attention.devices.buffers import handle_of
-from quorum_attention.devices.partition import Buffers, Sums, pairs, partition, pieces_of
+from quorum_attention.devices.partition import pairs, partition, pieces_of
 from quorum_attention.devices.report import PoolPass, Ran
+from quorum_attention.devices.sums import Buffers, GradientSums
 from quorum_attention.devices.worker import Answer, Compute, Worker, WorkerPass, end, listen
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import backend_of
@@ -126,7 +127,7 @@ class Coordinator:
     schedule: BlockQueue
     budgets: Sequence[int | None]
     report: PoolPass
-    sums: Sums | None = None
+    sums: GradientSums | None = None
     progress: Callable[[int, int, str], None] | None = None
     _began: float = field(default_factory=time.perf_counter)
     _targets: dict[int, Buffers] = field(default_factory=dict)
@@ -268,7 +269,7 @@ def simulate(shape: CallShape, devices: Sequence[tuple[str, float]], seconds: fl
     """
     a_second = shape.batch * shape.heads * shape.pairs / seconds
     speeds = {number: speed * a_second for number, (_, speed) in enumerate(devices)}
-    pieces = pieces_of(shape, speeds, alike=len(set(devices)) == 1)
+    pieces = pieces_of(shape, speeds, uniform_cost=len(set(devices)) == 1)
     schedule = BlockQueue(shape, speeds, pieces)
     report = PoolPass(devices=[name for name, _ in devices], parts=schedule.count)
     ends, now = dict[int, float](), 0.0  # of the orders that run

@@ -24,6 +24,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files.formats import Wanted, create_tensors
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Mask
+from quorum_attention.partition import split_at_multiples
 from quorum_attention.passes.block_call import check_forward, compute_block
 from quorum_attention.passes.decisions import decide_backward, decide_forward
 from quorum_attention.planner.decide import Decision, usable_bytes
@@ -100,17 +101,13 @@ class FileCall:
             heads: key/value heads of each, from ``heads_of_part``.
         """
         shape = self.shape
-        batch, kv_heads, share = shape.batch, shape.kv_heads, shape.queries_per_key_head
-        entries = max(1, heads // max(1, kv_heads))
-        rest = Interval(0, shape.n_queries), Interval(0, shape.n_keys)
+        all_rows = Interval(0, shape.n_queries)
+        all_keys = Interval(0, shape.n_keys)
+        n_entries = max(1, heads // max(1, shape.kv_heads))
         return [
-            CallBlock(
-                Interval(entry, min(entry + entries, batch)),
-                Interval(head * share, min(head + heads, kv_heads) * share),
-                *rest,
-            )
-            for entry in range(0, batch, entries)
-            for head in range(0, kv_heads, heads)
+            CallBlock(entries, self.whole.query_heads(kv_heads), all_rows, all_keys)
+            for entries in split_at_multiples(Interval(0, shape.batch), n_entries)
+            for kv_heads in split_at_multiples(Interval(0, shape.kv_heads), heads)
         ]
 
     def heads_of_part(self, wanted: int) -> int:
