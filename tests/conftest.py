@@ -1,7 +1,7 @@
 """Shared by all tests; its presence puts this directory on the import path, for the helpers.
 
 Every test begins with random numbers of its own, finds NaN in fresh memory, and has to leave
-nothing behind: helpers_uninitialised.py, helpers_leftovers.py.
+nothing behind: helpers/uninitialised.py, helpers/leftovers.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers_controller import check_every_event
-from helpers_leftovers import count_page_locks, left_since, standing
-from helpers_uninitialised import filled
+from helpers.controller import check_every_event
+from helpers.leftovers import count_page_locks, left_since, standing
+from helpers.uninitialised import filled
 
 # Triton decides at its import, and at that of kernels, whether it interprets; without a GPU it has
 # to. Here, before a test that takes the setting away can be the first to import it.
@@ -33,7 +32,6 @@ if not torch.cuda.is_available():
         import triton.language  # noqa: F401
 
 check_every_event()
-_TESTS = Path(__file__).parent
 _SHARED = tempfile.gettempdir()
 # Of this run alone, so that what is left in it was left by this run.
 _FOLDER = tempfile.mkdtemp(prefix="quorum-attention-tests-")
@@ -58,35 +56,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "as_allocated: fresh memory is as the allocator hands it out, not full of NaN"
     )
-    config.addinivalue_line("markers", "slow: left out by `make test` (tests/slow.txt)")
+    config.addinivalue_line("markers", "slow: left out by `make test`")
+    config.addinivalue_line("markers", "slow_but_first: all cases but the first are slow")
     count_page_locks()
-
-
-def slow_tests() -> dict[str, set[str]]:
-    """What tests/slow.txt names: by file below this folder, names of test functions; with [*] at
-    their end where no case of them is quick."""
-    found: dict[str, set[str]] = {}
-    file = ""
-    for line in (_TESTS / "slow.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith(" "):
-            found[file].add(line.strip())
-        elif line and not line.startswith("#"):
-            file = line
-            found[file] = set()
-    return found
 
 
 # Before plugins and -m look at markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    named, begun = slow_tests(), set()
+    """Mark as slow the later cases of tests whose first case alone is quick."""
+    functions_seen: set[str] = set()
     for item in items:
-        names = named.get(item.path.relative_to(_TESTS).as_posix(), set())
-        function = item.nodeid.split("::", 1)[1].partition("[")[0]
-        first = "[" in item.nodeid and (item.path, function) not in begun
-        begun.add((item.path, function))
-        if f"{function}[*]" in names or (function in names and not first):
+        if item.get_closest_marker("slow_but_first") is None:
+            continue
+        function = item.nodeid.partition("[")[0]
+        if function in functions_seen:
             item.add_marker("slow")
+        functions_seen.add(function)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import error
-from helpers_masks import check, dense
-from helpers_plans import shape_of
+from helpers.attention import error
+from helpers.masks import check, dense
+from helpers.plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -131,6 +131,7 @@ def aligned(draw: random.Random, batch: int, n_queries: int, n_keys: int) -> Mas
     return mask
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("first", range(0, 150, 25))
 def test_random_masks_against_float64(first: int) -> None:
     for seed in range(first, first + 25):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, assert_close, exact, inputs
+from helpers.attention import GRADIENT_TOLERANCE, assert_close, exact, inputs
 
 import quorum_attention as qa
 from quorum_attention.execution.report import PassReport

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close, attention, exact, inputs
-from helpers_passes import pass_of
+from helpers.attention import Inputs, assert_close, attention, exact, inputs
+from helpers.passes import pass_of
 
 import quorum_attention as qa
 from quorum_attention.execution.device.mover import Mover
@@ -20,6 +20,7 @@ def leaves(given: Inputs, needed: tuple[bool, bool, bool] = (True, True, True)) 
     return Inputs(*three, given.grad_out)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("levels", [(), (7,)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradcheck(levels: tuple[int, ...], is_causal: bool) -> None:
@@ -155,6 +156,7 @@ def test_a_preallocated_output_overwritten_before_the_backward_is_torchs_error(h
         out.backward(plain.grad_out)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("call", "kv_heads", "value_dim"),
     [({}, 4, 8), ({}, 2, 24), ({"depth": 1}, 2, 8), ({"kernel": "dense"}, 4, 24)],

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_docs import ROOT
+from helpers.docs import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import run
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "arguments",
@@ -62,6 +63,7 @@ def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None
         assert all(s > 0 for s in found["ranks"]["2"]["8192-a-gpu"]["ours"])
 
 
+@pytest.mark.slow
 def test_a_long_step_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_conformance import (
+from helpers.conformance import (
     Case,
     Found,
     by_farm,
@@ -24,9 +24,9 @@ from helpers_conformance import (
     on_one_device,
     wrong_calls,
 )  # fmt: skip
-from helpers_processes import quick_workers
-from helpers_ranks import count_wrong, spawn
-from helpers_ray import FakeRay, fake_farm
+from helpers.processes import quick_workers
+from helpers.ranks import count_wrong, spawn
+from helpers.ray import FakeRay, fake_farm
 
 from quorum_attention.devices import Pool
 
@@ -62,6 +62,7 @@ def wrong(way: str, first: int, count: int) -> int:
         return wrong_calls(in_a_folder, first, count)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_gives_the_textbooks_results(way: str) -> None:
     assert not wrong(way, 0, WAYS[way][1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_first_calls import Watching, setting
+from helpers.first_calls import Watching, setting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +90,7 @@ def both(
     return [out.detach(), *torch.autograd.grad(out, three, grad_out)]
 
 
+@pytest.mark.slow_but_first
 @ON_CPU
 @pytest.mark.parametrize(
     ("dtype", "n"),
@@ -118,6 +119,7 @@ def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
         torch.testing.assert_close(again, planned, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow_but_first
 @ON_CPU
 @pytest.mark.parametrize(
     ("dtype", "n"),

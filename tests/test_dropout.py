@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import assert_close, inputs
-from helpers_masks import exact as textbook
-from helpers_passes import both_passes
+from helpers.attention import assert_close, inputs
+from helpers.masks import exact as textbook
+from helpers.passes import both_passes
 from torch.func import grad, jacrev, vmap
 
 import quorum_attention as qa
@@ -44,6 +44,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_same_pairs_however_a_call_is_cut(kernel: str, cut: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import Inputs, error, exact
-from helpers_entries import masked_call
-from helpers_memory import usage
+from helpers.attention import Inputs, error, exact
+from helpers.entries import masked_call
+from helpers.memory import usage
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient

@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
-import helpers_equations as equations
+import helpers.equations as equations
 import numpy as np
 import pytest
 import torch

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_docs import PAGES, ROOT
+from helpers.docs import PAGES, ROOT
 
 import quorum_attention
 from quorum_attention.extras import install_hint

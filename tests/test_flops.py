@@ -93,6 +93,7 @@ def test_operations_count_for_the_module_that_calls() -> None:
     assert counter.get_flop_counts()["Layer"] == operators
 
 
+@pytest.mark.slow
 def test_operations_of_the_native_kernel() -> None:
     """None of them is an operator of torch's."""
     pytest.importorskip("triton")

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close, error, exact, inputs
-from helpers_kernels import IdleKernel, WatchedKernel
-from helpers_memory import FailingAllocations, usage
-from helpers_passes import both_passes, pass_of, smallest_budget
-from helpers_plans import unpinned
+from helpers.attention import Inputs, assert_close, error, exact, inputs
+from helpers.kernels import IdleKernel, WatchedKernel
+from helpers.memory import FailingAllocations, usage
+from helpers.passes import both_passes, pass_of, smallest_budget
+from helpers.plans import unpinned
 from hypothesis import example, settings
 from hypothesis import given as for_all
 from hypothesis import strategies as st
@@ -38,6 +38,7 @@ both_kernels = pytest.mark.parametrize("kernel", ["cpu", "dense"])
 class TestEveryPairIsComputedExactlyOnce:
     """1: coverage, for any length, mix of levels, layout, depth, causal or not."""
 
+    @pytest.mark.slow
     @settings(max_examples=40, deadline=None)
     @for_all(
         n_queries=st.integers(1, 60),
@@ -101,6 +102,7 @@ class TestTheResultDoesNotDependOnHowItCameAbout:
             other, *_ = self.both(made, kernel, **more)
             assert all(map(torch.equal, first, other)), more
 
+    @pytest.mark.slow_but_first
     @both_kernels
     @pytest.mark.parametrize("n_cap", [1, 2, 3])
     def test_any_order_of_tasks(self, kernel, n_cap, monkeypatch) -> None:
@@ -116,6 +118,7 @@ class TestTheResultDoesNotDependOnHowItCameAbout:
         shuffled, *_ = self.both(made, kernel, n_cap=n_cap)
         assert max(map(error, usual, shuffled)) < 2e-6
 
+    @pytest.mark.slow_but_first
     @both_kernels
     @pytest.mark.parametrize("share", [0.35, 0.7])
     @pytest.mark.parametrize("n_cap", [1, 2])
@@ -142,6 +145,7 @@ class TestTheBudgetIsNeverExceeded:
 
     N = 900
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("mask", MASKS)
     @pytest.mark.parametrize("depth", [0, 1, 2])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -162,6 +166,7 @@ class TestTheBudgetIsNeverExceeded:
         if depth:  # the promise is not an idle one: within a factor of what is taken
             assert done.planned_peak_bytes <= 4 * found.peak + (8 << 20)
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("n_cap", [1, 2, 3])
     @pytest.mark.parametrize("accumulator", ["device", "host"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -181,6 +186,7 @@ class TestTheBudgetIsNeverExceeded:
         call(plan=plan)  # the kernel is tried out once
         assert 0 <= plan.peak_bytes - usage(lambda: call(plan=plan)).peak <= 4096
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("lengths", [(16_384, 64), (64, 16_384)], ids=["queries", "keys"])
     @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
     @both_ways
@@ -201,6 +207,7 @@ class TestTheBudgetIsNeverExceeded:
         mine = sum(t.nbytes for each in more.values() for t in (each if backward else (each,)))
         assert usage(lambda: call(plan=plan, **more)).peak <= plan.peak_bytes - mine
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("depth", [0, 1])
     @pytest.mark.parametrize("what", ["expanded", "wider", "unrounded", "sign", "sign and mask"])
     def test_copies_that_a_call_has_to_make_are_counted(self, depth, what) -> None:
@@ -245,6 +252,7 @@ class TestTheBudgetIsNeverExceeded:
 class TestNothingIsLeftBehind:
     """4: after success or any failure nothing stays allocated, and inputs are untouched."""
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("end", ["success", "pinned", "given up", "other error", "interrupt"])
     @both_ways
     def test_memory_and_inputs(self, end: str, backward: bool) -> None:
@@ -315,6 +323,7 @@ class TestCompletedTasksAreNeverRecomputed:
 
     N = 300
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("n_cap", [1, 3])
     @pytest.mark.parametrize("late", [False, True], ids=["at-once", "half-way"])
     @both_ways
@@ -404,6 +413,7 @@ def assert_between(results: tuple[torch.Tensor, ...], least: Flags, most: Flags,
 class TestNoNonFiniteNumberOfOurOwn:
     """6: NaN and infinity only where the float64 reference has them."""
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("depth", [0, 1, 2])
     @both_kernels
     @pytest.mark.parametrize("kind", ["boolean", "additive", "lowest", "chunks", "huge"])
@@ -449,6 +459,7 @@ class TestNoNonFiniteNumberOfOurOwn:
         tensor[..., row, column] = value
         return made, f"{value} in row {row} of {name}, {n} x {m}"
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("dtype", DTYPES)
     @both_kernels
     @pytest.mark.parametrize("over_inputs", [None, False])
@@ -483,6 +494,7 @@ class TestNoNonFiniteNumberOfOurOwn:
             what = f"seed {seed}, number {number}: {what}, {sizes}, {call}"
             assert_between(results, least(made, kept, scale), most(made, kept, scale), what)
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("dtype", DTYPES)
     @both_kernels
     def test_calls_over_parts_of_the_keys(self, dtype, kernel) -> None:
@@ -507,6 +519,7 @@ class TestNoNonFiniteNumberOfOurOwn:
             what = f"seed {seed}, number {number}: {what}, {cut}"
             assert_between((out, lse, *grads), *bounds, what)
 
+    @pytest.mark.slow_but_first
     @pytest.mark.parametrize("kernel", ["auto", "dense"])
     @pytest.mark.parametrize("content", ["sink", "normal", "spread rows"])
     def test_fp16_gradients_near_the_edges_of_fp16(self, content: str, kernel: str) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import soak
 import torch
-from helpers_leftovers import left_since, standing
-from helpers_processes import quick_workers
-from helpers_uninitialised import nonsense
+from helpers.leftovers import left_since, standing
+from helpers.processes import quick_workers
+from helpers.uninitialised import nonsense
 
 import quorum_attention
 from quorum_attention.devices import Pool

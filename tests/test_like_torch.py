@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_attention import TOLERANCE, Inputs, assert_close, exact, inputs
-from helpers_passes import both_passes, pass_of, smallest_budget
+from helpers.attention import TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers.passes import both_passes, pass_of, smallest_budget
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
@@ -52,12 +52,14 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("shapes", "call"), SHAPES.items(), ids=str)
 def test_dimensions_that_broadcast(shapes, call) -> None:
     """Shapes of the result as torch's; gradients are summed over what was broadcast."""
     check(shapes, **call)
 
 
+@pytest.mark.slow
 def test_dimensions_that_broadcast_in_every_combination() -> None:
     """Every way of leaving out or shrinking a batch dimension or the heads of each input."""
     kinds = [(), (1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3)]

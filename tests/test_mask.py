@@ -12,10 +12,10 @@ from weakref import ref
 
 import pytest
 import torch
-from helpers_attention import assert_close, inputs
-from helpers_masks import check, dense, exact
-from helpers_passes import both_passes, pass_of
-from helpers_plans import shape_of
+from helpers.attention import assert_close, inputs
+from helpers.masks import check, dense, exact
+from helpers.passes import both_passes, pass_of
+from helpers.plans import shape_of
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
 

@@ -8,10 +8,10 @@ from itertools import count as count_from
 
 import pytest
 import torch
-from helpers_attention import assert_close, exact, inputs
-from helpers_memory import FailingAllocations
-from helpers_passes import pass_of
-from helpers_plans import unpinned
+from helpers.attention import assert_close, exact, inputs
+from helpers.memory import FailingAllocations
+from helpers.passes import pass_of
+from helpers.plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.errors import is_out_of_memory
@@ -19,6 +19,7 @@ from quorum_attention.errors import is_out_of_memory
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
     ("levels", "n_cap", "accumulator"),

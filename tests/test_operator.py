@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import assert_close
+from helpers.attention import assert_close
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -74,6 +74,7 @@ def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> to
     return sdpa(q, k, v, enable_gqa=True, **more)
 
 
+@pytest.mark.slow
 def test_options_of_every_kind() -> None:
     report = qa.Report()
 
@@ -176,16 +177,19 @@ CALLS: dict[str, tuple[Function, Function | None]] = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("what", CALLS)
 def test_shapes_and_masks_of_every_kind(what: str) -> None:
     agree(*CALLS[what], (300, 50, 40))
 
 
+@pytest.mark.slow
 def test_sinks_and_bias_and_log_sum_exp_get_their_gradients() -> None:
     double = {"dtype": torch.float64}
     agree(learned, more=lambda n: [torch.randn(4, **double), torch.randn(n, n, **double)])
 
 
+@pytest.mark.slow
 def test_dtypes_are_those_of_where_the_call_stands() -> None:
     def low(*given: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -212,6 +216,7 @@ def _by_nothing(q: torch.Tensor, n: int) -> torch.Tensor:
     return ours(q * n, q, q, qa.Mask(keeps=lambda b, h, i, j: (j < 7) | (j == i)))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("function", [_by_number, _by_tensor, _by_nothing])
 def test_a_function_of_a_mask_that_is_made_in_the_compiled_code(function: Function) -> None:
     """One a call, whose backward comes when all calls are made: as that of layers does."""
@@ -224,6 +229,7 @@ def test_a_function_of_a_mask_that_is_made_in_the_compiled_code(function: Functi
         assert_close(of_found, of_wanted, 1e-12)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("through", [lambda call: call, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "not reentrant"])
 def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(
@@ -248,6 +254,7 @@ def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(
     assert_close(grads_of(through(checked(5)), given), wanted, 1e-10)
 
 
+@pytest.mark.slow
 def test_transformations_inside_of_compiled_code_run_outside_of_its_graph() -> None:
     def gradient(function: Function) -> Function:
         return torch.func.grad(lambda *t: function(*t).square().sum(), (0, 1, 2))
@@ -268,6 +275,7 @@ def test_a_backward_of_a_backward_is_refused_in_compiled_code() -> None:
         torch.autograd.grad(out, q, create_graph=True)[0].sum().backward()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("through", ["eager", "compiled"])
 def test_settings_are_those_of_the_moment_and_go_to_the_backward(through: str) -> None:
     inside, outside = qa.Report(), qa.Report()
@@ -282,6 +290,7 @@ def test_settings_are_those_of_the_moment_and_go_to_the_backward(through: str) -
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1, "no recompilation"
 
 
+@pytest.mark.slow
 def test_a_block_of_settings_inside_of_compiled_code() -> None:
     """The graph breaks around the block, which then runs as it is."""
     report = qa.Report()
@@ -330,6 +339,7 @@ class TwoCalls(torch.nn.Module):
         return ours(q, k, v, is_causal=True) + ours(q, k, v, described, depth=1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_package_of_compiled_code(tmp_path: Path) -> None:
     """AOTInductor's, which passes no empty lists on."""
@@ -342,6 +352,7 @@ def test_a_package_of_compiled_code(tmp_path: Path) -> None:
         assert_close([torch._inductor.aoti_load_package(path)(*given)], [TwoCalls()(*given)], 0.0)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("through", ["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "recompute", "save"])
 def test_checkpoints_of_every_kind(kind: str, through: str) -> None:

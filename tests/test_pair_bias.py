@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_entries import masked_call
-from helpers_memory import usage
-from helpers_plans import shape_of
+from helpers.entries import masked_call
+from helpers.memory import usage
+from helpers.plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention import dispatch

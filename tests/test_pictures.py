@@ -26,6 +26,7 @@ def colours_of(path):
     return {tuple(row) for row in image[::7, ::7, :3].round(2).reshape(-1, 3).tolist()}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("decomposition", "n_queries", "n_keys"),
     [
@@ -43,6 +44,7 @@ def test_coverage_is_drawn(decomposition, n_queries, n_keys, is_causal, tmp_path
     assert min(n_queries, n_keys) < 4_000 or len(colours_of(path)) > 7
 
 
+@pytest.mark.slow
 def test_a_report_is_drawn(tmp_path):
     """One row a pass, wall clock and stages; after a monolithic call, that there are none."""
     pytest.importorskip("matplotlib")

@@ -212,21 +212,6 @@ def test_the_counts_see_what_they_count(tmp_path: Path) -> None:
     assert density > PACKED
 
 
-def test_the_list_of_slow_tests_names_tests_that_there_are() -> None:
-    """The lines of tests/slow.txt; a test that is renamed or gone takes its line with it."""
-    tests, gone = Path(__file__).parent, []
-    file = ""
-    for line in (tests / "slow.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith(" "):
-            name = line.strip().removesuffix("[*]").split("::")[-1]
-            here = (tests / file).exists()
-            if not here or f"def {name}(" not in (tests / file).read_text(encoding="utf-8"):
-                gone.append(f"{file}::{name}")
-        elif line and not line.startswith("#"):
-            file = line
-    assert not gone
-
-
 if __name__ == "__main__":
     everything, nodes_per_line = census()
     for count, found in everything.items():

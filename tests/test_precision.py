@@ -76,6 +76,7 @@ def materialised(*given, **call):
         return sdpa(*given, **call)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("width", [16, 37])
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @pytest.mark.parametrize("kernel", ["auto", "dense", "cpu cut", "dense cut"])
@@ -130,6 +131,7 @@ HOW = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("width", "scale"), [(32, 32**-0.5), (37, 37**-0.5), (64, 0.07)])
 def test_float32_at_scores_of_100(how: str, width: int, scale: float) -> None:

@@ -57,6 +57,7 @@ def order_of(result: torch.Tensor) -> tuple[int, ...]:
     return tuple(order)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("layout", QUERIES)
 @pytest.mark.parametrize("value_dim", [8, 12, 5])
 def test_every_route_has_the_querys_order(layout: str, value_dim: int) -> None:
@@ -76,6 +77,7 @@ def test_every_route_has_the_querys_order(layout: str, value_dim: int) -> None:
             torch.autograd.grad(out.sum(), query)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("layout", "dynamic"), [("token-major", None), ("a part of qkv", True), ("expanded", None)]
 )

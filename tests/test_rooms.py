@@ -90,6 +90,7 @@ def test_imports_only_look_down() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Inside functions neither: what two files share has a file of its own, below both."""
     graph = {

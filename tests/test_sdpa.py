@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
-from helpers_attention import assert_close
-from helpers_processes import run_python
+from helpers.attention import assert_close
+from helpers.processes import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -406,6 +406,7 @@ for need_weights in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_compiled_code() -> None:
     done = run_python(COMPILED)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_late_cuda import stand_in
+from helpers.late_cuda import stand_in
 
 import quorum_attention
 from quorum_attention.bench.limits import PeakMemory

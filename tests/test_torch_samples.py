@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
+from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -92,11 +92,13 @@ def _fused(query, key, value, **call):
 CALLS = ({"depth": 1}, {"kernel": "dense"}, {"budget": "16 MiB"})
 
 
+@pytest.mark.slow
 def test_every_sample_is_torchs(tmp_path: Path) -> None:
     """Shape, dtype, results and gradients (of the mask too), within what the dtype allows, or as
     exact as torch's fused call: as it is, and in one of three other ways in turn."""
-    path, program = tmp_path / "samples.pt", Path(__file__).with_name("helpers_torch_samples.py")
-    subprocess.run([sys.executable, str(program), str(path)], check=True, timeout=120)
+    path = tmp_path / "samples.pt"
+    program = [sys.executable, "-m", "helpers.torch_samples", str(path)]
+    subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=120)
     made: dict[str, list[Any]] = torch.load(path, weights_only=False)
     found = [Sample(*one) for one in made["samples"]]
     assert not made["errors"], "torch has calls that it expects to raise: try them here as well"

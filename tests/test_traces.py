@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_attention import Inputs, attention, inputs
-from helpers_first_calls import MODES, Watching, setting
-from helpers_passes import both_passes, pass_of
-from helpers_plans import passing
-from helpers_processes import run_python
+from helpers.attention import Inputs, attention, inputs
+from helpers.first_calls import MODES, Watching, setting
+from helpers.passes import both_passes, pass_of
+from helpers.plans import passing
+from helpers.processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit.masks import document, sliding_window
@@ -56,8 +56,8 @@ assert report.backward.kernel == kernel, report.backward.kernel
 _CALLS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import helpers_first_calls
-helpers_first_calls.main(*sys.argv[2:4], "cpu", sys.argv[4], 300, 16)
+import helpers.first_calls
+helpers.first_calls.main(*sys.argv[2:4], "cpu", sys.argv[4], 300, 16)
 """
 
 FIRST = {
@@ -135,6 +135,7 @@ def run(code: str, *arguments: object) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("mode", list(FIRST))
 def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: str) -> None:
     run(_BEGIN + textwrap.dedent(FIRST[mode]) + _AFTER)
@@ -148,11 +149,13 @@ MADE_BY = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_first_call_and_the_next_are_right(mode: str) -> None:
     run(_CALLS, Path(__file__).parent, mode, *MADE_BY.get(mode, ("auto", "float32")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here")
 def test_inductor_compiles_a_step_in_one_graph_and_says_nothing() -> None:
     """torch.compile as users call it: the graph that it makes code of, forward and backward, has
@@ -213,6 +216,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("place", PLACES)
 def test_work_goes_where_the_inputs_are_under_any_mode(place: str) -> None:
     """No tensor that is made on the way takes its device, its dtype or its kind from a mode."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import assert_close, inputs
+from helpers.attention import assert_close, inputs
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -196,6 +196,7 @@ DERIVATIVES: dict[str, Callable[[Attention, torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("way", AS_OPERATOR)
 def test_no_operator_drops_a_tangent(way: str, derivative: str) -> None:
@@ -216,12 +217,14 @@ TRACED: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("what", TRACED)
 def test_no_trace_of_a_derivative_drops_a_tangent(what: str) -> None:
     with pytest.raises(NotImplementedError, match=r"forward-mode .* not supported"):
         TRACED[what](three()[0])
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("way", AS_OPERATOR)
 def test_an_open_level_without_tangents_changes_no_operator(way: str) -> None:
     function, t = AS_OPERATOR[way](), three()[0].requires_grad_()
@@ -357,6 +360,7 @@ def _second_causal(batch: object, head: object, query: object, key: object) -> t
     return (batch != 1) | (query >= key)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}], ids=str)
 def test_functions_of_a_mask_know_the_entries_of_their_own_batch(call: dict[str, object]) -> None:
     """Whatever vmap adds to it: the numbers of entries that they get are those of one call."""

@@ -2,7 +2,7 @@
 package; its gradient is that of the mask as it was given.
 
 The equations that results are compared with share nothing with the package
-(helpers_equations.py). Numbers of these masks are so large that the inputs' dtype rounds them by
+(helpers/equations.py). Numbers of these masks are so large that the inputs' dtype rounds them by
 many units: a mask that is rounded anywhere is off by tenths of the largest result.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import helpers_equations as equations
+import helpers.equations as equations
 import pytest
 import torch
-from helpers_attention import error
-from helpers_memory import usage
+from helpers.attention import error
+from helpers.memory import usage
 
 import quorum_attention as qa
 from quorum_attention.kernels.protocol import BiasShape, CallShape, Extent, Kernel, refusal
@@ -144,6 +144,7 @@ def test_in_torchs_place() -> None:
     assert error(out, wanted) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.slow
 def test_native_by_the_interpreter() -> None:
     q, k, v, grad_out = (torch.randn(1, 1, 17, 8).half() for _ in range(4))
     mask = (-3000 - torch.arange(17.0)) + torch.randn(17, 1)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers_processes import until
+from helpers.processes import until
 
 import quorum_attention
 from quorum_attention.bench import child
@@ -60,6 +60,7 @@ def test_a_measurement_in_this_process() -> None:
     assert "CUDA" in found.reason
 
 
+@pytest.mark.slow
 def test_whatever_a_process_does_is_an_answer() -> None:
     found = child.run_child(replace(SPEC, tokens=65_536, limit_bytes=1 << 20))
     assert found.status == OUT_OF_MEMORY, found.reason

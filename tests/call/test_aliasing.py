@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_attention import TOLERANCE, assert_close, exact, inputs
+from helpers.attention import TOLERANCE, assert_close, exact, inputs
 
 import quorum_attention as qa
 from quorum_attention.call.overlap import Mappings, addresses, may_share_memory, overlaps_itself

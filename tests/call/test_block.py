@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import inputs
-from helpers_conformance import NAMES, Case
-from helpers_plans import shape_of
+from helpers.attention import inputs
+from helpers.conformance import NAMES, Case
+from helpers.plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ON_CPU = CallOptions(devices=torch.device("cpu"))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_blocks_together_are_the_call(first: int) -> None:
     """Short random calls, cut anywhere along entries, heads, rows and keys."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import attention
+from helpers.attention import attention
 
 import quorum_attention as qa
 from quorum_attention import Mask

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_generator, inputs
-from helpers_memory import usage
-from helpers_passes import pass_of, smallest_budget
+from helpers.attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_generator, inputs
+from helpers.memory import usage
+from helpers.passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 

@@ -10,8 +10,8 @@ from inspect import signature
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close
-from helpers_passes import both_passes
+from helpers.attention import Inputs, assert_close
+from helpers.passes import both_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_planted_errors import (
+from helpers.planted_errors import (
     FUNCTIONS,
     RIGHT,
     SIXTEEN_BITS,
@@ -26,6 +26,7 @@ WRONG = planted()
 SMALL = {"device": "cpu", "n_tokens": 67, "levels": ((3,),)}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", WRONG)
 def test_a_planted_error_is_found_and_located(name: str) -> None:
     """A law is broken, or a cut differs: then the result, its error and its first rows are said."""
@@ -71,6 +72,7 @@ def drawn(name: str) -> dict[str, Any]:
 HALF, SHORT = torch.float16, torch.bfloat16
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float32) for name in RIGHT),
@@ -83,11 +85,13 @@ def test_a_right_kernel_is_exact(name: str, dtype: torch.dtype) -> None:
     assert all("Error" not in reason for reason in found.skipped), found.skipped
 
 
+@pytest.mark.slow
 def test_kernels_that_take_nothing_wider() -> None:
     found = qa.check_kernel(WholeTask(dtype=HALF), dtype=HALF, **drawn("half"))
     assert found.exact, str(found)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "dtype"), [("noise", HALF), ("noise", torch.float64), ("lse_rounded_to_fp16", SHORT)]
 )
@@ -105,6 +109,7 @@ def test_a_law_is_tried_in_the_dtype_that_is_asked_for() -> None:
     assert found.exact, str(found)
 
 
+@pytest.mark.slow
 def test_heads_and_entries_are_cut() -> None:
     kernel = from_lse_function(FUNCTIONS["local_slopes"])
     found = qa.check_kernel(kernel, is_causal=True, **SMALL)
@@ -117,6 +122,7 @@ def test_heads_and_entries_are_cut() -> None:
     assert "heads 1 at a time" in str(found)
 
 
+@pytest.mark.slow
 def test_a_whole_check_takes_seconds() -> None:
     began = time.process_time()
     found = qa.check_kernel(from_lse_function(plain, backward=gradients), device="cpu")
@@ -131,6 +137,7 @@ def test_a_whole_check_takes_seconds() -> None:
     assert found.to_dict()["verdict"] == found.verdict
 
 
+@pytest.mark.slow
 def test_what_a_kernel_refuses_is_no_error_of_its_own() -> None:
     """No more is said than that it was not tried."""
 

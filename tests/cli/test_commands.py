@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers_docs import QWEN3_8B, my_attention
+from helpers.docs import QWEN3_8B, my_attention
 
 from quorum_attention.cli import doctor, main
 from quorum_attention.cli.plan import devices_of
@@ -106,6 +106,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+@pytest.mark.slow
 def test_check_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["--device", "cpu", "--tokens", "80", "--forward-only"]
     assert main(["check", "my_own_attention:my_attention", *short]) == 0

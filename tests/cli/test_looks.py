@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers_docs import QWEN3_8B
+from helpers.docs import QWEN3_8B
 
 import quorum_attention as qa
 from quorum_attention.bench.measurement import Outcome
@@ -88,6 +88,7 @@ sys.exit(cli.main())
 """
 
 
+@pytest.mark.slow
 def test_what_libraries_say_goes_into_no_result_though_streams_are_closed(tmp_path: Path) -> None:
     for name in "qkv":
         array = np.random.default_rng(ord(name)).standard_normal((1, 2, 40, 8), np.float32)

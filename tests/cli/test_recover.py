@@ -38,6 +38,7 @@ def spec_for(method: str, limit_bytes: int | None) -> child.Spec:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_that_is_named_works_and_both_calls_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +136,7 @@ def test_results_are_right_and_both_methods_get_the_same_inputs(
     assert errors["grad_key"][0] == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_peak_is_counted_from_where_the_limit_is() -> None:
     """So no peak is above its limit, and what comes after has its memory back."""
     done = subprocess.run(

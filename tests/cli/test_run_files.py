@@ -14,7 +14,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from helpers_processes import run_python
+from helpers.processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -118,6 +118,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_readers_that_are_gone_change_neither_work_nor_status(inputs: Path) -> None:
     """``2>&1 | true``: nobody reads the first line, and the result is wanted."""
     output = inputs.parent / "made.safetensors"

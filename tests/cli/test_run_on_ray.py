@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers_ray import FakeRay
+from helpers.ray import FakeRay
 
 import quorum_attention as qa
 from quorum_attention.cli import main

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers_docs import QWEN3_8B, ROOT
-from helpers_terminal import in_a_terminal, seen
+from helpers.docs import QWEN3_8B, ROOT
+from helpers.terminal import in_a_terminal, seen
 
 # One process for all of them: to import torch takes seconds.
 SEVERAL = """
@@ -72,6 +72,7 @@ def check_tables(lines: list[str]) -> None:
     assert {len(line) for line in rows} == {len(lines[head])}, "columns are aligned to the right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_commands_in_a_terminal(columns: int, folder: Path) -> None:
     arguments = ["-c", SEVERAL, *COMMANDS]
@@ -91,6 +92,7 @@ def test_a_bar_takes_no_memory_of_a_limited_process(folder: Path) -> None:
     check_looks(written, seen(written), 80)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("columns", "more"), [(80, []), (120, ["--tokens", "4096"])])
 def test_the_demonstration_in_a_terminal(columns: int, more: list[str], folder: Path) -> None:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers_decomposition import decompositions
+from helpers.decomposition import decompositions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers_decomposition import bits, build_subseq, decompositions, kept_pairs, positions
+from helpers.decomposition import bits, build_subseq, decompositions, kept_pairs, positions
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

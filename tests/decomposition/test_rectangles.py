@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from helpers_decomposition import count_rectangles, decompositions, kept_pairs
+from helpers.decomposition import count_rectangles, decompositions, kept_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_decomposition import bits, decompositions, kept_pairs, positions
+from helpers.decomposition import bits, decompositions, kept_pairs, positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +51,7 @@ def kept(task: Task, pairs: Pairs, mask) -> set[tuple[int, int]]:  # type: ignor
     return set(zip(where[rows].tolist(), where[columns].tolist(), strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     decomposition=decompositions(),

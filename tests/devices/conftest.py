@@ -1,7 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
-from helpers_processes import quick_workers
+from helpers.processes import quick_workers
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_late_cuda import Driver
+from helpers.late_cuda import Driver
 
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.devices.buffers import (

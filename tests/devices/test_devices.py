@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_masks import fifths
-from helpers_plans import shape_of
-from helpers_processes import until
+from helpers.masks import fifths
+from helpers.plans import shape_of
+from helpers.processes import until
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -154,6 +154,7 @@ def test_keys_that_no_row_sees_have_a_gradient_of_zero(pool: Pool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_autocast_and_compile(pool: Pool) -> None:
     q = torch.randn(1, 4, 100, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -163,6 +164,7 @@ def test_autocast_and_compile(pool: Pool) -> None:
     near([compiled(q)], [qa.attention(q * 2, q, q)])
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_the_middle() -> None:
     """Forward and backward: the others share what it was at, and another one joins."""
     tensors = [torch.randn(1, 6, 1500, 16) for _ in range(3)]

@@ -197,6 +197,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_backward_of_a_parents_call_in_a_fork(tmp_path: Path) -> None:
     """Workers of the forked process read its own memory: the parent's may have another call's."""
     (tmp_path / "program.py").write_text(_FORKED_BACKWARD)
@@ -239,6 +240,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_although_a_worker_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_SCRIPT)
     ran = subprocess.run(

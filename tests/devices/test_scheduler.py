@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_plans import shape_of
+from helpers.plans import shape_of
 
 from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.devices.partition import is_whole, pairs, partition

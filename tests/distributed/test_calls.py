@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_masks import exact, off
-from helpers_ranks import compare, inputs_of, random_calls, spawn
+from helpers.masks import exact, off
+from helpers.ranks import compare, inputs_of, random_calls, spawn
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
@@ -39,6 +39,7 @@ def _all_of_it(rank: int) -> None:
             check(rank, groups[2])
 
 
+@pytest.mark.slow
 def test_on_processes(tmp_path: Path) -> None:
     spawn(_all_of_it, 5, tmp_path)
 

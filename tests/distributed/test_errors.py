@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_attention import attention as textbook
-from helpers_ranks import compare, inputs_of, spawn
+from helpers.attention import attention as textbook
+from helpers.ranks import compare, inputs_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
@@ -40,6 +40,7 @@ def _all_of_it(rank: int) -> None:
     _one_fails(rank)
 
 
+@pytest.mark.slow
 def test_on_processes(tmp_path: Path) -> None:
     spawn(_all_of_it, 2, tmp_path)
 

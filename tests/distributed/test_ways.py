@@ -8,8 +8,8 @@ from itertools import accumulate, chain, product
 import numpy as np
 import pytest
 import torch
-from helpers_masks import dense
-from helpers_plans import shape_of
+from helpers.masks import dense
+from helpers.plans import shape_of
 
 from quorum_attention import Mask
 from quorum_attention.distributed.attention import pairs_above
@@ -31,6 +31,7 @@ def sequences(sizes: list[int], heads: int, kv_heads: int, causal: bool) -> Sequ
     return Sequences((0, *accumulate(sizes)), heads, kv_heads, causal)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(30))
 def test_every_pair_is_computed_once(seed: int) -> None:
     draw = random.Random(seed)
@@ -60,6 +61,7 @@ def test_every_pair_is_computed_once(seed: int) -> None:
         assert sum(way.pairs(rank) for rank in range(ranks)) == of.pairs
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_bring_what_blocks_read(seed: int) -> None:
     """Each needed row comes once, from the rank that holds it, and is alone only if it is."""
@@ -111,6 +113,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
         assert quorums(of, ranks).most_received(ELEMENTS) / unit == pytest.approx(moved)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("heads_", [1, 3, 5, 8])
 @pytest.mark.parametrize("causal", [False, True])

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers_docs import QWEN3_8B, ROOT, blocks, commands, my_attention, normal
-from helpers_kernels import taken_as_tried
+from helpers.docs import QWEN3_8B, ROOT, blocks, commands, my_attention, normal
+from helpers.kernels import taken_as_tried
 
 import quorum_attention as qa
 from quorum_attention.bench.experiments import EXPERIMENTS
@@ -58,6 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("text", OURS)
 def test_commands_can_be_given(
     text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -86,6 +87,7 @@ def test_commands_that_have_tests_of_their_own_are_few() -> None:
         assert "--json" in one._option_string_actions, name
 
 
+@pytest.mark.slow
 def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All experiments, in processes of their own."""
     given = [filled(text) for text in OURS if text.startswith("quorum-attention bench")]
@@ -103,6 +105,7 @@ def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert (folder / name).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_calibrate_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +129,7 @@ def test_calibrate_runs(
         calibration.rates_known.cache_clear()
 
 
+@pytest.mark.slow
 def test_make_demo_is_what_the_first_page_shows(capsys: pytest.CaptureFixture[str], folder) -> None:
     (shown,) = [b for b in blocks() if b.page == "index.md" and b.language == "console"]
     command, _, output = shown.text.partition("\n")
@@ -180,6 +184,7 @@ def can_run(source: str) -> bool:
     return not any(x in source for x in needs) or find_spec("transformers") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_run_and_print_what_they_show(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

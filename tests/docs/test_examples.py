@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_docs import ROOT
+from helpers.docs import ROOT
 from safetensors.torch import load_file, save_file
 
 
+@pytest.mark.slow
 def test_quickstart() -> None:
     """As it stands: its sizes and its budget are what it is about."""
     done = subprocess.run(
@@ -35,6 +36,7 @@ def test_quickstart() -> None:
     assert last == "output (1, 8, 4096, 64) gradient of the keys (1, 8, 4096, 64)"
 
 
+@pytest.mark.slow
 def test_long_prompt() -> None:
     """The text is computed once, and each question is answered."""
     done = subprocess.run(
@@ -118,6 +120,7 @@ def losses_in(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
 
 
+@pytest.mark.slow
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what it shipped with, but for its numbers, of a shorter text with a smaller chunk of
     the loss; and in both the step after the change takes much less, and computes the same loss."""
@@ -143,6 +146,7 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ours < 0.6 * plain
 
 
+@pytest.mark.slow
 def test_train_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

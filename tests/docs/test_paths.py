@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers_docs import ROOT
+from helpers.docs import ROOT
 
 PACKAGE = ROOT / "src" / "quorum_attention"
 # Names in backticks that end like a file of this repository.

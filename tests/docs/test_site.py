@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_docs import PAGES, ROOT, built_site
+from helpers.docs import PAGES, ROOT, built_site
 
 import quorum_attention as qa
 from quorum_attention.kernels import registry
@@ -85,6 +85,7 @@ LOADS = (
 )
 
 
+@pytest.mark.slow
 def test_the_site_builds(site: Path) -> None:
     """Strictly: every page is on the menu, every link and anchor leads somewhere."""
     assert (site / "reference" / "calls.html").exists()
@@ -123,6 +124,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 SCRIPT = ROOT / "benchmarks" / "tables.py"
 
 
+@pytest.mark.slow
 def test_the_script_runs_as_it_says() -> None:
     """And the page and README are up to date."""
     done = subprocess.run(
@@ -163,6 +165,7 @@ def examples(name: str, value: Any) -> list[doctest.DocTest]:
 WITH = {name: tests for name, value in public().items() if (tests := examples(name, value))}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", WITH)
 def test_examples_print_what_they_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_browser import Browser, browser, missing
-from helpers_docs import built_site
+from helpers.browser import Browser, browser, missing
+from helpers.docs import built_site
 
 BLOCKS_THAT_ARE_CUT = """
 return [...document.querySelectorAll(".md-typeset pre > code, .md-typeset pre")]
@@ -29,6 +29,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
+@pytest.mark.slow
 def test_the_search_finds_a_word_in_a_page_that_is_a_file(site: Path, window: Browser) -> None:
     window.open((site / "index.html").as_uri())
     window.wait_for("return document.querySelector('.md-search__input') !== null")
@@ -45,6 +46,7 @@ def test_the_search_finds_a_word_in_a_page_that_is_a_file(site: Path, window: Br
     assert all(name.startswith("file:") for name in loaded), loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 500])
 def test_no_block_is_cut(width: int, site: Path, window: Browser) -> None:
     for page in sorted(site.glob("*.html")):
@@ -52,6 +54,7 @@ def test_no_block_is_cut(width: int, site: Path, window: Browser) -> None:
         assert window.run(BLOCKS_THAT_ARE_CUT) == [], page.name
 
 
+@pytest.mark.slow
 def test_a_hundred_columns_are_not_broken(site: Path, window: Browser) -> None:
     """In a window as most have it; ruff holds our own code to a hundred."""
     window.open((site / "commands.html").as_uri())

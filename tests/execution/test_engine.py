@@ -7,10 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, exact, inputs
-from helpers_fake_device import FakeDevice, FakeMover, ignore_events
-from helpers_passes import both_passes, pass_of
-from helpers_plans import unpinned
+from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers.fake_device import FakeDevice, FakeMover, ignore_events
+from helpers.passes import both_passes, pass_of
+from helpers.plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.execution.engine import StoringError
@@ -40,6 +40,7 @@ def both(
         return both_passes(given, each, **CALL, report=report)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("levels", "dtype", "home"),
     [

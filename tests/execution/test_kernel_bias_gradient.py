@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import error
+from helpers.attention import error
 
 import quorum_attention as qa
 from quorum_attention.kernels.cpu import CpuKernel

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close, fresh_generator, inputs
-from helpers_masks import exact
-from helpers_memory import FailingAllocations, usage
-from helpers_passes import pass_of, smallest_budget
+from helpers.attention import Inputs, assert_close, fresh_generator, inputs
+from helpers.masks import exact
+from helpers.memory import FailingAllocations, usage
+from helpers.passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
@@ -76,6 +76,7 @@ TILES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("tile", "causal", "dropout"), TILES, ids=str)
 def test_every_way_to_broadcast_by_every_tile(
     tile: Tile, causal: bool, dropout: Dropout | None, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +101,7 @@ def test_sixteen_bits_lose_nothing_by_the_rounding_of_the_output() -> None:
     assert_close(found, wanted(given, mask), 1e-3)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("mask_sizes", "dtype", "limit"),
     [((2, 8, 300, 400), torch.float32, 4_000_000), ((300, 1), torch.bfloat16, 200_000),

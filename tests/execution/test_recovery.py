@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import helpers_plans
+import helpers.plans
 import pytest
 import torch
-from helpers_attention import assert_close, exact, inputs
-from helpers_fake_device import FakeDevice
-from helpers_kernels import Counted, WatchedKernel
-from helpers_passes import pass_of
+from helpers.attention import assert_close, exact, inputs
+from helpers.fake_device import FakeDevice
+from helpers.kernels import Counted, WatchedKernel
+from helpers.passes import pass_of
 
 import quorum_attention as qa
 
@@ -99,9 +99,9 @@ def test_a_failure_costs_the_group_it_met(route: str, backward: bool) -> None:
         n, kernel=kernel, device="cpu", backward=backward, heads=heads, head_dim=8, tile=16,
         dtype=torch.float32, heads_per_group=1, **ROUTES[route], **call,
     )  # fmt: skip
-    plan = helpers_plans.unpinned(plan)
+    plan = helpers.plans.unpinned(plan)
     if route == "streaming":
-        plan = helpers_plans.passing(plan, 27, 20, kernel=kernel)
+        plan = helpers.plans.passing(plan, 27, 20, kernel=kernel)
     report, wanted = qa.Report(), exact(given, is_causal=True, gradients=True)
     run = pass_of(given, backward, **call)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close, exact, inputs, sink
-from helpers_kernels import Counted
-from helpers_memory import usage
-from helpers_passes import both_passes, pass_of
-from helpers_plans import unpinned
+from helpers.attention import Inputs, assert_close, exact, inputs, sink
+from helpers.kernels import Counted
+from helpers.memory import usage
+from helpers.passes import both_passes, pass_of
+from helpers.plans import unpinned
 
 import quorum_attention as qa
 
@@ -32,6 +32,7 @@ def plan_of(made: Inputs, **more) -> qa.Plan:
     )  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("n_cap", "is_causal", "levels"),
     [(1, False, (7,)), (2, True, (7,)), (2, False, (3,)), (3, True, (3,))],
@@ -68,6 +69,7 @@ def test_a_sum_that_has_to_go_down_two_steps() -> None:
     assert_close(grads[2], reference.grads[2], 1e-3)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, masked: bool) -> None:
@@ -88,6 +90,7 @@ def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, mask
     assert usage(call).peak <= report.backward.planned_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_cap", [1, 2, 3])
 def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
     """Any kernel call may fail, of the first run or a repeat: no partial result remains."""
@@ -117,6 +120,7 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
 # --- Upstream gradients of a wider dtype than the inputs --------------------------------------
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("size", "dtype"), [(1e-12, torch.float64), (1e9, torch.float32)])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])

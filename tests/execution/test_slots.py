@@ -22,6 +22,7 @@ KERNELS = {
 LEVELS = [(), (1,), (3,), (7,), (13,), (1, 1), (3, 3), (3, 7), (7, 3), (7, 7), (3, 3, 3)]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 1200),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import inputs
+from helpers.attention import inputs
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
@@ -83,6 +83,7 @@ def beside_torchs(
     raise AssertionError(f"us of torch, of ours and of the yardstick: {said}")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.as_allocated
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_attention import assert_close, exact, inputs
-from helpers_kernels import WatchedKernel
-from helpers_passes import pass_of
-from helpers_plans import unpinned
-from helpers_score_mods import within
+from helpers.attention import assert_close, exact, inputs
+from helpers.kernels import WatchedKernel
+from helpers.passes import pass_of
+from helpers.plans import unpinned
+from helpers.score_mods import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +57,7 @@ def kept(name: str) -> torch.Tensor:
     return torch.broadcast_to(MASKS[name](0, 0, at[:, None], at), (N, N))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "fails", "backward", "late", "n_cap"),
     [("window", {0, 3, 4}, False, True, 1), ("window", {0, 3, 4}, True, False, 2),
@@ -87,6 +88,7 @@ def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ig
     assert all(kernel.pairs[i, j] == 2 for i, j in pairs)
 
 
+@pytest.mark.slow
 def test_less_is_moved() -> None:
     """Inputs are copied little more than once, not once for each task that holds a chunk."""
     n, heads = 1 << 14, 1
@@ -143,6 +145,7 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
             qa.attention(*made.three, is_causal=True, plan=tight, kernel=kernel)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     window=st.integers(1, 3000),

@@ -121,6 +121,7 @@ def tensors(name: str) -> dict[str, bytes]:
     return {name: t.numpy().tobytes() for name, t in safetensors.torch.load_file(name).items()}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.parametrize("how", ["steps", "random"])
 def test_kills_change_no_bit_and_leave_nothing(folder: Path, how: str) -> None:

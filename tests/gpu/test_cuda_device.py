@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers_attention import Inputs
-from helpers_cuda import both
-from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
-from helpers_processes import until
+from helpers.attention import Inputs
+from helpers.cuda import both
+from helpers.movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
+from helpers.processes import until
 
 from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import host_memory, page_locks

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_masks import off
-from helpers_ranks import HOME, compare, inputs_of, spawn
+from helpers.masks import off
+from helpers.ranks import HOME, compare, inputs_of, spawn
 
 from quorum_attention import distributed as sharded
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import assert_close
+from helpers.attention import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import error
-from helpers_entries import masked_call
+from helpers.attention import error
+from helpers.entries import masked_call
 
 import quorum_attention as qa
 from quorum_attention.kernels.masked import packing, pair_bias, ways

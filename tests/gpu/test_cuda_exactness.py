@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from helpers_attention import Inputs, inputs
-from helpers_cuda import both, errors
-from helpers_fa4 import FA4
+from helpers.attention import Inputs, inputs
+from helpers.cuda import both, errors
+from helpers.fa4 import FA4
 
 import quorum_attention as qa
 from quorum_attention.kernels import CallShape, get_kernel, why_not

@@ -29,8 +29,8 @@ CASES = [
 _RUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import helpers_first_calls
-helpers_first_calls.main(*sys.argv[2:4], "cuda", "float16", 300, 64)
+import helpers.first_calls
+helpers.first_calls.main(*sys.argv[2:4], "cuda", "float16", 300, 64)
 """
 
 

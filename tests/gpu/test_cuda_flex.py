@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_cuda import NAMES
-from helpers_score_mods import cases, random, reference, run
+from helpers.cuda import NAMES
+from helpers.score_mods import cases, random, reference, run
 
 import quorum_attention as qa
 from quorum_attention.execution.routes.blockwise import Blockwise

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import Inputs, exact
-from helpers_cuda import NAMES, both, errors
-from helpers_fa4 import FA4
+from helpers.attention import Inputs, exact
+from helpers.cuda import NAMES, both, errors
+from helpers.fa4 import FA4
 
 import quorum_attention as qa
 from quorum_attention.kernels import CallShape, get_kernel, why_not

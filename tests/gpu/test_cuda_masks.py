@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_masks import RULES, check, few_at_a_time, off, random_mask
+from helpers.masks import RULES, check, few_at_a_time, off, random_mask
 
 import quorum_attention as qa
 from quorum_attention import Mask, dispatch

@@ -7,11 +7,11 @@ import gc
 
 import pytest
 import torch
-from helpers_attention import Inputs, assert_close, exact, inputs
-from helpers_cuda import NAMES, both, errors
-from helpers_fa4 import FA4
-from helpers_memory import FailingAllocations
-from helpers_plans import unpinned
+from helpers.attention import Inputs, assert_close, exact, inputs
+from helpers.cuda import NAMES, both, errors
+from helpers.fa4 import FA4
+from helpers.memory import FailingAllocations
+from helpers.plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention import dispatch

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from helpers_models import (
+from helpers.models import (
     DECODERS,
     ENCODERS,
     assert_logits_and_gradients,

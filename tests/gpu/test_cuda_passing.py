@@ -6,10 +6,10 @@ import gc
 
 import pytest
 import torch
-from helpers_attention import Inputs, exact, inputs, sink
-from helpers_cuda import both, errors
-from helpers_fa4 import FA4
-from helpers_plans import passing
+from helpers.attention import Inputs, exact, inputs, sink
+from helpers.cuda import both, errors
+from helpers.fa4 import FA4
+from helpers.plans import passing
 
 import quorum_attention as qa
 from quorum_attention.execution.device.lookup import BACKENDS

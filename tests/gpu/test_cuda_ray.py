@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_conformance import by_farm
+from helpers.conformance import by_farm
 
 import quorum_attention as qa
 from quorum_attention.devices.report import PoolReport

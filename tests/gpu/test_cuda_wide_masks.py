@@ -6,10 +6,10 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import helpers_equations as equations
+import helpers.equations as equations
 import pytest
 import torch
-from helpers_attention import error
+from helpers.attention import error
 
 import quorum_attention as qa
 

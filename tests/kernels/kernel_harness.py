@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import helpers_attention
+import helpers.attention
 import torch
-from helpers_attention import Inputs, error
+from helpers.attention import Inputs, error
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.kernels import (
@@ -107,7 +107,7 @@ def random_case(
 def exact(case: Case) -> Result:
     """The textbook, in float64, from the inputs as rounded to their dtype."""
     given = Inputs(case.query, case.key, case.value, case.grad_out)
-    found = helpers_attention.exact(
+    found = helpers.attention.exact(
         given, mask=case.mask, is_causal=case.causal, scale=case.scale, gradients=True,
         dropout=case.dropout,
     )  # fmt: skip

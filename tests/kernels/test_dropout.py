@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from helpers_memory import usage
+from helpers.memory import usage
 
 from quorum_attention.decomposition.intervals import Rows
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout, dropped, dropped_bytes, philox

@@ -15,6 +15,7 @@ from quorum_attention.kernels import get_kernel
 CHUNKS = [(), (1,), (3,), (7,), (3, 3), (7, 3), (13,)]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["cpu", "dense"])
 def test_any_call(name: str) -> None:
     """Masks leave rows, and whole rectangles, no key. (On a GPU: test_cuda_exactness.py, and random
@@ -34,6 +35,7 @@ def test_any_call(name: str) -> None:
         assert max(found.values()) < (1e-12 if dtype == torch.float64 else 1e-5), (found, case)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("dtype", "scale"),
     [(torch.float32, 1e-46), (torch.bfloat16, -1e-200), (torch.float16, 1e-44)],
@@ -80,6 +82,7 @@ def masks() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.skipif("cpu" not in qa.kernels(), reason="torch has no such one")
 @pytest.mark.parametrize(("depth", "value"), [(0, math.nan), (1, math.inf)], ids=str)
 @pytest.mark.parametrize("where", ["key", "value", "query"])

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_fa4 import stand_in
-from helpers_masks import check
+from helpers.fa4 import stand_in
+from helpers.masks import check
 
 import quorum_attention as qa
 from quorum_attention import Mask

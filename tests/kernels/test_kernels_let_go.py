@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers_attention import attention, inputs
+from helpers.attention import attention, inputs
 
 import quorum_attention as qa
 from quorum_attention.kernels import CpuKernel, DenseKernel, InnerKernel
@@ -57,6 +57,7 @@ def use(kernel: InnerKernel) -> weakref.ref[torch.Tensor]:
     return weakref.ref(made.query)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", list(KERNELS))
 def test_a_kernel_that_nobody_holds_is_gone(kind: str) -> None:
     kernel = KERNELS[kind]()

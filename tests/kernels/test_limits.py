@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import random
 
-import helpers_attention as textbook
+import helpers.attention as textbook
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, error, exact, inputs
+from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, error, exact, inputs
 
 import quorum_attention as qa
 from quorum_attention.kernels.cudnn import CudnnKernel

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers_attention import softmax
+from helpers.attention import softmax
 
 from quorum_attention.kernels import tensors
 from quorum_attention.kernels.merge import add_, empty_, merge_

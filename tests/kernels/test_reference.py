@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close
-from helpers_memory import usage
+from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from helpers.memory import usage
 from kernel_harness import Case, random_case, run
 
 import quorum_attention as qa
@@ -31,6 +31,7 @@ from quorum_attention.kernels.reference import TiledKernel
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("tile", [None, (200, 16, 7), (60, 5, 3), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("drops", [False, True])
 def test_random_tasks_by_every_tile(
@@ -65,6 +66,7 @@ KERNELS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("kind", KERNELS)
 def test_memory_is_bounded(kind: str, backward: bool) -> None:

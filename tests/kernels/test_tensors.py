@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import torch.distributed.tensor  # looks at cuDNN's operators, which a test replaces
-from helpers_attention import attention, gradients
-from helpers_memory import usage
+from helpers.attention import attention, gradients
+from helpers.memory import usage
 
 from quorum_attention.kernels import cudnn
 from quorum_attention.kernels.cudnn import CudnnKernel

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers_attention import softmax
-from helpers_score_mods import cases, check, random, reference, run
+from helpers.attention import softmax
+from helpers.score_mods import cases, check, random, reference, run
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
@@ -178,6 +178,7 @@ PLANS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "plan"),
     [(name, plan) for i, name in enumerate(CASES) for plan in PLANS[i % 3 :: 3]],
@@ -253,6 +254,7 @@ CUTS = [(48, (), True), (128, (7,), True), (48, (3, 3), False),
         (128, (), False), (48, (7,), False), (128, (3, 3), True)]  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "tile", "levels", "is_causal"),
     [(name, *cut) for i, name in enumerate(MASKS) for cut in CUTS[i % 2 :: 2]],
@@ -347,6 +349,7 @@ def test_what_a_mask_leaves_is_predicted(mask, is_causal: bool) -> None:  # type
     assert abs(share - float(kept.sum() / there.sum())) < 0.03
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_names_the_smallest_of_trimmed_plans() -> None:
     sizes = {"heads": 1, "head_dim": 64, "is_causal": True, "device": "cuda",
              "kernel": from_score_mod(None, sliding_window(512), compiled=True)}  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import attention, fresh_generator
+from helpers.attention import attention, fresh_generator
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Ranges
@@ -24,6 +24,7 @@ def size_of_the_scale(query, key, value, *, is_causal, scale):
     return attention(query, key, value, is_causal=is_causal, scale=abs(scale))
 
 
+@pytest.mark.slow
 def test_a_function_for_scales_above_0_says_so() -> None:
     g = fresh_generator()
     q, k, v = (torch.randn(1, 2, 30, 8, generator=g) for _ in range(3))

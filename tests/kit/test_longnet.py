@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_attention import softmax
-from helpers_score_mods import check, random
+from helpers.attention import softmax
+from helpers.score_mods import check, random
 
 import quorum_attention as qa
 
@@ -26,6 +26,7 @@ def reference(query, key, value, settings, is_causal):
     return softmax(scores.masked_fill(count == 0, -torch.inf), value)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("settings", "levels", "is_causal"),
     [
@@ -44,6 +45,7 @@ def test_against_float64(settings, levels, is_causal) -> None:
     check(kernel, random(300, heads=5, width=8), exact, is_causal, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_full_precision_inside() -> None:
     """With 16-bit tokens a cut call then differs from the uncut one by its final rounding alone."""

@@ -68,6 +68,7 @@ def check(seed: int) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, atol=3 * tolerance, rtol=0)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("first", range(0, 120, 3))
 def test_random_calls_are_the_equations(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of several segments are merged exactly; rows without a key are empty."""

@@ -134,6 +134,7 @@ for number in range(1000):
 """
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(12))
 def test_a_killed_save_leaves_the_old_one(seed: int, tmp_path: Path) -> None:
     """A process that is killed at any moment; the next save removes what it left."""

@@ -128,6 +128,7 @@ def run_history(seed: int, folder: Path) -> None:
     assert all(places.used(place) == 0 for place in Place)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("first", range(0, 2000, 50))
 def test_random_histories_are_those_of_a_plain_cache(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

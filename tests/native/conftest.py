@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_kernels import taken_as_tried
+from helpers.kernels import taken_as_tried
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers_masks import RULES, check, dense, off, random_mask
-from helpers_plans import shape_of
+from helpers.masks import RULES, check, dense, off, random_mask
+from helpers.plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention import Mask

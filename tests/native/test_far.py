@@ -105,6 +105,7 @@ def apart(rows: list[torch.Tensor], stride: int, device: str, file: Path) -> lis
     ]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("stride", [1 << 24, (1 << 26) + 9])
 def test_rows_far_apart(stride: int, tmp_path: Path, device: str) -> None:
     """Rows and heads a long way from each other, as in a slice of a huge tensor."""

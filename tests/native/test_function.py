@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_attention import Exact, fresh_generator
-from helpers_masks import exact
-from helpers_score_mods import check as check_plan
-from helpers_score_mods import reference
+from helpers.attention import Exact, fresh_generator
+from helpers.masks import exact
+from helpers.score_mods import check as check_plan
+from helpers.score_mods import reference
 
 import quorum_attention as qa
 from quorum_attention.kernels.protocol import Call, Saved, whole_task
@@ -93,6 +93,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", OPTIONS)
 def test_against_float64(name: str, device: str) -> None:
     halves = name in ("window", "alibi", "soft cap and causal")
@@ -111,6 +112,7 @@ def bits(kind: str, n: int) -> torch.Tensor:
     }[kind]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "is_causal"),
     [("none", True), ("chunks", False), ("chunks", True), ("random", True), ("mixed", False),
@@ -209,6 +211,7 @@ def test_uncut_gradients_in_fp32_are_not_rounded_to_16_bits(device: str) -> None
         assert not torch.equal(wide, rounded.float())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("options", "levels", "heads_per_group"),
     [
@@ -317,6 +320,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(
     assert not found[~rows].isfinite().any()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_gradient_of_the_lse_by_columns_in_fp16(device: str, size: float, depth: int) -> None:

@@ -50,11 +50,13 @@ def check(device: str, case: Case) -> None:
     assert max(found.values()) < limit, (case, found)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", SMALL)
 def test_small(name: str, device: str) -> None:
     check(device, Case(**{"levels": (3,), **SMALL[name]}))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("part", range(5))
 def test_random_cases(
@@ -92,6 +94,7 @@ def test_wide(head_dim: int, dtype: torch.dtype, causal: bool, device: str, on_g
     check(device, Case(700, dtype=dtype, head_dim=head_dim, causal=causal, tile=128))
 
 
+@pytest.mark.slow
 def test_repeatable_bit_for_bit(device: str, on_gpu: bool) -> None:
     """Also the query's gradient, unlike the vendors'."""
     case = Case(n_queries=2000 if on_gpu else 100, levels=(3,), dtype=half, causal=True)
@@ -100,6 +103,7 @@ def test_repeatable_bit_for_bit(device: str, on_gpu: bool) -> None:
         assert torch.equal(tensor, second[name]), name
 
 
+@pytest.mark.slow
 def test_a_large_table_goes_in_parts(
     device: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_entries import masked_call
-from helpers_masks import RULES, check, few_at_a_time, random_mask
+from helpers.entries import masked_call
+from helpers.masks import RULES, check, few_at_a_time, random_mask
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Rectangle, Span, Task
@@ -19,6 +19,7 @@ from quorum_attention.kernels.masked import packing, ways
 from quorum_attention.kernels.native import NativeKernel
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(9))
 def test_random_masks_against_float64(
     seed: int, device: str, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +97,7 @@ def weights(task: Task, rectangles: tuple[Rectangle, ...], dropout: Dropout, dev
     return out.cpu() != 0
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("starts", "way"),
     [((0, 40), 2), ((10**9, 2 * 10**9), 2), ((3, 50), 1), ((2**31 - 60, 2**31 - 33), 1)],

@@ -25,10 +25,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers_conformance import Case, by_farm, in_files
-from helpers_plans import shape_of
-from helpers_processes import until
-from helpers_ray import FakeRay, fake_farm
+from helpers.conformance import Case, by_farm, in_files
+from helpers.plans import shape_of
+from helpers.processes import until
+from helpers.ray import FakeRay, fake_farm
 
 import quorum_attention as qa
 from quorum_attention.call.options import CallOptions
@@ -43,6 +43,7 @@ from quorum_attention.ray import farm as ray_farm
 from quorum_attention.ray.compute import FarmUnit, chunks_of, quorum, rows_of, tasks
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(6))
 def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a unit, after it, and while it writes a state."""
@@ -345,6 +346,7 @@ def farm() -> Iterator[Farm]:
         wait_for_end(pid for pid, command in workers.items() if "ray" in command)
 
 
+@pytest.mark.slow
 @needs_ray
 def test_as_on_one_device_also_after_an_error(farm: Farm, tmp_path: Path) -> None:
     tensors = {name: torch.randn(1, 2, 50, 8) for name in "qkvo"}
@@ -358,6 +360,7 @@ def test_as_on_one_device_also_after_an_error(farm: Farm, tmp_path: Path) -> Non
         case.check(by_farm(case, farm, tmp_path))
 
 
+@pytest.mark.slow
 @needs_ray
 def test_workers_killed_at_random_moments(farm: Farm, tmp_path: Path) -> None:
     """Others finish what they had not, and nothing is left behind."""
@@ -388,6 +391,7 @@ def test_workers_killed_at_random_moments(farm: Farm, tmp_path: Path) -> None:
     case.check(by_farm(case, farm, tmp_path, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @needs_ray
 def test_a_killed_driver_loses_nothing_but_time(

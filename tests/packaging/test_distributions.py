@@ -62,6 +62,7 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     return target
 
 
+@pytest.mark.slow
 def test_the_wheel_and_the_sdist_have_every_file_of_the_package(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[1]).namelist())
     assert {str(path) for path in OF_THE_PACKAGE} <= names
@@ -76,6 +77,7 @@ def test_the_wheel_and_the_sdist_have_every_file_of_the_package(built: tuple[Pat
     assert built[1].name == f"quorum_attention-{qa.__version__}-py3-none-any.whl"
 
 
+@pytest.mark.slow
 def test_what_is_installed_works(installed: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(

@@ -9,7 +9,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from helpers_processes import run_python
+from helpers.processes import run_python
 
 import quorum_attention as qa
 

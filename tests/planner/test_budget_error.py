@@ -11,9 +11,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
-from helpers_memory import usage
-from helpers_passes import pass_of, smallest_budget
+from helpers.attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers.memory import usage
+from helpers.passes import pass_of, smallest_budget
 
 import quorum_attention as qa
 from quorum_attention.kernels.registry import get_kernel
@@ -22,6 +22,7 @@ from quorum_attention.planner import decide
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("call", "sizes"),
     [
@@ -88,6 +89,7 @@ def test_drawn_calls_of_whole_rows_stay_within_the_smallest_budget(backward: boo
         assert peak <= smallest, (shapes, dtype, call)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(5))
 def test_the_smallest_at_any_length_works_and_nothing_less_does(seed: int) -> None:
     draw = random.Random(f"smallest {seed}")
@@ -146,6 +148,7 @@ def sizes(dtype: torch.dtype) -> dict[str, object]:
     return {"heads": 4, "head_dim": 16, "dtype": dtype, "device": "cpu", "is_causal": True}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("upstream", list(UPSTREAM))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("share", [1.0, 0.0])

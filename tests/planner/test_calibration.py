@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_plans import assumed
+from helpers.plans import assumed
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -47,6 +47,7 @@ def figures(rate: float) -> dict[str, object]:
     return {"flops": {"64": [rate, rate / 2], "128": [2 * rate, rate]}, **common}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_cache")
 def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_ROUNDS", 1)

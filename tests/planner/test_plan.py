@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import inputs
-from helpers_masks import dense
-from helpers_memory import usage
-from helpers_passes import pass_of, smallest_budget
-from helpers_plans import shape_of
+from helpers.attention import inputs
+from helpers.masks import dense
+from helpers.memory import usage
+from helpers.passes import pass_of, smallest_budget
+from helpers.plans import shape_of
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
@@ -142,6 +142,7 @@ def test_another_kernel_where_it_is_clearly_faster() -> None:
     assert tight.predicted_seconds < 0.9 * named.predicted_seconds
 
 
+@pytest.mark.slow
 def test_a_budget_that_only_another_fits() -> None:
     with pytest.raises(qa.BudgetError) as alone:
         planned("1MiB", kernel="cudnn")
@@ -192,6 +193,7 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     assert f"{found.schedule.route.stream(found.shape).n_units:,} time" in found.describe()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "asked",
     [
@@ -250,6 +252,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("mask", "causal", "words"), SHOWN)
 def test_header_and_census_are_about_the_mask(mask: qa.Mask, causal: bool, words: str) -> None:
     """Census: every tile of every task as it is run, pair by pair."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_plans import assumed, shape_of
+from helpers.plans import assumed, shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +50,7 @@ def chosen(
     return choose(case, constraints, MACHINE)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     n=st.integers(1 << 14, 1 << 20),
@@ -89,6 +90,7 @@ CONSTRAINTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("asked", CONSTRAINTS, ids=str)
 @pytest.mark.parametrize("place", [FAR, NEAR], ids=["far", "near"])
 def test_wishes_are_kept(asked: dict[str, Any], place: Placement) -> None:

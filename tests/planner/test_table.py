@@ -62,6 +62,7 @@ def assumed(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     hardware_of.cache_clear()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.usefixtures("assumed")
 @pytest.mark.parametrize("before", LINES)
 def test_a_plan_is_what_it_was(before: str) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from helpers_memory import FailingAllocations
-from helpers_plans import passing, unpinned
+from helpers.memory import FailingAllocations
+from helpers.plans import passing, unpinned
 
 import quorum_attention as qa
 from random_calls.case import Case, Orders

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from helpers_attention import attention, gradients
+from helpers.attention import attention, gradients
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import from_lse_function, from_score_mod, sliding_window

@@ -14,7 +14,7 @@ its own sums of n terms, off by n w at most, are added. An output that was round
 D = rowsum(dO * O) is formed costs more, ``w P |dO|.|O|``, which is not allowed by itself: only as
 far as torch pays it too (``yardstick.py``).
 
-The results themselves are those of ``helpers_equations``, which shares nothing with the package.
+The results themselves are those of ``helpers.equations``, which shares nothing with the package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import helpers_equations as equations
+import helpers.equations as equations
 import torch
 
 from random_calls.case import Case

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_attention import attention, masked
-from helpers_planted_errors import FUNCTIONS, of_gradients, of_results, of_scores
+from helpers.attention import attention, masked
+from helpers.planted_errors import FUNCTIONS, of_gradients, of_results, of_scores
 
 import quorum_attention as qa
 from quorum_attention import dispatch
@@ -54,6 +54,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("change", [*CHANGES, *GRADIENTS])
 def test_an_error_in_a_kernel_is_found(change, monkeypatch) -> None:
     kernel = from_lse_function(CHANGES.get(change, attention), backward=GRADIENTS.get(change))
@@ -133,6 +134,7 @@ def test_harm_around_a_call_is_found(kind, case, harm, monkeypatch) -> None:
     assert any(found.startswith(kind) for found in check(case).kinds)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("dtype", "bits", "first"),
     [("float16", 8, 0), ("bfloat16", 5, 1)],  # in bfloat16 seed 0 shows nothing of it

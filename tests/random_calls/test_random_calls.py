@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_fa4 import FA4
+from helpers.fa4 import FA4
 
 import quorum_attention
 from random_calls.__main__ import rows
@@ -26,6 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFUSALS = ("NotImplementedError: kernel '",)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("first", range(0, CALLS, AT_ONCE))
 def test_calls(first: int) -> None:
     """Right in every element, inputs and other memory untouched, nothing left; or refused."""
@@ -76,6 +77,7 @@ def test_they_are_of_every_kind() -> None:
         assert sum(map(bool, map(kind, cases))) > share * CALLS, name
 
 
+@pytest.mark.slow
 def test_processes_tell_of_each_seed_and_of_those_that_they_died_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from helpers_models import DECODERS, MIXED, SIZES, VOCABULARY, attended, distance, tiny
+from helpers.models import DECODERS, MIXED, SIZES, VOCABULARY, attended, distance, tiny
 
 import quorum_attention as qa
 from quorum_attention.integrations.transformers import register

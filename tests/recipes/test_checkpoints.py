@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
-from helpers_models import VOCABULARY, tiny
+from helpers.models import VOCABULARY, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -295,6 +295,7 @@ def test_they_stay_where_a_trainer_switches_checkpoints_on(calls: list[int]) -> 
 TEXTS = [30, 17, 40, 25, 33, 9, 28, 22]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "asked",
     [
@@ -361,6 +362,7 @@ def _sharded(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_weights_that_two_ranks_share(tmp_path: Path) -> None:
     mp.spawn(_sharded, (str(tmp_path / "store"),), nprocs=2)
 

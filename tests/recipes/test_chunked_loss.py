@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
-from helpers_models import VOCABULARY, tiny
+from helpers.models import VOCABULARY, tiny
 
 from quorum_attention.recipes import chunked_loss, long_context
 from quorum_attention.recipes.chunked_loss import DeferredLogits
@@ -414,6 +414,7 @@ def test_a_trainer_predicts(tmp_path: Any) -> None:
     assert predictions[1].metrics["test_mean"] == pytest.approx(predictions[0].metrics["test_mean"])
 
 
+@pytest.mark.slow
 def test_a_compiled_model_and_a_compiled_reader() -> None:
     """The compiler followed the tensor's own functions until it ran out of stack."""
     plain = tiny("llama").train()

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from helpers_models import VOCABULARY, tiny
+from helpers.models import VOCABULARY, tiny
 
 from quorum_attention.recipes import long_context
 from quorum_attention.recipes.chunked_loss import DeferredLogits

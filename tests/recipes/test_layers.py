@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from helpers_models import SIZES, VOCABULARY, tiny
+from helpers.models import SIZES, VOCABULARY, tiny
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention import autograd

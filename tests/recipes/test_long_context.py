@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from helpers_memory import usage
-from helpers_models import SIZES, VOCABULARY, distance, tiny
+from helpers.memory import usage
+from helpers.models import SIZES, VOCABULARY, distance, tiny
 
 import quorum_attention as qa
 from quorum_attention.execution.report import Report
@@ -49,6 +49,7 @@ def both(model: Any, ids: torch.Tensor, **asked: Any) -> Any:
     return summary
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "phi", "gemma2"])
 def test_loss_and_gradients_are_the_same(kind: str) -> None:
     ids, model = torch.randint(VOCABULARY, (2, 150)), tiny(kind)
@@ -64,6 +65,7 @@ def test_loss_and_gradients_are_the_same(kind: str) -> None:
         assert "tiled MLP" in summary.left_out
 
 
+@pytest.mark.slow
 def test_memory_is_less_and_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wide vocabulary and four layers: logits, then activations, are most of it."""
     monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 2 << 20)
@@ -267,6 +269,7 @@ def test_under_autocast() -> None:
         torch.testing.assert_close(found, plain[0])
 
 
+@pytest.mark.slow
 def test_compiled_calls_with_and_without_labels() -> None:
     """Without labels in one graph; what is compiled for one is not taken for the other."""
     model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from helpers_models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
+from helpers.models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
 
 from quorum_attention.recipes import long_prompt, undo_long_prompt
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, TileSpan, spans_of
@@ -127,6 +127,7 @@ def no_warning_of_chunks(request: pytest.FixtureRequest) -> Any:
         yield
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", LAYERED)
 def test_greedy_tokens_are_the_plain_models(kind: str) -> None:
     model = new_model(kind, LAYERED[kind])
@@ -136,6 +137,7 @@ def test_greedy_tokens_are_the_plain_models(kind: str) -> None:
     assert_same(generated(model, prompt(), past_key_values=cache), expected)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", CHUNKED)
 def test_a_model_without_replaceable_attention_runs_in_chunks(kind: str) -> None:
     model = new_model(kind, CHUNKED[kind])
@@ -145,6 +147,7 @@ def test_a_model_without_replaceable_attention_runs_in_chunks(kind: str) -> None
     assert_same(generated(model, prompt(), past_key_values=cache), expected)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", ["gemma3_text", "llama", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("tile", [13, 66])
 def test_texts_of_a_batch_may_be_padded(kind: str, tile: int) -> None:

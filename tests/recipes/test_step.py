@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_docs import QWEN3_8B
+from helpers.docs import QWEN3_8B
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -57,6 +57,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize("kind", SIZES)
 def test_parameters_are_those_of_the_model(
@@ -118,6 +119,7 @@ def test_what_is_missing_or_senseless_is_named(tmp_path: Path) -> None:
             read_shape(path)
 
 
+@pytest.mark.slow
 def test_all_weights_trained_are_summed_up_over_tiles_in_float32() -> None:
     """Of the MLP of one layer: 3 * 4096 * 12288 numbers, 4 + 4 + 2 bytes; in float32 nothing."""
     sums = []
@@ -133,6 +135,7 @@ def test_all_weights_trained_are_summed_up_over_tiles_in_float32() -> None:
     assert sums == [1440 << 20, 0]
 
 
+@pytest.mark.slow
 def test_every_switch_makes_its_part_smaller_and_no_other() -> None:
     training = Training(262_144, lora=16, budget=5 * GIB)
     plain = step_memory(SHAPE, training)
@@ -148,6 +151,7 @@ def test_every_switch_makes_its_part_smaller_and_no_other() -> None:
     assert 60 * GIB < host - roomy.host_bytes == 139 * GIB - roomy.peak_bytes
 
 
+@pytest.mark.slow
 def test_what_is_switched_on_makes_it_fit() -> None:
     training = Training(262_144, lora=16)
     found, fits = switch_until_it_fits(SHAPE, training, "45GiB")
@@ -174,6 +178,7 @@ def test_the_longest_text_that_fits() -> None:
     assert longest_that_fits(shape, training, "100MiB") == 0
 
 
+@pytest.mark.slow
 def test_a_budget_is_of_one_call_as_the_model_will_give_it() -> None:
     """With the gradients that the call returns, 3 GiB here: what it works in is the rest."""
     on = Training(262_144, lora=16, budget=5 * GIB, on=("quorum attention",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers_controller import History, controller
+from helpers.controller import History, controller
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,6 +59,7 @@ def test_every_transition(made: RecoveryController, memory: bool, change: str, a
         assert f"out of memory in {where}" in (made.given_up or made.history[-1])
 
 
+@pytest.mark.slow
 def test_ten_thousand_histories() -> None:
     """In any order of events every pair is computed exactly once.
 

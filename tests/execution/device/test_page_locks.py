@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_late_cuda import Driver
-from helpers_processes import until
+from helpers.late_cuda import Driver
+from helpers.processes import until
 
 from quorum_attention.execution.device import page_locks
 from quorum_attention.execution.device.page_locks import PAGE_BYTES, Copied, PageLocks

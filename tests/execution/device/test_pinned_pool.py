@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from helpers_fake_device import FakeDevice
-from helpers_late_cuda import Driver
+from helpers.fake_device import FakeDevice
+from helpers.late_cuda import Driver
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device import allocate

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
-from helpers_conformance import in_files
-from helpers_late_cuda import GPU, LateCuda, LateEvent, LateMover, LateStream, stand_in
-from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
-from helpers_passes import both_passes
-from helpers_plans import passing
+from helpers.attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers.conformance import in_files
+from helpers.late_cuda import GPU, LateCuda, LateEvent, LateMover, LateStream, stand_in
+from helpers.movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
+from helpers.passes import both_passes
+from helpers.plans import passing
 
 import quorum_attention as qa
 from quorum_attention.execution.device import cuda_mover, staging
@@ -95,6 +95,7 @@ def grant_few_threads(monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> N
     monkeypatch.setattr(threading.Thread, "start", maybe)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("locked", ["nothing", "some", "no buffers", "few threads"])
 def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> None:
     """Inputs in files mapped to be read, in memory with gaps or odd addresses, overlapping; results

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, exact, inputs, sink
-from helpers_fake_device import FakeDevice
-from helpers_memory import usage
-from helpers_passes import both_passes
-from helpers_plans import passing
+from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, exact, inputs, sink
+from helpers.fake_device import FakeDevice
+from helpers.memory import usage
+from helpers.passes import both_passes
+from helpers.plans import passing
 
 import quorum_attention as qa
 from quorum_attention.decomposition.layouts import Pieces
@@ -36,6 +36,7 @@ def laid_out(pieces: Pieces, n: int, backward: bool, **sizes: Any) -> qa.Plan:
     return replace(plan, schedule=schedule)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("pieces", ["halves", "rows", "blocks"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("causal", "given", "n_keys"), [(False, True, 200), (True, False, 410)])
@@ -57,6 +58,7 @@ def test_results_are_right(pieces, dtype, causal, given, n_keys) -> None:
     assert_close(grads, wanted.grads, GRADIENT_TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_results_works_where_they_are_given() -> None:
     """Results of 8 and 24 MiB, a budget of 7: of which the kernel is reckoned to take 6."""
     made = inputs(4_000, heads=8, head_dim=64)
@@ -115,6 +117,7 @@ def test_every_pair_of_chunk_and_block_is_one_unit() -> None:
     assert (report.forward.accumulator, report.backward.accumulator) == ("none", "host")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("broken", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_an_overflow_is_scaled_down(broken, is_causal) -> None:

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from helpers_masks import dense
-from helpers_models import VOCABULARY, attended, distance, register_all, tiny
+from helpers.masks import dense
+from helpers.models import VOCABULARY, attended, distance, register_all, tiny
 from torch._dynamo.utils import counters
 from transformers import masking_utils as masking
 
@@ -86,6 +86,7 @@ def random_function(batch: int, tokens: int, positions: int) -> Any:
     return function
 
 
+@pytest.mark.slow
 def test_any_composition_keeps_the_same_pairs() -> None:
     seed = torch.seed()
     for _ in range(60):
@@ -137,6 +138,7 @@ def test_a_slice_of_a_description_is_a_description() -> None:
             ours[index]
 
 
+@pytest.mark.slow
 def test_packed_documents_keep_the_same_pairs() -> None:
     for number in range(24):
         batch, tokens = 1 + number % 3, 20 + number
@@ -331,6 +333,7 @@ def test_what_symbols_do_not_say_stays_a_function(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_model_that_is_given_its_padding_is_one_graph() -> None:
     register_all()
     model = tiny("gemma3_text")
@@ -350,6 +353,7 @@ def test_a_compiled_model_that_is_given_its_padding_is_one_graph() -> None:
     assert counters["stats"]["unique_graphs"] <= 2  # of the first length, and of any
 
 
+@pytest.mark.slow
 def test_a_function_that_is_unknown_in_a_graph_is_right_all_the_same() -> None:
     """It breaks the graph."""
     config: Any = transformers.Qwen3Config(num_hidden_layers=1)

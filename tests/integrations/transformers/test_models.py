@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from helpers_models import (
+from helpers.models import (
     DECODERS,
     ENCODERS,
     VOCABULARY,
@@ -38,6 +38,7 @@ def registered() -> None:
     register_all()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
 def test_logits_and_gradients(kind: str) -> None:
     assert_logits_and_gradients(kind, "quorum", some_ids())
@@ -64,6 +65,7 @@ def test_encoder_and_decoder_with_a_bias_for_every_pair() -> None:
     )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [("mistral", "static"), ("gpt_oss", "dynamic"), ("gemma2", "static"), ("llama4_text", "static"),

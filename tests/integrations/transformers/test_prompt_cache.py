@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from helpers_models import DECODERS, MIXED, attended, some_ids, tiny
+from helpers.models import DECODERS, MIXED, attended, some_ids, tiny
 
 from quorum_attention.integrations.transformers import register, segmented_tensor
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
@@ -65,6 +65,7 @@ def left_padded(ids: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", DECODERS)
@@ -81,6 +82,7 @@ def test_tokens_are_those_of_the_plain_cache(
     assert torch.equal(generate(model, ids, cache, **options), expected)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "qwen3"])
 def test_forks_answer_several_questions_about_one_text(kind: str, tmp_path: Path) -> None:
     """Neither fork sees the other's tokens, and the text is there once."""
@@ -115,6 +117,7 @@ def test_a_batch_of_questions_reads_the_text_once(tmp_path: Path) -> None:
     assert layer.tokens.segments()[0].key.shape[0] == 1
 
 
+@pytest.mark.slow
 def test_a_smaller_model_assists(tmp_path: Path) -> None:
     """Proposed tokens that are wrong are cropped again."""
     model = model_of("llama")
@@ -138,6 +141,7 @@ def test_a_deep_copy_is_a_fork(tmp_path: Path) -> None:
     assert cache.get_seq_length() == TOKENS
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on(tmp_path: Path) -> None:
     """A second question behind the first answer, with the cache as it is."""
     model = model_of("gemma2")
@@ -165,6 +169,7 @@ def test_other_attention_gets_copies(name: str, tmp_path: Path) -> None:
         generate(model, ids, cache_of(model, 0, tmp_path))
 
 
+@pytest.mark.slow
 def test_nothing_is_copied_for_our_attention(tmp_path: Path) -> None:
     """Segments reach the attention as they are."""
     segmented_tensor._warn_of_copies.cache_clear()
@@ -212,6 +217,7 @@ def test_layers_of_other_kinds_stay_the_models_own(tmp_path: Path) -> None:
     assert cache.is_sliding == [True, False]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", DECODERS)
 def test_tomorrow_a_saved_cache_goes_on(kind: str, tmp_path: Path) -> None:
     """The next question, from the files of a text that was read yesterday."""

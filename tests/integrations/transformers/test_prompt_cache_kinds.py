@@ -146,6 +146,7 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return tokens
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_plain_cache(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_ranks import spawn
+from helpers.ranks import spawn
 
 pytest.importorskip("transformers")
 
 import transformers
-from helpers_models import attended, distance, logits_and_gradients, register_all, tiny
+from helpers.models import attended, distance, logits_and_gradients, register_all, tiny
 
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.integrations.transformers import register, sharded_positions
@@ -218,5 +218,6 @@ def _all_of_it(rank: int) -> None:
     _long_context(rank)
 
 
+@pytest.mark.slow
 def test_on_processes(tmp_path: Path) -> None:
     spawn(_all_of_it, 3, tmp_path)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers_attention import GRADIENT_TOLERANCE
-from helpers_masks import exact, off, random_mask
 
 import quorum_attention as qa
+from helpers.attention import GRADIENT_TOLERANCE
+from helpers.masks import exact, off, random_mask
 from quorum_attention import Mask
 from quorum_attention.call.options import CallOptions
 from quorum_attention.execution.report import Report

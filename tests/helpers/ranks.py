@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers_attention import Inputs
-from helpers_attention import exact as textbook
-from helpers_conformance import NAMES, Case, Found, learning, wrong_calls
-from helpers_processes import warm_forks
 
 import quorum_attention as qa
+from helpers.attention import Inputs
+from helpers.attention import exact as textbook
+from helpers.conformance import NAMES, Case, Found, learning, wrong_calls
+from helpers.processes import warm_forks
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
 

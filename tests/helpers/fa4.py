@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers_attention import softmax
 
+from helpers.attention import softmax
 from quorum_attention.kernels import CallShape, fa4
 from quorum_attention.kernels.fa4 import version
 from quorum_attention.kernels.masked import choose

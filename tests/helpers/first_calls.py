@@ -12,9 +12,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from helpers_attention import Inputs, assert_close, attention, exact
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+from helpers.attention import Inputs, assert_close, attention, exact
 
 Attend = Callable[[torch.Tensor], torch.Tensor]
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

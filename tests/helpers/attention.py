@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import helpers_equations as equations
 import torch
 from torch import Tensor
+
+import helpers.equations as equations
 
 # Largest error, as a share of the largest element (at least 1).
 TOLERANCE = {

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_fake_device import FakeDevice, FakeEvent, FakeStream
 
+from helpers.fake_device import FakeDevice, FakeEvent, FakeStream
 from quorum_attention.execution.device import cuda_mover, page_locks, staging
 from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address

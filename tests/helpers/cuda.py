@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from helpers_attention import Inputs, exact
-from helpers_passes import both_passes
+
+from helpers.attention import Inputs, exact
+from helpers.passes import both_passes
 
 NAMES = ("out", "query", "key", "value")
 Results = Mapping[str, torch.Tensor]

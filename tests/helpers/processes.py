@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-# Also by what helpers_leftovers.py knows that process.
+# Also by what helpers/leftovers.py knows that process.
 NEST = "quorum_attention_nest"
 
 _FORKS = f"""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from markdown_it import MarkdownIt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 # What the commands call config.json.
 QWEN3_8B: dict[str, Any] = {

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from helpers_attention import attention as plain
-from helpers_attention import gradients, masked, softmax
 from torch.nn import functional
 
 import quorum_attention as qa
+from helpers.attention import attention as plain
+from helpers.attention import gradients, masked, softmax
 from quorum_attention.kernels import Gradients, InnerKernel, Statistics, empty_, merge_
 from quorum_attention.kernels.kit import document, from_lse_function, from_score_mod, sliding_window
 

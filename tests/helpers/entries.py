@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from helpers_masks import check
 
 import quorum_attention as qa
+from helpers.masks import check
 from quorum_attention.mask import map_tensors
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers_attention import Inputs, fresh_generator, masked, softmax
-from helpers_passes import both_passes
 
 import quorum_attention as qa
+from helpers.attention import Inputs, fresh_generator, masked, softmax
+from helpers.passes import both_passes
 from quorum_attention.kernels.kit import document, prefix_lm, sliding_window
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.rules import FunctionRule

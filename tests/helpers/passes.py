@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_attention import Inputs
 
 import quorum_attention as qa
+from helpers.attention import Inputs
 
 # Of the call itself: the plain call whose results a backward reads has them as well.
 _OF_THE_CALL = ("attn_mask", "is_causal", "scale", "enable_gqa")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import helpers_equations as equations
 import torch
-from helpers_attention import Exact, Inputs
-from helpers_attention import error as off
-from helpers_attention import exact as textbook
 
+import helpers.equations as equations
 import quorum_attention as qa
+from helpers.attention import Exact, Inputs
+from helpers.attention import error as off
+from helpers.attention import exact as textbook
 from quorum_attention import Mask
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.native import rule_blocks

@@ -1,0 +1,1 @@
+"""Shared parts of tests: one subject a file."""
