@@ -18,7 +18,8 @@ from helpers.attention import error
 from helpers.memory import usage
 
 import quorum_attention as qa
-from quorum_attention.kernels.protocol import BiasShape, CallShape, Extent, Kernel, refusal
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
+from quorum_attention.kernels.protocol import Kernel, refusal
 from quorum_attention.kernels.registry import get_kernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

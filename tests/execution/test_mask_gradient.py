@@ -21,7 +21,7 @@ from quorum_attention.execution.pass_spec import FORWARD
 from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.kernels import CallShape, DenseKernel, get_kernel
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import Saved
+from quorum_attention.kernels.operator_call import Saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, HEADS, KV_HEADS, N, M = 2, 4, 2, 23, 31

@@ -21,8 +21,8 @@ from quorum_attention.kernels import (
     empty_,
     why_not,
 )
+from quorum_attention.kernels.call_shape import scale_is_exact
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import scale_is_exact
 from quorum_attention.kernels.scaling import Scaling
 
 NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")

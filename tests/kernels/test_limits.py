@@ -15,6 +15,7 @@ import torch
 from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, error, exact, inputs
 
 import quorum_attention as qa
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.fa4 import Fa4Kernel
@@ -26,8 +27,8 @@ from quorum_attention.kernels.limits import (
     CallSizes,
     call_parts,
 )
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_sizes import OperatorSizes
-from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel
 
 

@@ -25,7 +25,7 @@ from quorum_attention.kernels import (
 )
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.user_functions import capped
-from quorum_attention.kernels.protocol import Call, Saved, whole_task
+from quorum_attention.kernels.operator_call import Call, Saved, whole_task
 from quorum_attention.kernels.reference import TiledKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,9 +11,10 @@ from helpers.attention import attention, gradients
 from helpers.memory import usage
 
 from quorum_attention.kernels import cudnn
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST, dead_rows
-from quorum_attention.kernels.protocol import BiasShape, Call, CallShape, Extent, Saved
+from quorum_attention.kernels.operator_call import Call, Saved
 
 
 def _forward(query, key, value, bias, _lse, _p, causal, _debug, *, scale):  # type: ignore[no-untyped-def]

@@ -22,7 +22,7 @@ from quorum_attention.kernels.masked.block_table import listed_blocks
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.native import rule_blocks
 from quorum_attention.kernels.native.rule_blocks import bits_of
-from quorum_attention.kernels.protocol import Call, whole_task
+from quorum_attention.kernels.operator_call import Call, whole_task
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -19,7 +19,7 @@ from quorum_attention.kernels.native.columns import EntryColumn
 from quorum_attention.kernels.native.config import Config, Tiling
 from quorum_attention.kernels.native.pieces import NO_DIAGONAL, UNLIMITED
 from quorum_attention.kernels.native.runs import bounded
-from quorum_attention.kernels.protocol import Call, Saved
+from quorum_attention.kernels.operator_call import Call, Saved
 
 tl = pytest.importorskip("triton.language")
 import triton  # noqa: E402

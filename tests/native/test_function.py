@@ -15,7 +15,7 @@ from helpers.score_mods import check as check_plan
 from helpers.score_mods import reference
 
 import quorum_attention as qa
-from quorum_attention.kernels.protocol import Call, Saved, whole_task
+from quorum_attention.kernels.operator_call import Call, Saved, whole_task
 
 N, M, HEADS = 90, 75, 2
 
@@ -162,7 +162,8 @@ def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor
     """The backward kernels alone, fp32 results, for n_keys keys to a row."""
     q, k, v = (t.to(device) for t in inputs)
     call = Call(q, k, v, n_keys == 0, 0.25)
-    (launch,) = qa.NativeKernel().launches(whole_task(call), "query", "key", is_whole_call=True)
+    task = whole_task(call)
+    (launch,) = qa.NativeKernel().task_launches(task, "query", "key", is_whole_call=True)
     grads = tuple(torch.zeros(t.shape, device=device) for t in (q, k, v))
     rows = Saved(upstream.to(device), out.float().to(device), lse.float().to(device))
     replace(launch, n_keys=n_keys).backward(rows, grads, add=False)

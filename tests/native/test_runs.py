@@ -12,7 +12,7 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.pieces import NO_DIAGONAL, pieces_of
 from quorum_attention.kernels.native.runs import table
-from quorum_attention.kernels.protocol import uncut
+from quorum_attention.kernels.operator_call import uncut
 
 
 def pairs_of(starts, entries, n, m, block, axis, left=-1, right=-1) -> np.ndarray:

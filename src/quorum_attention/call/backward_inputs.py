@@ -11,7 +11,7 @@ from quorum_attention.argument_checks import shown, switch
 from quorum_attention.call.request import Request
 from quorum_attention.call.transformations import refuse_transforms
 from quorum_attention.call.validation import Tensors, as_tensor, check_no_overlap, check_tensor
-from quorum_attention.kernels.protocol import Three
+from quorum_attention.kernels.operator_call import Three
 
 _GRADS = ("grads[0]", "grads[1]", "grads[2]")
 

@@ -18,9 +18,9 @@ from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.mask_numbers import with_offsets
-from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Documents, Keeps, Mask
 
 Masked = tuple[Mask | None, bool]

@@ -32,7 +32,8 @@ from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.allocate import empty
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.kernels.protocol import CallShape, Three
+from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.operator_call import Three
 
 
 def column_count(shape: CallShape, backend: Backend) -> int:

@@ -17,9 +17,10 @@ from quorum_attention.call.validation import Tensors, check_plan, check_tensors
 from quorum_attention.execution.bias import bias_shape
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.call_shape import CallShape, scale_is_exact
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.masked.choose import kernel_for_mask
-from quorum_attention.kernels.protocol import CallShape, InnerKernel, scale_is_exact
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import has_transforms
 from quorum_attention.mask import map_tensors

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from quorum_attention.call.validation import check_kind
-from quorum_attention.kernels.protocol import Indices, InnerKernel
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.task_tensors import Indices
 from quorum_attention.kernels.torch_private import (
     capturing,
     has_tangent,

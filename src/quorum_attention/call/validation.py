@@ -20,7 +20,7 @@ from quorum_attention.call.options import Arguments
 from quorum_attention.call.overlap import Mappings, overlaps_itself
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
 from quorum_attention.execution.dtypes import DTYPE_NAMES, check_dtype
-from quorum_attention.kernels.protocol import DTYPES, CallShape
+from quorum_attention.kernels.call_shape import DTYPES, CallShape
 from quorum_attention.kernels.torch_private import PLAIN, has_tangent
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan

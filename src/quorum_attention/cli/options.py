@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from quorum_attention.execution.device.lookup import available_device, best_device
-from quorum_attention.kernels import protocol
+from quorum_attention.kernels import call_shape
 from quorum_attention.units import parse_bytes, parse_count
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in protocol.DTYPES}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in call_shape.DTYPES}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 GLOSSARY = (
     "levels: the number of chunks at each level of cutting (none: uncut). A unit is one task of "

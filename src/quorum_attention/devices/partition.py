@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from quorum_attention.call.block import CallBlock
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.partition import (
     RowBlock,
     RowWork,

@@ -39,8 +39,8 @@ from quorum_attention.execution.device.lookup import (
     on_host,
 )
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.masked.resolve import resolve
-from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.result_layout import empty_like_input, result_strides
 from quorum_attention.kernels.torch_private import capturing, uncompiled

@@ -27,7 +27,7 @@ from quorum_attention.devices.worker import Answer, Compute, Worker, WorkerPass,
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.planner.calibration import calibrated_flops
 from quorum_attention.planner.rates import assumed_hardware
 from quorum_attention.units import counted

@@ -17,7 +17,7 @@ from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.buffers import room
 from quorum_attention.devices.partition import block_of, is_whole
-from quorum_attention.kernels.protocol import state_dtype
+from quorum_attention.kernels.call_shape import state_dtype
 
 Buffers = dict[str, torch.Tensor]
 """Gradients of a block by name: grad_key and grad_value, grad_bias."""

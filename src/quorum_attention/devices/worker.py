@@ -30,9 +30,9 @@ from quorum_attention.errors import BudgetError, is_out_of_memory
 from quorum_attention.execution.device.host_memory import bytes_of_host, is_locked
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.mask_fields import masks_in
 from quorum_attention.kernels.masked.pair_functions import boolean, indexing
-from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Keeps, Mask
 from quorum_attention.passes.block_call import compute_block
 

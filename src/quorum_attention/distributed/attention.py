@@ -31,10 +31,11 @@ from quorum_attention.distributed import agreement, partition
 from quorum_attention.distributed.run import Sharded, ShardedReport
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.call_shape import CallShape, state_dtype
 from quorum_attention.kernels.masked.mask_fields import fields_key, tensors_of
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.merge import merge_
-from quorum_attention.kernels.protocol import CallShape, InnerKernel, state_dtype
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.keywords import helps_with_names

@@ -29,8 +29,8 @@ from quorum_attention.distributed.agreement import Signature, alive
 from quorum_attention.distributed.partition import Assignment, RowSlice, ShardBlock, Side
 from quorum_attention.execution.device.streams import TwoStreams
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.passes.block_call import compute_block
 from quorum_attention.units import counted as in_words
 from quorum_attention.units import format_bytes

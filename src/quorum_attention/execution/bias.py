@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.head_groups import Group
-from quorum_attention.kernels.protocol import BiasShape, is_rounded
+from quorum_attention.kernels.call_shape import BiasShape, is_rounded
 
 
 def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasShape:

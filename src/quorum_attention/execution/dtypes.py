@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quorum_attention.argument_checks import shown
-from quorum_attention.kernels.protocol import DTYPES
+from quorum_attention.kernels.call_shape import DTYPES
 
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 
 Axis = Literal["query", "key"]
 """One side of a call: its queries, or its keys and values."""

@@ -17,8 +17,10 @@ from quorum_attention.execution.kernel_layout import as_kernel_readable
 from quorum_attention.execution.pass_spec import InputSpec, PassSpec, StateSpec
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import PassReport
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import Bias, CallShape, InnerKernel, TaskTensors
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.task_tensors import Bias, TaskTensors
 
 Progress = Callable[[int, int, str], None]
 

@@ -10,7 +10,7 @@ import torch
 from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.kernel_layout import as_kernel_readable
 from quorum_attention.execution.routes.whole import without_empty_rows
-from quorum_attention.kernels.protocol import Call, Saved
+from quorum_attention.kernels.operator_call import Call, Saved
 
 # Most bytes of the gradient before it is summed.
 _MOST_BYTES = 1 << 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 
 
 def has_readable_rows(tensor: torch.Tensor) -> bool:

@@ -30,9 +30,10 @@ from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.head_groups import Group, group_part
 from quorum_attention.execution.job import PassJob
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import dropped_bytes
 from quorum_attention.kernels.limits import runs
-from quorum_attention.kernels.protocol import CallShape, Saved
+from quorum_attention.kernels.operator_call import Saved
 from quorum_attention.kernels.score_tiles import PLAIN, BackwardRows, QueryBlock
 from quorum_attention.units import counted
 

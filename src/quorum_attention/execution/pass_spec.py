@@ -14,14 +14,10 @@ from typing import Literal
 import torch
 
 from quorum_attention.execution.head_groups import Axis, GroupSize
-from quorum_attention.kernels.protocol import (
-    CallShape,
-    Gradients,
-    InnerKernel,
-    Statistics,
-    TaskTensors,
-)
+from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 Width = Literal["head_dim", "value_dim", "one"]
 TensorsByName = Mapping[str, torch.Tensor]

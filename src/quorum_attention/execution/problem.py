@@ -10,7 +10,8 @@ from quorum_attention.decomposition import Pairs
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.kernels.protocol import CallShape, Extent, InnerKernel
+from quorum_attention.kernels.call_shape import CallShape, Extent
+from quorum_attention.kernels.protocol import InnerKernel
 
 
 @dataclass(frozen=True, slots=True)

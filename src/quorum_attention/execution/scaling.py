@@ -31,7 +31,7 @@ import torch
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.head_groups import Group, group_part
 from quorum_attention.execution.pass_spec import BACKWARD, TensorsByName
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,

@@ -20,7 +20,7 @@ from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.slot_rows import PassStorage
 from quorum_attention.execution.trimmed_tasks import TrimmedSizes
 from quorum_attention.execution.work_counts import WorkCounts
-from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.quorums import quorum_size
 from quorum_attention.units import counted
 

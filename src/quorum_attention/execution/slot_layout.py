@@ -12,7 +12,7 @@ import torch
 from quorum_attention.arithmetic import round_up
 from quorum_attention.execution.head_groups import Axis, GroupSize
 from quorum_attention.execution.pass_spec import PassSpec, RowSpec
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 
 ALIGNMENT = 256
 

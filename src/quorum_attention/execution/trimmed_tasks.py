@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from quorum_attention.decomposition import Decomposition, Pairs, Task
 from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.kernels.cache import remembered
-from quorum_attention.kernels.protocol import InnerKernel, Lengths
+from quorum_attention.kernels.call_shape import Lengths
+from quorum_attention.kernels.protocol import InnerKernel
 
 
 @dataclass(frozen=True, slots=True)

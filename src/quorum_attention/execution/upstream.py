@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.execution.problem import Problem
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.scaling import power_of_two
 
 # The largest element is below 2 to this power after the division: large for kernels where that is

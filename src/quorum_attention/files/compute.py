@@ -22,7 +22,7 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files.formats import Wanted, create_tensors
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.mask import Mask
 from quorum_attention.partition import split_at_multiples
 from quorum_attention.passes.block_call import check_forward, compute_block

@@ -7,24 +7,17 @@ name, whichever was asked for first.
 import sys
 from types import ModuleType
 
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.merge import add_, empty_, merge_
+from quorum_attention.kernels.operator_call import Call, Saved
 from quorum_attention.kernels.probing import probe
-from quorum_attention.kernels.protocol import (
-    BiasShape,
-    Call,
-    CallShape,
-    Extent,
-    Gradients,
-    InnerKernel,
-    Saved,
-    Statistics,
-    TaskTensors,
-)
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, register_kernel
 from quorum_attention.kernels.select import why_not
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 __all__ = [
     "BiasShape",

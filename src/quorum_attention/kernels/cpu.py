@@ -7,26 +7,18 @@ from typing import Any
 import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.kernels.call_shape import DTYPES, CallShape, Extent
 from quorum_attention.kernels.grouped_heads import grouped_backward, grouped_forward
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.odd_rows import mend_odd_rows_, mending_bytes
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import operator_refusal, with_positive_scale
 from quorum_attention.kernels.operator_sizes import OperatorSizes
 from quorum_attention.kernels.padding import pad_last
-from quorum_attention.kernels.protocol import (
-    DTYPES,
-    Call,
-    CallShape,
-    Extent,
-    Gradients,
-    Saved,
-    Statistics,
-    TaskTensors,
-    Three,
-)
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.kernels.result_layout import laid_out_like
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 _OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.

@@ -8,8 +8,10 @@ import torch
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
     operator_refusal,
@@ -18,15 +20,8 @@ from quorum_attention.kernels.operator_inputs import (
 from quorum_attention.kernels.operator_layout import aligned_bias, in_layout_of
 from quorum_attention.kernels.operator_sizes import OperatorSizes, multiprocessors
 from quorum_attention.kernels.padding import bias_for_padding, pad_rows, repeat_last
-from quorum_attention.kernels.protocol import (
-    Call,
-    CallShape,
-    Extent,
-    Saved,
-    TaskTensors,
-    Three,
-)
 from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.torch_private import no_torch_modes
 
 _TILE_ROWS = 128

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
     operator_refusal,
@@ -18,7 +20,6 @@ from quorum_attention.kernels.operator_inputs import (
 from quorum_attention.kernels.operator_layout import aligned_bias, token_major, zero_unit_strides
 from quorum_attention.kernels.operator_sizes import OperatorSizes
 from quorum_attention.kernels.padding import pad_last
-from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel
 
 _ROW_UNIT_BYTES = 16

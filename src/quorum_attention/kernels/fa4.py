@@ -22,10 +22,11 @@ from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.extras import install_hint
 from quorum_attention.kernels.cache_files import cache_folder, private_folder
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import HALF_DTYPES, operator_refusal
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES, OperatorSizes
-from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel
 
 _on_device = torch.cuda.device

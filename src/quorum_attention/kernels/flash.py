@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import HALF_DTYPES, operator_refusal
 from quorum_attention.kernels.operator_sizes import OperatorSizes, multiprocessors
-from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.torch_private import flash_implementation
 

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import torch
 
-from quorum_attention.kernels.protocol import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.tensors import Pick
 
 

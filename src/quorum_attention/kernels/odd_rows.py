@@ -7,8 +7,8 @@ from operator import itemgetter
 import torch
 
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.operator_call import Call, part_of
 from quorum_attention.kernels.operator_sizes import OperatorSizes
-from quorum_attention.kernels.protocol import Call, part_of
 from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform, TileLimits
 from quorum_attention.kernels.torch_private import as_it_is

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import torch
 
-from quorum_attention.kernels.protocol import Call, CallShape
+from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.operator_call import Call
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 

@@ -8,10 +8,10 @@ from functools import cache
 import torch
 
 from quorum_attention.arithmetic import round_up
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.dead_rows import dead_rows_bytes
 from quorum_attention.kernels.limits import UNLIMITED, CallLimits, CallSizes, part_sizes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
-from quorum_attention.kernels.protocol import CallShape, Extent
 
 SLACK_BYTES = 64 * 1024
 """Bound of what the allocator adds by rounding, for the few tensors alive at once."""

@@ -17,8 +17,10 @@ import torch
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.cache_files import load, store
+from quorum_attention.kernels.call_shape import CallShape, state_dtype
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import Call, CallShape, Kernel, Saved, state_dtype
+from quorum_attention.kernels.operator_call import Call, Saved
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.tensors import Pick

@@ -20,6 +20,7 @@ import torch
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.rectangles import Batch, batches, cut
+from quorum_attention.kernels.call_shape import CallShape, state_dtype
 from quorum_attention.kernels.dead_rows import dead_rows
 from quorum_attention.kernels.limits import (
     UNLIMITED,
@@ -28,21 +29,16 @@ from quorum_attention.kernels.limits import (
     CallSizes,
     call_parts,
 )
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import (
     as_operator_readable,
     four_dims,
     with_positive_scale,
 )
 from quorum_attention.kernels.operator_layout import empty_in_order_of
-from quorum_attention.kernels.protocol import (
-    Call,
-    CallShape,
-    Saved,
-    TaskTensors,
-    Three,
-    state_dtype,
-)
+from quorum_attention.kernels.protocol import Launches
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
+from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.tensors import key_rows, query_rows
 
 
@@ -68,7 +64,7 @@ class RectangleKernel(CallsKernel):
             queries and of keys reversed.
     """
 
-    several_streams = True
+    launches = Launches.CALLS_ON_STREAMS
     scaled_backward = frozenset({torch.float16})
     any_upstream = True
     operator = True

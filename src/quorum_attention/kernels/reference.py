@@ -21,16 +21,10 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, merge_
 from quorum_attention.kernels.operator_sizes import SLACK_BYTES
-from quorum_attention.kernels.protocol import (
-    CallShape,
-    Extent,
-    Gradients,
-    Kernel,
-    Statistics,
-    TaskTensors,
-)
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.score_tiles import (
     PLAIN,
     WHOLE_ROWS,
@@ -41,6 +35,7 @@ from quorum_attention.kernels.score_tiles import (
     TileSizes,
     query_blocks,
 )
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 
 def _forward_block(block: QueryBlock) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,17 +15,12 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.limits import runs
+from quorum_attention.kernels.operator_call import Saved
 from quorum_attention.kernels.operator_inputs import four_dims
-from quorum_attention.kernels.protocol import (
-    CallShape,
-    Extent,
-    Gradients,
-    Indices,
-    Saved,
-    TaskTensors,
-)
+from quorum_attention.kernels.task_tensors import Gradients, Indices, TaskTensors
 from quorum_attention.kernels.tensors import positions
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.probing import probe
-from quorum_attention.kernels.protocol import CallShape, InnerKernel, Kernel, refusal
+from quorum_attention.kernels.protocol import InnerKernel, Kernel, refusal
 from quorum_attention.kernels.registry import REFERENCE, get_kernel, kernels
 from quorum_attention.kernels.triton_launch import warm_up
 

@@ -10,16 +10,11 @@ from typing import NamedTuple
 import torch
 
 from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.operator_call import Saved, Three
 from quorum_attention.kernels.operator_inputs import shifted_lse
-from quorum_attention.kernels.protocol import (
-    Gradients,
-    Kernel,
-    Saved,
-    Statistics,
-    TaskTensors,
-    Three,
-)
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.tensors import Pick
 
 

@@ -17,8 +17,8 @@ import torch
 
 from quorum_attention.api import attention_with_lse
 from quorum_attention.execution.device.lookup import HOST, on_host
+from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.merge import empty_, merge_
-from quorum_attention.kernels.protocol import state_dtype
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.long_prompts.cores import attend_on_cores
 from quorum_attention.long_prompts.flash_decode import KeysAt, can_decode, decode

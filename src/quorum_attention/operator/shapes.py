@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.kernels.protocol import state_dtype
+from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.result_layout import empty_like_input
 
 

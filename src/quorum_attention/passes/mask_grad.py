@@ -11,7 +11,8 @@ from quorum_attention.execution.device.allocate import empty
 from quorum_attention.execution.kernel_bias_gradient import fill_by_kernel
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.problem import Problem
-from quorum_attention.kernels.protocol import Saved, check_mask_gradient
+from quorum_attention.kernels.operator_call import Saved
+from quorum_attention.kernels.protocol import check_mask_gradient
 from quorum_attention.passes.jobs import computing_on, job_of
 
 

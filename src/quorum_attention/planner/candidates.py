@@ -23,7 +23,8 @@ from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.execution.trimmed_tasks import TrimmedSizes, trimmed_sizes
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.protocol import Launches
 from quorum_attention.planner import policy
 from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.hardware import HardwareModel
@@ -222,7 +223,7 @@ def _group_sizes(shape: CallShape, constraints: PlanConstraints) -> list[GroupSi
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
     """Return the numbers of kernel calls in flight that are tried."""
-    if not problem.backend.own_memory or not problem.kernel.several_streams:
+    if not problem.backend.own_memory or problem.kernel.launches is not Launches.CALLS_ON_STREAMS:
         return (1,)
     return (1, 2) if constraints.streams is None else (constraints.streams,)
 
@@ -249,7 +250,9 @@ def _may_run_blockwise(
     wants_slots = constraints.n_cap is not None or constraints.over_inputs is False
     wants_host_accumulator = constraints.accumulator == "host" and has_own_memory
     # A kernel of one launch a task may need all heads for a whole call (FlexAttention).
-    may_gain = kernel.several_streams or (kernel.own_attention and kernel.whole_tasks)
+    may_gain = kernel.launches is Launches.CALLS_ON_STREAMS
+    if kernel.own_attention:
+        may_gain = kernel.launches is not Launches.CALLS
     if wants_slots or wants_host_accumulator or not may_gain or decomposition.depth != 1:
         return False
     if has_own_memory:

@@ -16,7 +16,8 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
-from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel, why_not
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of

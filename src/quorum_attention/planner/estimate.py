@@ -15,8 +15,9 @@ from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.report import InWords
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.choose import kernel_for_mask
-from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import rivals, select_kernel
 from quorum_attention.keywords import check_names, helps_with_names, names_of
 from quorum_attention.mask import Mask

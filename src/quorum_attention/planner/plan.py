@@ -15,7 +15,7 @@ from quorum_attention.execution.problem import Placement
 from quorum_attention.execution.report import InWords
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimmed_tasks import trim
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.units import counted, format_bytes, format_seconds
 
 LOG = logging.getLogger("quorum_attention")

@@ -15,7 +15,7 @@ from quorum_attention.execution.device.lookup import (
 )
 from quorum_attention.execution.dtypes import check_dtype
 from quorum_attention.execution.head_groups import GroupSize
-from quorum_attention.kernels.protocol import CallShape, scale_is_exact
+from quorum_attention.kernels.call_shape import CallShape, scale_is_exact
 from quorum_attention.quorums import quorum_size
 
 # The largest size of anything: torch counts in 64 bits.

@@ -17,7 +17,8 @@ from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.work_counts import WorkCounts
-from quorum_attention.kernels.protocol import CallShape, Lengths
+from quorum_attention.kernels.call_shape import CallShape, Lengths
+from quorum_attention.kernels.protocol import Launches
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Cost, Plan
 from quorum_attention.planner.rates import fa4_hardware
@@ -55,7 +56,7 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     group = schedule.group
     counts = schedule.route.work_counts(schedule, problem)
     sample = _sample_of(schedule, counts, problem)
-    kernel_cost = _launch_cost if problem.kernel.whole_tasks else _operator_cost
+    kernel_cost = _launch_cost if problem.kernel.launches is Launches.ONE else _operator_cost
     computing = kernel_cost(sample, counts, schedule, problem, hardware)
     up, down = _copy_seconds(counts, hardware)
     issue = computing.issue

@@ -9,8 +9,10 @@ from collections.abc import Callable
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
+from quorum_attention.kernels.operator_call import Call, Saved
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.torch_private import no_torch_modes
 

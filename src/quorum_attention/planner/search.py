@@ -13,7 +13,7 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.kernels.cache import remembered
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.planner import policy
 from quorum_attention.planner.candidates import (
     decompositions,

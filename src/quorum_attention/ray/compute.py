@@ -30,9 +30,9 @@ from quorum_attention.devices.buffers import InFile
 from quorum_attention.execution.device.lookup import GPU, HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files.compute import GRADIENTS, OF_KEYS, FileCall
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.mask import Mask
 from quorum_attention.passes.block_call import compute_block
 from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes

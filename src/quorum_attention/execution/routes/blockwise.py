@@ -29,7 +29,7 @@ from quorum_attention.execution.routes.in_place import (
 )
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.work_counts import WorkCounts
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import SMALL_BYTES, BackwardScaling, inputs_of_group
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.slot_rows import PassStorage
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.device_copies import copy_on_device
-from quorum_attention.kernels.protocol import CallShape, TaskTensors
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.task_tensors import TaskTensors
 
 
 def all_rectangles(

@@ -33,7 +33,7 @@ from quorum_attention.execution.slot_rows import (
     open_slots,
 )
 from quorum_attention.execution.work_counts import WorkCounts
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.quorums import quorum_size
 
 

@@ -43,7 +43,8 @@ from quorum_attention.execution.slot_rows import (
     open_slots,
 )
 from quorum_attention.execution.work_counts import WorkCounts
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.protocol import Launches
 from quorum_attention.units import counted
 
 
@@ -105,7 +106,9 @@ class Streaming(Route):
         depends on where they are."""
         shape = problem.shape
         kernel = problem.kernel
-        if not kernel.operator or not kernel.several_streams or kernel.own_attention:
+        if not kernel.operator or kernel.launches is not Launches.CALLS_ON_STREAMS:
+            return False
+        if kernel.own_attention:
             return False
         if shape.bias is not None or shape.dropout or kernel.sparse:
             return False

@@ -33,7 +33,8 @@ from quorum_attention.execution.routes.in_place import (
 from quorum_attention.execution.scaling import all_finite
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.work_counts import WorkCounts
-from quorum_attention.kernels.protocol import Call, CallShape, Saved
+from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.operator_call import Call, Saved
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.torch_private import capturing
 

@@ -19,7 +19,7 @@ from quorum_attention.integrations.transformers.mask_symbols import (
     mask_of_conditions,
     trace_mask,
 )
-from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.units import counted

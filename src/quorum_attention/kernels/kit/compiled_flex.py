@@ -18,7 +18,7 @@ from quorum_attention.kernels.kit.word_layout import (
 from quorum_attention.kernels.masked.block_nodes import BLOCK
 from quorum_attention.kernels.masked.captured_tensors import codes
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
-from quorum_attention.kernels.protocol import Three
+from quorum_attention.kernels.operator_call import Three
 
 _NUMBERS = count()
 

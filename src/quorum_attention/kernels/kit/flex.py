@@ -18,6 +18,7 @@ from quorum_attention.argument_checks import shown, switch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.device_copies import to_device
 from quorum_attention.kernels.kit.compiled_flex import FlexCall, compiled_flex
 from quorum_attention.kernels.kit.flex_backward import gradients_of_rows, takes_rows
@@ -38,17 +39,11 @@ from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.kernel import entries_of
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
+from quorum_attention.kernels.operator_call import Call, Saved, Three, whole_task
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES
-from quorum_attention.kernels.protocol import (
-    Call,
-    CallShape,
-    Extent,
-    Saved,
-    TaskTensors,
-    Three,
-    whole_task,
-)
+from quorum_attention.kernels.protocol import Launches
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
+from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import as_it_is, no_torch_modes
 from quorum_attention.keywords import helps_with_names
@@ -70,7 +65,7 @@ _TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS)
 class FlexKernel(CallsKernel, ScoreModKernel):
     """The kernel of ``from_score_mod`` with a compiler: compiled ``flex_attention``."""
 
-    whole_tasks = True
+    launches = Launches.ONE
     launch_seconds = (0.7e-3, 2.3e-3)  # most of it torch.compile's
     rates = (0.84, 0.69)  # H200, causal, D = 64
     entries_limit = GRID_BLOCKS

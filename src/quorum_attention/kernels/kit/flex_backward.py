@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from quorum_attention.kernels.kit.function import recordable
-from quorum_attention.kernels.protocol import Saved, Three
+from quorum_attention.kernels.operator_call import Saved, Three
 
 _LOG2_E = math.log2(math.e)
 # The share of a gradient's norm by which the two ways may differ: far above rounding, far below

@@ -22,9 +22,11 @@ import torch
 
 from quorum_attention.argument_checks import shown, switch
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
-from quorum_attention.kernels.protocol import CallShape, Extent, Indices, Saved, TaskTensors, Three
+from quorum_attention.kernels.operator_call import Saved, Three
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
+from quorum_attention.kernels.task_tensors import Indices, TaskTensors
 from quorum_attention.kernels.tensors import row_blocks
 from quorum_attention.keywords import helps_with_names
 

@@ -20,9 +20,12 @@ import torch
 
 from quorum_attention.argument_checks import shown, switch, whole_number
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
-from quorum_attention.kernels.protocol import Call, CallShape, Extent, Kernel, TaskTensors
+from quorum_attention.kernels.call_shape import CallShape, Extent
+from quorum_attention.kernels.operator_call import Call
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
+from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.keywords import helps_with_names
 
 

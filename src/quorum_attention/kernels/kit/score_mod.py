@@ -13,12 +13,13 @@ import torch
 from quorum_attention.decomposition import Pairs
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import score_tiles
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod, over_pairs
 from quorum_attention.kernels.masked.partwise import PartwiseKernel
 from quorum_attention.kernels.masked.user_functions import UserModKernel
-from quorum_attention.kernels.protocol import CallShape, Extent, Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.reference import TiledKernel
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 # Score matrices that a function may hold at a time, its result among them.
 _MATRICES = 8

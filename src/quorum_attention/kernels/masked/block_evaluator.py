@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import FULL, PARTIAL, Rectangle
 from quorum_attention.kernels.masked.block_nodes import BLOCK, Ints
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.protocol import Indices, TaskTensors
+from quorum_attention.kernels.task_tensors import Indices, TaskTensors
 from quorum_attention.kernels.torch_private import capturing, no_torch_modes
 
 PAIR_BYTES = 64

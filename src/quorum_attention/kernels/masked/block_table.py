@@ -29,7 +29,7 @@ from quorum_attention.kernels.masked.block_nodes import (
 )
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.rules import FunctionRule
-from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.torch_private import no_torch_modes
 
 UNKNOWN = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.kernels.masked.cells import Bucket, CellSide
-from quorum_attention.kernels.protocol import Call
+from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.torch_private import no_torch_modes
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
 from quorum_attention.kernels.masked.token_rules import Ids, PlaceRule
-from quorum_attention.kernels.protocol import BiasShape, CallShape, Extent
 
 NO_KEY = np.iinfo(np.int64).min
 """The id of a key that no query keeps."""

@@ -9,15 +9,13 @@ from functools import cache, lru_cache, partial
 
 import torch
 
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.masked.packed_calls import PackedKernel
 from quorum_attention.kernels.masked.pair_bias import BiasedKernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.masked.user_functions import capped
-from quorum_attention.kernels.protocol import (
-    CallShape,
-    Kernel,
-)
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel, TiledKernel
 from quorum_attention.kernels.registry import get_kernel

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.token_rules import Ids
-from quorum_attention.kernels.protocol import CallShape
 
 # Pairs of one head that take as long as a kernel call takes the host: of a call of blocks, whose
 # results are merged, and of a packed one.

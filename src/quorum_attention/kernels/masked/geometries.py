@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.geometry import AnyOf, Geometry, bounds_of, geometry_of
 from quorum_attention.kernels.masked.mask_fields import relative_band
 from quorum_attention.kernels.masked.mask_numbers import document_ids, kept_key_ids, query_offsets
 from quorum_attention.kernels.masked.rules import EqualIds, PlacesInBand
 from quorum_attention.kernels.masked.token_rules import Ids
-from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask
 

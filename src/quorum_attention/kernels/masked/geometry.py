@@ -28,7 +28,7 @@ from quorum_attention.kernels.masked.rules import (
     any_of,
     mask_mod_of_band,
 )
-from quorum_attention.kernels.protocol import Indices
+from quorum_attention.kernels.task_tensors import Indices
 
 Blocks = NDArray[np.int64]
 """(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""

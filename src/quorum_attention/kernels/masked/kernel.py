@@ -15,25 +15,18 @@ import torch
 
 from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.partwise import PartwiseKernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask
 from quorum_attention.kernels.masked.user_functions import UserModKernel, capped
 from quorum_attention.kernels.native.kernel import NativeKernel
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
-from quorum_attention.kernels.protocol import (
-    Call,
-    CallShape,
-    Extent,
-    Gradients,
-    Kernel,
-    Saved,
-    Statistics,
-    TaskTensors,
-    Three,
-)
+from quorum_attention.kernels.protocol import Kernel, Launches
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 _BY_ENTRY = ("grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
 
@@ -61,9 +54,8 @@ class MaskedKernel(UserModKernel):
             self._native = {g: base.under(g) for g in self._distinct}
         self._share = mask.kept_pairs / max(1, mask.shape.n_queries * mask.shape.n_keys)
         self._verdict = partial(_verdict, self._distinct)
-        self.whole_tasks = bool(self._native)
-        # A task is several calls, though they take no turns on streams.
-        self.several_streams = not self._native
+        # Several calls take no turns on streams, but two of them in flight may be faster.
+        self.launches = Launches.ONE if self._native else Launches.CALLS_ON_STREAMS
         self.compute_like(base)
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:

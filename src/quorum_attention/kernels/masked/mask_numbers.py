@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.alignment import offsets_from_last
 from quorum_attention.kernels.masked.cells import NO_KEY
 from quorum_attention.kernels.masked.token_rules import Ids
-from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import FAR, Mask
 from quorum_attention.units import counted

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from quorum_attention.arithmetic import round_up
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked import ways
 from quorum_attention.kernels.masked.costs import cost_of_bias
 from quorum_attention.kernels.masked.mask_fields import POSITIONS, is_of_tokens, relative_band
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
-from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask
 

@@ -7,21 +7,14 @@ from typing import Any
 
 import torch
 
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent, state_dtype
 from quorum_attention.kernels.masked.cell_rows import CellPlaces, CellResults, RowReader
 from quorum_attention.kernels.masked.cells import Bucket
 from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.whole_calls import WholeCallKernel
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
-from quorum_attention.kernels.protocol import (
-    BiasShape,
-    Call,
-    CallShape,
-    Extent,
-    Kernel,
-    Saved,
-    Three,
-    state_dtype,
-)
+from quorum_attention.kernels.protocol import Kernel
 
 
 def packed_forward(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quorum_attention.arithmetic import ceil_div
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.cells import Bucket, buckets_of
 from quorum_attention.kernels.masked.costs import cost_of_packed_calls
 from quorum_attention.kernels.masked.token_rules import Ids, PlaceRule
-from quorum_attention.kernels.protocol import CallShape, Extent, Kernel
+from quorum_attention.kernels.protocol import Kernel
 
 # Bytes of the tensors of one call: on a CPU a cache's, elsewhere what keeps the device busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20

@@ -19,20 +19,13 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent, state_dtype
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.masked.whole_calls import WholeCallKernel
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.operator_layout import empty_in_order_of
-from quorum_attention.kernels.protocol import (
-    BiasShape,
-    Call,
-    CallShape,
-    Extent,
-    Kernel,
-    Saved,
-    Three,
-    state_dtype,
-)
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.score_tiles import PLAIN
 from quorum_attention.mask import Mask
 

@@ -20,26 +20,19 @@ from quorum_attention.decomposition import Ranges, Rectangle, Rows
 from quorum_attention.decomposition.bands import BandPart
 from quorum_attention.decomposition.rectangles import cut
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
 from quorum_attention.kernels.masked.block_evaluator import evaluated_bytes
 from quorum_attention.kernels.masked.block_nodes import BLOCK, joined_along_rows
 from quorum_attention.kernels.masked.block_table import blocks_key, listed_blocks, whole_region
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.operator_inputs import four_dims
-from quorum_attention.kernels.protocol import (
-    BiasShape,
-    CallShape,
-    Extent,
-    Gradients,
-    Kernel,
-    Statistics,
-    TaskTensors,
-    refusal,
-)
+from quorum_attention.kernels.protocol import Kernel, refusal
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.score_tiles import ScoreTransform
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 # Parts are joined to one call up to so many queries, and keys.
 _JOINED = 8192

@@ -13,6 +13,7 @@ import torch
 
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.captured_tensors import TensorVersion
 from quorum_attention.kernels.masked.geometries import geometries
 from quorum_attention.kernels.masked.geometry import Geometry
@@ -29,7 +30,7 @@ from quorum_attention.kernels.masked.pair_bias import PairBias
 from quorum_attention.kernels.masked.pair_functions import MaskMod
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.masked.ways import fastest_way
-from quorum_attention.kernels.protocol import CallShape, Kernel
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask, map_tensors
 

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
-from quorum_attention.kernels.protocol import (
-    Indices,
-    Kernel,
-)
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.score_tiles import PLAIN, ScoreTransform
+from quorum_attention.kernels.task_tensors import Indices
 
 
 class UserModKernel(Kernel):

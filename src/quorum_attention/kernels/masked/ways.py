@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.costs import blocks_of, cost_of_bias, cost_of_blocks
 from quorum_attention.kernels.masked.packing import Packing, packing_of
 from quorum_attention.kernels.masked.pair_bias import PairBias
 from quorum_attention.kernels.masked.token_rules import Ids, TokenRules
-from quorum_attention.kernels.protocol import CallShape
 
 DEVICES_FOR_BIAS = ("cuda",)
 """Where kernels take a bias as fast as anything else."""

@@ -9,19 +9,12 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.token_rules import TokenRules
-from quorum_attention.kernels.protocol import (
-    Call,
-    CallShape,
-    Extent,
-    Gradients,
-    Kernel,
-    Saved,
-    Statistics,
-    TaskTensors,
-    Three,
-)
+from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.protocol import Kernel, Launches
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 # The blocks of more entries are not looked at together.
 _FEW_ENTRIES = 64
@@ -58,8 +51,8 @@ class WholeCallKernel(Kernel):
         self._by_blocks = by_blocks
         self._scores = scores
         self._share = min(1.0, share)
-        self.whole_tasks = base.whole_tasks
-        self.several_streams = not base.whole_tasks
+        is_one_launch = base.launches is Launches.ONE
+        self.launches = Launches.ONE if is_one_launch else Launches.CALLS_ON_STREAMS
         self.compute_like(base)
 
     @abstractmethod

@@ -17,6 +17,7 @@ from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.block_nodes import BLOCK
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.rules import GroupBits
@@ -32,22 +33,12 @@ from quorum_attention.kernels.native.pieces import (
 )
 from quorum_attention.kernels.native.rule_blocks import BIT_BYTES, EvaluationBudget, RuledTask
 from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.operator_call import Call, Saved, Three, uncut, whole_task
 from quorum_attention.kernels.operator_inputs import operator_refusal
 from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES, bias_bytes
-from quorum_attention.kernels.protocol import (
-    Call,
-    CallShape,
-    Extent,
-    Gradients,
-    Kernel,
-    Saved,
-    Statistics,
-    TaskTensors,
-    Three,
-    uncut,
-    whole_task,
-)
+from quorum_attention.kernels.protocol import Kernel, Launches
 from quorum_attention.kernels.result_layout import empty_like_input
+from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.kernels.triton_launch import triton_available
 from quorum_attention.keywords import helps_with_names
@@ -116,7 +107,7 @@ class NativeKernel(Kernel):
     fp32_products = True
     dropout = True
     wide_masks = True
-    whole_tasks = True
+    launches = Launches.ONE
     rates = (0.95, 0.78)  # H200, against cuDNN
     sparse = True
     operator = True
@@ -281,7 +272,7 @@ class NativeKernel(Kernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for launch in self.launches(task, "forward"):
+        for launch in self.task_launches(task, "forward"):
             launch.forward(state.out, state.lse, resume=True)
             del launch  # the next rectangle's mask is made when this one's has gone
 
@@ -289,7 +280,7 @@ class NativeKernel(Kernel):
         """Add the task's gradients into ``grads``, in place."""
         saved = Saved(grads.grad_out, grads.out, grads.lse)
         targets = grads.grad_query, grads.grad_key, grads.grad_value
-        for launch in self.launches(task, "query", "key"):
+        for launch in self.task_launches(task, "query", "key"):
             launch.backward(saved, targets, add=True)
             del launch
 
@@ -301,7 +292,7 @@ class NativeKernel(Kernel):
         out_shape = (*query.shape[:3], call.value.shape[-1])
         out = empty_like_input(query, out_shape, call.stored or query.dtype)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-        (launch,) = self.launches(whole_task(call), "forward", is_whole_call=True)
+        (launch,) = self.task_launches(whole_task(call), "forward", is_whole_call=True)
         launch.forward(out, lse, resume=False)
         return out, lse
 
@@ -314,11 +305,11 @@ class NativeKernel(Kernel):
             for tensor in call.inputs
         )
         grads = (grad_query, grad_key, grad_value)
-        (launch,) = self.launches(whole_task(call), "query", "key", is_whole_call=True)
+        (launch,) = self.task_launches(whole_task(call), "query", "key", is_whole_call=True)
         launch.backward(saved, grads, add=False)
         return grads
 
-    def launches(
+    def task_launches(
         self, task: TaskTensors, *kinds: KernelKind, is_whole_call: bool = False
     ) -> Iterator[NativeLaunch]:
         """Yield the launches of a task, or the one of a whole call.

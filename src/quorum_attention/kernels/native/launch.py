@@ -12,8 +12,8 @@ from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.native.config import padded
 from quorum_attention.kernels.native.pieces import Window
 from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
-from quorum_attention.kernels.protocol import Call, Saved, Three
 from quorum_attention.kernels.scaling import usual_shift
 from quorum_attention.kernels.triton_launch import launch_norms
 

@@ -22,7 +22,7 @@ from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.columns import EntryColumn, PieceColumn
 from quorum_attention.kernels.native.pieces import NO_DIAGONAL, Ints
 from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES
-from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.task_tensors import TaskTensors
 
 BIT_BYTES = BLOCK * BLOCK // 8
 """Bytes of a block's bits."""
