@@ -31,8 +31,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     biases: list[torch.Tensor] = []
     make = pair_bias.PairBias.of
 
-    def counted(self: Any, call: Any) -> torch.Tensor:
-        biases.append(make(self, call))
+    def counted(self: Any, *arguments: Any) -> torch.Tensor:
+        biases.append(make(self, *arguments))
         return biases[-1]
 
     monkeypatch.setattr(pair_bias.PairBias, "of", counted)

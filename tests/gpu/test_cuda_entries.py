@@ -75,9 +75,9 @@ def test_masks_of_entries_take_few_calls(name: str, monkeypatch: pytest.MonkeyPa
     calls = []
     make = pair_bias.PairBias.of
 
-    def counted(self: Any, call: Any) -> torch.Tensor:
-        calls.append(call)
-        return make(self, call)
+    def counted(self: Any, *arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return make(self, *arguments)
 
     monkeypatch.setattr(pair_bias.PairBias, "of", counted)
     shape = n_entries, heads, n_tokens, 32

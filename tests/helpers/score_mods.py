@@ -11,6 +11,7 @@ import quorum_attention as qa
 from helpers.attention import Inputs, fresh_generator, masked, softmax
 from helpers.passes import both_passes
 from quorum_attention.kernels.kit import document, prefix_lm, sliding_window
+from quorum_attention.kernels.masked.blocks import Blocks
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.rules import FunctionRule
 
@@ -29,7 +30,7 @@ def local_global(b, h, q, k):
 def within(q0: int, q1: int, k0: int, k1: int) -> Geometry:
     """Keep the pairs of some neighbouring queries and keys."""
     inside = FunctionRule(lambda b, h, q, k: (q >= q0) & (q < q1) & (k >= k0) & (k < k1))
-    return Geometry(blocks=np.array([[q0, q1, k0, k1]]), same=(inside,))
+    return Geometry(blocks=Blocks(np.array([[q0, q1, k0, k1]])), block_rules=(inside,))
 
 
 def cases(n: int, device: str = "cpu") -> dict[str, Case]:

@@ -64,6 +64,18 @@ def test_packed_calls(number: int, device: str, monkeypatch: pytest.MonkeyPatch)
     masked_call(number, limits=limits, device=device, head_dim=16, kernel="native")
 
 
+@pytest.mark.parametrize("window", [(3, 9), (3, -1), (-1, 2)], ids=str)
+def test_windows_beside_documents_that_end_at_their_last_keys(
+    device: str, window: tuple[int, int]
+) -> None:
+    """Each document has a causal edge of its own, which a window of all queries does not undo."""
+    of_query = torch.arange(16) // 8
+    of_key = (torch.arange(40) >= 10).long()
+    mask = qa.Mask(documents=(of_query, of_key), causal="lower_right") & qa.Mask(window=window)
+    inputs = [torch.randn(1, 1, n, 16) for n in (16, 40, 40, 16)]
+    check(inputs, mask, 0.25, (2e-5, 1e-4), device=device, kernel="native")
+
+
 def test_a_mask_is_one_launch(
     device: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,13 @@ def refusal(kernel: Kernel, shape: CallShape) -> str | None:
     return None
 
 
+def workspace_bytes(kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+    """Return an upper bound of the device bytes that a pass of ``kernel`` allocates at a time."""
+    if backward:
+        return kernel.backward_workspace_bytes(shape, extent)
+    return kernel.forward_workspace_bytes(shape, extent)
+
+
 def check_mask_gradient(kernel: Kernel) -> None:
     """Check that the gradient of a mask beside ``kernel`` is that of plain softmax.
 

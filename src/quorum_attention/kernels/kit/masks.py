@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.masked.blocks import Blocks
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.rules import EqualIds, FunctionRule
 from quorum_attention.kernels.torch_private import no_torch_modes
@@ -37,7 +38,7 @@ def prefix_lm(prefix: int) -> Geometry:
     """Keep the first ``prefix`` keys for every query, and the others at or before it."""
     blocks = np.array([[0, _FAR, 0, prefix]], dtype=np.int64)
     within = FunctionRule(lambda b, h, q, k: k < prefix)
-    return Geometry(blocks=blocks, same=(within,)) | causal()
+    return Geometry(blocks=Blocks(blocks), block_rules=(within,)) | causal()
 
 
 def document(ids: torch.Tensor) -> Geometry:

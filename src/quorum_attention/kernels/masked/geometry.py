@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
+from quorum_attention.decomposition import EMPTY, FULL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, BandPart
 from quorum_attention.decomposition.pairs import kept_by_both, kept_by_either
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.masked.blocks import Blocks
 from quorum_attention.kernels.masked.captured_tensors import versions
 from quorum_attention.kernels.masked.pair_functions import (
     MaskMod,
@@ -30,14 +29,6 @@ from quorum_attention.kernels.masked.rules import (
 )
 from quorum_attention.kernels.task_tensors import Indices
 
-Blocks = NDArray[np.int64]
-"""(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""
-Bounds = NDArray[np.int64]
-"""(n, 2): the least and the largest ``key - query`` of the pairs that are kept in each block."""
-
-UNBOUNDED = 1 << 62
-"""As a bound: beyond all positions. (Sums with positions are 64-bit integers.)"""
-
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
@@ -48,22 +39,24 @@ class Geometry:
         band: pairs have to lie in it.
         blocks: pairs have to lie in one of them; None is no such rule.
         rules: all of them have to keep a pair.
-        same: what ``blocks`` and ``bounds`` say, as rules of single pairs.
-        bounds: the band of each block, in which its pairs have to lie too; None is no such rule.
-            Blocks of the same queries have the same bounds.
+        block_rules: ``blocks`` as rules of single pairs.
     """
 
     band: Band = field(default_factory=Band)
     blocks: Blocks | None = None
     rules: tuple[Rule, ...] = ()
-    same: tuple[Rule, ...] = ()
-    bounds: Bounds | None = None
+    block_rules: tuple[Rule, ...] = ()
     _differ: Cache[tuple[bool, bool]] = field(default_factory=lambda: Cache(16), repr=False)
+
+    @property
+    def is_band(self) -> bool:
+        """Whether pairs have to lie in the band, and nothing else."""
+        return self.blocks is None and not self.rules
 
     @property
     def keeps_all(self) -> bool:
         """Whether nothing is masked."""
-        return self.band.keeps_all and self.blocks is None and not self.rules
+        return self.is_band and self.band.keeps_all
 
     @property
     def functions(self) -> tuple[MaskMod, ...]:
@@ -86,118 +79,73 @@ class Geometry:
     @property
     def placed_bytes(self) -> int:
         """Device bytes of what its rules read, once they are evaluated there."""
-        return sum(rule.placed_bytes for rule in (*self.rules, *self.same))
+        return sum(rule.placed_bytes for rule in (*self.rules, *self.block_rules))
 
     @property
     def block_bands(self) -> tuple[Band, ...]:
         """The bands that pairs lie in: that of each block, or that of all of them."""
-        if self.bounds is None:
+        if self.blocks is None:
             return (self.band,)
-        return tuple(self.band & _band_of(*bounds) for bounds in np.unique(self.bounds, axis=0))
+        return tuple(self.band & band for band in self.blocks.distinct_bands)
 
     @property
     def has_block_windows(self) -> bool:
-        """Whether a block has a lower bound of its own."""
-        return self.bounds is not None and bool((self.bounds[:, 0] > -UNBOUNDED).any())
+        """Whether bands differ between blocks, and have lower bounds."""
+        if self.blocks is None or not self.blocks.has_bands:
+            return False
+        return any(band.low is not None for band in self.block_bands)
 
-    def __and__(self, other: Geometry) -> Geometry:
+    def __and__(self, geometry: Geometry) -> Geometry:
         """Pairs that both keep."""
         if self.blocks is None:
-            blocks, bounds = other.blocks, other.bounds
-        elif other.blocks is None:
-            blocks, bounds = self.blocks, self.bounds
+            blocks = geometry.blocks
+        elif geometry.blocks is None:
+            blocks = self.blocks
         else:
-            blocks, bounds = _intersect_blocks(self, other)
+            blocks = self.blocks & geometry.blocks
         return Geometry(
-            band=self.band & other.band,
+            band=self.band & geometry.band,
             blocks=blocks,
-            rules=(*self.rules, *other.rules),
-            same=(*self.same, *other.same),
-            bounds=bounds,
+            rules=(*self.rules, *geometry.rules),
+            block_rules=(*self.block_rules, *geometry.block_rules),
         )
 
-    def __or__(self, other: Geometry) -> Geometry:
+    def __or__(self, geometry: Geometry) -> Geometry:
         """Pairs that either keeps."""
-        return Geometry(rules=(AnyOf((self, other)),))
+        return Geometry(rules=(AnyOf((self, geometry)),))
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         """Which pairs are kept: FlexAttention's ``mask_mod``."""
         return self.mask_mod(query.device)(batch, head, query, key)
 
+    @cached_property
+    def _judges(self) -> tuple[Band | Blocks | Rule, ...]:
+        blocks = () if self.blocks is None else (self.blocks,)
+        return (self.band, *blocks, *self.rules)
+
     def verdict(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions; PARTIAL for users' functions."""
-        verdict = self.band.verdict(block)
-        if self.blocks is not None and verdict is not EMPTY:
-            verdict = kept_by_both(verdict, self._verdict_of_blocks(block))
-        for rule in self.rules:
+        verdict: Verdict = FULL
+        for judge in self._judges:
+            verdict = kept_by_both(verdict, judge.verdict(block))
             if verdict is EMPTY:
-                return EMPTY
-            verdict = kept_by_both(verdict, rule.verdict(block))
+                break
         return verdict
-
-    def _verdict_of_blocks(self, block: Ranges) -> Verdict:
-        """The verdict of the blocks of the geometry, and of their bounds, on ``block``."""
-        numbers = self._meeting(block)
-        if not len(numbers):
-            return EMPTY
-        parts = self._clipped(numbers, block)
-        is_inside = len(parts) == 1 and parts[0].tolist() == [*block.queries, *block.keys]
-        if self.bounds is None:
-            return FULL if is_inside else PARTIAL
-        low, high = self.bounds[numbers].T
-        distances = _distances(parts)
-        may_be_kept = (distances.least <= high) & (distances.largest >= low)
-        if not may_be_kept.any():
-            return EMPTY
-        are_kept = (distances.least >= low) & (distances.largest <= high)
-        return FULL if is_inside and bool(are_kept[0]) else PARTIAL
-
-    def _meeting(self, block: Ranges) -> NDArray[np.intp]:
-        """The numbers of the blocks of the geometry that meet ``block``."""
-        assert self.blocks is not None
-        query_starts, query_stops, key_starts, key_stops = self.blocks.T
-        first_query, query_stop = block.queries
-        first_key, key_stop = block.keys
-        # Blocks are sorted by their queries.
-        first = int(np.searchsorted(query_stops, first_query, side="right"))
-        last = int(np.searchsorted(query_starts, query_stop, side="left"))
-        some = slice(first, last)
-        meets = (key_starts[some] < key_stop) & (key_stops[some] > first_key)
-        return first + np.flatnonzero(meets)
-
-    def _clipped(self, numbers: NDArray[np.intp], block: Ranges) -> Blocks:
-        """The parts of blocks of the geometry that lie in ``block``."""
-        assert self.blocks is not None
-        starts = (block.queries[0], block.keys[0])
-        stops = (block.queries[1], block.keys[1])
-        clipped = self.blocks[numbers]
-        clipped[:, ::2] = np.maximum(clipped[:, ::2], starts)
-        clipped[:, 1::2] = np.minimum(clipped[:, 1::2], stops)
-        return clipped
 
     def within(self, block: Ranges) -> Iterator[tuple[Ranges, Band]]:
         """The parts of ``block`` that lie in the blocks of the geometry, and the band of each."""
         if self.blocks is None:
-            yield block, self.band
-            return
-        numbers = self._meeting(block)
-        parts = self._clipped(numbers, block).tolist()
-        if self.bounds is None:
-            for ends in parts:
-                yield Ranges.from_bounds(*ends), self.band
-            return
-        for ends, bounds in zip(parts, self.bounds[numbers].tolist(), strict=True):
-            yield Ranges.from_bounds(*ends), self.band & _band_of(*bounds)
+            return iter([(block, self.band)])
+        return self.blocks.within(block, self.band)
 
     def largest_part(self, n_queries: int, n_keys: int, *, bands: bool = False) -> tuple[int, int]:
         """The most queries and keys of a part of a block of so many; ``bands`` as of ``parts``."""
-        if self.blocks is not None and len(self.blocks):
-            query_starts, query_stops, key_starts, key_stops = self.blocks.T
-            n_queries = min(n_queries, int((query_stops - query_starts).max()))
-            n_keys = min(n_keys, int((key_stops - key_starts).max()))
+        if self.blocks is not None:
+            block_queries, block_keys = self.blocks.longest
+            n_queries = min(n_queries, block_queries)
+            n_keys = min(n_keys, block_keys)
         widths = [band.width for band in self.block_bands if band.width is not None]
-        is_bounded = bool(widths) and len(widths) == len(self.block_bands)
-        if bands or not is_bounded:
+        if bands or len(widths) < len(self.block_bands):
             return n_queries, n_keys
         widest = max(widths)
         return min(n_queries, widest), min(n_keys, widest)
@@ -210,12 +158,12 @@ class Geometry:
             bands: parts may be bands.
         """
         for ranges, band in self.within(block):
-            ends = (*ranges.queries, *ranges.keys)
+            bounds = (*ranges.queries, *ranges.keys)
             if bands:
-                smallest_part = band.within(*ends)
+                smallest_part = band.within(*bounds)
                 parts = [] if smallest_part is None else [smallest_part]
             else:
-                parts = list(band.parts(*ends))
+                parts = list(band.parts(*bounds))
             for part in parts:
                 yield part, band
 
@@ -227,7 +175,8 @@ class Geometry:
             rows = at.queries[..., None, None, :, None]  # (tiles, 1, 1, q, 1)
             columns = at.keys[..., None, None, None, :]  # (tiles, 1, 1, 1, k)
             is_kept = mask_mod(at.entries[:1], at.heads[:1], rows, columns)
-            return is_kept.expand(torch.broadcast_shapes(rows.shape, columns.shape))
+            shape = torch.broadcast_shapes(rows.shape, columns.shape)
+            return is_kept.expand(shape)
         is_kept = over_pairs(mask_mod)(at.entries, at.heads, at.queries, at.keys)  # (b, h, q, k)
         # Where a dimension is expanded, one of its entries is enough.
         for dim in (0, 1):
@@ -237,37 +186,19 @@ class Geometry:
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """See ``Rule``."""
-        mask_mods = [] if self.band.keeps_all else [mask_mod_of_band(self.band)]
-        mask_mods += [rule.mask_mod(device) for rule in (*self.rules, *self.same)]
+        mask_mods: list[MaskMod] = []
+        if not self.band.keeps_all:
+            mask_mods.append(mask_mod_of_band(self.band))
+        rules = (*self.rules, *self.block_rules)
+        mask_mods.extend(rule.mask_mod(device) for rule in rules)
         return all_of(mask_mods)
 
     def count(self, n_queries: int, n_keys: int) -> int:
         """How many pairs it keeps; those that the rules leave out are counted as well."""
-        call = Ranges.from_bounds(0, n_queries, 0, n_keys)
-        return sum(band.count(*part.queries, *part.keys) for part, band in self.within(call))
-
-
-class _Distances(NamedTuple):
-    """The least and the largest ``key - query`` of the pairs of each part, (parts,)."""
-
-    least: NDArray[np.int64]
-    largest: NDArray[np.int64]
-
-
-def _distances(parts: Blocks) -> _Distances:
-    query_starts, query_stops, key_starts, key_stops = parts.T
-    return _Distances(key_starts - (query_stops - 1), key_stops - 1 - query_starts)
-
-
-def _band_of(low: int, high: int) -> Band:
-    """A block's bounds as a band."""
-    return Band(None if low <= -UNBOUNDED else int(low), None if high >= UNBOUNDED else int(high))
-
-
-def bounds_of(band: Band) -> tuple[int, int]:
-    """A band as a block's bounds."""
-    low = -UNBOUNDED if band.low is None else band.low
-    return low, UNBOUNDED if band.high is None else band.high
+        n_pairs = 0
+        for part, band in self.within(Ranges.from_bounds(0, n_queries, 0, n_keys)):
+            n_pairs += band.count(*part.queries, *part.keys)
+        return n_pairs
 
 
 class AnyOf(Rule):
@@ -284,7 +215,7 @@ class AnyOf(Rule):
         for geometry in self.geometries:
             verdict = kept_by_either(verdict, geometry.verdict(block))
             if verdict is FULL:
-                return FULL
+                break
         return verdict
 
     def mask_mod(self, device: torch.device) -> MaskMod:
@@ -299,16 +230,3 @@ def geometry_of(mask_mod: MaskMod | None) -> Geometry:
     if isinstance(mask_mod, Geometry):
         return mask_mod
     return Geometry(rules=(FunctionRule(mask_mod),))
-
-
-def _intersect_blocks(first: Geometry, second: Geometry) -> tuple[Blocks, Bounds | None]:
-    """The common parts of the blocks of two geometries, and the bounds that both have there."""
-    all_pairs = Ranges.from_bounds(0, UNBOUNDED, 0, UNBOUNDED)
-    rows = []
-    for block, band in first.within(all_pairs):
-        for part, narrower_band in second.within(block):
-            bounds = bounds_of(band & narrower_band)
-            rows.append((*part.queries, *part.keys, *bounds))
-    table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
-    is_bounded = first.bounds is not None or second.bounds is not None
-    return table[:, :4], table[:, 4:] if is_bounded else None

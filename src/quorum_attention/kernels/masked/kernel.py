@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import cast
 
 import torch
 
-from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
+from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Rectangle, Verdict
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.geometry import Geometry
@@ -23,12 +22,10 @@ from quorum_attention.kernels.masked.user_functions import UserModKernel, capped
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
-from quorum_attention.kernels.protocol import Kernel, Launches
+from quorum_attention.kernels.protocol import Kernel, Launches, workspace_bytes
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
-
-_BY_ENTRY = ("grad_out", "out", "lse", "grad_query", "grad_key", "grad_value")
 
 
 class MaskedKernel(UserModKernel):
@@ -42,18 +39,21 @@ class MaskedKernel(UserModKernel):
 
     def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
         # Not the mask, which holds its kernels.
-        self.batch, self.base, self.mask_mods = mask.shape.batch, base, mask.functions
+        self.name = base.name
+        self.base = base
+        self.batch = mask.shape.batch
         self.geometries = mask.geometries
+        self.mask_mods = mask.functions
         self._distinct = tuple(dict.fromkeys(mask.geometries))
-        self._uniform = len(self._distinct) == 1
-        self._scores, self.name = capped(mask.softcap), base.name
-        self._parts = {g: PartwiseKernel(g, base, self._scores) for g in self._distinct}
+        self._is_uniform = len(self._distinct) == 1
+        self._scores = capped(mask.softcap)
+        self._share = mask.kept_pairs / max(1, mask.shape.n_queries * mask.shape.n_keys)
+        self._verdict = partial(_verdict, self._distinct)
+        self._partwise = {g: PartwiseKernel(g, base, self._scores) for g in self._distinct}
         # One launch of these runs a whole task, or some do where there are rules.
         self._native: dict[Geometry, Kernel] = {}
         if isinstance(base, NativeKernel):
             self._native = {g: base.under(g) for g in self._distinct}
-        self._share = mask.kept_pairs / max(1, mask.shape.n_queries * mask.shape.n_keys)
-        self._verdict = partial(_verdict, self._distinct)
         # Several calls take no turns on streams, but two of them in flight may be faster.
         self.launches = Launches.ONE if self._native else Launches.CALLS_ON_STREAMS
         self.compute_like(base)
@@ -63,10 +63,10 @@ class MaskedKernel(UserModKernel):
 
         Tables of blocks know no dropout, nor do those of windows that blocks have of their own.
         """
-        native = self._native.get(geometry)
-        if native is None or (drops and (geometry.rules or geometry.has_block_windows)):
-            return self._parts[geometry]
-        return native
+        takes_no_dropout = bool(geometry.rules) or geometry.has_block_windows
+        if not self._native or (drops and takes_no_dropout):
+            return self._partwise[geometry]
+        return self._native[geometry]
 
     def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -80,92 +80,98 @@ class MaskedKernel(UserModKernel):
 
     def scores_of_pairs(self) -> ScoreTransform:
         """See ``Kernel``: the soft cap, and what the geometries keep."""
-        return replace(self._scores, keeps=self._kept)
+        return replace(self._scores, keeps=self._kept_pairs_of_tile)
 
-    def _kept(self, block: QueryBlock, keys: slice) -> torch.Tensor:
+    def _kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         pairs = block.indices(keys)
         numbers = pairs.entries % self.batch
-        parts = [
-            (at.stop - at.start, geometry.keeps(replace(pairs, entries=numbers[at])))
-            for at, geometry in self._by_geometry(block.task.entries[block.entries])
-        ]
+        parts: list[torch.Tensor] = []
+        for run, geometry in self._runs_of_geometries(block.task.entries[block.entries]):
+            is_kept = geometry.keeps(replace(pairs, entries=numbers[run]))
+            parts.append(is_kept.expand(run.stop - run.start, -1, -1, -1))
         if len(parts) == 1:
-            return parts[0][1]
-        n_heads = max(is_kept.shape[1] for _, is_kept in parts)
-        return torch.cat([is_kept.expand(n, n_heads, -1, -1) for n, is_kept in parts])
+            return parts[0]
+        n_heads = max(part.shape[1] for part in parts)
+        return torch.cat([part.expand(-1, n_heads, -1, -1) for part in parts])
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Numbers of heads and entries are needed where the mask may depend on them."""
-        return all_heads or (self._uniform and not self.mask_mods)
+        return all_heads or (self._is_uniform and not self.mask_mods)
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        kernels = (self._kernel(g, drops=shape.dropout) for g in self._distinct)
-        return self._times(extent) * max(k.forward_workspace_bytes(shape, extent) for k in kernels)
+        return self._workspace_bytes(shape, extent, backward=False)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        kernels = (self._kernel(g, drops=shape.dropout) for g in self._distinct)
-        return self._times(extent) * max(k.backward_workspace_bytes(shape, extent) for k in kernels)
+        return self._workspace_bytes(shape, extent, backward=True)
 
-    def _times(self, extent: Extent) -> int:
-        """2 where results are computed in fp32 first, and the native kernel's bound has one."""
-        mixed = not self._uniform and not any(g.rules for g in self._distinct)
-        return 2 if extent.direct and self._native and mixed else 1
+    def _workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+        largest = 0
+        for geometry in self._distinct:
+            kernel = self._kernel(geometry, drops=shape.dropout)
+            largest = max(largest, workspace_bytes(kernel, shape, extent, backward=backward))
+        has_rules = any(geometry.rules for geometry in self._distinct)
+        if extent.direct and self._native and not self._is_uniform and not has_rules:
+            # Results are computed in fp32 first, and the native kernel's bound has one of each.
+            return 2 * largest
+        return largest
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for at, kernel, part in self._tasks(task):
-            kernel.forward(part, Statistics(state.out[at], state.lse[at]))
+        for run, kernel, part in self._tasks(task):
+            kernel.forward(part, Statistics(state.out[run], state.lse[run]))
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        scaling = grads.scaling
-        factors = scaling.unscale, scaling.overflow
-        for at, kernel, part in self._tasks(task):
-            unscale, overflow = (None if t is None else _some(t, at) for t in factors)
-            fields = {name: getattr(grads, name)[at] for name in _BY_ENTRY}
-            fields["scaling"] = replace(scaling, unscale=unscale, overflow=overflow)
-            kernel.backward(part, replace(grads, **fields))
+        for run, kernel, part in self._tasks(task):
+            kernel.backward(part, _gradients_of(grads, run))
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[slice, Kernel, TaskTensors]]:
         """The task for each run of entries, with numbers of entries that functions know."""
         entries = tuple(entry % self.batch for entry in task.entries)
         task = replace(task, entries=entries)
-        for at, geometry in self._by_geometry(entries):
+        for run, geometry in self._runs_of_geometries(entries):
             kernel = self._kernel(geometry, drops=task.dropout is not None)
-            yield at, kernel, entries_of(task, at)
+            yield run, kernel, entries_of(task, run)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
-        kernel, call = self._whole(call)
-        return kernel.whole_forward(call)
+        kernel = self._kernel_of_whole_call(call)
+        if kernel is None:
+            return super().whole_forward(replace(call, causal=False))
+        return kernel.whole_forward(self._under_band(call, kernel))
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients are rounded once, to ``call.stored``."""
-        kernel, call = self._whole(call)
-        return kernel.whole_backward(call, saved)
+        kernel = self._kernel_of_whole_call(call)
+        if kernel is None:
+            return super().whole_backward(replace(call, causal=False), saved)
+        return kernel.whole_backward(self._under_band(call, kernel), saved)
 
-    def _whole(self, call: Call) -> tuple[Kernel, Call]:
-        """The kernel that runs a whole call, and its call.
+    def _kernel_of_whole_call(self, call: Call) -> Kernel | None:
+        """The kernel that runs a call as one of its own: the native kernel, or an operator that
+        takes bands. None: the call is run as a task."""
+        geometry = self._distinct[0]
+        if not self._is_uniform or geometry.rules:
+            return None
+        kernel = self._kernel(geometry, drops=call.dropout is not None)
+        if kernel is not self._partwise[geometry]:
+            return kernel
+        has_bands = isinstance(self.base, RectangleKernel) and self.base.bands
+        is_plain = call.bias is None and call.dropout is None
+        sizes = (*call.query.shape[:3], call.key.shape[2])
+        takes_band = has_bands and is_plain and geometry.is_band and 0 not in sizes
+        return self.base if takes_band else None
 
-        That is the native kernel or an operator that takes bands, if it is one call of theirs; else
-        this kernel, as a task.
-        """
-        geometry, base = self._distinct[0], self.base
-        if self._uniform and not geometry.rules:
-            kernel = self._kernel(geometry, drops=call.dropout is not None)
-            if kernel is self._native.get(geometry):
-                return kernel, call
-            bands = isinstance(base, RectangleKernel) and base.bands and geometry.blocks is None
-            is_plain = call.bias is None and call.dropout is None
-            if bands and is_plain and 0 not in (*call.query.shape[:3], *call.key.shape[2:3]):
-                return base, replace(call, causal=geometry.band)
-        return cast(Kernel, super()), replace(call, causal=False)
+    def _under_band(self, call: Call, kernel: Kernel) -> Call:
+        """The call with its band, unless its kernel knows the geometry."""
+        return replace(call, causal=self._distinct[0].band) if kernel is self.base else call
 
-    def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
+    def _runs_of_geometries(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
-        by_entry = [self.geometries[entry % len(self.geometries)] for entry in entries]
+        n_geometries = len(self.geometries)
+        by_entry = [self.geometries[entry % n_geometries] for entry in entries]
         start = 0
         for geometry, run in groupby(by_entry):
             stop = start + len(list(run))
@@ -182,23 +188,44 @@ def _verdict(geometries: tuple[Geometry, ...], block: Ranges) -> Verdict:
     return verdict
 
 
-def _some(tensor: torch.Tensor, entries: slice) -> torch.Tensor:
-    """Some of the batch entries of (b or 1, ...)."""
-    return tensor if tensor.shape[0] in (1, entries.stop - entries.start) else tensor[entries]
-
-
-def _if_any(tensor: torch.Tensor | None, entries: slice) -> torch.Tensor | None:
-    return tensor if tensor is None else _some(four_dims(tensor), entries)
+def _rows_of(tensor: torch.Tensor, entries: slice) -> torch.Tensor:
+    """The rows (b or 1, ...) of some batch entries."""
+    n_entries = entries.stop - entries.start
+    has_them_alone = tensor.shape[0] in (1, n_entries)
+    return tensor if has_them_alone else tensor[entries]
 
 
 def entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
     """A task with some of its batch entries."""
+
+    def bias(rectangle: Rectangle) -> torch.Tensor | None:
+        tensor = task.bias(rectangle)
+        return tensor if tensor is None else _rows_of(four_dims(tensor), entries)
+
     return replace(
         task,
-        query=_some(task.query, entries),
-        key=_some(task.key, entries),
-        value=_some(task.value, entries),
-        bias=lambda r: _if_any(task.bias(r), entries),
+        query=_rows_of(task.query, entries),
+        key=_rows_of(task.key, entries),
+        value=_rows_of(task.value, entries),
+        bias=bias,
         entries=task.entries[entries],
         dropout=task.dropout and task.dropout.at(0, entries.start),
+    )
+
+
+def _gradients_of(grads: Gradients, entries: slice) -> Gradients:
+    """The gradients of some batch entries, and what they are computed from; views."""
+    scaling = grads.scaling
+    if scaling.unscale is not None:
+        scaling = replace(scaling, unscale=_rows_of(scaling.unscale, entries))
+    if scaling.overflow is not None:
+        scaling = replace(scaling, overflow=_rows_of(scaling.overflow, entries))
+    return Gradients(
+        grads.grad_out[entries],
+        grads.out[entries],
+        grads.lse[entries],
+        grads.grad_query[entries],
+        grads.grad_key[entries],
+        grads.grad_value[entries],
+        scaling,
     )

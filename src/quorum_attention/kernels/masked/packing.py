@@ -16,7 +16,7 @@ from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.cells import Bucket, buckets_of
 from quorum_attention.kernels.masked.costs import cost_of_packed_calls
 from quorum_attention.kernels.masked.token_rules import Ids, PlaceRule
-from quorum_attention.kernels.protocol import Kernel
+from quorum_attention.kernels.protocol import Kernel, workspace_bytes
 
 # Bytes of the tensors of one call: on a CPU a cache's, elsewhere what keeps the device busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
@@ -110,9 +110,9 @@ class Packing:
         if shape.bias is not None:
             bias = replace(shape.bias, batch=True, rows=True)
         call = replace(shape, bias=bias, is_causal=bucket.causal)
-        ask = kernel.backward_workspace_bytes if backward else kernel.forward_workspace_bytes
+        computed = workspace_bytes(kernel, call, bucket.extent(extent, n_cells), backward=backward)
         gathered = n_cells * bucket.cell_bytes(shape, *heads)
-        return gathered + ask(call, bucket.extent(extent, n_cells))
+        return gathered + computed
 
 
 def packing_of(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,13 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent, state_dtype
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
+from quorum_attention.kernels.masked.cell_rows import EntryRun
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
-from quorum_attention.kernels.masked.whole_calls import WholeCallKernel
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.masked.whole_calls import CallPart, WholeCallKernel
+from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.operator_inputs import four_dims
-from quorum_attention.kernels.operator_layout import empty_in_order_of
-from quorum_attention.kernels.protocol import Kernel
+from quorum_attention.kernels.protocol import Kernel, workspace_bytes
 from quorum_attention.kernels.score_tiles import PLAIN
 from quorum_attention.mask import Mask
 
@@ -33,6 +32,8 @@ from quorum_attention.mask import Mask
 _MOST_BYTES = 64 << 20
 # Bytes of a token in the tables of a mask: an id, a place, and whether it is there.
 _TOKEN_BYTES = 8 + 8 + 1
+# Bytes of a pair while it is tested.
+_TEST_BYTES = 3
 _ALL = slice(None)
 
 
@@ -55,12 +56,11 @@ class PairBias:
 
     def shape(self, call_bias: BiasShape | None) -> BiasShape:
         """The shape of the bias, together with that of the call."""
-        if call_bias is None:
-            return BiasShape(batch=self.has_entries, heads=False, rows=self.has_rows)
+        bias = call_bias or BiasShape(batch=False, heads=False, rows=False)
         return replace(
-            call_bias,
-            batch=call_bias.batch or self.has_entries,
-            rows=call_bias.rows or self.has_rows,
+            bias,
+            batch=bias.batch or self.has_entries,
+            rows=bias.rows or self.has_rows,
             columns=True,
         )
 
@@ -75,24 +75,25 @@ class PairBias:
         """The number of calls that so many entries are cut into."""
         if not self.shape(shape.bias).batch:
             return 1
-        entries_of_a_call = max(1, _MOST_BYTES // max(1, self.bytes_of_entry(shape)))
+        bytes_of_entry = max(1, self.bytes_of_entry(shape))
+        entries_of_a_call = max(1, _MOST_BYTES // bytes_of_entry)
         return ceil_div(n_entries, entries_of_a_call)
 
-    def entries_of_calls(self, shape: CallShape, n_entries: int) -> list[slice]:
-        """The entries of each call: as many in all of them as there can be."""
-        size = ceil_div(n_entries, self.calls(shape, n_entries))
-        return [slice(start, start + size) for start in range(0, n_entries, size)]
+    def of(self, call: Call, run: slice) -> torch.Tensor:
+        """The bias of some entries of a call, with the call's own: (b or 1, h or 1, n or 1, m).
 
-    def of(self, call: Call) -> torch.Tensor:
-        """The bias of a call, with its own: (b or 1, h or 1, n or 1, m)."""
+        Args:
+            run: the entries, counted from the call's first one.
+        """
         query = call.query
-        entries = slice(call.first_entry, call.first_entry + query.shape[0])
+        entries = slice(call.first_entry + run.start, call.first_entry + run.stop)
         is_kept = self.rules.kept(entries, _ALL, _ALL, query.device, by_places=not self.is_causal)
-        is_kept = is_kept.unsqueeze(1)
+        bias = torch.zeros((), dtype=query.dtype, device=query.device)
         if call.bias is not None:
-            return torch.where(is_kept, four_dims(call.bias), -torch.inf)
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        return torch.where(is_kept, zero, -torch.inf)
+            bias = four_dims(call.bias)
+            if bias.shape[0] > 1:
+                bias = bias[run]
+        return torch.where(is_kept.unsqueeze(1), bias, -torch.inf)
 
     def workspace_bytes(
         self, kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool
@@ -100,20 +101,39 @@ class PairBias:
         """Upper bound of the device bytes of a whole call that ``kernel`` computes."""
         largest = replace(shape, n_queries=extent.max_queries, n_keys=extent.max_keys)
         n_entries = ceil_div(extent.batch, self.calls(largest, max(1, extent.batch)))
-        inside = replace(extent, batch=n_entries)
+        part = replace(extent, batch=n_entries)
         biased = replace(shape, bias=self.shape(shape.bias), is_causal=self.is_causal)
-        ask = kernel.backward_workspace_bytes if backward else kernel.forward_workspace_bytes
-        n_bytes: int = ask(biased, inside)
-        tokens = extent.batch * (extent.max_queries + extent.max_keys)
-        tests = n_entries * (extent.max_queries if self.has_rows else 1) * extent.max_keys * 3
-        n_bytes += tokens * _TOKEN_BYTES + tests
+        n_bytes = workspace_bytes(kernel, biased, part, backward=backward)
+        n_bytes += extent.batch * (extent.max_queries + extent.max_keys) * _TOKEN_BYTES
+        tested_rows = extent.max_queries if self.has_rows else 1
+        n_bytes += n_entries * tested_rows * extent.max_keys * _TEST_BYTES
         if n_entries < extent.batch:
-            rows = extent.batch * extent.query_heads * extent.max_queries
-            key_rows = extent.batch * extent.key_heads * extent.max_keys
-            numbers = rows * (max(shape.head_dim, shape.value_dim) + 1)
-            numbers += key_rows * (shape.head_dim + shape.value_dim)
-            n_bytes += numbers * max(shape.dtype.itemsize, shape.state_dtype.itemsize)
+            n_bytes += _result_bytes(shape, extent)
         return n_bytes
+
+
+def _result_bytes(shape: CallShape, extent: Extent) -> int:
+    """Bytes of the results of a call that is cut."""
+    rows = extent.batch * extent.query_heads * extent.max_queries + 1
+    key_rows = extent.batch * extent.key_heads * extent.max_keys + 1
+    numbers = rows * (max(shape.head_dim, shape.value_dim) + 1)
+    numbers += key_rows * (shape.head_dim + shape.value_dim)
+    return numbers * max(shape.dtype.itemsize, shape.state_dtype.itemsize)
+
+
+class _BiasedEntries(CallPart):
+    """The kernel call of some batch entries."""
+
+    def __init__(self, pair_bias: PairBias, run: slice) -> None:
+        self._pair_bias = pair_bias
+        self._run = run
+        self.queries = EntryRun(run)
+        self.keys = EntryRun(run)
+        self.causal = pair_bias.is_causal
+
+    def bias(self, call: Call) -> torch.Tensor:
+        """See ``CallPart``."""
+        return self._pair_bias.of(call, self._run)
 
 
 class BiasedKernel(WholeCallKernel):
@@ -127,75 +147,24 @@ class BiasedKernel(WholeCallKernel):
         """Share what is found out about short calls with kernels of other such masks."""
         bias = self.pair_bias
         self.priced_as = _priced_kernel(
-            self.base, self.shape, bias.is_causal, bias.has_rows, bias.has_entries
+            self.base,
+            self.shape,
+            bias.is_causal,
+            bias.has_rows,
+            bias.has_entries,
         )
 
-    def masked_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``WholeCallKernel``."""
-        parts = list(self._parts(call))
-        if len(parts) == 1:
-            return self.base.whole_forward(self._with_bias(call))
-        query, dtype = call.query, call.query.dtype
-        rows = query.shape[:3]
-        width = call.value.shape[-1]
-        out = empty_in_order_of(query, (*rows, width), call.stored or dtype)
-        lse = torch.empty(rows, dtype=state_dtype(dtype), device=query.device)
-        for at, part in parts:
-            out[at], lse[at] = self.base.whole_forward(self._with_bias(part))
-        return out, lse
+    def parts(self, call: Call, shape: CallShape) -> Iterator[CallPart]:
+        """See ``WholeCallKernel``: as many entries in all calls as there can be."""
+        n_entries = shape.batch
+        step = ceil_div(n_entries, self.pair_bias.calls(shape, n_entries))
+        for start in range(0, n_entries, step):
+            run = slice(start, min(start + step, n_entries))
+            yield _BiasedEntries(self.pair_bias, run)
 
-    def masked_backward(self, call: Call, saved: Saved) -> Three:
-        """See ``WholeCallKernel``."""
-        parts = list(self._parts(call))
-        if len(parts) == 1:
-            return self.base.whole_backward(self._with_bias(call), saved)
-        grad_query, grad_key, grad_value = (
-            empty_in_order_of(tensor, tensor.shape, call.stored or tensor.dtype)
-            for tensor in call.inputs
-        )
-        for at, part in parts:
-            part_saved = saved.mapped(itemgetter(at))
-            part_grads = self.base.whole_backward(self._with_bias(part), part_saved)
-            grad_query[at].copy_(part_grads[0])
-            grad_key[at].copy_(part_grads[1])
-            grad_value[at].copy_(part_grads[2])
-            del part_grads  # before the next part's are made
-        return grad_query, grad_key, grad_value
-
-    def _parts(self, call: Call) -> Iterator[tuple[slice, Call]]:
-        """The entries of each kernel call, and the call without the bias of the mask."""
-        query, key, value = call.inputs
-        call_bias = None if call.bias is None else _shape_of(four_dims(call.bias), query.dtype)
-        shape = CallShape(
-            query.device.type,
-            query.dtype,
-            query.shape[1],
-            key.shape[1],
-            query.shape[3],
-            value.shape[3],
-            bias=call_bias,
-            n_queries=query.shape[2],
-            n_keys=key.shape[2],
-        )
-        for at in self.pair_bias.entries_of_calls(shape, query.shape[0]):
-            bias = call.bias
-            if bias is not None and four_dims(bias).shape[0] > 1:
-                bias = four_dims(bias)[at]
-            part = call.mapped(itemgetter(at), itemgetter(at), bias=bias)
-            yield at, replace(part, first_entry=call.first_entry + at.start)
-
-    def _with_bias(self, call: Call) -> Call:
-        return replace(call, causal=self.pair_bias.is_causal, bias=self.pair_bias.of(call))
-
-    def masked_workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+    def parts_workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
         """See ``WholeCallKernel``."""
         return self.pair_bias.workspace_bytes(self.base, shape, extent, backward=backward)
-
-
-def _shape_of(bias: torch.Tensor, dtype: torch.dtype) -> BiasShape:
-    """Which dimensions a bias (b or 1, h or 1, n or 1, m or 1) spans."""
-    batch, heads, rows, columns = (size > 1 for size in bias.shape)
-    return BiasShape(batch, heads, rows, columns, wide=bias.dtype != dtype)
 
 
 @lru_cache(maxsize=64)

@@ -1,9 +1,8 @@
 """A task under a mask part by part, by a kernel that knows only plain and causal rectangles.
 
-The pairs that a mask keeps of a task's rectangles are a short list of parts: plain rectangles,
-squares whose lower or upper triangle is kept, and ragged ones, which are given an additive mask,
-made for them alone. An upper triangle is a causal call with the orders of queries and keys turned
-round.
+The parts (``parts.py``) are plain rectangles, squares whose lower or upper triangle is kept, and
+ragged ones, which are given an additive mask, made for them alone. An upper triangle is a causal
+call with the orders of queries and keys turned round.
 """
 
 from __future__ import annotations
@@ -11,23 +10,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import cast
 
 import torch
 
-from quorum_attention.decomposition import Ranges, Rectangle, Rows
-from quorum_attention.decomposition.bands import BandPart
-from quorum_attention.decomposition.rectangles import cut
+from quorum_attention.decomposition import Ranges, Rectangle
+from quorum_attention.decomposition.bands import Kind
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
 from quorum_attention.kernels.masked.block_evaluator import evaluated_bytes
-from quorum_attention.kernels.masked.block_nodes import BLOCK, joined_along_rows
-from quorum_attention.kernels.masked.block_table import blocks_key, listed_blocks, whole_region
+from quorum_attention.kernels.masked.block_nodes import BLOCK
+from quorum_attention.kernels.masked.block_table import blocks_key
 from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.parts import (
+    EVALUATED_BYTES,
+    LEAF,
+    WIDEST,
+    Parts,
+    Rectangles,
+    parts_by_bands,
+    parts_by_blocks,
+)
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.operator_inputs import four_dims
-from quorum_attention.kernels.protocol import Kernel, refusal
+from quorum_attention.kernels.protocol import Kernel, refusal, workspace_bytes
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.kernels.scaling import Scaling
@@ -36,20 +41,12 @@ from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTen
 
 # Parts are joined to one call up to so many queries, and keys.
 _JOINED = 8192
-# Triangles up to this side are ragged, where they are no calls of their own.
-_LEAF = 256
-# Keys of a ragged part with partial blocks side by side.
-_WIDEST = 4096
 # Tasks whose parts are remembered.
 _MOST_TASKS = 512
-# Device bytes for evaluating users' functions block by block, unless there are many heads.
-_EVALUATED_BYTES = 8 << 20
 _ANY_MASK = BiasShape(batch=True, heads=True, rows=True)
-
-
-_Parts = tuple[tuple[Rectangle, ...], ...]
-"""The parts of a task, local positions: those of plain and causal calls, upper triangles, and
-ragged ones."""
+# Bytes of a pair while it is tested, by its positions and by rules.
+_POSITION_TEST_BYTES = 16
+_RULE_TEST_BYTES = 64
 
 
 class PartwiseKernel(Kernel):
@@ -63,18 +60,22 @@ class PartwiseKernel(Kernel):
     name = "parts"
 
     def __init__(self, geometry: Geometry, base: Kernel, scores: ScoreTransform) -> None:
-        self._geometry, self._operator = geometry, copy.copy(base)
+        self._geometry = geometry
+        self._tiles = TiledKernel(scores)
+        keeps_blocks = all(band.keeps_all for band in geometry.block_bands)
+        self._has_ragged = bool(geometry.rules) or not keeps_blocks
+        self._operator = copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
         shared = CallShape("cpu", torch.float32, heads=2, kv_heads=1, head_dim=1, value_dim=1)
         self._operator.grouped = base.grouped or base.takes_whole(shared, 1, all_heads=True)
         self._upper = copy.copy(self._operator)
+        self._calls_rectangles = False
+        self._has_bands = False
         if isinstance(self._upper, RectangleKernel):
             self._upper.reversed_order = True
-        self._bands = base if isinstance(base, RectangleKernel) and base.bands else None
-        self._tiles = TiledKernel(scores)
-        bands = geometry.block_bands
-        self._has_ragged = bool(geometry.rules) or not all(band.keeps_all for band in bands)
-        self._known: Cache[_Parts] = Cache(_MOST_TASKS)
+            self._calls_rectangles = True
+            self._has_bands = self._upper.bands
+        self._parts: Cache[Parts] = Cache(_MOST_TASKS)
 
     def refusal(self, shape: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -82,80 +83,96 @@ class PartwiseKernel(Kernel):
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        n_bytes = self._bytes(shape, extent, backward=False)
+        n_bytes = self._calls_bytes(shape, extent, backward=False)
         if extent.direct:
             rows = extent.batch * extent.query_heads * extent.n_tokens
-            n_bytes += (
-                rows * (shape.value_dim + 1) * shape.state_dtype.itemsize
-                + rows * shape.value_dim * 4
-            )
+            n_bytes += rows * (shape.value_dim + 1) * shape.state_dtype.itemsize
+            n_bytes += rows * shape.value_dim * 4
         return n_bytes
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        n_bytes = self._bytes(shape, extent, backward=True)
+        n_bytes = self._calls_bytes(shape, extent, backward=True)
         rows = extent.batch * extent.query_heads * extent.n_tokens
-        if isinstance(self._operator, RectangleKernel):
-            n_bytes += (
-                rows * 2 * shape.state_dtype.itemsize
-            )  # the lse without rows that have no key
-        by_tiles = self._kernel_for(replace(shape, bias=_ragged_mask(shape))) is self._tiles
-        if by_tiles and shape.dtype in self._operator.scaled_backward:
+        if self._calls_rectangles:
+            # The lse without rows that have no key.
+            n_bytes += rows * 2 * shape.state_dtype.itemsize
+        is_scaled = shape.dtype in self._operator.scaled_backward
+        if is_scaled and self._ragged_kernel(shape) is self._tiles:
             n_bytes += rows * 4 * shape.value_dim  # an upstream gradient that is not scaled
         if extent.direct:
-            keys = extent.batch * extent.key_heads * extent.n_tokens
-            numbers = rows * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
+            key_rows = extent.batch * extent.key_heads * extent.n_tokens
+            numbers = rows * shape.head_dim
+            numbers += key_rows * (shape.head_dim + shape.value_dim)
             n_bytes += numbers * (shape.state_dtype.itemsize + 4)
         return n_bytes
 
-    def _bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
-        """The bytes of calls of plain and causal parts, and of ragged ones with their masks."""
-
-        def ask(shape: CallShape, queries: int, keys: int) -> int:
-            kernel = self._kernel_for(shape)
-            inside = replace(extent, max_queries=queries, max_keys=keys, direct=False)
-            if backward:
-                return kernel.backward_workspace_bytes(shape, inside)
-            return kernel.forward_workspace_bytes(shape, inside)
-
-        lanes, key_lanes = extent.batch * extent.query_heads, extent.batch * extent.key_heads
-        queries, keys = self._limits((extent.max_queries, extent.max_keys), shape)
-        n_bytes = ask(replace(shape, is_causal=True), queries, keys)
-        if isinstance(self._operator, RectangleKernel):
-            # Copies of a triangle's rows in the other order.
-            copies = lanes * queries * (2 if backward else 1) + key_lanes * keys
-            n_bytes += 2 * copies * (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
-            n_bytes += 8 * lanes * queries + MERGE_WORKSPACE_BYTES
+    def _calls_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+        """Bytes of the largest call: of a clear part, or of a ragged one with its mask."""
+        largest = self._limited(extent, shape)
+        n_bytes = self._clear_bytes(shape, largest, backward=backward)
         if self._has_ragged:
-            rules = self._geometry.rules
-            queries = min(BLOCK if rules else _LEAF, queries)
-            keys = min(_WIDEST if rules else _LEAF, keys)
-            masked = replace(shape, bias=_ragged_mask(shape), is_causal=False)
-            pair_bytes = lanes * (2 + 2 * masked.bias_dtype.itemsize) + (64 if rules else 16)
-            tests = pair_bytes * queries * keys
-            n_bytes = max(n_bytes, tests + ask(masked, queries, keys))
+            n_bytes = max(n_bytes, self._ragged_bytes(shape, largest, backward=backward))
         if self._geometry.functions:
-            n_bytes = max(n_bytes, evaluated_bytes(lanes, _EVALUATED_BYTES))
+            lanes = extent.batch * extent.query_heads
+            n_bytes = max(n_bytes, evaluated_bytes(lanes, EVALUATED_BYTES))
         return n_bytes
 
-    def _limits(self, limits: tuple[int, int], shape: CallShape) -> tuple[int, int]:
+    def _clear_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+        kernel = self._kernel_for(shape)
+        causal = replace(shape, is_causal=True)
+        n_bytes = workspace_bytes(kernel, causal, extent, backward=backward)
+        if self._calls_rectangles:
+            # Copies of a triangle's rows in the other order.
+            rows = extent.batch * extent.query_heads * extent.max_queries
+            key_rows = extent.batch * extent.key_heads * extent.max_keys
+            copied_rows = rows * (2 if backward else 1) + key_rows
+            widths = shape.head_dim + shape.value_dim
+            n_bytes += 2 * copied_rows * widths * shape.dtype.itemsize
+            n_bytes += 8 * rows + MERGE_WORKSPACE_BYTES
+        return n_bytes
+
+    def _ragged_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+        most_queries = LEAF
+        most_keys = LEAF
+        test_bytes = _POSITION_TEST_BYTES
+        if self._geometry.rules:
+            most_queries = BLOCK
+            most_keys = WIDEST
+            test_bytes = _RULE_TEST_BYTES
+        queries = min(most_queries, extent.max_queries)
+        keys = min(most_keys, extent.max_keys)
+        part = replace(extent, max_queries=queries, max_keys=keys)
+        masked = replace(shape, bias=_ragged_mask(shape), is_causal=False)
+        lanes = extent.batch * extent.query_heads
+        pair_bytes = lanes * (2 + 2 * masked.bias_dtype.itemsize) + test_bytes
+        computed = workspace_bytes(self._kernel_for(masked), masked, part, backward=backward)
+        return computed + pair_bytes * queries * keys
+
+    def _limited(self, extent: Extent, shape: CallShape) -> Extent:
+        """The largest call, which allocates no results."""
+        queries, keys = self._limits(extent.max_queries, extent.max_keys, shape)
+        return replace(extent, max_queries=queries, max_keys=keys, direct=False)
+
+    def _limits(self, n_queries: int, n_keys: int, shape: CallShape) -> tuple[int, int]:
         """The most queries and keys of one call: of the largest part, or of parts joined."""
-        n_queries, n_keys = limits
         joined_queries = min(n_queries, _JOINED)
         joined_keys = min(n_keys, _JOINED)
         if not self._geometry.rules:
             takes_bands = self._takes_bands(shape)
-            n_queries, n_keys = self._geometry.largest_part(*limits, bands=takes_bands)
+            n_queries, n_keys = self._geometry.largest_part(n_queries, n_keys, bands=takes_bands)
         return max(n_queries, joined_queries), max(n_keys, joined_keys)
 
     def _takes_bands(self, shape: CallShape) -> bool:
         # Operators with bands neither drop nor take a mask beside them.
-        return self._bands is not None and shape.bias is None and not shape.dropout
+        return self._has_bands and shape.bias is None and not shape.dropout
 
     def _kernel_for(self, shape: CallShape) -> Kernel:
         """The operator, or ``TiledKernel`` for a call's mask that it does not take."""
-        if shape.bias is None:
-            return self._operator
+        return self._operator if shape.bias is None else self._ragged_kernel(shape)
+
+    def _ragged_kernel(self, shape: CallShape) -> Kernel:
+        """The kernel of ragged parts."""
         masked = replace(shape, bias=_ragged_mask(shape))
         return self._operator if refusal(self._operator, masked) is None else self._tiles
 
@@ -177,142 +194,89 @@ class PartwiseKernel(Kernel):
         mask = None
         if task.has_mask(rectangles[0]):
             mask = replace(_ANY_MASK, wide=task.has_wide_mask(rectangles[0]))
-        call = task.shape(mask)
-        kernel = self._kernel_for(call)
-        parts = self._parts_of(task, rectangles, call)
-        limits = task.max_queries, task.max_keys
+        shape = task.shape(mask)
+        parts = self._parts_of(task, rectangles, shape)
+        limits = (task.max_queries, task.max_keys)
         if task.max_queries:
-            limits = self._limits(limits, call)
+            limits = self._limits(*limits, shape)
         inside = replace(task, max_queries=limits[0], max_keys=limits[1], streams=None)
-        clear, upper, ragged = parts
-        if clear:
-            yield kernel, replace(inside, rectangles=clear)
-        if upper:
-            yield self._upper, replace(inside, rectangles=upper)
-        if ragged:
-            masks = partial(_part_mask, self._geometry, task, {})
-            kernel = self._kernel_for(replace(call, bias=_ragged_mask(call)))
-            yield kernel, replace(inside, rectangles=ragged, bias=masks)
+        if parts.clear:
+            yield self._kernel_for(shape), replace(inside, rectangles=parts.clear)
+        if parts.upper:
+            yield self._upper, replace(inside, rectangles=parts.upper)
+        if parts.ragged:
+            masks = _PartMasks(self._geometry, task)
+            ragged = replace(inside, rectangles=parts.ragged, bias=masks.of)
+            yield self._ragged_kernel(shape), ragged
 
-    def _parts_of(self, task: TaskTensors, live: tuple[Rectangle, ...], shape: CallShape) -> _Parts:
+    def _parts_of(self, task: TaskTensors, rectangles: Rectangles, shape: CallShape) -> Parts:
         """The parts of rectangles that the geometry keeps; it has the call's own causal rule."""
-        geometry, bands = self._geometry, self._takes_bands(shape)
+        geometry = self._geometry
         if geometry.rules:
-            key = blocks_key(geometry, task, live)
-            return self._known.get(key, lambda: _by_blocks(task, live, geometry))
+            key = blocks_key(geometry, task, rectangles)
+            return self._parts.get(key, lambda: parts_by_blocks(task, rectangles, geometry))
+        kinds: set[Kind] = {"plain", "ragged"}
         # Kernels that compute a whole task take no triangles off its diagonal.
-        triangles = task.dropout is None and isinstance(self._operator, RectangleKernel)
-        kinds = {"lower": triangles, "upper": triangles and shape.bias is None}
-        key = (task.task, live, *kinds.values(), bands)
-        return self._known.get(key, lambda: _by_bands(task, live, geometry, kinds, bands))
-
-
-def _part_mask(
-    geometry: Geometry, task: TaskTensors, known: dict[object, torch.Tensor], r: Rectangle
-) -> torch.Tensor:
-    """The additive mask of a part, with the task's own mask, (b|1, h|1, q, k).
-
-    Args:
-        known: the last one, where it is the same for other parts at such a distance and size.
-    """
-    rules, place = geometry, None
-    if not geometry.rules:
-        # A part lies in a block of the geometry: its band is all that is left.
-        query, key = (
-            task.task.segments(at, at + 1)[0].start for at in (r.query_start, r.key_start)
+        if task.dropout is None and self._calls_rectangles:
+            kinds.add("lower")
+            if shape.bias is None:
+                kinds.add("upper")
+        if self._takes_bands(shape):
+            kinds.add("band")
+        key = (task.task, rectangles, *sorted(kinds))
+        return self._parts.get(
+            key, lambda: parts_by_bands(task, rectangles, geometry, frozenset(kinds))
         )
-        part = Ranges.from_bounds(query, query + r.n_queries, key, key + r.n_keys)
-        ((_, band),) = geometry.within(part)
-        rules, place = Geometry(band), (band.moved(query - key), r.n_queries, r.n_keys)
-    tested = known.pop(place, None)
-    if tested is None:
-        known.clear()  # freed before the next one is made
-        tested = _tested(rules, task, r)
-    if place is not None:
-        known[place] = tested
-    bias = task.bias(r)
-    return tested if bias is None else four_dims(bias) + tested
 
 
-def _tested(rules: Geometry, task: TaskTensors, r: Rectangle) -> torch.Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        is_kept = rules.keeps(task.indices(r))
-    zero = torch.zeros((), dtype=task.query.dtype, device=task.query.device)
-    return torch.where(is_kept, zero, torch.full_like(zero, -torch.inf))
+class _PartMasks:
+    """The additive masks of the ragged parts of a task.
 
-
-def _by_blocks(task: TaskTensors, rectangles: tuple[Rectangle, ...], geometry: Geometry) -> _Parts:
-    """The parts of a geometry with rules: full blocks, and partial ones side by side as ragged."""
-    clear = list[Rectangle]()
-    ragged = list[Rectangle]()
-    region = whole_region(task)
-    for r in rectangles:
-        full, partial, _ = listed_blocks(geometry, task, region, (r,), _EVALUATED_BYTES)
-        clear += [Rectangle(*bounds) for bounds in full[:, 1:].tolist()]
-        for bounds in joined_along_rows(partial)[:, 1:].tolist():
-            block_row = Rectangle(*bounds)
-            ragged += cut([block_row], block_row.n_queries, _WIDEST)
-    return tuple(clear), (), tuple(ragged)
-
-
-def _by_bands(
-    task: TaskTensors,
-    rectangles: tuple[Rectangle, ...],
-    geometry: Geometry,
-    triangles: dict[str, bool],
-    bands: bool,
-) -> _Parts:
-    """The parts of a geometry without rules.
-
-    Args:
-        triangles: whether calls may be of lower and of upper triangles.
-        bands: whether calls may be of bands.
+    The last one is kept, where it is the same for other parts at such a distance and size.
     """
-    parts: dict[str, list[Rectangle]] = {"clear": [], "upper": [], "ragged": []}
-    for r in rectangles:
-        for queries, keys, _ in task.task.contiguous(r):
-            block = Ranges.from_bounds(*queries[:2], *keys[:2])
-            for kept_part, band in geometry.parts(block, bands=bands):
-                is_taken = triangles.get(kept_part.kind, True)
-                for part in [kept_part] if is_taken else _cut(kept_part):
-                    causal: object = part.kind in ("lower", "upper")
-                    if part.kind == "band":
-                        causal = band.moved(part.query_start - part.key_start)
-                    of_kind = parts.get(part.kind, parts["clear"])
-                    of_kind.append(_local(part, queries, keys, causal))
-    return tuple(map(tuple, parts.values()))
 
+    def __init__(self, geometry: Geometry, task: TaskTensors) -> None:
+        self._geometry = geometry
+        self._task = task
+        self._place: object = None
+        self._mask: torch.Tensor | None = None
 
-def _local(part: BandPart, queries: Rows, keys: Rows, causal: object) -> Rectangle:
-    """A part in local positions; for an operator with bands, ``causal`` may be one."""
-    query_shift = queries.local - queries.start
-    key_shift = keys.local - keys.start
-    return Rectangle(
-        part.query_start + query_shift,
-        part.query_stop + query_shift,
-        part.key_start + key_shift,
-        part.key_stop + key_shift,
-        cast(bool, causal),
-    )
+    def of(self, part: Rectangle) -> torch.Tensor:
+        """The mask of a part, with the task's own mask, (b|1, h|1, q, k)."""
+        mask = self._mask_at_place(part)
+        bias = self._task.bias(part)
+        return mask if bias is None else four_dims(bias) + mask
 
+    def _mask_at_place(self, part: Rectangle) -> torch.Tensor:
+        if self._geometry.rules:
+            return self._tested(self._geometry, part)
+        query = self._position(part.query_start)
+        key = self._position(part.key_start)
+        # A part lies in a block of the geometry: its band is all that is left.
+        block = Ranges.from_bounds(query, query + part.n_queries, key, key + part.n_keys)
+        ((_, band),) = self._geometry.within(block)
+        place = (band.moved(query - key), part.n_queries, part.n_keys)
+        if self._mask is None or place != self._place:
+            self._mask = None  # freed before the next one is made
+            self._mask = self._tested(Geometry(band), part)
+            self._place = place
+        return self._mask
 
-def _cut(triangle: BandPart) -> Iterator[BandPart]:
-    """A triangle as plain parts, and ragged squares along its edge."""
-    side = triangle.n_queries
-    for start in range(0, side, _LEAF):
-        stop = min(start + _LEAF, side)
-        rows = triangle.query_start + start, triangle.query_start + stop
-        yield BandPart(*rows, triangle.key_start + start, triangle.key_start + stop, "ragged")
-        first, last = 0, start
-        if triangle.kind == "upper":
-            first, last = stop, side
-        if first < last:
-            yield BandPart(*rows, triangle.key_start + first, triangle.key_start + last)
+    def _position(self, token: int) -> int:
+        """The position of a token of the task."""
+        return self._task.task.segments(token, token + 1)[0].start
+
+    def _tested(self, geometry: Geometry, part: Rectangle) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            is_kept = geometry.keeps(self._task.indices(part))
+        zero = torch.zeros((), dtype=self._task.query.dtype, device=self._task.query.device)
+        return torch.where(is_kept, zero, -torch.inf)
 
 
 def _ragged_mask(shape: CallShape) -> BiasShape:
     """The mask of a ragged part: it has all dimensions, and is as wide as the call's own."""
-    return replace(_ANY_MASK, wide=shape.bias is not None and shape.bias.wide)
+    is_wide = shape.bias is not None and shape.bias.wide
+    return replace(_ANY_MASK, wide=is_wide)
 
 
 def _unscaled(grads: Gradients) -> Gradients:
@@ -320,5 +284,7 @@ def _unscaled(grads: Gradients) -> Gradients:
     factor = grads.scaling.unscale
     if factor is None:
         return grads
-    factor = factor.repeat_interleave(grads.grad_out.shape[1] // factor.shape[1], 1)
-    return replace(grads, grad_out=grads.grad_out * factor[..., None, None], scaling=Scaling())
+    heads_per_factor = grads.grad_out.shape[1] // factor.shape[1]
+    by_head = factor.repeat_interleave(heads_per_factor, 1)
+    grad_out = grads.grad_out * by_head[..., None, None]
+    return replace(grads, grad_out=grad_out, scaling=Scaling())

@@ -1,23 +1,43 @@
-"""A kernel that computes uncut calls under a mask in a way of its own, and all others by blocks."""
+"""A kernel that computes uncut calls under a mask by a few kernel calls, and all others by
+blocks."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
-from quorum_attention.kernels.call_shape import CallShape, Extent
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent, state_dtype
+from quorum_attention.kernels.masked.cell_rows import CellPlaces, Places, Results, RowReader
 from quorum_attention.kernels.masked.token_rules import TokenRules
 from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import Kernel, Launches
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 # The blocks of more entries are not looked at together.
 _FEW_ENTRIES = 64
+
+
+class CallPart(ABC):
+    """One of the kernel calls that compute a whole call.
+
+    Attributes:
+        queries, keys: the places of its rows.
+        causal: whether keys after the query are masked.
+    """
+
+    queries: Places
+    keys: Places
+    causal: bool
+
+    @abstractmethod
+    def bias(self, call: Call) -> torch.Tensor | None:
+        """The bias of the part: that of ``call``, and what the mask adds to it."""
 
 
 class WholeCallKernel(Kernel):
@@ -56,15 +76,15 @@ class WholeCallKernel(Kernel):
         self.compute_like(base)
 
     @abstractmethod
-    def masked_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """``whole_forward`` of entries from ``call.first_entry`` on, without dropout."""
+    def parts(self, call: Call, shape: CallShape) -> Iterator[CallPart]:
+        """The kernel calls of a call without dropout, of entries from ``call.first_entry`` on.
+
+        Args:
+            shape: of the call.
+        """
 
     @abstractmethod
-    def masked_backward(self, call: Call, saved: Saved) -> Three:
-        """``whole_backward`` of entries from ``call.first_entry`` on, without dropout."""
-
-    @abstractmethod
-    def masked_workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+    def parts_workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
         """Upper bound of the device bytes of a whole call."""
 
     def refusal(self, shape: CallShape) -> str | None:
@@ -83,33 +103,64 @@ class WholeCallKernel(Kernel):
 
     def scores_of_pairs(self) -> ScoreTransform:
         """See ``Kernel``."""
-        return replace(self._scores, keeps=self._kept)
+        return replace(self._scores, keeps=self._kept_pairs_of_tile)
 
-    def _kept(self, block: QueryBlock, keys: slice) -> torch.Tensor:
+    def _kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         pairs = block.indices(keys)
         entries = pairs.entries % self.shape.batch
-        queries, columns = pairs.queries.unsqueeze(0), pairs.keys.unsqueeze(0)
-        return self.rules.kept(entries, queries, columns, columns.device).unsqueeze(1)
+        rows = pairs.queries.unsqueeze(0)
+        columns = pairs.keys.unsqueeze(0)
+        is_kept = self.rules.kept(entries, rows, columns, columns.device)
+        return is_kept.unsqueeze(1)
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Calls are told which entries they have."""
         return all_heads or not shape.dropout
 
-    def _is_masked_call(self, call: Call) -> bool:
+    def _runs_in_parts(self, call: Call) -> bool:
         last = call.first_entry + call.query.shape[0]
         return call.dropout is None and last <= self.shape.batch
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``."""
-        if self._is_masked_call(call):
-            return self.masked_forward(call)
-        return self._by_blocks().whole_forward(call)
+        if not self._runs_in_parts(call):
+            return self._by_blocks().whole_forward(call)
+        readers = [RowReader(tensor) for tensor in call.inputs]
+        out = Results(call.query, call.value.shape[-1])
+        lse = Results(call.query, 1, -torch.inf)
+        for part in self.parts(call, _shape_of(call)):
+            part_out, part_lse = self.base.whole_forward(_call_of(part, call, readers))
+            out.write(part.queries, part_out)
+            lse.write(part.queries, part_lse.unsqueeze(-1))
+            del part_out, part_lse  # before the next part's are made
+        dtype = call.query.dtype
+        return out.tensor(call.stored or dtype), lse.tensor(state_dtype(dtype)).squeeze(-1)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``."""
-        if self._is_masked_call(call):
-            return self.masked_backward(call, saved)
-        return self._by_blocks().whole_backward(call, saved)
+        if not self._runs_in_parts(call):
+            return self._by_blocks().whole_backward(call, saved)
+        readers = [RowReader(tensor) for tensor in call.inputs]
+        grad_out = RowReader(saved.grad_out)
+        out = RowReader(saved.out)
+        lse = RowReader(saved.lse.unsqueeze(-1))
+        grad_query, grad_key, grad_value = (
+            Results(tensor, tensor.shape[-1]) for tensor in call.inputs
+        )
+        for part in self.parts(call, _shape_of(call)):
+            rows = part.queries
+            part_saved = Saved(
+                grad_out=_without_copies(grad_out.at(rows), rows),
+                out=out.at(rows),
+                lse=lse.at(rows).squeeze(-1),
+            )
+            grads = self.base.whole_backward(_call_of(part, call, readers), part_saved)
+            grad_query.write(rows, grads[0])
+            grad_key.write(part.keys, grads[1])
+            grad_value.write(part.keys, grads[2])
+            del grads  # before the next part's are made
+        dtype = call.stored or call.query.dtype
+        return grad_query.tensor(dtype), grad_key.tensor(dtype), grad_value.tensor(dtype)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -122,11 +173,56 @@ class WholeCallKernel(Kernel):
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         if extent.direct and not shape.dropout:
-            return self.masked_workspace_bytes(shape, extent, backward=False)
+            return self.parts_workspace_bytes(shape, extent, backward=False)
         return self._by_blocks().forward_workspace_bytes(shape, extent)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         if extent.direct and not shape.dropout:
-            return self.masked_workspace_bytes(shape, extent, backward=True)
+            return self.parts_workspace_bytes(shape, extent, backward=True)
         return self._by_blocks().backward_workspace_bytes(shape, extent)
+
+
+def _call_of(part: CallPart, call: Call, readers: Sequence[RowReader]) -> Call:
+    """The kernel call of a part.
+
+    Args:
+        readers: of query, key and value.
+    """
+    query, key, value = readers
+    return replace(
+        call,
+        query=query.at(part.queries),
+        key=key.at(part.keys),
+        value=value.at(part.keys),
+        causal=part.causal,
+        bias=part.bias(call),
+    )
+
+
+def _without_copies(rows: torch.Tensor, places: Places) -> torch.Tensor:
+    """Rows with zeros for copies of a query, which have no part in the gradients of keys."""
+    if isinstance(places, CellPlaces) and places.is_filled:
+        return rows.masked_fill(places.is_copy[:, None, :, None], 0.0)
+    return rows
+
+
+def _shape_of(call: Call) -> CallShape:
+    query, key, value = call.inputs
+    bias: BiasShape | None = None
+    if call.bias is not None:
+        batch, heads, rows, columns = (size > 1 for size in four_dims(call.bias).shape)
+        is_wide = call.bias.dtype != query.dtype
+        bias = BiasShape(batch, heads, rows, columns, wide=is_wide)
+    return CallShape(
+        query.device.type,
+        query.dtype,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        bias=bias,
+        batch_shape=(len(query),),
+        n_queries=query.shape[2],
+        n_keys=key.shape[2],
+    )

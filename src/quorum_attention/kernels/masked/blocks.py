@@ -1,0 +1,96 @@
+"""Blocks of queries and keys that a mask keeps, each with a band of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
+from quorum_attention.decomposition.bands import Band
+
+UNBOUNDED = 1 << 62
+"""A position beyond all others. (Sums with positions are 64-bit integers.)"""
+_ALL_PAIRS = Ranges.from_bounds(0, UNBOUNDED, 0, UNBOUNDED)
+
+
+class _Sides(NamedTuple):
+    """The bounds of blocks, (n,) each."""
+
+    query_start: NDArray[np.int64]
+    query_stop: NDArray[np.int64]
+    key_start: NDArray[np.int64]
+    key_stop: NDArray[np.int64]
+
+
+class Blocks:
+    """Blocks of which no two overlap.
+
+    Args:
+        bounds: (n, 4): query_start, query_stop, key_start, key_stop, by ascending queries.
+        bands: the pairs of each block lie in its band, too. Blocks of the same queries have the
+            same band. None: all pairs of the blocks.
+
+    Attributes:
+        distinct_bands: each of the bands once.
+    """
+
+    def __init__(self, bounds: NDArray[np.int64], bands: Sequence[Band] | None = None) -> None:
+        self._bounds = bounds
+        self._bands = [Band()] * len(bounds) if bands is None else bands
+        self.distinct_bands = tuple(dict.fromkeys(self._bands if bands else [Band()]))
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    @property
+    def has_bands(self) -> bool:
+        """Whether a block is cut by its band."""
+        return self.distinct_bands != (Band(),)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a block."""
+        sides = _Sides(*self._bounds.T)
+        n_queries = sides.query_stop - sides.query_start
+        n_keys = sides.key_stop - sides.key_start
+        return int(n_queries.max(initial=0)), int(n_keys.max(initial=0))
+
+    def within(self, block: Ranges, band: Band) -> Iterator[tuple[Ranges, Band]]:
+        """The parts of ``block`` that lie in these blocks, each with its band within ``band``."""
+        narrowed = cache(band.__and__)
+        sides = _Sides(*self._bounds.T)
+        queries, keys = block
+        # The blocks are sorted by their queries.
+        first = int(np.searchsorted(sides.query_stop, queries.start, side="right"))
+        last = int(np.searchsorted(sides.query_start, queries.stop, side="left"))
+        near = _Sides(*self._bounds[first:last].T)
+        meets = (near.key_start < keys.stop) & (near.key_stop > keys.start)
+        numbers = first + np.flatnonzero(meets)
+        parts = self._bounds[numbers]
+        parts[:, ::2] = np.maximum(parts[:, ::2], (queries.start, keys.start))
+        parts[:, 1::2] = np.minimum(parts[:, 1::2], (queries.stop, keys.stop))
+        for number, bounds in zip(numbers.tolist(), parts.tolist(), strict=True):
+            yield Ranges.from_bounds(*bounds), narrowed(self._bands[number])
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """The verdict on a block of positions."""
+        for part, band in self.within(block, Band()):
+            verdict = band.verdict(part)
+            if verdict is not EMPTY:
+                return FULL if verdict is FULL and part == block else PARTIAL
+        return EMPTY
+
+    def __and__(self, blocks: Blocks) -> Blocks:
+        """The common parts of two tables of blocks."""
+        parts: list[tuple[Ranges, Band]] = []
+        for block, band in self.within(_ALL_PAIRS, Band()):
+            parts.extend(blocks.within(block, band))
+        parts.sort(key=itemgetter(0))
+        bounds = [(*part.queries, *part.keys) for part, _ in parts]
+        table = np.array(bounds, dtype=np.int64).reshape(-1, 4)
+        return Blocks(table, [band for _, band in parts])
