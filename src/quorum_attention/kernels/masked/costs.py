@@ -27,7 +27,7 @@ _CALLS_OF_A_TEST = 64
 _MANY_RUNS = 8
 
 
-class Blocks(NamedTuple):
+class BlockCounts(NamedTuple):
     """The blocks of neighbouring tokens of a mask, about.
 
     Attributes:
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
     pairs: int
 
 
-def blocks_of(by_query: Ids, by_key: Ids, shape: CallShape) -> Blocks:
+def blocks_of(by_query: Ids, by_key: Ids, shape: CallShape) -> BlockCounts:
     """About what blocks of neighbouring tokens take.
 
     Args:
@@ -67,10 +67,10 @@ def blocks_of(by_query: Ids, by_key: Ids, shape: CallShape) -> Blocks:
     pairs = np.where(is_tested, area, area // names + merged)
     n_calls = int(np.broadcast_to(calls, n_entries)[begins].sum())
     n_pairs = int(np.broadcast_to(pairs, n_entries).sum()) * (shape.batch // n_entries)
-    return Blocks(n_calls, n_pairs)
+    return BlockCounts(n_calls, n_pairs)
 
 
-def cost_of_blocks(blocks: Blocks, shape: CallShape) -> int:
+def cost_of_blocks(blocks: BlockCounts, shape: CallShape) -> int:
     """The cost of blocks."""
     call = _BLOCK_CALL if shape.device_type == "cpu" else _DEVICE_BLOCK_CALL
     return blocks.n_calls * call + blocks.pairs * shape.heads

@@ -173,17 +173,17 @@ def _few_pairs_of_runs(query_ids: Ids, key_ids: Ids) -> _RunPairs | None:
     return _RunPairs(queries, order[consecutive(firsts, counts)])
 
 
-class _Runs(NamedTuple):
+class _TokenRuns(NamedTuple):
     """Runs of tokens, (n,) each."""
 
     starts: Ids
     stops: Ids
 
 
-def _runs(*numbers: Ids) -> _Runs:
+def _runs(*numbers: Ids) -> _TokenRuns:
     """The runs of tokens in which each of ``numbers`` stays equal."""
     n_tokens = len(numbers[0])
     begins = np.ones(n_tokens, np.bool_)
     begins[1:] = np.logical_or.reduce([ids[1:] != ids[:-1] for ids in numbers])
     starts = np.flatnonzero(begins)
-    return _Runs(starts, np.append(starts, n_tokens)[1:])
+    return _TokenRuns(starts, np.append(starts, n_tokens)[1:])

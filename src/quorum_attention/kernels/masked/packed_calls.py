@@ -12,7 +12,7 @@ from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.cell_rows import CellPlaces
 from quorum_attention.kernels.masked.cells import Bucket
 from quorum_attention.kernels.masked.packing import Packing
-from quorum_attention.kernels.masked.whole_calls import CallPart, WholeCallKernel
+from quorum_attention.kernels.masked.whole_calls import WholeCallKernel, WholeCallPart
 from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.operator_inputs import four_dims
 
@@ -24,7 +24,7 @@ class PackedKernel(WholeCallKernel):
         super().__init__(*arguments, **options)
         self.packing = packing
 
-    def parts(self, call: Call, shape: CallShape) -> Iterator[CallPart]:
+    def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
         """See ``WholeCallKernel``."""
         entries = slice(call.first_entry, call.first_entry + shape.batch)
         heads = (shape.heads, shape.kv_heads)
@@ -36,7 +36,7 @@ class PackedKernel(WholeCallKernel):
         return self.packing.workspace_bytes(self.base, shape, extent, backward=backward)
 
 
-class _PackedCells(CallPart):
+class _PackedCells(WholeCallPart):
     """The kernel call of some cells."""
 
     def __init__(self, cells: Bucket, call: Call) -> None:
@@ -46,7 +46,7 @@ class _PackedCells(CallPart):
         self.keys: CellPlaces = CellPlaces(cells, cells.keys, call)
 
     def bias(self, call: Call) -> torch.Tensor | None:
-        """See ``CallPart``: copies of keys are masked, and pairs that the rule does not keep."""
+        """See ``WholeCallPart``: it masks copies of keys, and pairs the rule does not keep."""
         masked = self._masked_pairs()
         if call.bias is not None:
             bias = _bias_at(four_dims(call.bias), self.queries, self.keys)

@@ -21,7 +21,7 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
 from quorum_attention.kernels.masked.cell_rows import EntryRun
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
-from quorum_attention.kernels.masked.whole_calls import CallPart, WholeCallKernel
+from quorum_attention.kernels.masked.whole_calls import WholeCallKernel, WholeCallPart
 from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import Kernel, workspace_bytes
@@ -121,7 +121,7 @@ def _result_bytes(shape: CallShape, extent: Extent) -> int:
     return numbers * max(shape.dtype.itemsize, shape.state_dtype.itemsize)
 
 
-class _BiasedEntries(CallPart):
+class _BiasedEntries(WholeCallPart):
     """The kernel call of some batch entries."""
 
     def __init__(self, pair_bias: PairBias, run: slice) -> None:
@@ -132,7 +132,7 @@ class _BiasedEntries(CallPart):
         self.causal = pair_bias.is_causal
 
     def bias(self, call: Call) -> torch.Tensor:
-        """See ``CallPart``."""
+        """See ``WholeCallPart``."""
         return self._pair_bias.of(call, self._run)
 
 
@@ -154,7 +154,7 @@ class BiasedKernel(WholeCallKernel):
             bias.has_entries,
         )
 
-    def parts(self, call: Call, shape: CallShape) -> Iterator[CallPart]:
+    def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
         """See ``WholeCallKernel``: as many entries in all calls as there can be."""
         n_entries = shape.batch
         step = ceil_div(n_entries, self.pair_bias.calls(shape, n_entries))

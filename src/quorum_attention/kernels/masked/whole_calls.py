@@ -23,7 +23,7 @@ from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTen
 _FEW_ENTRIES = 64
 
 
-class CallPart(ABC):
+class WholeCallPart(ABC):
     """One of the kernel calls that compute a whole call.
 
     Attributes:
@@ -76,7 +76,7 @@ class WholeCallKernel(Kernel):
         self.compute_like(base)
 
     @abstractmethod
-    def parts(self, call: Call, shape: CallShape) -> Iterator[CallPart]:
+    def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
         """The kernel calls of a call without dropout, of entries from ``call.first_entry`` on.
 
         Args:
@@ -183,7 +183,7 @@ class WholeCallKernel(Kernel):
         return self._by_blocks().backward_workspace_bytes(shape, extent)
 
 
-def _call_of(part: CallPart, call: Call, readers: Sequence[RowReader]) -> Call:
+def _call_of(part: WholeCallPart, call: Call, readers: Sequence[RowReader]) -> Call:
     """The kernel call of a part.
 
     Args:
