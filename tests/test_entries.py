@@ -13,8 +13,12 @@ from helpers.memory import usage
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient
+from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.masked import packing, ways
+from quorum_attention.kernels.masked.choose import kernel_for_mask
+from quorum_attention.kernels.masked.kernel import MaskedKernel
+from quorum_attention.kernels.masked.packed_calls import PackedKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 _ENTRIES = (1, 1, 2, 3, 5, 8)
@@ -211,3 +215,25 @@ def test_a_packed_call_stays_within_its_bytes() -> None:
     used = usage(lambda: torch.autograd.grad(out, given, torch.ones_like(out)))
     assert report.backward is not None
     assert used.peak <= report.backward.planned_peak_bytes
+
+
+def test_a_mask_of_calls_with_other_sizes_is_packed_where_its_kernel_takes_their_biases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was chosen for a narrow call is not what a wider one of the same mask gets."""
+    refuse = CpuKernel.refusal
+
+    def refuses_wide_biases(self: CpuKernel, shape: CallShape) -> str | None:
+        is_wide = shape.bias is not None and shape.head_dim > 8
+        return "it takes no such bias" if is_wide else refuse(self, shape)
+
+    monkeypatch.setattr(CpuKernel, "refusal", refuses_wide_biases)
+    mask = qa.Mask(key_lengths=torch.randint(1, 13, (3000,)))
+    device = torch.device("cpu")
+    kernels = []
+    for width in (8, 32):
+        shape = CallShape(
+            "cpu", torch.float32, 2, 2, width, width, batch_shape=(3000,), n_queries=12, n_keys=12
+        )
+        kernels += kernel_for_mask(mask, "cpu", shape, device, needs_grad=True, tried=False)[1:]
+    assert [type(kernel) for kernel in kernels] == [PackedKernel, MaskedKernel]

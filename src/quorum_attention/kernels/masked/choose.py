@@ -62,9 +62,13 @@ def kernel_for_mask(
             return replace(shape, is_causal=False), biased
         resolved = resolved.without_bias()
     base = choose_base(resolved)
-    if id(base) not in resolved.kernels:
-        resolved.kernels[id(base)] = _kernel_of(resolved, base)
-    return replace(shape, is_causal=resolved.is_causal), resolved.kernels[id(base)]
+    packs = _takes_packed_calls(base, resolved, replace(shape, needs_grad=needs_grad))
+    # The kernel holds its base, so that the id stays the base's own. All else that the kernel
+    # depends on is in the mask.
+    key = (id(base), packs)
+    if key not in resolved.kernels:
+        resolved.kernels[key] = _kernel_of(resolved, base, packs=packs)
+    return replace(shape, is_causal=resolved.is_causal), resolved.kernels[key]
 
 
 def _kernel_with_bias(
@@ -109,14 +113,29 @@ def _kernel_with_bias(
     return mask.kernels[key]
 
 
-def _kernel_of(mask: ResolvedMask, base: Kernel) -> Kernel:
-    """The kernel of a mask whose parts ``base`` computes."""
+def _takes_packed_calls(base: Kernel, mask: ResolvedMask, shape: CallShape) -> bool:
+    """Tell whether a mask has packed calls, and ``base`` takes their biases in such a call: one
+    mask serves calls of many dtypes and widths."""
+    if mask.packing is None:
+        return False
+    bias_shapes = {bucket.bias_shape for bucket in mask.packing.buckets}
+    return all(base.refusal(replace(shape, bias=bias)) is None for bias in bias_shapes)
+
+
+def _kernel_of(mask: ResolvedMask, base: Kernel, *, packs: bool) -> Kernel:
+    """The kernel of a mask whose parts ``base`` computes.
+
+    Args:
+        packs: whether whole calls are packed.
+    """
     if mask.packing is None or mask.rules is None:
         return MaskedKernel(mask, base)
     # Not the mask itself, which holds its kernels.
     by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, lambda _: base))
+    if not packs:
+        return by_blocks()
     shape = mask.shape
-    packed = PackedKernel(
+    return PackedKernel(
         mask.packing,
         rules=mask.rules,
         shape=shape,
@@ -125,9 +144,6 @@ def _kernel_of(mask: ResolvedMask, base: Kernel) -> Kernel:
         scores=capped(mask.softcap),
         share=mask.packing.pairs / (shape.batch * shape.n_queries * shape.n_keys),
     )
-    bias_shapes = {bucket.bias_shape for bucket in mask.packing.buckets}
-    takes_all = all(base.refusal(replace(shape, bias=bias)) is None for bias in bias_shapes)
-    return packed if takes_all else by_blocks()
 
 
 def _kernel_by_blocks(
