@@ -32,6 +32,6 @@ def offsets_from_last(by_query: Ids, by_key: Ids) -> Ids:
     places = key_order[np.maximum(partner, first)[has_keys]] - missing
     queries = query_order[has_keys]
     # Queries without keys keep nothing, wherever they stand.
-    found = np.full_like(by_query, places[0] - queries[0])
-    found[queries] = places - queries
-    return found
+    offsets = np.full_like(by_query, places[0] - queries[0])
+    offsets[queries] = places - queries
+    return offsets

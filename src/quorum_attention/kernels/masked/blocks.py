@@ -69,13 +69,18 @@ class Blocks:
         first = int(np.searchsorted(sides.query_stop, queries.start, side="right"))
         last = int(np.searchsorted(sides.query_start, queries.stop, side="left"))
         near = _Sides(*self._bounds[first:last].T)
-        meets = (near.key_start < keys.stop) & (near.key_stop > keys.start)
+        begins_before = near.key_start < keys.stop
+        ends_after = near.key_stop > keys.start
+        meets = begins_before & ends_after
         numbers = first + np.flatnonzero(meets)
         parts = self._bounds[numbers]
-        parts[:, ::2] = np.maximum(parts[:, ::2], (queries.start, keys.start))
-        parts[:, 1::2] = np.minimum(parts[:, 1::2], (queries.stop, keys.stop))
+        starts = parts[:, ::2]
+        stops = parts[:, 1::2]
+        np.maximum(starts, (queries.start, keys.start), out=starts)
+        np.minimum(stops, (queries.stop, keys.stop), out=stops)
         for number, bounds in zip(numbers.tolist(), parts.tolist(), strict=True):
-            yield Ranges.from_bounds(*bounds), narrowed(self._bands[number])
+            part = Ranges.from_bounds(*bounds)
+            yield part, narrowed(self._bands[number])
 
     def verdict(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions."""
@@ -92,5 +97,6 @@ class Blocks:
             parts.extend(blocks.within(block, band))
         parts.sort(key=itemgetter(0))
         bounds = [(*part.queries, *part.keys) for part, _ in parts]
-        table = np.array(bounds, dtype=np.int64).reshape(-1, 4)
-        return Blocks(table, [band for _, band in parts])
+        bands = [band for _, band in parts]
+        table = np.array(bounds, dtype=np.int64)
+        return Blocks(table.reshape(-1, 4), bands)

@@ -184,6 +184,9 @@ def _runs(*numbers: Ids) -> _TokenRuns:
     """The runs of tokens in which each of ``numbers`` stays equal."""
     n_tokens = len(numbers[0])
     begins = np.ones(n_tokens, np.bool_)
-    begins[1:] = np.logical_or.reduce([ids[1:] != ids[:-1] for ids in numbers])
+    begins[1:] = numbers[0][1:] != numbers[0][:-1]
+    for ids in numbers[1:]:
+        begins[1:] |= ids[1:] != ids[:-1]
     starts = np.flatnonzero(begins)
-    return _TokenRuns(starts, np.append(starts, n_tokens)[1:])
+    stops = np.append(starts, n_tokens)[1:]
+    return _TokenRuns(starts, stops)

@@ -62,8 +62,8 @@ class Packing:
         """How many kernel calls all cells take."""
         n_calls = 0
         for bucket in self.buckets:
-            most = self.cells_of_a_call(bucket, shape, (shape.heads, shape.kv_heads))
-            n_calls += ceil_div(len(bucket.entries), most)
+            limit = self.cells_of_a_call(bucket, shape, (shape.heads, shape.kv_heads))
+            n_calls += ceil_div(len(bucket.entries), limit)
         return n_calls
 
     def chunks(self, shape: CallShape, heads: tuple[int, int], entries: slice) -> Iterator[Bucket]:
@@ -73,10 +73,12 @@ class Packing:
             heads: of queries, and of keys, in a call.
         """
         for bucket in self.buckets:
-            first, last = np.searchsorted(bucket.entries, (entries.start, entries.stop)).tolist()
-            most = self.cells_of_a_call(bucket, shape, heads)
-            for start in range(first, last, most):
-                yield bucket.part(slice(start, min(start + most, last)))
+            bounds = (entries.start, entries.stop)
+            first, last = np.searchsorted(bucket.entries, bounds).tolist()
+            limit = self.cells_of_a_call(bucket, shape, heads)
+            for start in range(first, last, limit):
+                stop = min(start + limit, last)
+                yield bucket.part(slice(start, stop))
 
     def cells_of_a_call(self, bucket: Bucket, shape: CallShape, heads: tuple[int, int]) -> int:
         """The most cells of a bucket that are computed at a time."""
@@ -90,12 +92,14 @@ class Packing:
         """Upper bound of the device bytes of a whole call whose parts ``kernel`` computes."""
         largest = 0
         for bucket in self.buckets:
-            largest = max(largest, self._bucket_bytes(bucket, kernel, shape, extent, backward))
+            n_bytes = self._bucket_bytes(bucket, kernel, shape, extent, backward)
+            largest = max(largest, n_bytes)
         # Results, and rows that have to be copied to lie one after the other.
         rows = extent.batch * extent.query_heads * (self.n_queries + 1)
         key_rows = extent.batch * extent.key_heads * (self.n_keys + 1)
-        numbers = rows * (shape.head_dim + 3 * shape.value_dim + 1)
-        numbers += key_rows * 2 * (shape.head_dim + shape.value_dim)
+        row_numbers = shape.head_dim + 3 * shape.value_dim + 1
+        key_numbers = 2 * (shape.head_dim + shape.value_dim)
+        numbers = rows * row_numbers + key_rows * key_numbers
         itemsize = max(shape.dtype.itemsize, shape.state_dtype.itemsize)
         return largest + numbers * itemsize
 
@@ -104,8 +108,8 @@ class Packing:
     ) -> int:
         """Bytes of the largest call of a bucket."""
         heads = extent.query_heads, extent.key_heads
-        most = self.cells_of_a_call(bucket, shape, heads)
-        n_cells = min(most, bucket.most_cells(extent.batch))
+        limit = self.cells_of_a_call(bucket, shape, heads)
+        n_cells = min(limit, bucket.most_cells(extent.batch))
         bias = bucket.bias_shape
         if shape.bias is not None:
             bias = replace(shape.bias, batch=True, rows=True)

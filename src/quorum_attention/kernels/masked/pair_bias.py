@@ -116,9 +116,11 @@ def _result_bytes(shape: CallShape, extent: Extent) -> int:
     """Bytes of the results of a call that is cut."""
     rows = extent.batch * extent.query_heads * extent.max_queries + 1
     key_rows = extent.batch * extent.key_heads * extent.max_keys + 1
-    numbers = rows * (max(shape.head_dim, shape.value_dim) + 1)
+    widest = max(shape.head_dim, shape.value_dim)
+    numbers = rows * (widest + 1)
     numbers += key_rows * (shape.head_dim + shape.value_dim)
-    return numbers * max(shape.dtype.itemsize, shape.state_dtype.itemsize)
+    itemsize = max(shape.dtype.itemsize, shape.state_dtype.itemsize)
+    return numbers * itemsize
 
 
 class _BiasedEntries(WholeCallPart):
@@ -172,7 +174,13 @@ def _priced_kernel(
     base: Kernel, shape: CallShape, is_causal: bool, has_rows: bool, has_entries: bool
 ) -> BiasedKernel:
     """A kernel of an empty mask, with the costs of the masks whose bias has this shape."""
-    places = PlaceRule(Band(), np.zeros((1, shape.n_queries), np.int64))
+    numbers = np.zeros((1, shape.n_queries), np.int64)
+    places = PlaceRule(Band(), numbers)
     rules = TokenRules(Mask(), shape.n_keys, places)
-    pair_bias = PairBias(rules, is_causal, has_rows, has_entries)
-    return BiasedKernel(pair_bias, shape=shape, base=base, by_blocks=lambda: base, scores=PLAIN)
+    return BiasedKernel(
+        PairBias(rules, is_causal, has_rows, has_entries),
+        shape=shape,
+        base=base,
+        by_blocks=lambda: base,
+        scores=PLAIN,
+    )

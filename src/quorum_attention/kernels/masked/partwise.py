@@ -269,7 +269,8 @@ class _PartMasks:
     def _tested(self, geometry: Geometry, part: Rectangle) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
             is_kept = geometry.keeps(self._task.indices(part))
-        zero = torch.zeros((), dtype=self._task.query.dtype, device=self._task.query.device)
+        query = self._task.query
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
         return torch.where(is_kept, zero, -torch.inf)
 
 

@@ -38,9 +38,11 @@ class UserModKernel(Kernel):
         """The results of the functions for the first pair of ``at`` and for the last."""
         mods: list[Callable[..., Any]] = list(self.mask_mods)
         if self.score_mod is not None:
-            mods.append(partial(self.score_mod, torch.zeros((), device=at.queries.device)))
-        first = at.entries[0], at.heads[0], at.queries[0], at.keys[0]
-        last = at.entries[-1], at.heads[-1], at.queries[-1], at.keys[-1]
+            score = torch.zeros((), device=at.queries.device)
+            mods.append(partial(self.score_mod, score))
+        numbers = (at.entries, at.heads, at.queries, at.keys)
+        first = [tensor[0] for tensor in numbers]
+        last = [tensor[-1] for tensor in numbers]
         results = list[torch.Tensor]()
         for mod in mods:
             results.append(mod(*first))
