@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 115,
+    "packed functions": 99,
     "tangled functions": 30,
-    "vague names": 449,
-    "riddles": 82,
+    "vague names": 429,
+    "riddles": 81,
     "tuples assigned to tuples": 192,
     "formatter switched off": 63,
     "class names defined twice": 0,

@@ -11,7 +11,7 @@ from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.kernels.call_shape import CallShape, Extent
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import InnerKernel, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,8 @@ class Problem:
 
     def workspace(self, extent: Extent) -> int:
         """Most bytes that the kernel allocates at one time for work of ``extent``."""
-        if self.spec.backward:
-            return self.kernel.backward_workspace_bytes(self.kernel_shape, extent)
-        return self.kernel.forward_workspace_bytes(self.kernel_shape, extent)
+        backward = self.spec.backward
+        return workspace_bytes(self.kernel, self.kernel_shape, extent, backward=backward)
 
 
 def scales(kernel: InnerKernel, shape: CallShape) -> bool:

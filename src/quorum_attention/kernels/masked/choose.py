@@ -62,7 +62,7 @@ def kernel_for_mask(
             return replace(shape, is_causal=False), biased
         resolved = resolved.without_bias()
     base = choose_base(resolved)
-    packs = _takes_packed_calls(base, resolved, replace(shape, needs_grad=needs_grad))
+    packs = _takes_packed_calls(base, resolved, shape, needs_grad=needs_grad)
     # The kernel holds its base, so that the id stays the base's own. All else that the kernel
     # depends on is in the mask.
     key = (id(base), packs)
@@ -113,13 +113,17 @@ def _kernel_with_bias(
     return mask.kernels[key]
 
 
-def _takes_packed_calls(base: Kernel, mask: ResolvedMask, shape: CallShape) -> bool:
+def _takes_packed_calls(
+    base: Kernel, mask: ResolvedMask, shape: CallShape, *, needs_grad: bool
+) -> bool:
     """Tell whether a mask has packed calls, and ``base`` takes their biases in such a call: one
     mask serves calls of many dtypes and widths."""
     if mask.packing is None:
         return False
-    bias_shapes = {bucket.bias_shape for bucket in mask.packing.buckets}
-    return all(base.refusal(replace(shape, bias=bias)) is None for bias in bias_shapes)
+    for bias in mask.packing.bias_shapes:
+        if base.refusal(replace(shape, bias=bias, needs_grad=needs_grad)) is not None:
+            return False
+    return True
 
 
 def _kernel_of(mask: ResolvedMask, base: Kernel, *, packs: bool) -> Kernel:

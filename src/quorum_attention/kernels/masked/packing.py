@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.kernels.call_shape import CallShape, Extent
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
 from quorum_attention.kernels.masked.cells import Bucket, buckets_of
 from quorum_attention.kernels.masked.costs import cost_of_packed_calls
 from quorum_attention.kernels.masked.token_rules import Ids, PlaceRule
@@ -48,6 +49,11 @@ class Packing:
     def computed_pairs(self) -> int:
         """Pairs that calls compute, those with copies of tokens among them."""
         return sum(bucket.computed_pairs for bucket in self.buckets)
+
+    @cached_property
+    def bias_shapes(self) -> frozenset[BiasShape | None]:
+        """The shapes of the biases of kernel calls, each once; None is that of a call without."""
+        return frozenset(bucket.bias_shape for bucket in self.buckets)
 
     @property
     def makes_large_masks(self) -> bool:
