@@ -72,7 +72,7 @@ def test_a_long_step_is_measured(
     step = importlib.import_module("cases.step")
     sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
     monkeypatch.setitem(step.SHAPES, "small", {**step.SHAPES["small"], **sizes})
-    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 1 << 20)
+    monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 1 << 20)
     file = tmp_path / "found.json"
     asked = "equal-at=96 tokens=128 layers=1,2 first=32 most=256 memory=20MiB tile=64 longer=4"
     run.main(["step", "--device=cpu", *(f"--{word}" for word in asked.split()), f"--json={file}"])

@@ -25,7 +25,7 @@ MODULES += [".ray"] if find_spec("ray") else []
 # Transformers asks it to.
 NOT_ASKED = {
     "BudgetError", "OutOfMemoryError", "InnerKernel", "Plan", "Report", "kernels", "unpatch_sdpa",
-    "PoolPass", "PoolReport", "close", "ShardedReport", "ModelShape", "StepMemory", "Summary",
+    "PoolPass", "PoolReport", "close", "ShardedReport", "ModelShape", "StepMemory", "LongContext",
     "DilatedSetting", "causal", "document", "prefix_lm", "sliding_window", "quorum_mask",
     "interest_set", "is_interest_set", "paired_interest_set", "quorum_sizes", "register_kernel",
     "longest_that_fits", "read_shape", "step_memory", "switch_until_it_fits",

@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import quorum_attention as qa
 from quorum_attention.integrations.transformers import register, sharded_positions
 from quorum_attention.recipes import Training, long_context, read_shape, step_memory
-from quorum_attention.recipes.step import SWITCHES
+from quorum_attention.recipes.switches import SWITCHES
 from quorum_attention.units import format_bytes, parse_bytes, parse_count
 
 sys.path.insert(0, str(ROOT / "examples"))

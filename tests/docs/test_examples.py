@@ -126,7 +126,7 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     the loss; and in both the step after the change takes much less, and computes the same loss."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 16 << 20)
+    monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 16 << 20)
     book = json.loads((ROOT / "examples" / "train_long.ipynb").read_text(encoding="utf-8"))
     names: dict[str, Any] = {}
     shipped, executed = [], []

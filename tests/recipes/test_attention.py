@@ -16,8 +16,9 @@ from helpers.models import DECODERS, MIXED, SIZES, VOCABULARY, attended, distanc
 import quorum_attention as qa
 from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import long_context
-from quorum_attention.recipes.attention import set_attention
-from quorum_attention.recipes.step import ATTENTION, LOSS
+from quorum_attention.recipes.attention import QuorumAttention
+from quorum_attention.recipes.changes import Change, ChangeSet
+from quorum_attention.recipes.switches import ATTENTION, LOSS
 
 IDS = torch.arange(60).reshape(2, 30) * 7 % VOCABULARY
 LATENT = {
@@ -47,6 +48,10 @@ def build(kind: str, sizes: dict[str, Any]) -> Any:
         for weight in model.parameters():  # some are not initialised
             weight.copy_(torch.randn_like(weight) * 0.2)
     return model
+
+
+def set_attention(model: Any, name: str, how: str) -> Change:
+    return ChangeSet("test").make(model, QuorumAttention(name, how))
 
 
 @pytest.mark.parametrize("kind", COMPUTING)

@@ -22,29 +22,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention import autograd
-from quorum_attention.recipes import checkpoints, long_context
-from quorum_attention.recipes.step import shares
+from quorum_attention.recipes import checkpoints, kept_layer, layer_bytes, long_context, offload
+from quorum_attention.recipes.layer_bytes import KeptBytes, OffloadSplit, split_offload
+from quorum_attention.recipes.offload import OffloadedTensor
 
 LAYERS = 4
 SIZES = {"num_hidden_layers": LAYERS, "hidden_size": 64}
 
 
-class HostCopies:
-    """Copies of a device that is a CPU: as late as the events allow."""
+class LateStore:
+    """Host memory of a device that is a CPU, with copies as late as the events allow."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.late: list[Any] = []
 
-    def host_memory(self, n_bytes: int) -> torch.Tensor:
+    def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.full((n_bytes,), 255, dtype=torch.uint8)
 
-    def run(self, sources: Any, targets: Any) -> int:
-        self.late.append((sources, targets))
+    def copy(self, targets: Any, sources: Any) -> int:
+        self.late.append((targets, sources))
         return len(self.late)
 
-    def wait(self, done: int) -> None:
-        sources, targets = self.late[done - 1]
-        self.late[done - 1] = (), ()
+    def wait(self, event: int) -> None:
+        targets, sources = self.late[event - 1]
+        self.late[event - 1] = (), ()
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
 
@@ -82,16 +83,18 @@ def pair(kind: str = "llama", **sizes: Any) -> tuple[Any, Any]:
 
 def in_host_memory(monkeypatch: pytest.MonkeyPatch, away: int, recomputed: int = 0) -> None:
     """So many bytes go to host memory, of tensors of any size."""
-    monkeypatch.setattr(checkpoints, "_SMALL", 0)
-    monkeypatch.setattr(checkpoints, "_PIECE", 1000)
-    begin = checkpoints.LayerCheckpoints._begin
+    monkeypatch.setattr(kept_layer, "_SMALL", 0)
+    monkeypatch.setattr(offload, "_PIECE", 1000)
+    begin = checkpoints.LayerCheckpoints._begin_step
 
     def elsewhere(self: Any, hidden: torch.Tensor) -> Any:
-        found = begin(self, hidden)
-        found.away, found.recomputed, found.copies = away, recomputed, HostCopies(hidden.device)
-        return found
+        step = begin(self, hidden)
+        step.offload_bytes = away
+        step.n_recomputed = recomputed
+        step.store = LateStore()
+        return step
 
-    monkeypatch.setattr(checkpoints.LayerCheckpoints, "_begin", elsewhere)
+    monkeypatch.setattr(checkpoints.LayerCheckpoints, "_begin_step", elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def test_attention_runs_once_a_layer_and_results_are_the_same_bits(
         assert len(calls) == LAYERS + recomputed
         assert torch.equal(found[0], wanted[0])
         assert all(map(torch.equal, found[1], wanted[1]))
-    assert checkpoints._StoredTensor.alive == 0
+    assert OffloadedTensor.alive_bytes == 0
 
 
 def test_what_several_calls_of_a_layer_keep_is_counted(
@@ -123,12 +126,12 @@ def test_what_several_calls_of_a_layer_keep_is_counted(
     and a layer is computed again as a whole."""
     asked: list[int] = []
 
-    def counted(layers: int, checkpoint: int, result: int, *room: int) -> tuple[int, int]:
-        asked.append(result)
-        return 0, 2
+    def counted(layers: int, kept: KeptBytes, *room: int) -> OffloadSplit:
+        asked.append(kept.result)
+        return OffloadSplit(0, 2)
 
     once = autograd.run_with_hook
-    monkeypatch.setattr(checkpoints.memory, "shares", counted)
+    monkeypatch.setattr(layer_bytes, "split_offload", counted)
     monkeypatch.setattr(autograd, "run_with_hook", lambda c: (once(c), once(c))[0])
     plain, model = pair()
     ids = torch.randint(VOCABULARY, (2, 150))
@@ -175,7 +178,7 @@ def test_a_layer_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(KeyboardInterrupt):
         model(input_ids=ids, labels=ids)
     gc.collect()
-    assert checkpoints._StoredTensor.alive == 0
+    assert OffloadedTensor.alive_bytes == 0
     hook.remove()
     assert all(map(torch.equal, step(model, ids)[1], step(plain, ids)[1]))
 
@@ -211,20 +214,18 @@ def test_what_is_kept_goes_when_it_has_been_used(monkeypatch: pytest.MonkeyPatch
     ids = torch.randint(VOCABULARY, (1, 100))
     alive: list[int] = []
     for layer in model.model.layers:
-        layer.mlp.register_full_backward_hook(
-            lambda *_: alive.append(checkpoints._StoredTensor.alive)
-        )
+        layer.mlp.register_full_backward_hook(lambda *_: alive.append(OffloadedTensor.alive_bytes))
     loss = model(input_ids=ids, labels=ids).loss
-    every = checkpoints._StoredTensor.alive
+    every = OffloadedTensor.alive_bytes
     loss.backward()
     # In the last layer's MLP its results are given to the graph, its input is still there.
     assert [LAYERS * left // every for left in alive] == [3, 2, 1, 0]
-    assert checkpoints._StoredTensor.alive == 0
+    assert OffloadedTensor.alive_bytes == 0
     del loss
     loss = model(input_ids=ids, labels=ids).loss
-    assert checkpoints._StoredTensor.alive == every
+    assert OffloadedTensor.alive_bytes == every
     del loss
-    assert checkpoints._StoredTensor.alive == 0
+    assert OffloadedTensor.alive_bytes == 0
 
 
 def test_a_copy_of_a_model_has_checkpoints_of_its_own(calls: list[int]) -> None:
@@ -246,13 +247,13 @@ def test_each_device_has_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     _, model = pair()
     keep = model.model.layers[0]._gradient_checkpointing_func.func
     begun: list[str] = []
-    begin = type(keep)._begin
+    begin = type(keep)._begin_step
 
     def counted(self: Any, hidden: torch.Tensor) -> Any:
         begun.append(hidden.device.type)
         return begin(self, hidden)
 
-    monkeypatch.setattr(type(keep), "_begin", counted)
+    monkeypatch.setattr(type(keep), "_begin_step", counted)
     for number in range(LAYERS):
         for device in ("cpu", "meta"):
             x = torch.ones(1, 4, 8, device=device, requires_grad=True)
@@ -267,7 +268,7 @@ def test_everything_has_a_place(
 ) -> None:
     """What does not go to host memory fits the device; attention is computed again only if it must
     be; checkpoints that fit nowhere stay on the device."""
-    away, recomputed = shares(layers, checkpoint, result, device, host)
+    away, recomputed = split_offload(layers, KeptBytes(checkpoint, result), device, host)
     kept = layers * checkpoint + (layers - recomputed) * result
     assert 0 <= recomputed <= layers
     assert 0 <= away <= host
@@ -392,8 +393,8 @@ def test_a_trainer_of_transformers(calls: list[int], tmp_path: Any) -> None:
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     host = SimpleNamespace(free_bytes=lambda device: 600)
-    monkeypatch.setattr(checkpoints, "backend_of", lambda device: host)
-    monkeypatch.setattr(checkpoints._StoredTensor, "most", checkpoints._StoredTensor.alive)
+    monkeypatch.setattr(offload, "backend_of", lambda device: host)
+    monkeypatch.setattr(OffloadedTensor, "peak_bytes", OffloadedTensor.alive_bytes)
     for ranks, room in (("", 500), ("1", 500), ("4", 125)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert checkpoints.host_room() == room
+        assert offload.host_room() == room

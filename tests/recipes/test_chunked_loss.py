@@ -21,8 +21,8 @@ pytest.importorskip("transformers")
 
 from helpers.models import VOCABULARY, tiny
 
-from quorum_attention.recipes import chunked_loss, long_context
-from quorum_attention.recipes.chunked_loss import DeferredLogits
+from quorum_attention.recipes import deferred_logits, long_context
+from quorum_attention.recipes.deferred_logits import DeferredLogits
 
 IDS = torch.arange(120).reshape(2, 60) * 7 % VOCABULARY
 CHUNK = 16  # tokens; there are 120
@@ -31,9 +31,9 @@ CHUNK = 16  # tokens; there are 120
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of few tokens; and logits of one text and more are many."""
-    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 1)
-    monkeypatch.setattr(chunked_loss, "_WARNED_BYTES", 59 * VOCABULARY * 4)
-    monkeypatch.setattr(chunked_loss, "_warned", set())
+    monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 1)
+    monkeypatch.setattr(deferred_logits, "_WARNED_BYTES", 59 * VOCABULARY * 4)
+    monkeypatch.setattr(deferred_logits, "_warned", set())
 
 
 def changed_copy(model: Any) -> Any:

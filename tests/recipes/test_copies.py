@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from helpers.models import VOCABULARY, tiny
 
 from quorum_attention.recipes import long_context
-from quorum_attention.recipes.chunked_loss import DeferredLogits
+from quorum_attention.recipes.deferred_logits import DeferredLogits
 from quorum_attention.recipes.patching import patch
 
 # A function of its package has the module's name.

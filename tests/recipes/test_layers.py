@@ -18,10 +18,10 @@ from helpers.models import SIZES, VOCABULARY, tiny
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention import autograd
-from quorum_attention.recipes import checkpoints, layers, long_context
-from quorum_attention.recipes import step as memory
+from quorum_attention.recipes import checkpoints, layer_bytes, long_context, step_estimate, switches
 from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.remedies import switch_until_it_fits
+from quorum_attention.recipes.training import Training
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {}, "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "opt": {"dropout": 0.0},
@@ -31,21 +31,23 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Every step is in tiles of 48 tokens, of long texts 4; of each layer whether it suits."""
-    begin, why_not, said = checkpoints.LayerCheckpoints._begin, layers.LayerInTiles.why_not, []
+    begin = checkpoints.LayerCheckpoints._begin_step
+    reason_to_run_whole = checkpoints.reason_to_run_whole
+    suits: list[bool] = []
 
     def begun(self: Any, hidden: torch.Tensor) -> Any:
-        found = begin(self, hidden)
-        found.tile = 48 if hidden.shape[1] <= 150 else 4
-        return found
+        step = begin(self, hidden)
+        step.tile = 48 if hidden.shape[1] <= 150 else 4
+        return step
 
     def noted(*args: Any) -> str | None:
-        why = why_not(*args)
-        said.append(why is None)
-        return why
+        reason = reason_to_run_whole(*args)
+        suits.append(reason is None)
+        return reason
 
-    monkeypatch.setattr(checkpoints.LayerCheckpoints, "_begin", begun)
-    monkeypatch.setattr(layers.LayerInTiles, "why_not", noted)
-    return said
+    monkeypatch.setattr(checkpoints.LayerCheckpoints, "_begin_step", begun)
+    monkeypatch.setattr(checkpoints, "reason_to_run_whole", noted)
+    return suits
 
 
 def pair(model: Any, **options: Any) -> tuple[Any, Any]:
@@ -282,29 +284,36 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
              "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
              "model_type": "qwen3"}  # fmt: skip
-    shape, every = read_shape(sizes), (*memory.SWITCHES, memory.TILES)
-    training = memory.Training(340_000, lora=16, budget=8 << 30, device="cuda", on=memory.SWITCHES)
+    shape, every = read_shape(sizes), (*switches.SWITCHES, switches.TILES)
+    training = Training(340_000, lora=16, budget=8 << 30, device="cuda", on=switches.SWITCHES)
     backend = SimpleNamespace(free_bytes=lambda device: 16 << 30)
     monkeypatch.setattr(checkpoints, "backend_of", lambda device: backend)
     monkeypatch.setattr(checkpoints, "host_room", lambda: 300 << 30)
-    monkeypatch.setattr(checkpoints, "_HostCopies", lambda device: None)
-    ours = checkpoints.LayerCheckpoints(tiny("llama"), "auto", shape, training)
+    monkeypatch.setattr(checkpoints, "HostStore", lambda device: None)
+    monkeypatch.setattr(checkpoints, "_shape_of", lambda model: shape)
+    ours = checkpoints.LayerCheckpoints("auto", training)
+    ours.make(tiny("llama"))
     kept: list[int] = []
-    monkeypatch.setattr(memory, "shares", lambda *room: (kept.append(room[-1]), (0, 0))[1])
+
+    def split(*room: Any) -> layer_bytes.OffloadSplit:
+        kept.append(room[-1])
+        return layer_bytes.OffloadSplit(0, 0)
+
+    monkeypatch.setattr(layer_bytes, "split_offload", split)
     for tokens, tile in ((50_000, 0), (340_000, 8192), (1_200_000, 8192), (1_200_000, 8192)):
         x = SimpleNamespace(
             device=torch.device("cuda", 0), shape=(1, tokens, 2560), dtype=torch.bfloat16,
             nbytes=tokens * 5120, numel=lambda n=tokens: n * 2560,
         )  # fmt: skip
-        assert ours._begin(x).tile == tile  # type: ignore[arg-type]
+        assert ours._begin_step(x).tile == tile  # type: ignore[arg-type]
     # What tiles page-locked in one step is there in the next.
-    others = memory.tiled_bytes(shape, replace(training, tokens=1_310_720))[1]
+    others = layer_bytes.tiled_bytes(shape, replace(training, tokens=1_310_720))[1]
     assert kept[2] < kept[3] == (300 << 30) - others
     found, fits = switch_until_it_fits(shape, replace(training, on=()), "24GiB")
     assert fits
-    assert {memory.TILES, memory.ATTENTION, memory.HOST} <= set(found.on)
+    assert {switches.TILES, switches.ATTENTION, switches.HOST} <= set(found.on)
     tiles, whole = (
-        memory.step_memory(shape, replace(training, on=on)) for on in (every, every[:5])
+        step_estimate.step_memory(shape, replace(training, on=on)) for on in (every, every[:5])
     )
     assert tiles.peak_bytes < 20 << 30 < 35 << 30 < whole.peak_bytes
     assert tiles.host_bytes > whole.host_bytes

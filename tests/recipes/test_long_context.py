@@ -22,8 +22,9 @@ import quorum_attention as qa
 from quorum_attention.execution.report import Report
 from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import Training, long_context, read_shape, step_memory
-from quorum_attention.recipes.chunked_loss import DeferredLogits
-from quorum_attention.recipes.step import ATTENTION, returned_bytes
+from quorum_attention.recipes.deferred_logits import DeferredLogits
+from quorum_attention.recipes.layer_bytes import returned_bytes
+from quorum_attention.recipes.switches import ATTENTION
 
 
 def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, Any]]:
@@ -68,8 +69,8 @@ def test_loss_and_gradients_are_the_same(kind: str) -> None:
 @pytest.mark.slow
 def test_memory_is_less_and_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wide vocabulary and four layers: logits, then activations, are most of it."""
-    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 2 << 20)
-    monkeypatch.setattr("quorum_attention.recipes.step.MLP_TILE", 64)
+    monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 2 << 20)
+    monkeypatch.setattr("quorum_attention.recipes.step_estimate.MLP_TILE", 64)
     sizes = {"vocab_size": 8192, "num_hidden_layers": 4, "intermediate_size": 256}
     model = tiny("llama", sizes).train()
     model.set_attn_implementation("sdpa")
@@ -248,7 +249,7 @@ def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, ids = tiny("llama").bfloat16(), torch.randint(VOCABULARY, (1, 1000))
-    monkeypatch.setattr("quorum_attention.recipes.step.LOSS_BYTES", 400 * VOCABULARY * 10)
+    monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 400 * VOCABULARY * 10)
     wanted = model(ids, labels=ids).loss
     long_context(model, checkpoints=None)
     found = model(ids, labels=ids)
@@ -338,7 +339,7 @@ def test_labels_of_another_number_of_tokens_are_refused() -> None:
 
 def test_a_budget_is_of_one_model_and_what_was_registered_stays() -> None:
     def options(model: Any) -> Any:
-        names = transformers.AttentionInterface._global_mapping
+        names = transformers.AttentionInterface()
         return names[model.config._attn_implementation].args[0]
 
     report = Report()

@@ -16,6 +16,8 @@ import transformers
 from helpers.models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
 
 from quorum_attention.recipes import long_prompt, undo_long_prompt
+from quorum_attention.recipes.changes import changes_by
+from quorum_attention.recipes.prompt_changes import OWNER, prompt_forward_in
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, TileSpan, spans_of
 
 LATENT: dict[str, Any] = {
@@ -115,7 +117,9 @@ def assert_same(result: Any, expected: Any) -> None:
 
 
 def runner_of(model: Any) -> Any:
-    return vars(model)["_long_prompt_changes"].runner
+    changes = changes_by(model, OWNER)
+    assert changes is not None
+    return prompt_forward_in(changes).runner
 
 
 @pytest.fixture(autouse=True)

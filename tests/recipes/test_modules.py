@@ -19,10 +19,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from quorum_attention.recipes.fused_norms import fuse_norms
-from quorum_attention.recipes.tiled_mlp import tile_mlps
+from quorum_attention.recipes.changes import Change, changing
+from quorum_attention.recipes.fused_norms import FusedNorms
+from quorum_attention.recipes.tiled_mlp import TiledMLPs
 
 WIDTH, WIDER = 8, 12
+
+
+def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
+    with changing(model, "test") as changes:
+        return changes.make(model, TiledMLPs(tokens))
+
+
+def fuse_norms(model: torch.nn.Module) -> Change:
+    with changing(model, "test") as changes:
+        return changes.make(model, FusedNorms())
 
 
 class Gated(torch.nn.Module):

@@ -16,11 +16,9 @@ import quorum_attention as qa
 from quorum_attention.cli import main
 from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.remedies import longest_that_fits, switch_until_it_fits
-from quorum_attention.recipes.step import (
-    SWITCHES,
-    Training,
-    step_memory,
-)
+from quorum_attention.recipes.step_estimate import step_memory
+from quorum_attention.recipes.switches import SWITCHES
+from quorum_attention.recipes.training import Training
 
 GIB = 1 << 30
 SHAPE = read_shape(QWEN3_8B)

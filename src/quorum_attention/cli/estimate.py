@@ -15,10 +15,13 @@ from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.cli.plan import add_call, sizes_of, summary
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.planner import estimate
-from quorum_attention.recipes import step
-from quorum_attention.recipes.checkpoints import host_room, page_locked_share
+from quorum_attention.recipes.layer_bytes import returned_bytes
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
+from quorum_attention.recipes.offload import host_room, page_locked_share
 from quorum_attention.recipes.remedies import advice, longest_that_fits, switch_until_it_fits
+from quorum_attention.recipes.step_estimate import DEFAULT_WORKSPACE, StepMemory, step_memory
+from quorum_attention.recipes.switches import SWITCHES
+from quorum_attention.recipes.training import OPTIMIZERS, Training
 from quorum_attention.units import counted, format_bytes
 
 
@@ -35,7 +38,7 @@ def add_to(commands: Any) -> None:
          "are needed to fit are on (default: all)"),
         ("--host-memory", shared.bytes_of, "with --model: memory of the host, of which five sixths "
          "may be page-locked (default: what is free on this machine)"),
-        ("--optimizer", step.OPTIMIZERS, "with --model: adamw keeps two states in the weights' "
+        ("--optimizer", OPTIMIZERS, "with --model: adamw keeps two states in the weights' "
          "dtype; adamw-fp32 two, and the weights, in float32 (default: adamw)", "adamw"),
         ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
          "layers, the rest frozen (default: all weights)"),
@@ -79,7 +82,7 @@ def _of_model(options: argparse.Namespace) -> int:
     shared.refuse(options, "does not go with --model", heads=None, kv_heads=None, head_dim=64,
                   kernel="auto", **masks.NOT_GIVEN)  # fmt: skip
     shape = read_shape(options.model)
-    training = step.Training(
+    training = Training(
         options.tokens, options.batch, options.dtype or torch.bfloat16, options.optimizer,
         options.lora, options.budget, options.device or best_device().type,
     )  # fmt: skip
@@ -108,12 +111,12 @@ def _of_model(options: argparse.Namespace) -> int:
     return 0
 
 
-def _all_switched_on(shape: ModelShape, training: step.Training) -> step.StepMemory:
+def _all_switched_on(shape: ModelShape, training: Training) -> StepMemory:
     """A step on a device of any size."""
     budget = training.budget
     if budget is None:
-        budget = step.WORKING + step.returned_bytes(shape, training, backward=True)
-    return step.step_memory(shape, replace(training, budget=budget, on=step.SWITCHES))
+        budget = DEFAULT_WORKSPACE + returned_bytes(shape, training, backward=True)
+    return step_memory(shape, replace(training, budget=budget, on=SWITCHES))
 
 
 def _host_words(needed: int, host: int) -> str:
@@ -132,7 +135,7 @@ def _longest_words(longest: int, memory: int, host: int) -> str:
     return f"the longest text that fits {where}: {counted(longest, 'token')}"
 
 
-def _show(options: argparse.Namespace, shape: ModelShape, found: step.StepMemory) -> None:
+def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> None:
     title = (
         f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training step of "
         f"{options.batch} x {counted(options.tokens, 'token')}"

@@ -10,8 +10,8 @@ from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import backend_of, best_device
-from quorum_attention.recipes.checkpoints import host_room
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
+from quorum_attention.recipes.offload import host_room
 from quorum_attention.recipes.prompt_estimate import (
     PromptEstimate,
     PromptRequest,

@@ -6,13 +6,15 @@ only their own function knows. Such a model keeps the attention that it had.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.recipes.patching import Change, evaluating
-from quorum_attention.recipes.step import ATTENTION
+from quorum_attention.integrations.transformers_private import attention_name, set_attention_name
+from quorum_attention.recipes.changes import LeftOutError, Piece
+from quorum_attention.recipes.switches import ATTENTION
+from quorum_attention.recipes.trials import evaluating
 
 # Tokens of a trial: more than the largest block that a model of Transformers compresses its keys
 # by. They have few values, because large ones may stand for images.
@@ -22,45 +24,74 @@ _TRIED_VALUES = 11
 _ROOTS = 4
 
 
-def set_attention(model: Any, name: str, how: str) -> Change:
-    """Let ``model`` take its attention by ``name``, unless its results on a few tokens change.
+class QuorumAttention(Piece):
+    """Let a model take its attention by ``name``, unless its results on a few tokens change.
 
     Args:
-        model: a ``PreTrainedModel``.
-        name: of an attention that Transformers knows.
+        attention: the name of an attention that Transformers knows.
         how: what the change says if it is made.
-
-    Raises:
-        BudgetError: the budget is too small for a few tokens. The model has its own attention then.
     """
-    from quorum_attention.integrations.transformers.options import options_of
 
-    before = implementations(model)
-    model.set_attn_implementation(name)
-    kind = type(model).__name__
-    if name not in {config._attn_implementation for config in _part_configs(model)}:
-        # Transformers only logs it. Configurations that are of no model may have the name.
-        restore_implementations(before)
-        return Change(ATTENTION, False, f"{kind} does not take its attention by name")
-    options = options_of(name)
-    if options is not None and options.group is not None:
-        return Change(ATTENTION, True, f"{how}; over a group of ranks it was not tried")
-    results = _try_model(model)
-    restore_implementations(before)
-    if isinstance(results, BudgetError):
-        raise results
-    expected = _try_model(model)
-    if isinstance(expected, Exception):
-        model.set_attn_implementation(name)
-        why = f"{type(expected).__name__}: {expected}"
-        return Change(ATTENTION, True, f"{how}; it was not tried: as it was, {kind} failed: {why}")
-    if isinstance(results, Exception):
-        why = f"{kind} failed with it on a few tokens: {type(results).__name__}: {results}"
-        return Change(ATTENTION, False, why)
-    if not agree(results, expected):
-        return Change(ATTENTION, False, f"{kind} had other results with it on a few tokens")
-    model.set_attn_implementation(name)
-    return Change(ATTENTION, True, how)
+    name = ATTENTION
+    checked = "the model asks for it, and computed a few tokens by it"
+
+    def __init__(self, attention: str, how: str) -> None:
+        self.attention = attention
+        self._how = how
+        self._previous: list[tuple[Any, str | None]] = []
+
+    def make(self, model: Any) -> str:
+        """Set the attention, and try the model on a few tokens with it and without it.
+
+        Raises:
+            BudgetError: the budget is too small for a few tokens. The model has its own attention
+                then.
+        """
+        self._previous = implementations(model)
+        model.set_attn_implementation(self.attention)
+        kind = type(model).__name__
+        if self.why_lost(model) is not None:
+            # Transformers only logs it. Configurations that are of no model may have the name.
+            self._leave_out(model, f"{kind} does not take its attention by name")
+        if self._is_over_ranks():
+            return f"{self._how}; over a group of ranks it was not tried"
+        results = _try_model(model)
+        self.undo(model)
+        if isinstance(results, BudgetError):
+            raise results
+        expected = _try_model(model)
+        model.set_attn_implementation(self.attention)
+        if isinstance(expected, Exception):
+            reason = f"{type(expected).__name__}: {expected}"
+            return f"{self._how}; it was not tried: as it was, {kind} failed: {reason}"
+        if isinstance(results, Exception):
+            reason = f"{type(results).__name__}: {results}"
+            self._leave_out(model, f"{kind} failed with it on a few tokens: {reason}")
+        elif not agree(results, expected):
+            self._leave_out(model, f"{kind} had other results with it on a few tokens")
+        return self._how
+
+    def _is_over_ranks(self) -> bool:
+        from quorum_attention.integrations.transformers.options import options_of
+
+        options = options_of(self.attention)
+        return options is not None and options.group is not None
+
+    def _leave_out(self, model: Any, reason: str) -> NoReturn:
+        self.undo(model)
+        raise LeftOutError(reason)
+
+    def why_lost(self, model: Any) -> str | None:
+        """Look at the names in the model's configurations."""
+        names = {attention_name(config) for config in _part_configs(model)}
+        if self.attention in names:
+            return None
+        return f"the model's attention is {', '.join(sorted(map(str, names)))}"
+
+    def undo(self, model: Any) -> None:
+        """Let all configurations ask for what they asked for before."""
+        for config, name in self._previous:  # an outer one sets those within it
+            set_attention_name(config, name)
 
 
 def _part_configs(model: Any) -> list[Any]:
@@ -71,33 +102,27 @@ def _part_configs(model: Any) -> list[Any]:
 def implementations(model: Any) -> list[tuple[Any, str | None]]:
     """The configurations of a model and of its parts, outer ones first, each with the name of its
     attention."""
-    todo = _part_configs(model)
+    waiting = _part_configs(model)
     names: dict[int, tuple[Any, str | None]] = {}
-    while todo:
-        config = todo.pop(0)
-        names.setdefault(id(config), (config, config._attn_implementation))
+    while waiting:
+        config = waiting.pop(0)
+        names.setdefault(id(config), (config, attention_name(config)))
         parts = [getattr(config, key, None) for key in config.sub_configs]
-        todo += [part for part in parts if part is not None and id(part) not in names]
+        waiting += [part for part in parts if part is not None and id(part) not in names]
     return list(names.values())
-
-
-def restore_implementations(previous: list[tuple[Any, str | None]]) -> None:
-    """Undo ``set_attn_implementation``, which does not take all names that it replaces (None)."""
-    for config, name in previous:  # an outer one sets those within it
-        config._attn_implementation = name
 
 
 def _try_model(model: Any) -> list[torch.Tensor] | Exception:
     """The loss and the logits (those that there are) of a few tokens, or what was raised."""
     try:
-        words = model.get_input_embeddings().weight
-        device = "cpu" if words.device.type == "meta" else words.device
-        values = min(_TRIED_VALUES, len(words))
-        ids = torch.arange(_TRIED_TOKENS, device=device)[None] % values
+        table = model.get_input_embeddings().weight
+        device = "cpu" if table.device.type == "meta" else table.device
+        n_values = min(_TRIED_VALUES, len(table))
+        ids = torch.arange(_TRIED_TOKENS, device=device)[None] % n_values
         with torch.no_grad(), evaluating(model):
             output = model(input_ids=ids, labels=ids)
-        named = {name: getattr(output, name, None) for name in ("loss", "logits")}
-        return [value for value in named.values() if isinstance(value, torch.Tensor)]
+        results = [getattr(output, name, None) for name in ("loss", "logits")]
+        return [result for result in results if isinstance(result, torch.Tensor)]
     except Exception as error:  # whatever it is, the model keeps its own attention
         # The traceback would keep the model's tensors.
         return error.with_traceback(None)
@@ -110,8 +135,8 @@ def agree(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     for value, exact in zip(results, expected, strict=True):
         # Norms and losses of models are in float32 at most.
         precision = max(torch.finfo(exact.dtype).eps, torch.finfo(torch.float32).eps)
-        room = _ROOTS * precision**0.5
         distance = torch.linalg.vector_norm((value - exact).float())
-        if not bool(distance <= room * torch.linalg.vector_norm(exact.float())):
+        size = torch.linalg.vector_norm(exact.float())
+        if not bool(distance <= _ROOTS * precision**0.5 * size):
             return False
     return True

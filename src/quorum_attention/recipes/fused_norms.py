@@ -6,51 +6,84 @@ some eight passes over it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import rms_norm
 
-from quorum_attention.recipes.patching import Change, drawn, has_own_forward, patch, results_on
-from quorum_attention.recipes.step import NORMS
+from quorum_attention.recipes.changes import LeftOutError, Piece
+from quorum_attention.recipes.patching import count_running, has_own_forward, patch, unpatch_all
+from quorum_attention.recipes.switches import NORMS
+from quorum_attention.recipes.trials import drawn, result_like
 from quorum_attention.units import counted
 
+# A norm is tried on rows of these sizes, beside which epsilon is small, alike and large.
+_TRIED_SIZES = (1e2, 1.0, 1e-2)
 
-def fuse_norms(model: torch.nn.Module) -> Change:
-    """Let every RMS norm of ``model`` that computes what torch's does run as torch's."""
-    found = [module for module in model.modules() if _epsilon(module) is not None]
-    kinds = {type(module): module for module in reversed(found)}
-    right = {kind for kind, module in kinds.items() if _computes_the_same(module)}
-    fused = [m for m in found if type(m) in right and has_own_forward(m)]
-    if not fused:
-        return Change(NORMS, False, "torch has no kernel for the norms of this model on its device")
-    for module in fused:
-        patch(module, "forward", _fused, _epsilon(module))
-    return Change(NORMS, True, f"{counted(len(fused), 'norm')}, torch's rms_norm")
+
+class FusedNorms(Piece):
+    """Let every RMS norm of a model that computes what torch's does run as torch's."""
+
+    name = NORMS
+    checked = "each runs torch's kernel"
+
+    def __init__(self) -> None:
+        self._n_changed = 0
+
+    def make(self, model: torch.nn.Module) -> str:
+        """Change all norms that are RMS norms with one weight, and no more than that."""
+        norms = [module for module in model.modules() if _epsilon(module) is not None]
+        first_of_kind: dict[type, torch.nn.Module] = {}
+        for module in norms:
+            first_of_kind.setdefault(type(module), module)
+        suited = {kind for kind, module in first_of_kind.items() if _computes_the_same(module)}
+        changed = [norm for norm in norms if type(norm) in suited and has_own_forward(norm)]
+        if not changed:
+            raise LeftOutError("torch has no kernel for the norms of this model on its device")
+        for module in changed:
+            patch(module, "forward", _run_fused, _epsilon(module))
+        self._n_changed = len(changed)
+        return f"{counted(len(changed), 'norm')}, torch's rms_norm"
+
+    def why_lost(self, model: torch.nn.Module) -> str | None:
+        """Look for norms that run another forward."""
+        n_others = self._n_changed - count_running(model, _run_fused)
+        return f"{counted(n_others, 'norm')} got another forward" if n_others > 0 else None
+
+    def undo(self, model: torch.nn.Module) -> None:
+        """Give all norms their forward back."""
+        unpatch_all(model, _run_fused)
 
 
 def _epsilon(module: torch.nn.Module) -> float | None:
-    """Of an RMS norm with one weight; None: it is something else."""
+    """Return the epsilon of an RMS norm with one weight; None for any other module."""
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or not type(module).__name__.endswith("RMSNorm"):
         return None
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return found if isinstance(found, float) else None
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return epsilon if isinstance(epsilon, float) else None
 
 
 def _computes_the_same(module: torch.nn.Module) -> bool:
-    """Tried on rows of three sizes, beside which epsilon is small, alike and large: no further
-    apart than a few roundings. (Some multiply by 1 + weight, gate, or take other inputs.)"""
-    weight, epsilon = module.weight, _epsilon(module)
+    """Whether a norm and torch's differ by a few roundings at most, tried on a few rows.
+
+    Some norms multiply by 1 + weight, gate, or take other inputs.
+    """
+    weight = module.weight
     if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or not _is_fused(weight):
         return False
-    sizes = torch.tensor([[1e2], [1], [1e-2]], device="cpu", dtype=torch.float64)
-    x = (drawn(3, len(weight)) * sizes * (epsilon or 1.0) ** 0.5).to(weight)
-    plain = results_on(module, x)
+    epsilon = _epsilon(module) or 1.0
+    sizes = torch.tensor(_TRIED_SIZES, device="cpu", dtype=torch.float64)[:, None]
+    rows = drawn(len(sizes), len(weight)) * sizes * epsilon**0.5
+    x = rows.to(weight)
+    plain = result_like(module, x)
     if plain is None:
         return False
-    far = (plain.double() - rms_norm(x, weight.shape, weight, epsilon).double()).abs()
-    return bool((far <= 4 * torch.finfo(x.dtype).eps * plain.double().abs()).all())
+    exact = plain.double()
+    fused = rms_norm(x, weight.shape, weight, _epsilon(module)).double()
+    tolerance = 4 * torch.finfo(x.dtype).eps * exact.abs()
+    return bool(((exact - fused).abs() <= tolerance).all())
 
 
 def _is_fused(weight: torch.Tensor) -> bool:
@@ -60,10 +93,15 @@ def _is_fused(weight: torch.Tensor) -> bool:
         return "Fused" in type(rms_norm(x, x.shape, weight, 1.0).grad_fn).__name__
 
 
-def _fused(epsilon: float | None, plain: Any, module: Any, *args: Any, **named: Any) -> Any:
-    x, weight = args[0] if len(args) == 1 and not named else None, module.weight
-    # Autocast may give such a norm another dtype than its own forward does.
-    cast = x is not None and x.dtype.itemsize < 4 and torch.is_autocast_enabled(x.device.type)
-    if x is None or x.dtype != weight.dtype or cast:
+def _run_fused(
+    epsilon: float | None, plain: Callable[..., Any], module: Any, *args: Any, **named: Any
+) -> Any:
+    """The forward of a changed norm."""
+    weight = module.weight
+    if named or len(args) != 1 or args[0].dtype != weight.dtype:
         return plain(module, *args, **named)
+    (x,) = args
+    # Autocast may give such a norm another dtype than its own forward does.
+    if x.dtype.itemsize < 4 and torch.is_autocast_enabled(x.device.type):
+        return plain(module, x)
     return rms_norm(x, weight.shape, weight, epsilon)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quorum_attention.arithmetic import round_up
+from quorum_attention.integrations.accelerate_private import fetches_weights
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes.tile_storage import SideStream
 
@@ -165,7 +166,7 @@ def why_not(layers: Sequence[torch.nn.Module]) -> str | None:
     """Return why weights of layers cannot be kept in host memory, or None."""
     for layer in layers:
         for module in layer.modules():
-            if getattr(getattr(module, "_hf_hook", None), "offload", False):
+            if fetches_weights(module):
                 return "Accelerate's hooks offload them already"
         for weight in layer.parameters():
             if type(weight) is not torch.nn.Parameter or weight.is_meta:

@@ -97,7 +97,7 @@ def make_plain(layers: list[torch.nn.Module]) -> None:
     """Undo ``make_replaceable``."""
     for layer in layers:
         if is_patched(layer, _run_layer):
-            unpatch(layer)
+            unpatch(layer, _run_layer)
 
 
 def _run_layer(
@@ -141,7 +141,7 @@ def make_skippable(module: torch.nn.Module, output_name: str) -> None:
 def make_unskippable(module: torch.nn.Module) -> None:
     """Undo ``make_skippable``."""
     if is_patched(module, _run_attention_module):
-        unpatch(module)
+        unpatch(module, _run_attention_module)
 
 
 def _run_attention_module(

@@ -1,4 +1,40 @@
-"""``long_context(model)``: what well-kept libraries have for long texts, put together."""
+"""``long_context(model)``: what well-kept libraries have for long texts, put together.
+
+One layer of a training step, with all changes made::
+
+    forward of layer n                                  file
+    ------------------                                  ----
+    checkpoint: keep the layer's input             ...  checkpoints
+       |        (on the device, or on its way           kept_layer, offload
+       |         to host memory)
+       v
+    norm: torch's kernel                           ...  fused_norms
+       |
+    attention in a budget                          ...  attention
+       |        keep its output and lse                 kept_layer
+    norm
+       |
+    MLP, tile by tile; each tile is a checkpoint   ...  tiled_mlp
+       v
+    output                          after the last layer: loss, chunk by chunk  ...  chunked_loss
+
+    backward of layer n
+    -------------------
+    fetch what layer n keeps; begin to fetch what layer n - 1 keeps
+       |
+    run the layer's forward again, where attention is given its output and lse
+       |
+    gradients of MLP (tile by tile), norms and attention
+
+A layer that does not fit is computed in tiles, in the forward and in the backward (``tiled_layer``,
+tried by ``tiled_layer_trial``): up to attention tile by tile, attention of all tokens with q, k, v
+in host memory, then the rest tile by tile.
+
+A change replaces methods of a module's class (``patching``) and is a ``Piece`` that the model
+carries (``changes``). What a forward runs in place of a part of the model stands in one object of
+its thread (``integrations.substitutes``); a checkpoint reaches attention by
+``autograd.result_hook``.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +43,36 @@ from typing import Any
 
 from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.keywords import helps_with_names
-from quorum_attention.recipes import step
-from quorum_attention.recipes.attention import set_attention
-from quorum_attention.recipes.checkpoints import LayerCheckpoints
-from quorum_attention.recipes.chunked_loss import chunk_loss
-from quorum_attention.recipes.fused_norms import fuse_norms
-from quorum_attention.recipes.model_shape import read_shape
-from quorum_attention.recipes.patching import Change
-from quorum_attention.recipes.tiled_mlp import tile_mlps
+from quorum_attention.recipes.attention import QuorumAttention
+from quorum_attention.recipes.changes import (
+    Change,
+    ChangeSet,
+    base_model,
+    changing,
+    undo_changes,
+)
+from quorum_attention.recipes.checkpoints import PLACES, LayerCheckpoints
+from quorum_attention.recipes.chunked_loss import ChunkedLoss
+from quorum_attention.recipes.fused_norms import FusedNorms
+from quorum_attention.recipes.step_estimate import MLP_TILE
+from quorum_attention.recipes.switches import ATTENTION, CHECKPOINTS, LOSS, MLP, NORMS
+from quorum_attention.recipes.tiled_mlp import TiledMLPs
+from quorum_attention.recipes.training import Training
 from quorum_attention.units import parse_bytes
 
-CHECKPOINTS = "checkpoints"
-_PLACES = {
-    "auto": "on the device while there is room, then in host memory", "host": "in host memory",
-    "device": "on the device",
-}  # fmt: skip
+_OWNER = "long_context"
 
 
 @dataclass(frozen=True)
-class Summary:
-    """All changes, in the order in which they were tried."""
+class LongContext:
+    """A changed model: printed, it says what was changed. As a context it is undone at the end.
 
+    Attributes:
+        model: the model.
+        changes: all changes, in the order in which they were tried.
+    """
+
+    model: Any
     changes: tuple[Change, ...]
 
     @property
@@ -40,6 +85,21 @@ class Summary:
         """Names of the changes that were not made."""
         return tuple(change.name for change in self.changes if not change.done)
 
+    def undo(self) -> None:
+        """Undo all changes, and first those that were made since (``long_prompt``). The model is as
+        it was before ``long_context``; one that was undone already stays as it is.
+
+        Raises:
+            RuntimeError: a library (such as FSDP) has made other classes of changed modules since.
+        """
+        undo_changes(self.model, _OWNER)
+
+    def __enter__(self) -> LongContext:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.changes))
 
@@ -51,13 +111,14 @@ def long_context(
     attention: bool = True,
     budget: int | str | None = None,
     checkpoints: str | None = "auto",
-    mlp_tile: int | None = step.MLP_TILE,
+    mlp_tile: int | None = MLP_TILE,
     chunked_loss: bool = True,
     fused_norms: bool = True,
-) -> Summary:
+) -> LongContext:
     """Change a decoder of Transformers in place so that long texts fit; its results stay the same.
 
-    A change that does not suit the model is left out, and the summary says why.
+    A change that does not suit the model is left out, and the summary says why. A call undoes what
+    an earlier one changed.
 
     Args:
         model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around one, with its
@@ -76,54 +137,50 @@ def long_context(
         fused_norms: compute RMS norms by torch's kernel, if it has one for the model's device.
 
     Returns:
-        What was changed and what was left out, with reasons; print it.
+        What was changed and what was left out, with reasons: print it. Its ``undo()`` gives the
+        model back as it was; so does the end of a ``with`` block.
 
     Raises:
         ImportError: Transformers is not installed, or its version is not supported.
         TypeError, ValueError: an argument is wrong.
+        RuntimeError: an earlier call cannot be undone, because a library (such as FSDP) has made
+            other classes of changed modules since.
     """
     from quorum_attention.integrations.transformers import name_for
 
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", 1)
-    one_of(checkpoints, "checkpoints", (*_PLACES, None))
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(base, "set_attn_implementation"):
-        raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
+    one_of(checkpoints, "checkpoints", (*PLACES, None))
+    base = base_model(model)
     name, budget = name_for(budget)  # with what ``register`` was given, if nothing is given here
-    none = "switched off"
-    done = [Change(step.ATTENTION, False, none)]
-    if attention:
-        done = [set_attention(base, name, f"budget {budget or 'of the free memory'}")]
-    done.append(chunk_loss(base) if chunked_loss else Change(step.LOSS, False, none))
-    done.append(tile_mlps(base, mlp_tile) if mlp_tile else Change(step.MLP, False, none))
-    done.append(fuse_norms(base) if fused_norms else Change(step.NORMS, False, none))
-    training = step.Training(
-        1, dtype=base.dtype, lora=None if all(p.requires_grad for p in base.parameters()) else 1,
-        budget=None if budget is None else parse_bytes(budget), device=base.device.type,
-        on=tuple(change.name for change in done if change.done),
-    )  # fmt: skip
-    done.append(_checkpoint_layers(base, checkpoints, training))
-    return Summary(tuple(done))
+    how = f"budget {budget or 'of the free memory'}"
+    with changing(base, _OWNER) as changes:
+        made = [
+            changes.make(base, QuorumAttention(name, how)) if attention else _off(ATTENTION),
+            changes.make(base, ChunkedLoss()) if chunked_loss else _off(LOSS),
+            changes.make(base, TiledMLPs(mlp_tile)) if mlp_tile else _off(MLP),
+            changes.make(base, FusedNorms()) if fused_norms else _off(NORMS),
+        ]
+        if checkpoints is None:
+            made.append(_off(CHECKPOINTS))
+        else:
+            training = _training_of(base, budget, changes)
+            made.append(changes.make(base, LayerCheckpoints(checkpoints, training)))
+    return LongContext(base, tuple(made))
 
 
-def _checkpoint_layers(model: Any, where: str | None, training: step.Training) -> Change:
-    """Keep of every layer its input and attention's results alone."""
-    if where is None:
-        return Change(CHECKPOINTS, False, "switched off")
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        return Change(CHECKPOINTS, False, f"{type(model).__name__} does not support them")
-    try:
-        parameters = sum(weight.numel() for weight in model.parameters())
-        shape = read_shape(model.config.to_dict(), parameters)
-    except ValueError:  # sizes by other names: then all goes to host memory
-        shape = None
-    if not LayerCheckpoints(model, where, shape, training).install():
-        return Change(CHECKPOINTS, True, "Transformers' own, on the device")
-    words = f"torch's, with attention's results, {_PLACES[where]}"
-    if not model.training:
-        words += (
-            "; this model is in eval mode, in which nothing is kept: that is right for generating; "
-            "to train it, call model.train()"
-        )
-    return Change(CHECKPOINTS, True, words)
+def _off(name: str) -> Change:
+    return Change(name, False, "switched off")
+
+
+def _training_of(model: Any, budget: int | str | None, changes: ChangeSet) -> Training:
+    """Return how a model is trained, as far as it says: checkpoints plan steps by it."""
+    has_frozen_weights = not all(weight.requires_grad for weight in model.parameters())
+    return Training(
+        tokens=1,
+        dtype=model.dtype,
+        lora=1 if has_frozen_weights else None,
+        budget=None if budget is None else parse_bytes(budget),
+        device=model.device.type,
+        on=tuple(piece.name for piece in changes.pieces),
+    )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,47 +12,28 @@ import torch
 from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.execution.device.lookup import backend_of, best_device, on_host
 from quorum_attention.keywords import helps_with_names
-from quorum_attention.recipes.attention import (
-    implementations,
-    restore_implementations,
-    set_attention,
+from quorum_attention.recipes.attention import QuorumAttention
+from quorum_attention.recipes.changes import (
+    ChangeSet,
+    base_model,
+    changes_by,
+    changing,
+    undo_changes,
 )
-from quorum_attention.recipes.attention_skips import skip_no_attention
-from quorum_attention.recipes.host_weights import HostWeights, MovedTensors, why_not
-from quorum_attention.recipes.layer_calls import decoder_layers, make_plain, make_replaceable
+from quorum_attention.recipes.layer_calls import decoder_layers
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
-from quorum_attention.recipes.patching import patch, plain_class, unpatch
+from quorum_attention.recipes.patching import plain_class
+from quorum_attention.recipes.prompt_changes import (
+    OWNER,
+    PromptForward,
+    WeightsInHostMemory,
+    prompt_forward_in,
+)
 from quorum_attention.recipes.prompt_memory import MARGIN, TokenBytes, working_bytes
 from quorum_attention.units import counted, format_bytes, parse_bytes
 
 # Where the weights of layers may lie.
 WEIGHTS = ("device", "host")
-# The attribute of a changed model that says how it was changed.
-_CHANGES = "_long_prompt_changes"
-
-
-@dataclass
-class _Changes:
-    """How a model was changed, and how to undo it.
-
-    Attributes:
-        runner: a ``PromptRunner``.
-        weights: "device" or "host", as asked for.
-        host_weights, moved: what was moved to host memory, and to the device; None: nothing.
-        attention: configurations of the model, each with the name of its attention before.
-        model_class: the model's class before.
-        layers: of its decoder.
-        reads_segments: whether its attention reads keys and values where the cache has them.
-    """
-
-    runner: Any
-    weights: str
-    host_weights: HostWeights | None
-    moved: MovedTensors | None
-    attention: list[tuple[Any, str | None]]
-    model_class: type[torch.nn.Module]
-    layers: list[torch.nn.Module] = field(default_factory=list)
-    reads_segments: bool = False
 
 
 @helps_with_names
@@ -104,23 +83,19 @@ def long_prompt(
     if tile is not None:
         whole_number(tile, "tile", 1)
     limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(base, "set_attn_implementation"):
-        raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
-    changes = vars(base).get(_CHANGES)
-    if changes is not None and changes.weights != weights:
-        undo_long_prompt(base)
-        changes = None
-    if changes is None:
+    base = base_model(model)
+    changes = changes_by(base, OWNER)
+    if changes is None or _keeps_weights(changes) != weights:
         changes = _change(base, weights)
-    runner = changes.runner
+    forward = prompt_forward_in(changes)
+    runner = forward.runner
     runner.tile = tile
     runner.progress = progress
-    free = _free_beside_weights(base, runner.device, changes, limit)
+    free = _free_beside_weights(base, forward, limit)
     runner.working = working_bytes(free)
     if cache is not None and not isinstance(cache, (str, os.PathLike)):
         return cache
-    new_cache = _new_cache(base, changes, free, host_memory, folder)
+    new_cache = _new_cache(base, forward, free, host_memory, folder)
     if cache is not None:
         _load(new_cache, cache)
     return new_cache
@@ -130,92 +105,65 @@ def long_prompt(
 def undo_long_prompt(model: Any) -> None:
     """Undo ``long_prompt``: the model has its own forward and attention again, and its weights
     where they were. A model that was not changed stays as it is."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    changes = vars(base).pop(_CHANGES, None)
-    if changes is None:
-        return
-    unpatch(base)
-    base.__class__ = changes.model_class
-    make_plain(changes.layers)
-    skip_no_attention(base)
-    restore_implementations(changes.attention)
-    if changes.host_weights is not None:
-        changes.host_weights.restore()
-    if changes.moved is not None:
-        changes.moved.restore()
+    undo_changes(base_model(model), OWNER)
 
 
-def _change(model: Any, weights: str) -> _Changes:
-    """Change a model, and say what was done.
+def _keeps_weights(changes: ChangeSet) -> str:
+    """Return where a changed model keeps its weights, one of ``WEIGHTS``."""
+    return "device" if prompt_forward_in(changes).weights is None else "host"
+
+
+def _change(model: Any, weights: str) -> ChangeSet:
+    """Change a model, after undoing what an earlier call changed.
 
     Raises:
         NotImplementedError: its weights cannot be kept in host memory.
     """
     from quorum_attention.recipes.prompt_runner import PromptRunner
 
-    layers = decoder_layers(model)
-    device = model.device
-    host_weights = None
-    moved = None
-    if weights == "host":
-        device = best_device() if device.type == "cpu" else device
-        reason = why_not(layers) if layers else "it has no decoder layers that are known"
-        if reason is not None:
-            raise NotImplementedError(
-                f'weights="host" cannot be used with this {type(model).__name__}: {reason}'
-            )
-        moved = MovedTensors(model, layers, device)
-        host_weights = HostWeights(layers, device)
-    runner = PromptRunner(device, _token_bytes(model), 0, None)
-    changes = _Changes(
-        runner, weights, host_weights, moved, implementations(model), type(model), layers
-    )
-    setattr(model, _CHANGES, changes)
-    make_replaceable(layers, host_weights)
-    patch(model, "forward", _run_model)
-    try:
-        _choose_way(model, changes)
-    except BaseException:
-        undo_long_prompt(model)
-        raise
-    return changes
-
-
-def _choose_way(model: Any, changes: _Changes) -> None:
-    """Let a model's prompts run by layers if that is right, else by chunks, and say why."""
-    from quorum_attention.integrations.transformers import name_for
-    from quorum_attention.recipes.prefill_trial import PromptTrial
-
-    name, _ = name_for(None)
-    change = set_attention(model, name, "for prompts")
-    reason = None if change.done else change.how
-    if reason is None:
-        changes.reads_segments = True
-        trial = PromptTrial(
-            model,
-            plain_class(model).forward,
-            changes.layers,
-            partial(_trial_cache, model, changes.runner.device),
-            changes.host_weights,
-        )
-        result = trial.try_layers()
-        if isinstance(result, str):
-            reason = result
-        else:
-            changes.runner.layered = result
+    with changing(model, OWNER) as changes:
+        device = model.device
+        host_weights = None
+        if weights == "host":
+            device = best_device() if device.type == "cpu" else device
+            placement = WeightsInHostMemory(device)
+            changes.make(model, placement)
+            host_weights = placement.weights
+        runner = PromptRunner(device, _token_bytes(model), 0, None)
+        forward = PromptForward(runner, host_weights)
+        changes.make(model, forward)
+        reason = _choose_way(model, changes, forward)
     if reason is not None:
         warnings.warn(
             f"{type(model).__name__} gets its prompts in chunks, not one layer at a time: {reason}",
             stacklevel=4,
         )
+    return changes
 
 
-def _run_model(plain: Callable[..., Any], model: Any, *args: Any, **named: Any) -> Any:
-    """The forward of a changed model."""
-    from quorum_attention.recipes.prompt_runner import named_arguments
+def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str | None:
+    """Let a model's prompts run by layers if that is right, and return None. They run by chunks
+    otherwise, for the reason that is returned."""
+    from quorum_attention.integrations.transformers import name_for
+    from quorum_attention.recipes.prefill_trial import PromptTrial
 
-    runner = vars(model)[_CHANGES].runner
-    return runner.run(plain, model, named_arguments(plain, args, named))
+    name, _ = name_for(None)
+    change = changes.make(model, QuorumAttention(name, "for prompts"))
+    if not change.done:
+        return change.how
+    forward.reads_segments = True
+    trial = PromptTrial(
+        model,
+        plain_class(model).forward,
+        decoder_layers(model),
+        partial(_trial_cache, model, forward.runner.device),
+        forward.weights,
+    )
+    result = trial.try_layers()
+    if isinstance(result, str):
+        return result
+    forward.runner.layered = result
+    return None
 
 
 def _token_bytes(model: Any) -> TokenBytes:
@@ -256,20 +204,19 @@ def _trial_cache(model: Any, device: torch.device) -> Any:
     return PromptCache(model.config, device)
 
 
-def _free_beside_weights(
-    model: Any, device: torch.device, changes: _Changes, limit: int | None
-) -> int:
+def _free_beside_weights(model: Any, forward: PromptForward, limit: int | None) -> int:
     """Bytes of the device that cache and working memory may take.
 
     Raises:
         ValueError: the limit is below what the weights take.
     """
+    device = forward.runner.device
     free: int = backend_of(device).free_bytes(device)
     if limit is None:
         return int(free * (1 - MARGIN))
     n_bytes: int = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
-    if changes.host_weights is not None:
-        n_bytes += changes.host_weights.device_bytes
+    if forward.weights is not None:
+        n_bytes += forward.weights.device_bytes
     if on_host(device):
         n_bytes = 0
     usable = int(limit * (1 - MARGIN))
@@ -283,7 +230,7 @@ def _free_beside_weights(
 
 def _new_cache(
     model: Any,
-    changes: _Changes,
+    forward: PromptForward,
     free: int,
     host_memory: int | str | None,
     folder: str | os.PathLike[str] | None,
@@ -293,8 +240,8 @@ def _new_cache(
 
     from quorum_attention.integrations.transformers.prompt_cache import PromptCache
 
-    runner = changes.runner
-    if not changes.reads_segments:
+    runner = forward.runner
+    if not forward.reads_segments:
         return DynamicCache(config=model.config)
     cache = PromptCache(
         model.config,
@@ -303,7 +250,11 @@ def _new_cache(
         host_memory=host_memory,
         folder=folder,
     )
-    cache.notes = (_weights_words(model, changes), _way_words(changes), _room_words(runner, free))
+    cache.notes = (
+        _weights_words(model, forward),
+        _way_words(model, runner),
+        _room_words(runner, free),
+    )
     return cache
 
 
@@ -321,7 +272,7 @@ def _load(cache: Any, folder: str | os.PathLike[str]) -> None:
     cache.load(folder)
 
 
-def _weights_words(model: Any, changes: _Changes) -> str:
+def _weights_words(model: Any, forward: PromptForward) -> str:
     """Say where the weights lie, for people."""
     n_bytes: dict[str, int] = {}
     for weight in model.parameters():
@@ -329,17 +280,18 @@ def _weights_words(model: Any, changes: _Changes) -> str:
         n_bytes[place] = n_bytes.get(place, 0) + weight.nbytes
     words = [f"{format_bytes(size)} on {place}" for place, size in n_bytes.items()]
     text = "weights: " + ", ".join(words)
-    if changes.host_weights is not None:
-        buffers = format_bytes(changes.host_weights.device_bytes)
-        text += f"; two layers at a time are copied to {changes.runner.device} ({buffers})"
+    if forward.weights is not None:
+        buffers = format_bytes(forward.weights.device_bytes)
+        text += f"; two layers at a time are copied to {forward.runner.device} ({buffers})"
     return text
 
 
-def _way_words(changes: _Changes) -> str:
+def _way_words(model: Any, runner: Any) -> str:
     """Say how prompts run, for people."""
-    if changes.runner.layered is None:
+    if runner.layered is None:
         return "prompts: in chunks of tokens through all layers"
-    return f"prompts: one layer after the other, {counted(len(changes.layers), 'layer')}"
+    n_layers = len(decoder_layers(model))
+    return f"prompts: one layer after the other, {counted(n_layers, 'layer')}"
 
 
 def _room_words(runner: Any, free: int) -> str:

@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_map_only
 
 from quorum_attention.api import attention
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.integrations.transformers.prompt_tiles import (
-    TileCache,
+from quorum_attention.integrations.substitutes import (
     attention_replaced_by,
     prompt_masks,
 )
+from quorum_attention.integrations.transformers.prompt_tiles import TileCache
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.layer_calls import LayerCall, attention_skipped, layers_replaced_by
 from quorum_attention.recipes.prompt_inputs import PromptInputs

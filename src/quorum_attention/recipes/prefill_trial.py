@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.integrations.transformers.prompt_tiles import attention_replaced_by
+from quorum_attention.integrations.substitutes import attention_replaced_by
 from quorum_attention.recipes.attention import agree
 from quorum_attention.recipes.attention_skips import (
     AttentionWatch,
@@ -21,10 +21,10 @@ from quorum_attention.recipes.attention_skips import (
 )
 from quorum_attention.recipes.host_weights import HostWeights
 from quorum_attention.recipes.layer_calls import LayerCall, layers_replaced_by
-from quorum_attention.recipes.patching import evaluating
 from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill
 from quorum_attention.recipes.prompt_inputs import PromptInputs
 from quorum_attention.recipes.tile_storage import DeviceTiles
+from quorum_attention.recipes.trials import evaluating
 
 _TRIAL_TOKENS = 48
 _TRIAL_TILE = 20

@@ -6,17 +6,11 @@ from dataclasses import replace
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
+from quorum_attention.recipes.layer_bytes import returned_bytes
 from quorum_attention.recipes.model_shape import ModelShape
-from quorum_attention.recipes.step import (
-    ATTENTION,
-    HOST,
-    SWITCHES,
-    TILES,
-    StepMemory,
-    Training,
-    returned_bytes,
-    step_memory,
-)
+from quorum_attention.recipes.step_estimate import StepMemory, step_memory
+from quorum_attention.recipes.switches import ATTENTION, HOST, SWITCHES, TILES
+from quorum_attention.recipes.training import Training
 from quorum_attention.units import format_bytes, parse_bytes
 
 # A longest text is told to one part in this many.

@@ -16,77 +16,126 @@ from torch.nn.utils.stateless import _reparametrize_module  # as torch.func.func
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.recipes.changes import LeftOutError, Piece
 from quorum_attention.recipes.patching import (
-    Change,
-    drawn,
+    count_running,
     has_own_forward,
-    is_offloaded,
     patch,
-    results_on,
     swapping,
+    unpatch_all,
 )
-from quorum_attention.recipes.step import MLP
+from quorum_attention.recipes.switches import MLP
+from quorum_attention.recipes.trials import drawn, result_like
 from quorum_attention.units import counted
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")  # adapters around those are fine
-# What layers call the width of their inputs; the last is that of GPTQ's.
+# Layers call the width of their inputs by these names; the last is that of GPTQ's.
 _WIDTHS = ("in_features", "infeatures")
 
 
-def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
-    """Let every gated MLP of ``model`` work ``tokens`` tokens at a time."""
-    mlps = [module for module in model.modules() if _is_gated(module)]
-    if not mlps:
-        return Change(MLP, False, "no MLP has gate_proj, up_proj, down_proj (or it has experts)")
-    if not all(map(has_own_forward, mlps)):
-        why = "an MLP was given another forward, which a library of kernels or a hook may have done"
-        return Change(MLP, False, f"{why}: call long_context before that")
-    if any(map(is_offloaded, mlps)):
-        why = "weights of an MLP are offloaded, or not loaded yet"
-        return Change(MLP, False, f"{why}: load the model so that its MLPs lie on devices")
-    dtypes = _dtypes(model)
-    for kind, module in {type(module): module for module in mlps}.items():
-        why_not = _why_not(module, dtypes)
-        if why_not is not None:
-            return Change(MLP, False, f"{kind.__name__} {why_not}")
-    for module in mlps:
-        patch(module, "forward", _run_in_tiles, tokens)
-    return Change(MLP, True, f"{counted(len(mlps), 'MLP')}, {counted(tokens, 'token')} at a time")
+class TiledMLPs(Piece):
+    """Let every gated MLP of a model work some tokens at a time.
+
+    Args:
+        tokens: of a tile.
+    """
+
+    name = MLP
+    checked = "each runs its tiles"
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._n_changed = 0
+
+    def make(self, model: torch.nn.Module) -> str:
+        """Change all MLPs, if all give for parts of the tokens what they give for all."""
+        mlps = [module for module in model.modules() if _is_gated(module)]
+        reason = _reason_against(mlps)
+        if reason is not None:
+            raise LeftOutError(reason)
+        dtypes = _dtypes(model)
+        for kind, module in {type(module): module for module in mlps}.items():
+            reason = _reason_to_run_whole(module, dtypes)
+            if reason is not None:
+                raise LeftOutError(f"{kind.__name__} {reason}")
+        for module in mlps:
+            patch(module, "forward", _run_in_tiles, self._tokens)
+        self._n_changed = len(mlps)
+        return f"{counted(len(mlps), 'MLP')}, {counted(self._tokens, 'token')} at a time"
+
+    def why_lost(self, model: torch.nn.Module) -> str | None:
+        """Look for MLPs that run another forward."""
+        n_others = self._n_changed - count_running(model, _run_in_tiles)
+        return f"{counted(n_others, 'MLP')} got another forward" if n_others > 0 else None
+
+    def undo(self, model: torch.nn.Module) -> None:
+        """Give all MLPs their forward back."""
+        unpatch_all(model, _run_in_tiles)
 
 
 def _is_gated(module: torch.nn.Module) -> bool:
     return all(isinstance(getattr(module, part, None), torch.nn.Module) for part in _PARTS)
 
 
+def _reason_against(mlps: list[torch.nn.Module]) -> str | None:
+    """Return why the MLPs of a model stay as they are, as far as they say without a trial."""
+    if not mlps:
+        return "no MLP has gate_proj, up_proj, down_proj (or it has experts)"
+    if not all(map(has_own_forward, mlps)):
+        return (
+            "an MLP was given another forward, which a library of kernels or a hook may have done: "
+            "call long_context before that"
+        )
+    if any(map(_is_offloaded, mlps)):
+        return (
+            "weights of an MLP are offloaded, or not loaded yet: load the model so that its MLPs "
+            "lie on devices"
+        )
+    return None
+
+
+def _is_offloaded(module: torch.nn.Module) -> bool:
+    """Whether weights of the module come from elsewhere in its forward, as by Accelerate's
+    offloading, or are not loaded yet."""
+    return any(weight.is_meta for weight in module.parameters())
+
+
 def _dtypes(module: torch.nn.Module) -> list[torch.dtype]:
-    """Dtypes of weights that activations may have. Quantised weights have none of these."""
+    """Return dtypes of weights that activations may have. Quantised weights have none of these."""
     dtypes = dict.fromkeys(weight.dtype for weight in module.parameters())
     return [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
 
 
 def _width(module: torch.nn.Module) -> int | None:
-    """The width of an MLP's inputs, or None if its first layer does not say."""
+    """Return the width of an MLP's inputs, or None if its first layer does not say."""
     layers = list(module.gate_proj.modules())  # type: ignore[union-attr]
     for layer in layers:  # a quantised weight is packed: the layer says how wide it is
         for name in _WIDTHS:
-            if isinstance(getattr(layer, name, None), int):
-                return int(getattr(layer, name))
-    for layer in layers:
-        for weight in layer.parameters():
-            if weight.dim() == 2 and weight.is_floating_point():
-                return int(weight.shape[1])
+            width = getattr(layer, name, None)
+            if isinstance(width, int):
+                return width
+    for weight in module.gate_proj.parameters():  # type: ignore[union-attr]
+        if weight.dim() == 2 and weight.is_floating_point():
+            return int(weight.shape[1])
     return None
 
 
-def _why_not(module: torch.nn.Module, dtypes: list[torch.dtype]) -> str | None:
-    """Why an MLP has to run whole, if it does: tried on two tokens, (tokens, width) and
-    (1, tokens, width), in its own dtypes and then in those of the model. Each token alone has to
-    give what both together give. Experts may take one of these shapes only."""
+def _reason_to_run_whole(module: torch.nn.Module, dtypes: list[torch.dtype]) -> str | None:
+    """Try an MLP on two tokens, (tokens, width) and (1, tokens, width): each token alone has to
+    give what both together give. Experts may take one of these shapes only.
+
+    Args:
+        module: the MLP.
+        dtypes: to try after those of its own weights.
+
+    Returns:
+        Why it has to run whole, or None.
+    """
     width = _width(module)
-    tensors = chain(module.parameters(), module.buffers())  # some packed weights are buffers
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     if width is None:
         return "does not say how wide its inputs are"
+    tensors = chain(module.parameters(), module.buffers())  # some packed weights are buffers
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     for dtype in dict.fromkeys([*_dtypes(module), *dtypes]):
         tokens = drawn(2, width).to(device, dtype)
         agreements = list(_agreements(module, tokens))
@@ -99,19 +148,20 @@ def _why_not(module: torch.nn.Module, dtypes: list[torch.dtype]) -> str | None:
 
 
 def _agreements(module: torch.nn.Module, tokens: torch.Tensor) -> Iterator[bool]:
-    """For each shape that an MLP takes, whether tokens alone give what they give together."""
-    for together in (tokens, tokens[None]):
-        whole = results_on(module, together)
-        tiles = [results_on(module, part) for part in together.split(1, -2)]
-        apart = [tile for tile in tiles if tile is not None]
-        if whole is None or len(apart) < len(tiles):
+    """For each shape that an MLP takes, say whether tokens alone give what they give together."""
+    for inputs in (tokens, tokens[None]):
+        together = result_like(module, inputs)
+        results = [result_like(module, token) for token in inputs.split(1, -2)]
+        alone = [result for result in results if result is not None]
+        if together is None or len(alone) < len(results):
             continue
-        distance = (whole - torch.cat(apart, -2)).abs().max()
-        room = 100 * torch.finfo(tokens.dtype).eps * whole.abs().max()
-        yield bool(distance <= room)
+        distance = (together - torch.cat(alone, -2)).abs().max()
+        tolerance = 100 * torch.finfo(tokens.dtype).eps * together.abs().max()
+        yield bool(distance <= tolerance)
 
 
 def _run_in_tiles(tokens: int, plain: Any, module: torch.nn.Module, x: torch.Tensor) -> Any:
+    """The forward of a changed MLP."""
     if x.numel() == 0:
         return plain(module, x)
     rows = x.numel() // x.shape[-1]
@@ -126,7 +176,7 @@ def _run_in_tiles(tokens: int, plain: Any, module: torch.nn.Module, x: torch.Ten
 def _compute_tiles(
     plain: Callable[..., Any], module: torch.nn.Module, tiles: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """What comes of all tiles, each a checkpoint.
+    """Compute all tiles, each as a checkpoint, and join them.
 
     Gradients of weights in 16 bits are summed in float32: each tile's would round the sum. Without
     gradients nothing is kept, and nothing is widened.

@@ -6,7 +6,6 @@ is neither honoured nor known to be without effect is refused: it may change res
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from quorum_attention.api import attention
+from quorum_attention.integrations.substitutes import substitutes
 from quorum_attention.integrations.transformers.cached_attention import (
     attend_cached,
     cached_pairs,
@@ -24,6 +24,7 @@ from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import ModelOptions
 from quorum_attention.integrations.transformers.packing import warn_of_packing
 from quorum_attention.integrations.transformers.segmented_tensor import SegmentedTensor
+from quorum_attention.integrations.transformers_private import recorded_outputs
 from quorum_attention.mask import Mask
 from quorum_attention.units import counted
 
@@ -61,11 +62,9 @@ def refuse_effects(keywords: Mapping[str, Any], module: Any) -> None:
         NotImplementedError: names the keyword, and what to use instead.
     """
     refused = [name for name, value in keywords.items() if _may_have_effect(name, value)]
-    if not torch.compiler.is_compiling():
-        from transformers.utils.output_capturing import _active_collector
-
-        if any("attentions" in name for name in _active_collector.get() or ()):
-            refused.append("output_attentions")
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and any("attentions" in name for name in recorded_outputs()):
+        refused.append("output_attentions")
     if refused:
         raise NotImplementedError(
             f"quorum attention does not support {refused[0]!r}, asked by {type(module).__name__}: "
@@ -77,26 +76,13 @@ def _may_have_effect(name: str, value: Any) -> bool:
     return not (value is None or value is False or name in WITHOUT_EFFECT)
 
 
-class _Override(threading.local):  # torch's compiler reads it
-    """A function of this thread that is called in place of each attention.
-
-    Attributes:
-        fn: ``fn(call, query, key, value, attention_mask)`` -> (batch, heads, queries, value_dim),
-            which ``call`` computes of the other arguments; None: attention is computed.
-    """
-
-    fn: Callable[..., torch.Tensor] | None = None
-
-
-override = _Override()
-
-
 def attend(
     options: ModelOptions, module: torch.nn.Module, *tensors: Any, **keywords: Any
 ) -> tuple[torch.Tensor, None]:
     """``_attend``: (batch, queries, heads, value_dim), and no weights."""
     call = partial(_attend, options, module, **keywords)
-    out = call(*tensors) if override.fn is None else override.fn(call, *tensors)
+    substitute = substitutes.attention
+    out = call(*tensors) if substitute is None else substitute(call, *tensors)
     return out.transpose(1, 2).contiguous(), None
 
 

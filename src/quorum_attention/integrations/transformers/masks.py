@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.integrations.substitutes import substitutes
 from quorum_attention.integrations.transformers.mask_symbols import (
     MaskSizes,
     UnknownError,
@@ -23,21 +23,6 @@ from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.units import counted
-
-
-class _Prompt(threading.local):
-    """The prompt that this thread's forwards see some tokens of. Masks are made for all of them.
-
-    Attributes:
-        n_tokens: of the prompt, which begins an empty cache; None: forwards see all their tokens.
-        padding: (batch, n_tokens), the ``attention_mask`` of the prompt, or None.
-    """
-
-    n_tokens: int | None = None
-    padding: torch.Tensor | None = None
-
-
-PROMPT = _Prompt()
 
 
 class DescribedMask:
@@ -193,10 +178,11 @@ def quorum_mask(
     """
     from transformers import masking_utils
 
-    if PROMPT.n_tokens is not None:
-        q_length = kv_length = PROMPT.n_tokens
+    prompt = substitutes.prompt
+    if prompt is not None:
+        q_length = kv_length = prompt.n_tokens
         q_offset = kv_offset = 0
-        attention_mask = PROMPT.padding
+        attention_mask = prompt.padding
     if attention_mask is not None and attention_mask.ndim not in (2, 4):
         raise ValueError(
             "attention_mask must be (batch, tokens), or (batch, heads, queries, keys), got shape "

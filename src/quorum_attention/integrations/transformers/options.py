@@ -22,6 +22,7 @@ from quorum_attention.call.options import check_options as check_call_options
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.extras import install_hint
+from quorum_attention.integrations.transformers_private import attention_name
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 
@@ -107,10 +108,12 @@ class ModelOptions:
 
 def names_of(config: Any) -> Iterator[str]:
     """Yield the names of the attention that a configuration and those within it ask for."""
-    name = getattr(config, "_attn_implementation", None)
-    if isinstance(name, str):
+    if not hasattr(config, "sub_configs"):  # no configuration of Transformers
+        return
+    name = attention_name(config)
+    if name is not None:
         yield name
-    for part in getattr(config, "sub_configs", None) or ():
+    for part in config.sub_configs:
         yield from names_of(getattr(config, part, None))
 
 
@@ -119,7 +122,7 @@ def options_of(name: str) -> ModelOptions | None:
     from transformers import AttentionInterface
 
     # ``register`` gives Transformers a ``functools.partial`` that begins with the options.
-    arguments = getattr(AttentionInterface._global_mapping.get(name), "args", ())
+    arguments = getattr(AttentionInterface().get(name), "args", ())
     if arguments and isinstance(arguments[0], ModelOptions):
         return arguments[0]
     return None

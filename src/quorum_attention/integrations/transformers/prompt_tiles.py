@@ -1,4 +1,4 @@
-"""What a model of Transformers is given while a prompt runs through it tile by tile.
+"""The cache that a model of Transformers is given while a prompt runs through it tile by tile.
 
 A tile is what Transformers calls a chunk of a prefill: some tokens whose past is in the cache. Each
 layer sees a cache that is as long as the tile's past.
@@ -6,15 +6,10 @@ layer sees a cache that is as long as the tile's past.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
-
-from quorum_attention.integrations.transformers.attention_function import override
-from quorum_attention.integrations.transformers.masks import PROMPT
 
 
 class TileCache(Cache):  # type: ignore[misc]
@@ -56,31 +51,5 @@ class TileCache(Cache):  # type: ignore[misc]
         return self.past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The number of keys, and the position of the first. ``PROMPT`` decides about masks."""
+        """The number of keys, and the position of the first: masks are those of the prompt."""
         return self.past + query_length, 0
-
-
-@contextmanager
-def prompt_masks(n_tokens: int, padding: torch.Tensor | None) -> Iterator[None]:
-    """Let masks that a model makes of a tile be those of the whole prompt."""
-    PROMPT.n_tokens = n_tokens
-    PROMPT.padding = None if padding is None else padding.bool()
-    try:
-        yield
-    finally:
-        PROMPT.n_tokens = None
-        PROMPT.padding = None
-
-
-@contextmanager
-def attention_replaced_by(function: Any) -> Iterator[None]:
-    """Let layers call ``function(call, query, key, value, mask)`` in place of their attention.
-
-    ``call`` of the other arguments computes the attention: (batch, heads, queries, value_dim).
-    """
-    outside = override.fn
-    override.fn = function
-    try:
-        yield
-    finally:
-        override.fn = outside

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
+from quorum_attention.integrations.transformers_private import CONFIG_NOTES
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import SavedLayer
 from quorum_attention.long_prompts.segments import Segment, SegmentedCache, concatenate
@@ -17,10 +18,9 @@ from quorum_attention.long_prompts.segments import Segment, SegmentedCache, conc
 # Entries of a configuration that change neither keys nor values.
 _VOLATILE = frozenset(
     {
-        "_name_or_path",
+        *CONFIG_NOTES,
         "architectures",
         "attn_implementation",
-        "_attn_implementation",
         "transformers_version",
         "use_cache",
     }

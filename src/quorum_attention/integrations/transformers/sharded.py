@@ -24,10 +24,10 @@ import torch.distributed as dist
 from quorum_attention import distributed
 from quorum_attention.call.block import CallBlock
 from quorum_attention.distributed.agreement import alive, compare, told
+from quorum_attention.integrations.substitutes import substitutes
 from quorum_attention.integrations.transformers.attention_function import (
     attend,
     causal_of,
-    override,
     refuse_effects,
 )
 from quorum_attention.integrations.transformers.mask_symbols import (
@@ -288,7 +288,7 @@ def attend_sharded(
 ) -> tuple[torch.Tensor, None]:
     """One attention of a layer over the sequence of all ranks; arguments as in ``attend``."""
     refuse_effects({name: keywords.pop(name, None) for name in _IN_ONE_PROCESS}, module)
-    if override.fn is not None:
+    if substitutes.attention is not None:
         raise NotImplementedError("a layer of ranks is never computed in tiles")
     name = type(module).__name__
     if query.shape[2] != key.shape[2]:

@@ -1,0 +1,229 @@
+"""Changes of a model: made, checked in each step, and undone. The model carries them.
+
+``long_context`` and ``long_prompt`` make changes of several kinds. Each kind is a ``Piece``, and
+the pieces of one call are a ``ChangeSet``, which stands in an attribute of the model. So copies of
+the model have a record of their own, and undo themselves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# The attribute of a changed model that holds its change sets, the first one first.
+_CARRIED = "_quorum_attention_changes"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a model.
+
+    Attributes:
+        name: of the change.
+        done: whether it was made.
+        how: how it was made, or why it was left out.
+        checked: what was found to hold after it was made.
+    """
+
+    name: str
+    done: bool
+    how: str
+    checked: str = ""
+
+    def __str__(self) -> str:
+        if not self.done:
+            return f"{self.name}: left out: {self.how}"
+        checked = f" (checked: {self.checked})" if self.checked else ""
+        return f"{self.name}: {self.how}{checked}"
+
+
+class LeftOutError(Exception):
+    """A piece does not suit a model, which is as it was. The text says why."""
+
+
+class Piece(ABC):
+    """One kind of change. It keeps what undoing needs, and finds modules in the model that it is
+    given: copies of a model carry copies of its pieces.
+
+    Attributes:
+        name: of the change.
+        checked: what ``why_lost`` looks at.
+    """
+
+    name: str
+    checked: str
+
+    @abstractmethod
+    def make(self, model: Any) -> str:
+        """Change a model, and say how.
+
+        Raises:
+            LeftOutError: the change does not suit the model.
+        """
+
+    @abstractmethod
+    def why_lost(self, model: Any) -> str | None:
+        """Return what of the change does not hold, or None if all of it does."""
+
+    @abstractmethod
+    def undo(self, model: Any) -> None:
+        """Take the change back."""
+
+
+@dataclass
+class ChangeSet:
+    """The changes that one call made.
+
+    Attributes:
+        owner: the name of the function that was called.
+        pieces: in the order in which they were made.
+    """
+
+    owner: str
+    pieces: list[Piece] = field(default_factory=list)
+    _warned: set[str] = field(default_factory=set)
+
+    def make(self, model: Any, piece: Piece) -> Change:
+        """Make one change, unless it does not suit the model or does not take hold."""
+        try:
+            how = piece.make(model)
+        except LeftOutError as error:
+            return Change(piece.name, False, str(error))
+        reason = piece.why_lost(model)
+        if reason is not None:
+            piece.undo(model)
+            return Change(piece.name, False, f"it did not take hold: {reason}")
+        self.pieces.append(piece)
+        return Change(piece.name, True, how, piece.checked)
+
+    def warn_if_lost(self, model: Any) -> None:
+        """Warn once of each change that does not hold any more."""
+        for piece in self.pieces:
+            reason = None if piece.name in self._warned else piece.why_lost(model)
+            if reason is None:
+                continue
+            self._warned.add(piece.name)
+            warnings.warn(
+                f"{self.owner} changed this {type(model).__name__}, and its {piece.name} does not "
+                f"hold any more: {reason}",
+                stacklevel=3,
+            )
+
+    def undo(self, model: Any) -> None:
+        """Take all changes back, the last one first."""
+        for piece in reversed(self.pieces):
+            piece.undo(model)
+
+
+def base_model(model: Any) -> Any:
+    """Return the ``PreTrainedModel`` that a model is, or that PEFT's is around.
+
+    Raises:
+        TypeError: there is none.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "set_attn_implementation"):
+        raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
+    return base
+
+
+@contextmanager
+def changing(model: Any, owner: str) -> Iterator[ChangeSet]:
+    """Begin the changes of a call, and undo them if it fails. What an earlier call of the same
+    function changed is undone first."""
+    undo_changes(model, owner)
+    changes = ChangeSet(owner)
+    setattr(model, _CARRIED, (*_change_sets(model), changes))
+    try:
+        yield changes
+    except BaseException:
+        undo_changes(model, owner)
+        raise
+
+
+def changes_by(model: Any, owner: str) -> ChangeSet | None:
+    """Return what the last call of a function changed in a model, or None."""
+    for changes in _change_sets(model):
+        if changes.owner == owner:
+            return changes
+    return None
+
+
+def undo_changes(model: Any, owner: str) -> None:
+    """Undo what a function changed in a model, and first all that was changed after that.
+
+    Raises:
+        RuntimeError: a library has made other classes of changed modules since.
+    """
+    while changes_by(model, owner) is not None:
+        *earlier, last = _change_sets(model)
+        last.undo(model)
+        # Copies of a model share the tuple, which stays as it is.
+        setattr(model, _CARRIED, tuple(earlier))
+        if not earlier:
+            delattr(model, _CARRIED)
+
+
+def warn_of_lost_changes(model: Any) -> None:
+    """Warn once of each change of a model that does not hold any more."""
+    for changes in _change_sets(model):
+        changes.warn_if_lost(model)
+
+
+def _change_sets(model: Any) -> tuple[ChangeSet, ...]:
+    change_sets: tuple[ChangeSet, ...] = vars(model).get(_CARRIED, ())
+    return change_sets
+
+
+class _Missing:
+    """The value of an attribute that was not there. The class itself stands for it: pickle and
+    ``copy`` keep it as it is."""
+
+
+class AttributeRecord:
+    """Attributes of a model's modules that were set within ``recording``, as they were before."""
+
+    def __init__(self) -> None:
+        # By the module's name.
+        self._before: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def recording(self, model: torch.nn.Module) -> Iterator[None]:
+        """Note which attributes are set meanwhile."""
+        before = {name: dict(vars(module)) for name, module in model.named_modules()}
+        yield
+        for name, module in model.named_modules():
+            changed = _changed_attributes(before.get(name, {}), vars(module))
+            if changed:
+                self._before[name] = changed
+
+    def restore(self, model: torch.nn.Module) -> None:
+        """Set these attributes as they were before. Modules that are gone are left out."""
+        modules = dict(model.named_modules())
+        for name, attributes in self._before.items():
+            if name not in modules:
+                continue
+            for attribute, value in attributes.items():
+                _restore_attribute(modules[name], attribute, value)
+
+
+def _changed_attributes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the former values of what is another object now; ``_Missing`` for what is new."""
+    return {
+        attribute: before.get(attribute, _Missing)
+        for attribute, value in now.items()
+        if before.get(attribute, _Missing) is not value
+    }
+
+
+def _restore_attribute(module: torch.nn.Module, attribute: str, value: Any) -> None:
+    if value is _Missing:
+        vars(module).pop(attribute, None)
+    else:
+        vars(module)[attribute] = value

@@ -1,0 +1,110 @@
+"""Changes of a model for long prompts: where its weights lie, and how its forward runs prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quorum_attention.recipes.attention_skips import skip_no_attention
+from quorum_attention.recipes.changes import ChangeSet, Piece, changes_by
+from quorum_attention.recipes.host_weights import HostWeights, MovedTensors, why_not
+from quorum_attention.recipes.layer_calls import decoder_layers, make_plain, make_replaceable
+from quorum_attention.recipes.patching import patch, runs, unpatch_all
+
+OWNER = "long_prompt"
+
+
+class WeightsInHostMemory(Piece):
+    """Keep the weights of decoder layers in host memory, and all other tensors on the device.
+
+    Args:
+        device: where layers compute.
+    """
+
+    name = "weights in host memory"
+    checked = "each layer's lie there"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: MovedTensors | None = None
+        self.weights: HostWeights | None = None
+
+    def make(self, model: Any) -> str:
+        """Move the weights.
+
+        Raises:
+            NotImplementedError: they cannot be kept in host memory.
+        """
+        layers = decoder_layers(model)
+        reason = why_not(layers) if layers else "it has no decoder layers that are known"
+        if reason is not None:
+            raise NotImplementedError(
+                f'weights="host" cannot be used with this {type(model).__name__}: {reason}'
+            )
+        self._moved = MovedTensors(model, layers, self._device)
+        self.weights = HostWeights(layers, self._device)
+        return "two layers at a time are copied to the device"
+
+    def why_lost(self, model: Any) -> str | None:
+        """Return None: layers are given their weights for each call."""
+        return None
+
+    def undo(self, model: Any) -> None:
+        """Move all tensors back."""
+        if self.weights is not None:
+            self.weights.restore()
+        if self._moved is not None:
+            self._moved.restore()
+
+
+class PromptForward(Piece):
+    """Let a model's forward run prompts by its runner.
+
+    Args:
+        runner: a ``PromptRunner``.
+        weights: of the layers, if they are in host memory.
+
+    Attributes:
+        reads_segments: whether attention reads keys and values where the cache has them.
+    """
+
+    name = "prompts"
+    checked = "the model's forward runs them"
+
+    def __init__(self, runner: Any, weights: HostWeights | None) -> None:
+        self.runner = runner
+        self.weights = weights
+        self.reads_segments = False
+
+    def make(self, model: Any) -> str:
+        """Change the forward of the model, and those of its decoder layers."""
+        make_replaceable(decoder_layers(model), self.weights)
+        patch(model, "forward", _run_model)
+        return "some tokens at a time"
+
+    def why_lost(self, model: Any) -> str | None:
+        """Look for another forward."""
+        return None if runs(model, _run_model) else "the model got another forward"
+
+    def undo(self, model: Any) -> None:
+        """Give all modules their forward back."""
+        unpatch_all(model, _run_model)
+        make_plain(decoder_layers(model))
+        skip_no_attention(model)
+
+
+def prompt_forward_in(changes: ChangeSet) -> PromptForward:
+    """Return the piece that runs a model's prompts."""
+    return next(piece for piece in changes.pieces if isinstance(piece, PromptForward))
+
+
+def _run_model(plain: Callable[..., Any], model: Any, *args: Any, **named: Any) -> Any:
+    """The forward of a changed model."""
+    from quorum_attention.recipes.prompt_runner import named_arguments
+
+    changes = changes_by(model, OWNER)
+    assert changes is not None
+    runner = prompt_forward_in(changes).runner
+    return runner.run(plain, model, named_arguments(plain, args, named))
