@@ -12,7 +12,7 @@ import torch
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.integrations.transformers_private import attention_name, set_attention_name
-from quorum_attention.recipes.changes import LeftOutError, Piece
+from quorum_attention.recipes.changes import LeftOutError, ModelPiece
 from quorum_attention.recipes.switches import ATTENTION
 from quorum_attention.recipes.trials import evaluating
 
@@ -24,7 +24,7 @@ _TRIED_VALUES = 11
 _ROOTS = 4
 
 
-class QuorumAttention(Piece):
+class QuorumAttention(ModelPiece):
     """Let a model take its attention by ``name``, unless its results on a few tokens change.
 
     Args:

@@ -1,8 +1,8 @@
 """Changes of a model: made, checked in each step, and undone. The model carries them.
 
-``long_context`` and ``long_prompt`` make changes of several kinds. Each kind is a ``Piece``, and
-the pieces of one call are a ``ChangeSet``, which stands in an attribute of the model. So copies of
-the model have a record of their own, and undo themselves.
+``long_context`` and ``long_prompt`` make changes of several kinds. Each kind is a ``ModelPiece``,
+and the pieces of one call are a ``ChangeSet``, which stands in an attribute of the model. So copies
+of the model have a record of their own, and undo themselves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LeftOutError(Exception):
     """A piece does not suit a model, which is as it was. The text says why."""
 
 
-class Piece(ABC):
+class ModelPiece(ABC):
     """One kind of change. It keeps what undoing needs, and finds modules in the model that it is
     given: copies of a model carry copies of its pieces.
 
@@ -86,10 +86,10 @@ class ChangeSet:
     """
 
     owner: str
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ModelPiece] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
-    def make(self, model: Any, piece: Piece) -> Change:
+    def make(self, model: Any, piece: ModelPiece) -> Change:
         """Make one change, unless it does not suit the model or does not take hold."""
         try:
             how = piece.make(model)

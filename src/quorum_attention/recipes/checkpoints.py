@@ -34,7 +34,7 @@ from quorum_attention.recipes import layer_bytes, step_estimate
 from quorum_attention.recipes.changes import (
     AttributeRecord,
     LeftOutError,
-    Piece,
+    ModelPiece,
     warn_of_lost_changes,
 )
 from quorum_attention.recipes.kept_layer import ForwardStep, KeptLayer
@@ -72,7 +72,7 @@ class _Room:
     tile: int = 0
 
 
-class LayerCheckpoints(Piece):
+class LayerCheckpoints(ModelPiece):
     """Keep each layer's input and attention's results alone.
 
     Transformers calls it as ``(number, layer, *inputs)`` in place of torch's ``checkpoint``.

@@ -29,7 +29,7 @@ from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.recipes.changes import (
     AttributeRecord,
     LeftOutError,
-    Piece,
+    ModelPiece,
     warn_of_lost_changes,
 )
 from quorum_attention.recipes.deferred_logits import DeferredLogits, HeadCall, warn_of_whole_logits
@@ -50,7 +50,7 @@ _TRIAL_TOKENS = 12
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class ChunkedLoss(Piece):
+class ChunkedLoss(ModelPiece):
     """Let ``model(..., labels=...)`` compute its loss without all logits at once."""
 
     name = LOSS

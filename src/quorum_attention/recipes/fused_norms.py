@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from quorum_attention.recipes.changes import LeftOutError, Piece
+from quorum_attention.recipes.changes import LeftOutError, ModelPiece
 from quorum_attention.recipes.patching import count_running, has_own_forward, patch, unpatch_all
 from quorum_attention.recipes.switches import NORMS
 from quorum_attention.recipes.trials import drawn, result_like
@@ -22,7 +22,7 @@ from quorum_attention.units import counted
 _TRIED_SIZES = (1e2, 1.0, 1e-2)
 
 
-class FusedNorms(Piece):
+class FusedNorms(ModelPiece):
     """Let every RMS norm of a model that computes what torch's does run as torch's."""
 
     name = NORMS

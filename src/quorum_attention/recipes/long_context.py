@@ -30,7 +30,7 @@ A layer that does not fit is computed in tiles, in the forward and in the backwa
 tried by ``tiled_layer_trial``): up to attention tile by tile, attention of all tokens with q, k, v
 in host memory, then the rest tile by tile.
 
-A change replaces methods of a module's class (``patching``) and is a ``Piece`` that the model
+A change replaces methods of a module's class (``patching``) and is a ``ModelPiece`` that the model
 carries (``changes``). What a forward runs in place of a part of the model stands in one object of
 its thread (``integrations.substitutes``); a checkpoint reaches attention by
 ``autograd.result_hook``.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.recipes.attention_skips import skip_no_attention
-from quorum_attention.recipes.changes import ChangeSet, Piece, changes_by
+from quorum_attention.recipes.changes import ChangeSet, ModelPiece, changes_by
 from quorum_attention.recipes.host_weights import HostWeights, MovedTensors, why_not
 from quorum_attention.recipes.layer_calls import decoder_layers, make_plain, make_replaceable
 from quorum_attention.recipes.patching import patch, runs, unpatch_all
@@ -16,7 +16,7 @@ from quorum_attention.recipes.patching import patch, runs, unpatch_all
 OWNER = "long_prompt"
 
 
-class WeightsInHostMemory(Piece):
+class WeightsInHostMemory(ModelPiece):
     """Keep the weights of decoder layers in host memory, and all other tensors on the device.
 
     Args:
@@ -59,7 +59,7 @@ class WeightsInHostMemory(Piece):
             self._moved.restore()
 
 
-class PromptForward(Piece):
+class PromptForward(ModelPiece):
     """Let a model's forward run prompts by its runner.
 
     Args:

@@ -24,17 +24,17 @@ from quorum_attention.integrations.substitutes import attention_replaced_by
 from quorum_attention.recipes.layer_calls import LayerCall
 from quorum_attention.recipes.tile_storage import TileSpan, rows_of
 
-Tensors = Sequence[torch.Tensor]
+TensorList = Sequence[torch.Tensor]
 
 
-class _ReachedAttentionError(Exception):
+class _ProjectedError(Exception):
     """Ends a layer's forward at its attention.
 
     Args:
         heads: query, key and value, (batch, heads, tokens, head_dim).
     """
 
-    def __init__(self, heads: Tensors) -> None:
+    def __init__(self, heads: TensorList) -> None:
         super().__init__()
         self.heads = heads
 
@@ -121,7 +121,7 @@ class TiledLayer:
     n_tokens: int
     tile: int
     modes: ForwardModes
-    attend: Callable[[Tensors], torch.Tensor] | None = None
+    attend: Callable[[TensorList], torch.Tensor] | None = None
     guard: Callable[[int], AbstractContextManager[None]] = _unguarded
     weights: list[torch.Tensor] = field(default_factory=list)
     attention_call: Any = None
@@ -162,7 +162,7 @@ class TiledLayer:
         ]
 
     def empty_like_tile(self, tile: torch.Tensor, n_tokens: int) -> torch.Tensor:
-        """Return an empty tensor shaped like ``tile`` but with ``n_tokens`` rows. Tensors with a
+        """Return an empty tensor shaped like ``tile`` but with ``n_tokens`` rows. TensorList with a
         head dimension are in host memory, page-locked for GPUs."""
         shape = (*tile.shape[:-2], n_tokens, tile.shape[-1])
         if not _has_heads(tile):
@@ -179,21 +179,21 @@ class TiledLayer:
         copy_tile(copy, tile)
         return copy
 
-    def _project(self, start: int, tile: torch.Tensor) -> Tensors:
+    def _project(self, start: int, tile: torch.Tensor) -> TensorList:
         """Return q, k, v of a tile, and note what else is said of the attention."""
 
         def stop(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
             if self.attention_call is None:  # the last tile may have one token, and another call
                 self.attention_call = partial(call, *mask)
-            raise _ReachedAttentionError(self.modes.cast(query, key, value))
+            raise _ProjectedError(self.modes.cast(query, key, value))
 
         try:
             self.run(stop, start, tile, n_numbers=tile.shape[1])
-        except _ReachedAttentionError as reached:
+        except _ProjectedError as reached:
             return reached.heads
         raise NotImplementedError("it has no attention")
 
-    def _attend_on_host(self, heads: Tensors) -> torch.Tensor:
+    def _attend_on_host(self, heads: TensorList) -> torch.Tensor:
         """Compute attention of q, k and v in host memory."""
         options, module, *mask = self.attention_call.args
         with self.modes.same(-1):
@@ -201,7 +201,7 @@ class TiledLayer:
             output: torch.Tensor = self.attention_call.func(options, module, *heads, *mask, **named)
         return output
 
-    def _finish(self, start: int, tile: torch.Tensor, rows: torch.Tensor) -> Tensors:
+    def _finish(self, start: int, tile: torch.Tensor, rows: torch.Tensor) -> TensorList:
         """Return the layer's result of a tile and its rows of attention's output."""
         return [self.run(lambda *_: rows, start, tile)]
 
@@ -248,9 +248,9 @@ def copy_tile(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _run_tiles(
-    layer: TiledLayer, run: Callable[..., Tensors] | None, *inputs: torch.Tensor
-) -> Tensors:
-    results: Tensors = _RunTiles.apply(layer, run, *inputs, *layer.weights)  # type: ignore[no-untyped-call]
+    layer: TiledLayer, run: Callable[..., TensorList] | None, *inputs: torch.Tensor
+) -> TensorList:
+    results: TensorList = _RunTiles.apply(layer, run, *inputs, *layer.weights)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -283,7 +283,9 @@ class _RunTiles(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def _forward_tiles(layer: TiledLayer, run: Callable[..., Tensors], inputs: Tensors) -> Tensors:
+def _forward_tiles(
+    layer: TiledLayer, run: Callable[..., TensorList], inputs: TensorList
+) -> TensorList:
     n_tokens = inputs[0].shape[-2]
     results: list[torch.Tensor] = []
     for span in layer.spans(n_tokens):
@@ -297,7 +299,7 @@ def _forward_tiles(layer: TiledLayer, run: Callable[..., Tensors], inputs: Tenso
 
 
 def _backward_tiles(
-    layer: TiledLayer, run: Callable[..., Tensors], inputs: Tensors, grad_results: Tensors
+    layer: TiledLayer, run: Callable[..., TensorList], inputs: TensorList, grad_results: TensorList
 ) -> list[torch.Tensor | None]:
     """Return the gradients of inputs and of the layer's weights."""
     n_tokens = inputs[0].shape[-2]
@@ -323,7 +325,7 @@ def _or_zeros(grad: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
 class _WeightGradients:
     """Sums of the gradients of weights, at least in float32."""
 
-    def __init__(self, weights: Tensors) -> None:
+    def __init__(self, weights: TensorList) -> None:
         self._dtypes = [weight.dtype for weight in weights]
         self._sums: list[torch.Tensor | None] = [None] * len(weights)
 
@@ -345,7 +347,7 @@ class _WeightGradients:
 
 
 @contextmanager
-def without_hooks(weights: Tensors) -> Iterator[None]:
+def without_hooks(weights: TensorList) -> Iterator[None]:
     """Take hooks of weights off: they are for whole gradients, not for those of tiles."""
     hooks_of_weights = [weight._backward_hooks for weight in weights if weight._backward_hooks]
     copies = [dict(hooks) for hooks in hooks_of_weights]

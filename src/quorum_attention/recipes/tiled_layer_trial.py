@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from quorum_attention.recipes.patching import swapping
-from quorum_attention.recipes.tiled_layer import Tensors, TiledLayer, without_hooks
+from quorum_attention.recipes.tiled_layer import TensorList, TiledLayer, without_hooks
 from quorum_attention.recipes.trials import drawn
 
 # A layer is tried on so many tokens at most.
@@ -140,7 +140,7 @@ def _leaves_of(result: torch.Tensor) -> list[torch.Tensor]:
     return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
-def _attend_each_alone(heads: Tensors) -> torch.Tensor:
+def _attend_each_alone(heads: TensorList) -> torch.Tensor:
     """Compute something of each token alone, in place of attention."""
     query, key, value = (tensor.requires_grad_() for tensor in heads)
     n_shared = query.shape[1] // key.shape[1]

@@ -16,7 +16,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # as torch.func.func
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.changes import LeftOutError, Piece
+from quorum_attention.recipes.changes import LeftOutError, ModelPiece
 from quorum_attention.recipes.patching import (
     count_running,
     has_own_forward,
@@ -33,7 +33,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")  # adapters around those are fine
 _WIDTHS = ("in_features", "infeatures")
 
 
-class TiledMLPs(Piece):
+class TiledMLPs(ModelPiece):
     """Let every gated MLP of a model work some tokens at a time.
 
     Args:

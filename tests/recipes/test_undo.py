@@ -1,0 +1,169 @@
+"""A changed model is given back as it was, and a change that is lost is said once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from helpers.models import VOCABULARY, tiny
+
+from quorum_attention.integrations import transformers_private
+from quorum_attention.recipes import long_context, long_prompt, undo_long_prompt
+
+IDS = torch.arange(60).reshape(2, 30) * 7 % VOCABULARY
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, for which torch has one kernel for norms."""
+    monkeypatch.setattr("quorum_attention.recipes.fused_norms._is_fused", lambda weight: True)
+
+
+def described(model: Any) -> dict[str, Any]:
+    """Classes, attributes and hooks of all modules, and the configuration."""
+    parts: dict[str, Any] = {"config": (model.config.to_dict(), model.config._attn_implementation)}
+    for name, module in model.named_modules():
+        attributes = {key for key in vars(module) if not key.startswith("_require_grads")}
+        parts[name] = (type(module), attributes, len(module._forward_hooks))
+    return parts
+
+
+def step(model: Any) -> list[torch.Tensor | None]:
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+def assert_as_before(model: Any, before: dict[str, Any], wanted: list[Any]) -> None:
+    assert described(model) == before
+    assert all(map(torch.equal, step(model), wanted))
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
+
+
+def test_undo_gives_the_model_back() -> None:
+    """Classes, attributes, hooks, results and pickle; a second undo does nothing."""
+    model = tiny("llama").train()
+    before, wanted, state = described(model), step(model), list(model.state_dict())
+    changed = long_context(model, budget="64MiB", mlp_tile=8)
+    assert len(changed.done) == 5
+    assert str(changed).count("(checked: ") == 5
+    step(model)
+    for _ in range(2):
+        changed.undo()
+        assert_as_before(model, before, wanted)
+        assert list(model.state_dict()) == state
+
+
+def test_a_context_ends_with_an_undo() -> None:
+    model = tiny("qwen3").train()
+    before, wanted = described(model), step(model)
+    with suppress(KeyError), long_context(model, mlp_tile=8):
+        step(model)
+        raise KeyError
+    assert_as_before(model, before, wanted)
+
+
+def test_checkpoints_that_were_on_before_are_on_again() -> None:
+    model = tiny("llama").train()
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    function = model.model.layers[0]._gradient_checkpointing_func
+    long_context(model).undo()
+    assert model.model.layers[0].gradient_checkpointing
+    assert model.model.layers[0]._gradient_checkpointing_func is function
+
+
+def test_a_copy_is_undone_alone() -> None:
+    model = tiny("llama").train()
+    before, wanted = described(model), step(model)
+    long_context(model, mlp_tile=8)
+    changed, twin = described(model), copy.deepcopy(model)
+    long_context(twin).undo()
+    assert_as_before(twin, before, wanted)
+    assert described(model) == changed
+
+
+def test_prompts_and_steps_are_undone_in_order() -> None:
+    """A long prompt leaves the changes of a step; their undo takes a later prompt's with them."""
+    model = tiny("llama").train()
+    before, wanted = described(model), step(model)
+    changed = long_context(model, mlp_tile=8)
+    between = described(model)
+    long_prompt(model)
+    undo_long_prompt(model)
+    assert described(model) == between
+    long_prompt(model)
+    changed.undo()
+    assert_as_before(model, before, wanted)
+
+
+def put_back_mlp(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = transformers.models.llama.modeling_llama.LlamaMLP.forward.__get__(mlp)
+
+
+def put_back_checkpoints(model: Any) -> None:
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+
+
+def put_back_forward(model: Any) -> None:
+    model.forward = transformers.LlamaForCausalLM.forward.__get__(model)
+
+
+LOST: dict[str, Any] = {
+    "tiled MLP": put_back_mlp,
+    "checkpoints": put_back_checkpoints,
+    "quorum attention": lambda model: model.set_attn_implementation("sdpa"),
+    "chunked loss": lambda model: setattr(
+        model, "forward", type(model).__mro__[1].forward.__get__(model)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_change_that_is_lost_is_said_once(name: str) -> None:
+    model = tiny("llama").train()
+    long_context(model, mlp_tile=8)
+    LOST[name](model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+    texts = [str(one.message) for one in caught if "does not hold any more" in str(one.message)]
+    assert len(texts) == 1
+    assert f"its {name} does not hold any more" in texts[0]
+
+
+def test_a_private_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' own checkpoints ran, and the summary did not say so."""
+    model = tiny("llama").train()
+    wanted = step(model)
+    monkeypatch.delattr(transformers.PreTrainedModel, "_set_gradient_checkpointing")
+    changed = long_context(model, mlp_tile=None, attention=False, chunked_loss=False)
+    assert "checkpoints" in changed.left_out
+    assert "has no PreTrainedModel._set_gradient_checkpointing" in str(changed)
+    assert "use long_context(checkpoints=None)" in str(changed)
+    for ours, own in zip(step(model), wanted, strict=True):
+        torch.testing.assert_close(ours, own)
+
+
+def test_attention_works_where_records_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rename, and every attention of every model failed."""
+    from transformers.utils import output_capturing
+
+    monkeypatch.delattr(output_capturing, "_active_collector")
+    transformers_private._warn_of_unseen_records.cache_clear()
+    with pytest.warns(UserWarning, match="cannot notice that output_attentions=True"):
+        assert transformers_private.recorded_outputs() == ()
+    assert transformers_private.recorded_outputs() == ()
