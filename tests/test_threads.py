@@ -1,6 +1,6 @@
 """A helper thread that the system does not grant ends no work and changes no result.
 
-Bars: tests/progress/test_bar.py; copies through buffers: tests/execution/device/test_staging.py.
+Bars: tests/progress/test_bar.py; copies through prefault: tests/execution/device/test_staging.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from helpers.late_cuda import stand_in
 
 import quorum_attention
 from quorum_attention.bench.limits import PeakMemory
-from quorum_attention.devices import buffers
+from quorum_attention.devices import prefault
 from quorum_attention.execution.device import cuda
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.kernels import triton_launch
@@ -81,7 +81,7 @@ def test_nothing_is_locked(no_threads: list[str], monkeypatch: pytest.MonkeyPatc
 def test_pages_are_not_made_beforehand(no_threads: list[str]) -> None:
     memory = mmap.mmap(-1, 64 << 20)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    with buffers.prefaulting([tensor], wait=True):
+    with prefault.prefaulting([tensor], wait=True):
         tensor[-1] = 1
     assert no_threads
     assert tensor[-1] == 1

@@ -16,7 +16,7 @@ from measure import medians, timed
 
 import quorum_attention as qa
 from quorum_attention.devices import Pool
-from quorum_attention.devices.buffers import room
+from quorum_attention.devices.shared_files import alloc_shared
 
 
 def passes(tensors: list[torch.Tensor], rounds: int, **options: Any) -> tuple[Any, Any]:
@@ -41,7 +41,7 @@ def killed(pool: Pool, tensors: list[torch.Tensor], wanted: float, **how: Any) -
     timer.start()
     took, _ = timed(lambda: qa.attention(*tensors[:3], devices=pool, **how))
     count = len(pool.workers)
-    pool.mend()
+    pool.restart_lost()
     return took / (wanted / 2 * (1 + count / (count - 1)))
 
 
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str
     with Pool(names, threads=None if torch.cuda.is_available() else 1) as pool:
         alone = pool.devices[0]
         dtype = torch.float32 if alone == "cpu" else torch.float16
-        tensors = [room((1, options.heads, options.tokens, 64), dtype) for _ in range(4)]
+        tensors = [alloc_shared((1, options.heads, options.tokens, 64), dtype) for _ in range(4)]
         for head in (head for tensor in tensors for head in tensor[0]):
             head.copy_(torch.randn(head.shape, device=alone))
         every = found.setdefault("devices", {}).setdefault(str(len(pool.devices)), {})

@@ -107,9 +107,11 @@ def checked_request(
     refuse_traces(function, query, key, value)
     arguments = arguments._replace(options=with_current_settings(arguments.options))
     if names_several(arguments.options.devices):
-        from quorum_attention.devices import pool  # processes, only where they are used
+        from quorum_attention.devices.request import (
+            request_on_devices,  # processes, only where they are used
+        )
 
-        return pool.request_on_devices(function, query, key, value, arguments)
+        return request_on_devices(function, query, key, value, arguments)
     return request_of(function, query, key, value, arguments)
 
 

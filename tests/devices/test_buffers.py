@@ -14,14 +14,9 @@ import torch
 from helpers.late_cuda import Driver
 
 from quorum_attention.call.overlap import Mappings
-from quorum_attention.devices.buffers import (
-    MappedBuffers,
-    give_back,
-    handle_of,
-    room,
-    share,
-    shared_memory,
-)
+from quorum_attention.devices.shared_files import alloc_shared, handle_of
+from quorum_attention.devices.shared_memory import give_back, shared_memory, to_handle
+from quorum_attention.devices.worker_mappings import WorkerMappings
 from quorum_attention.execution.device.pinned_pool import Locker
 
 
@@ -32,14 +27,14 @@ def files() -> set[str]:
 @pytest.mark.parametrize("kind", ["room", "torch", "view", "file"])
 def test_the_same_memory(tmp_path: Path, kind: str) -> None:
     shape = (2, 3, 700, 16)
-    tensor = room(shape, torch.float32)
+    tensor = alloc_shared(shape, torch.float32)
     if kind == "torch":
         tensor = torch.zeros(shape).share_memory_()
     elif kind == "file":
         tensor = torch.from_numpy(np.memmap(tmp_path / "x", np.float32, "w+", shape=shape))
     part = tensor[1:, :, 5:300].transpose(1, 2) if kind == "view" else tensor
     tensor.copy_(torch.randn(shape))
-    handle, own = share(part, Mappings.now)
+    handle, own = to_handle(part, Mappings.now)
     assert own.data_ptr() == part.data_ptr()
     there = handle.open()
     assert torch.equal(there, part)
@@ -61,10 +56,10 @@ def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None
     if not kept:
         file.unlink()
     for given in (tensor, tensor[:, 5:9], tensor[:0]):
-        handle, own = share(given, Mappings.now)
+        handle, own = to_handle(given, Mappings.now)
         assert torch.equal(handle.open(), given)
         assert not given.numel() or (own.data_ptr() == given.data_ptr()) == (kept and seen)
-    handle, own = share(tensor, Mappings.now, written=True)
+    handle, own = to_handle(tensor, Mappings.now, writable=True)
     handle.open().fill_(2)
     assert torch.equal(own, torch.full((3, 50), 2.0))
     assert (own.data_ptr() == tensor.data_ptr()) == (kept and seen)
@@ -73,7 +68,7 @@ def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None
 def test_what_is_gone_leaves_nothing() -> None:
     gc.collect()
     before = files()
-    tensor = room((1000, 100), torch.float64)
+    tensor = alloc_shared((1000, 100), torch.float64)
     assert not tensor.any()
     assert files() != before
     assert not os.path.exists("/dev/shm/quorum-attention")
@@ -94,8 +89,8 @@ def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
     path = tmp_path / "x"
     tensor = torch.from_numpy(np.memmap(path, np.float32, "w+", shape=(3, 50)))
     if planted == "room":
-        tensor = room((3, 50), torch.float32)
-    handle, _ = share(tensor, Mappings.now)
+        tensor = alloc_shared((3, 50), torch.float32)
+    handle, _ = to_handle(tensor, Mappings.now)
     assert torch.equal(handle.open(), tensor)
     if planted == "room":
         number = int(handle.path.rpartition("/")[2])
@@ -114,7 +109,7 @@ def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
         if planted == "link":  # to the same file
             assert torch.equal(handle.open(), tensor)
         else:
-            for opens in (handle.open, lambda: MappedBuffers().open(handle)):
+            for opens in (handle.open, lambda: WorkerMappings().open(handle)):
                 with pytest.raises(OSError, match="is another file") as raised:
                     opens()
                 assert handle.path in str(raised.value)
@@ -154,14 +149,14 @@ def test_memory_is_locked_once_within_a_bound_and_unlocked(seed: int) -> None:
     draw = random.Random(seed)
     driver = Driver()
     most_bytes, locked = draw.choice([1 << 40, 12 << 20]), 0
-    openings = MappedBuffers(
+    openings = WorkerMappings(
         Locker(driver.lock, driver.cudaHostUnregister, lambda: None), most_bytes
     )
     shape = (4, 6, draw.choice([1000, 2048, 3333]), 64)
-    every = [room(shape, torch.uint8) for _ in range(4)]
+    every = [alloc_shared(shape, torch.uint8) for _ in range(4)]
     for _ in range(40):
         if draw.random() < 0.1:
-            every[draw.randrange(4)] = room(shape, torch.uint8)
+            every[draw.randrange(4)] = alloc_shared(shape, torch.uint8)
         openings.begin_pass()
         for tensor in draw.sample(every, draw.randint(1, 4)):
             low, high = sorted(draw.sample(range(7), 2))
@@ -169,7 +164,7 @@ def test_memory_is_locked_once_within_a_bound_and_unlocked(seed: int) -> None:
             handle = handle_of(draw.choice([tensor, tensor[draw.randrange(4)][low:high, rows]]))
             there = openings.open(handle)
             result = draw.random() < 0.5
-            openings.lock(handle, result=result)
+            openings.lock(handle, is_result=result)
             locked += driver.locked_bytes(there) == there.nbytes
             assert driver.locked_bytes() <= most_bytes
     assert locked

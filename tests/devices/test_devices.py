@@ -29,8 +29,9 @@ from quorum_attention import devices as pools
 from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices import Pool, PoolReport
-from quorum_attention.devices.buffers import MappedBuffers
-from quorum_attention.devices.worker import BlockWorker, Compute, WorkerPass
+from quorum_attention.devices.block_worker import BlockWorker
+from quorum_attention.devices.messages import Compute, WorkerPass
+from quorum_attention.devices.worker_mappings import WorkerMappings
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST
 from quorum_attention.kernels.registry import get_kernel
@@ -79,10 +80,10 @@ def test_by_their_names() -> None:
         q, q, q, is_causal=True, devices=TWO, budget=["16MiB", "32MiB"], report=report
     )
     near([out, lse], qa.attention_with_lse(q, q, q, is_causal=True))
-    kept = [w.process.pid for p in pools.pool._pools.values() for w in p.workers]
+    kept = [w.process.pid for p in pools.pool_cache._pools.values() for w in p.workers]
     grads = qa.attention_backward(out, q, q, q, out, lse, is_causal=True, devices=TWO)
     near(grads, qa.attention_backward(out, q, q, q, out, lse, is_causal=True))
-    assert kept == [w.process.pid for p in pools.pool._pools.values() for w in p.workers]
+    assert kept == [w.process.pid for p in pools.pool_cache._pools.values() for w in p.workers]
     assert report.forward is not None
     made = report.pool.forward
     assert report.forward.n_groups == made.parts == len(made.ran)
@@ -94,7 +95,7 @@ def test_by_their_names() -> None:
     leaf = q.clone().requires_grad_()
     out = qa.attention(leaf, q, q, is_causal=True, devices=TWO, report=report)
     pools.close()
-    assert not pools.pool._pools
+    assert not pools.pool_cache._pools
     out.sum().backward()  # by other workers
     assert [report.pool.forward.copied_bytes, report.pool.backward.copied_bytes] == [q.nbytes] * 2
     alone = q.clone().requires_grad_()
@@ -181,7 +182,7 @@ def test_a_worker_killed_in_the_middle() -> None:
             worker.process.join()
             near(gradients(pool, tensors, is_causal=True), wanted)
             assert len(pool.devices) == 2
-            pool.join("cpu")
+            pool.add_device("cpu")
             report = PoolReport()
             pool.attention(*tensors, report=report)
             assert report.forward is not None
@@ -294,7 +295,7 @@ def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
     """Where it opens tensors, or makes room for a gradient: torch's allocator for the CPU raises a
     plain RuntimeError there."""
 
-    class Scarce(MappedBuffers):
+    class Scarce(WorkerMappings):
         def open(self, handle: Any) -> torch.Tensor:
             fail()
             raise AssertionError
@@ -303,5 +304,5 @@ def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
     tensors: Any = {"query": None}
     spec = WorkerPass(1, True, WholeCall(shape_of((1,), 2, 2, 6, 6)), tensors=tensors)
     said = BlockWorker(HOST, Scarce()).answer(Compute(spec, block))
-    assert said.memory
-    assert not said.broken
+    assert said.is_out_of_memory
+    assert not said.is_broken

@@ -217,7 +217,7 @@ def test_a_call_within_a_call_of_the_same_pool(pool: Pool) -> None:
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_pool_that_is_closed_or_forgotten_takes_its_workers_along(closed: bool) -> None:
     pool = Pool("cpu", threads=1)
-    pool.join("cpu")
+    pool.add_device("cpu")
     processes = [each.process for each in pool.workers]
     if closed:
         pool.close()

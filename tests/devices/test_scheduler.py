@@ -18,11 +18,14 @@ import torch
 from helpers.plans import shape_of
 
 from quorum_attention.call.block import CallBlock, WholeCall
+from quorum_attention.devices.coordinator import Coordinator
+from quorum_attention.devices.messages import Answer, Compute, WorkerPass
 from quorum_attention.devices.partition import is_whole, pairs, partition
 from quorum_attention.devices.report import PoolPass
-from quorum_attention.devices.scheduler import BlockQueue, Coordinator, simulate
+from quorum_attention.devices.simulation import simulate
 from quorum_attention.devices.sums import Buffers, GradientSums
-from quorum_attention.devices.worker import Answer, Compute, Worker, WorkerPass
+from quorum_attention.devices.work_queue import BlockQueue
+from quorum_attention.devices.worker import Worker
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import CallShape
@@ -66,14 +69,14 @@ def worker(behaviour: Behaviour) -> Worker:
 
 
 def well(message: Compute, count: int) -> Answer:
-    return Answer(message.spec.number, Report())
+    return Answer(message.worker_pass.number, Report())
 
 
 def failing(at: int, memory: bool, error: Exception = MemoryError("none")) -> Behaviour:  # noqa: B008
     def behave(message: Compute, count: int) -> Answer:
         if count < at:
             return well(message, count)
-        return Answer(message.spec.number, Report(), error, "there", memory)
+        return Answer(message.worker_pass.number, Report(), error, "there", memory)
 
     return behave
 
@@ -199,7 +202,12 @@ def test_no_worker_goes_on_when_a_pass_is_interrupted() -> None:
 
 def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
     """A worker that a second interrupt has left at work answers late."""
-    run(lambda message, count: [Answer(message.spec.number - 1, Report()), well(message, count)])
+    run(
+        lambda message, count: [
+            Answer(message.worker_pass.number - 1, Report()),
+            well(message, count),
+        ]
+    )
 
 
 def ideal(shape: CallShape, speeds: list[float]) -> float:
@@ -226,11 +234,11 @@ def test_a_device_that_is_slower_than_was_expected_is_helped(seed: int) -> None:
     call = shape_of((1,), heads, heads, 1 << 16, 1 << 16, True)
     schedule = BlockQueue(call, dict.fromkeys(range(len(speeds)), 1e15), 10)
     now, events, done = 0.0, list[tuple[float, int]](), set[CallBlock]()
-    while not schedule.finished:
+    while not schedule.is_finished:
         for device in schedule.devices - set(schedule.running):
             order = schedule.take(device, now)
             if order is not None:
-                events.append((now + order.work / speeds[device], device))
+                events.append((now + order.pairs / speeds[device], device))
         events.sort()
         now, device = events.pop(0)
         done.add(schedule.running.pop(device).block)

@@ -152,7 +152,7 @@ def test_a_worker_is_killed(where: str, seed: int) -> None:
         worker.process.join()
         compare(pool, three, is_causal=True)
         assert len(pool.devices) == 1
-        pool.mend()
+        pool.restart_lost()
         compare(pool, three, is_causal=True)
         assert len(pool.devices) == 2
     del three

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from helpers.processes import NEST, forks_workers
-from quorum_attention.devices.buffers import give_back
+from quorum_attention.devices.shared_memory import give_back
 from quorum_attention.execution.device.lookup import BACKENDS
 
 ON_GPU = torch.cuda.is_available()
@@ -130,7 +130,7 @@ def _not_ours(thread: threading.Thread) -> bool:
 
 def _children() -> set[int]:
     """Processes that this one started and that are not waited for yet; its workers among them,
-    whoever forked them (helpers/processes.py)."""
+    whoever forked them (helpers_processes.py)."""
     found: set[int] = set()
     for thread in threading.enumerate():
         found |= _children_of("self", thread.native_id)

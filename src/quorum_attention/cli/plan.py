@@ -9,7 +9,8 @@ from typing import Any
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say
-from quorum_attention.devices.scheduler import SPEEDS, simulate
+from quorum_attention.devices.simulation import simulate
+from quorum_attention.devices.speeds import SPEEDS
 from quorum_attention.execution.device.lookup import best_device, named_device
 from quorum_attention.pictures import check_drawable, draw_gantt
 from quorum_attention.planner import Plan, plan

@@ -10,13 +10,13 @@ from quorum_attention.units import counted, format_bytes, format_seconds
 
 
 @dataclass(slots=True)
-class Ran:
+class PartTiming:
     """A part that a device computed, by one call.
 
     Attributes:
-        device: number of the device in its pool.
-        index: of the part.
-        start, stop: seconds since the pass began, as the coordinator saw it.
+        device: the number of the device in its pool.
+        index: the number of the part.
+        start, stop: seconds since the pass began, as the pool's process saw it.
         report: what the device's own call did.
     """
 
@@ -26,6 +26,15 @@ class Ran:
     stop: float
     report: Report
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return device, part and times, for JSON."""
+        return {
+            "device": self.device,
+            "part": self.index,
+            "start": self.start,
+            "stop": self.stop,
+        }
+
 
 @dataclass(slots=True)
 class PoolPass:
@@ -34,8 +43,8 @@ class PoolPass:
     Attributes:
         devices: names, in the pool's order.
         seconds: wall-clock time of the pass.
-        copied_bytes: of tensors that other processes could not have as they were.
-        parts: how many parts the call had.
+        copied_bytes: bytes of tensors that other processes could not have without a copy.
+        parts: the number of parts of the call.
         ran: what ran where and when, in the order in which it ended.
         history: a line for each device that failed or joined.
     """
@@ -44,34 +53,41 @@ class PoolPass:
     seconds: float = 0.0
     copied_bytes: int = 0
     parts: int = 0
-    ran: list[Ran] = field(default_factory=list)
+    ran: list[PartTiming] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
 
+    def parts_of(self, device: int) -> list[PartTiming]:
+        """Return the parts that a device computed."""
+        return [part for part in self.ran if part.device == device]
+
     def busy(self, device: int) -> float:
-        """Seconds in which a device computed."""
-        return sum(one.stop - one.start for one in self.ran if one.device == device)
+        """Return the seconds in which a device computed."""
+        return sum(part.stop - part.start for part in self.parts_of(device))
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types, for JSON."""
-        names = ("devices", "seconds", "copied_bytes", "parts", "history")
-        ran = [
-            {"device": one.device, "part": one.index, "start": one.start, "stop": one.stop}
-            for one in self.ran
-        ]
-        return {name: getattr(self, name) for name in names} | {"ran": ran}
+        """Return the pass in plain types, for JSON."""
+        return {
+            "devices": self.devices,
+            "seconds": self.seconds,
+            "copied_bytes": self.copied_bytes,
+            "parts": self.parts,
+            "history": self.history,
+            "ran": [part.to_dict() for part in self.ran],
+        }
 
     def __str__(self) -> str:
-        lines = [
-            f"{counted(self.parts, 'part')} on {counted(len(self.devices), 'device')}, "
-            f"{format_seconds(self.seconds)}"
-        ]
+        parts = counted(self.parts, "part")
+        devices = counted(len(self.devices), "device")
+        summary = f"{parts} on {devices}, {format_seconds(self.seconds)}"
         if self.copied_bytes:
-            lines[0] += f", {format_bytes(self.copied_bytes)} copied into shared memory"
+            summary += f", {format_bytes(self.copied_bytes)} copied into shared memory"
+        lines = [summary]
         for number, name in enumerate(self.devices):
-            count = sum(one.device == number for one in self.ran)
-            share = self.busy(number) / self.seconds if self.seconds else 0.0
-            lines.append(f"  {name}: {counted(count, 'part')}, busy {share:.0%}")
-        return "\n".join(lines + [f"  {line}" for line in self.history])
+            parts = counted(len(self.parts_of(number)), "part")
+            busy_share = self.busy(number) / self.seconds if self.seconds else 0.0
+            lines.append(f"  {name}: {parts}, busy {busy_share:.0%}")
+        lines += [f"  {line}" for line in self.history]
+        return "\n".join(lines)
 
 
 @dataclass
@@ -82,30 +98,45 @@ class PoolReport:
     backward: PoolPass | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types, for JSON: of each part who computed it and when."""
-        return {name: one and one.to_dict() for name, one in vars(self).items()}
+        """Return the report in plain types, for JSON: who computed each part and when."""
+        return {
+            name: None if pool_pass is None else pool_pass.to_dict()
+            for name, pool_pass in vars(self).items()
+        }
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {one}" for name, one in vars(self).items() if one is not None)
+        passes = {name: pool_pass for name, pool_pass in vars(self).items() if pool_pass}
+        return "\n".join(f"{name}: {pool_pass}" for name, pool_pass in passes.items())
 
 
-def as_one(of: PoolPass, backward: bool) -> PassReport:
-    """A pass of several devices as that of one: counts are sums, peaks those of the worst part,
-    and the plan that of the deepest."""
-    parts = [one.report.backward if backward else one.report.forward for one in of.ran]
-    watched = [part for part in parts if part is not None]
-    kernels = {kernel: None for one in of.ran for kernel in one.report.total.kernels}
-    names = ("units", "loaded_bytes", "stored_bytes", "repeated_units", "recovery_seconds")
-    recoveries = [
-        f"{of.devices[one.device]}: {line}"
-        for one, part in zip(of.ran, parts, strict=True) if part is not None
-        for line in part.recoveries
-    ]  # fmt: skip
+def merge_reports(pool_pass: PoolPass, *, backward: bool) -> PassReport:
+    """Return a pass of several devices as that of one device.
+
+    Counts are sums, peaks are those of the worst part, and the plan is that of the deepest part.
+    """
+    reports: list[PassReport] = []
+    recoveries = list(pool_pass.history)
+    kernels: dict[str, int] = {}
+    for part in pool_pass.ran:
+        kernels |= part.report.total.kernels
+        report = part.report.backward if backward else part.report.forward
+        if report is not None:
+            reports.append(report)
+            device = pool_pass.devices[part.device]
+            recoveries += [f"{device}: {line}" for line in report.recoveries]
+    measured_peaks = [report.peak_bytes for report in reports if report.peak_bytes]
+    deepest = max(reports, key=lambda report: len(report.levels), default=PassReport(""))
     return replace(
-        max(watched, key=lambda part: len(part.levels), default=PassReport("")),
-        kernel="+".join(kernels), n_groups=of.parts, seconds=of.seconds,
-        planned_peak_bytes=max((part.planned_peak_bytes for part in watched), default=0),
-        peak_bytes=max((part.peak_bytes for part in watched if part.peak_bytes), default=None),
-        recoveries=[*of.history, *recoveries],
-        **{name: sum(getattr(part, name) for part in watched) for name in names},
-    )  # fmt: skip
+        deepest,
+        kernel="+".join(kernels),
+        n_groups=pool_pass.parts,
+        seconds=pool_pass.seconds,
+        units=sum(report.units for report in reports),
+        loaded_bytes=sum(report.loaded_bytes for report in reports),
+        stored_bytes=sum(report.stored_bytes for report in reports),
+        repeated_units=sum(report.repeated_units for report in reports),
+        recovery_seconds=sum(report.recovery_seconds for report in reports),
+        planned_peak_bytes=max((report.planned_peak_bytes for report in reports), default=0),
+        peak_bytes=max(measured_peaks, default=None),
+        recoveries=recoveries,
+    )

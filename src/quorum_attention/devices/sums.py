@@ -15,8 +15,8 @@ import torch
 
 from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.devices.buffers import room
 from quorum_attention.devices.partition import block_of, is_whole
+from quorum_attention.devices.shared_files import alloc_shared
 from quorum_attention.kernels.call_shape import state_dtype
 
 Buffers = dict[str, torch.Tensor]
@@ -102,7 +102,8 @@ class GradientSums:
         if self.bias is not None:
             parts["grad_bias"] = self._call.cut_bias(self.bias, block)
         return {
-            name: room(tuple(part.shape), state_dtype(part.dtype)) for name, part in parts.items()
+            name: alloc_shared(tuple(part.shape), state_dtype(part.dtype))
+            for name, part in parts.items()
         }
 
     def add(self, block: CallBlock, gradients: Buffers) -> None:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from quorum_attention.call.block import BlockResults, CallBlock, Masked
 from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.devices.buffers import InFile
+from quorum_attention.devices.handles import TensorHandle
 from quorum_attention.execution.device.lookup import GPU, HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files.compute import GRADIENTS, OF_KEYS, FileCall
@@ -136,8 +136,8 @@ class FarmPass:
 
     call: FileCall
     chunks: int
-    inputs: dict[str, torch.Tensor | InFile]
-    results: dict[str, InFile]
+    inputs: dict[str, torch.Tensor | TensorHandle]
+    results: dict[str, TensorHandle]
     folder: str
     cpus: float
     gpus: float
@@ -185,11 +185,16 @@ class FarmPass:
             if name in self.results:
                 self._write(self.results[name], block, tensor, name in OF_KEYS)
 
-    def _write(self, target: InFile, block: CallBlock, made: torch.Tensor, of_keys: bool) -> None:
+    def _write(
+        self, target: TensorHandle, block: CallBlock, made: torch.Tensor, of_keys: bool
+    ) -> None:
         made = moved(made, HOST).to(target.dtype)
         whole = torch.empty_strided(target.shape, target.strides, dtype=made.dtype, device="meta")
         part = self.call.whole.cut(whole, block, of_keys=of_keys)
-        with target.opened(os.O_WRONLY) as number, open(number, "wb", 0, closefd=False) as file:
+        with (
+            target.opened_file(os.O_WRONLY) as number,
+            open(number, "wb", 0, closefd=False) as file,
+        ):
             for head, rows in zip(part[0], made[0], strict=True):
                 file.seek(target.offset + int(head.storage_offset()) * made.itemsize)
                 # Strides of a single element may be any, and then bytes cannot be viewed.
@@ -238,7 +243,7 @@ class _UnitRun:
 
     def __init__(self, job: FarmPass, unit: FarmUnit, device: torch.device, report: Report) -> None:
         self._job, self._unit, self._device, self._report = job, unit, device, report
-        inputs = {n: t.open() if isinstance(t, InFile) else t for n, t in job.inputs.items()}
+        inputs = {n: t.open() if isinstance(t, TensorHandle) else t for n, t in job.inputs.items()}
         self._sinks, call = None, job.call.whole
         mask, bias = call.mask, inputs.pop("bias", None)
         if mask is not None:

@@ -22,9 +22,9 @@ from quorum_attention.call.block import CallBlock
 from quorum_attention.call.options import CallOptions
 from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.validation import as_tensor, check_no_overlap, check_tensor
-from quorum_attention.devices.buffers import InFile, in_file
-from quorum_attention.devices.pool import check_options
-from quorum_attention.devices.report import PoolPass, PoolReport, Ran
+from quorum_attention.devices.handles import TensorHandle, handle_in_mapped_file
+from quorum_attention.devices.report import PartTiming, PoolPass, PoolReport
+from quorum_attention.devices.request import check_options
 from quorum_attention.extras import install_hint
 from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
@@ -251,14 +251,14 @@ class Farm(AbstractContextManager["Farm"]):
         chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
         check_options(call.options)
         shape, mappings, mask = call.shape, Mappings.now(), call.whole.mask
-        inputs: dict[str, torch.Tensor | InFile] = {
+        inputs: dict[str, torch.Tensor | TensorHandle] = {
             name: _located(name, tensor, mappings, False) if tensor.numel() else tensor
             for name, tensor in call.tensors.items()
         }
         files = {n: _located(n, t, mappings, True) for n, t in results.items() if t.numel()}
         bias = None if mask is None else mask.bias
         if bias is not None:  # sent by itself: it may be in a file
-            inputs["bias"] = in_file(bias, mappings, written=False) or bias.detach()
+            inputs["bias"] = handle_in_mapped_file(bias, mappings, writable=False) or bias.detach()
         mask = mask and map_tensors(replace(mask, bias=None), lambda tensor, name: tensor.cpu())
         torch.autograd.graph.increment_version(list(results.values()))
         if not parts or not files:
@@ -314,7 +314,7 @@ class Farm(AbstractContextManager["Farm"]):
                     if where not in report.devices:
                         report.devices.append(where)
                     device = report.devices.index(where)
-                    report.ran.append(Ran(device, len(report.ran), now - seconds, now, made))
+                    report.ran.append(PartTiming(device, len(report.ran), now - seconds, now, made))
                     if unit.kind == "task":
                         for chunk in quorum(unit.number, chunks):
                             states[of := unit._replace(kind="merge", number=chunk)] += 1
@@ -393,13 +393,13 @@ def _check_there(address: str) -> None:
         raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
 
 
-def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile:
+def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool) -> TensorHandle:
     """The file that a tensor lies in.
 
     Raises:
         ValueError: it lies in none that other machines may have.
     """
-    found = in_file(tensor, mappings, written)
+    found = handle_in_mapped_file(tensor, mappings, written)
     # Torch's shared memory has a name, too.
     if found is None or found.path.startswith("/dev/shm/torch_"):
         raise ValueError(

@@ -1,0 +1,108 @@
+"""The work items of a pass: who computes what next.
+
+Each device has blocks of its own, the same ones in every call, because its worker has the memory of
+those mapped and page-locked. A device without blocks of its own takes from the end of the fullest.
+
+A device has one work item at a time. Copies overlap with kernels inside an item; between two items
+a device waits 5 to 8 ms for messages, of the seconds that an item takes in long calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from quorum_attention.call.block import CallBlock
+from quorum_attention.devices.partition import pairs, partition
+from quorum_attention.kernels.call_shape import CallShape
+
+
+class WorkItem(NamedTuple):
+    """A block that a device computes.
+
+    Attributes:
+        number: the number of the block.
+        owner: the device that the block belongs to; another one may compute it.
+        block: the block.
+        pairs: its query-key pairs.
+        start: when a device took it.
+    """
+
+    number: int
+    owner: int
+    block: CallBlock
+    pairs: int
+    start: float = 0.0
+
+
+class BlockQueue:
+    """The work items that wait and that run. It knows neither workers nor a clock.
+
+    Args:
+        shape: the call's sizes.
+        speeds: the expected speed of each device that takes part, in pairs a second.
+        pieces: into how many the share of each device is cut.
+
+    Attributes:
+        count: the number of all blocks.
+        running: the work item of each device that has one.
+        devices: the devices that take part.
+    """
+
+    def __init__(self, shape: CallShape, speeds: Mapping[int, float], pieces: int) -> None:
+        self.count = 0
+        self.devices = set(speeds)
+        self.running: dict[int, WorkItem] = {}
+        self._speeds = speeds
+        self._waiting: dict[int, list[WorkItem]] = {}  # by owner
+        shares = partition(shape, list(speeds.values()), pieces)
+        for owner, blocks in zip(speeds, shares, strict=True):
+            self._waiting[owner] = [
+                WorkItem(number, owner, block, pairs(shape, block))
+                for number, block in enumerate(blocks, self.count)
+            ]
+            self.count += len(blocks)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return not self.running and not any(self._waiting.values())
+
+    def take(self, device: int, now: float) -> WorkItem | None:
+        """Return the next work item of an idle device.
+
+        Returns:
+            None if there is no item that this device would end sooner than the item's owner.
+        """
+        own_items = self._waiting[device]
+        item = own_items.pop(0) if own_items else self._take_over(device)
+        if item is not None:
+            item = item._replace(start=now)
+            self.running[device] = item
+        return item
+
+    def _take_over(self, device: int) -> WorkItem | None:
+        """Take the last item of the device that has most work waiting."""
+        waiting_pairs = {
+            owner: sum(item.pairs for item in items) for owner, items in self._waiting.items()
+        }
+        owner = max(waiting_pairs, key=waiting_pairs.__getitem__)
+        if not self._waiting[owner]:
+            return None
+        last_item = self._waiting[owner][-1]
+        seconds = last_item.pairs / self._speeds[device]
+        owner_seconds = waiting_pairs[owner] / self._speeds[owner]
+        if owner in self.devices and seconds > owner_seconds:
+            return None
+        return self._waiting[owner].pop()
+
+    def put_back(self, device: int) -> None:
+        """Let other devices take the work item of a device."""
+        item = self.running.pop(device, None)
+        if item is not None:
+            self._waiting[item.owner].insert(0, item)
+
+    def remove(self, device: int) -> None:
+        """Let other devices take all work of a device, which takes part no more."""
+        self.devices.discard(device)
+        self.put_back(device)
