@@ -26,7 +26,7 @@ from quorum_attention.call.settings import (
     with_current_settings,
 )
 from quorum_attention.devices import Pool
-from quorum_attention.files.compute import file_call
+from quorum_attention.files.file_call import file_call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

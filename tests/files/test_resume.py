@@ -23,8 +23,8 @@ from quorum_attention import writing
 from quorum_attention.cli import main
 from quorum_attention.cli import run as command
 from quorum_attention.cli.process import Stopped
-from quorum_attention.files.compute import Work, compute_here
-from quorum_attention.files.run import RunFolder
+from quorum_attention.files.compute import FileRun, compute_here
+from quorum_attention.files.run_folder import RunFolder
 
 HEADS = 4
 # Head by head, cut at depth 1.
@@ -58,7 +58,7 @@ def stopping(parts: int, then: Callable[[], Any] | None = None) -> Any:
     """Computes parts; a signal comes, or ``then`` is called, when so many are kept, and one more is
     computed."""
 
-    def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
+    def compute(work: FileRun, left: Sequence[int]) -> Iterator[int]:
         for number, part in enumerate(compute_here(work, left)):
             if number == parts and then is None:
                 raise Stopped(15)
@@ -234,7 +234,7 @@ def test_a_second_run_at_the_same_time_is_refused(
     second = ["run", str(folder / "qkv"), f"{folder}/{out}", "--device", "cpu"]
     tried = []
 
-    def compute(work: Work, left: Sequence[int]) -> Iterator[int]:
+    def compute(work: FileRun, left: Sequence[int]) -> Iterator[int]:
         for part in compute_here(work, left):
             monkeypatch.setattr(command, "_computer", lambda options: compute_here)
             tried.extend(main([*second, *more]) for more in ([], ["--resume"], ["--restart"]))

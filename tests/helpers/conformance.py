@@ -17,8 +17,9 @@ from quorum_attention import Mask
 from quorum_attention.call.options import CallOptions
 from quorum_attention.execution.report import Report
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.files.compute import file_call
-from quorum_attention.files.run import output_of, run_call
+from quorum_attention.files.file_call import file_call
+from quorum_attention.files.output import output_of
+from quorum_attention.files.run import run_call
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.ray import Farm
 

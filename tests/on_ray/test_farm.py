@@ -36,7 +36,7 @@ from quorum_attention.cli import main
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.files import open_tensors
-from quorum_attention.files.compute import file_call
+from quorum_attention.files.file_call import file_call
 from quorum_attention.ray import Farm
 from quorum_attention.ray import compute as farm_compute
 from quorum_attention.ray import farm as ray_farm

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.cli import options as shared
-from quorum_attention.files.inputs import Seen, read_one
+from quorum_attention.files.inputs import FileStamp, read_one
 from quorum_attention.mask import Mask
 
 # Options, by what ``argparse`` calls them, that make a mask.
@@ -64,7 +64,7 @@ def _window(text: str) -> int | tuple[int, int]:
 
 def mask_of(
     options: argparse.Namespace, given: torch.Tensor | None = None
-) -> tuple[torch.Tensor | Mask | None, bool, dict[str, Seen]]:
+) -> tuple[torch.Tensor | Mask | None, bool, dict[str, FileStamp]]:
     """(mask, is_causal, the files that were read by their options) as options say.
 
     Args:
@@ -74,7 +74,7 @@ def mask_of(
         OSError, ValueError, TypeError: a file cannot be read, or does not fit.
     """
     tensors: dict[str, torch.Tensor] = {}
-    files: dict[str, Seen] = {}
+    files: dict[str, FileStamp] = {}
     for name, (_, *names) in FILES.items():
         if getattr(options, name, None) is not None:
             tensors[name], files[shared.option(name)] = read_one(getattr(options, name), names)

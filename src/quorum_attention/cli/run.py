@@ -19,9 +19,12 @@ from quorum_attention.cli.output import print_json, say, warn
 from quorum_attention.devices.report import PoolPass
 from quorum_attention.execution.report import Report
 from quorum_attention.files import metadata_of
-from quorum_attention.files.compute import Compute, FileCall, Work, compute_here, file_call
+from quorum_attention.files.compute import Compute, FileRun, compute_here
+from quorum_attention.files.file_call import FileCall, file_call
 from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
-from quorum_attention.files.run import Mode, Ran, described, output_of, run_call
+from quorum_attention.files.output import output_of
+from quorum_attention.files.run import RunResult, fingerprint, run_call
+from quorum_attention.files.run_folder import Mode
 from quorum_attention.kernels import get_kernel
 from quorum_attention.planner.mask_words import mask_words
 from quorum_attention.progress import progress_bar
@@ -94,14 +97,14 @@ def _computer(options: argparse.Namespace) -> Compute:
         return compute_here
     from quorum_attention.ray import Farm
 
-    def compute(work: Work, numbers: Sequence[int]) -> Iterator[int]:
-        call, report, parts = work.call, PoolPass(), {n: work.parts[n] for n in numbers}
+    def compute(run: FileRun, numbers: Sequence[int]) -> Iterator[int]:
+        call, report, parts = run.call, PoolPass(), {n: run.parts[n] for n in numbers}
         farm = Farm(
             options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
             num_gpus=options.ray_gpus, budget=options.budget,
         )  # fmt: skip
         with farm, progress_bar() as bar:
-            done = farm.by_parts(call, work.results, parts, chunks=options.chunks, report=report)
+            done = farm.by_parts(call, run.results, parts, chunks=options.chunks, report=report)
             for count, number in enumerate(done, 1):
                 yield number
                 bar(count, len(numbers), "parts on Ray")
@@ -151,19 +154,19 @@ def _run(options: argparse.Namespace) -> int:
     report = Report()
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
     arguments = {shared.option(n): value for n, value in _arguments(options).items()}
-    header = described(call, wanted, arguments, sources)
-    ran = run_call(
+    header = fingerprint(call, wanted, arguments, sources)
+    result = run_call(
         call, output, header, sources.values(), report,
         mode=mode, heads=options.keep_every, compute=_computer(options), say=warn,
     )  # fmt: skip
-    _tell(options, inputs, call, report, ran)
+    _tell(options, inputs, call, report, result)
     return 0
 
 
 def _tell(
-    options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, ran: Ran
+    options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, result: RunResult
 ) -> None:
-    settings, resumed = ran
+    settings, resumed_parts = result
     mask = call.whole.mask
     bias = None if mask is None else mask.bias
     if options.json:
@@ -172,7 +175,7 @@ def _tell(
             "mask": None if bias is None else list(bias.shape),
             "keeps": _kept(call), "unknown": inputs.unknown, **report.to_dict(),
             "total": report.total.to_dict(), "parts": settings.parts,
-            "resumed_parts": resumed, "kv_heads_per_part": settings.heads,
+            "resumed_parts": resumed_parts, "kv_heads_per_part": settings.heads,
             "accumulators_in_file": settings.in_file,
         })  # fmt: skip
     else:

@@ -24,26 +24,39 @@ from quorum_attention.call.validation import as_tensor
 from quorum_attention.writing import open_regular, reserve_space, with_file_name
 
 Path_ = str | PathLike[str]
-Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of tensors, by name."""
 
 SUFFIX = ".npy"
 npy: Any = np.lib.format  # it has no types
 
 
-def _numpy(dtype: torch.dtype) -> str:
+def _numpy_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
-}  # fmt: skip
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_OF_NUMPY = [name for name in map(_numpy, _NAMES) if name in np.sctypeDict]
+_NUMPY_NAMES = [name for name in map(_numpy_name, _NAMES) if name in np.sctypeDict]
 _METADATA = "__metadata__"
+_LENGTH_BYTES = 8
 _ALIGNMENT = 64
 _LARGEST_SIZE = 2**63 - 1
 
@@ -60,35 +73,47 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
     """
     with open_regular(path, "r+b" if writable else "rb") as file:
         _metadata(path, file)  # checks the header
-        length = int.from_bytes(file.read(8), "little")
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         header = json.loads(file.read(length))
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         mapping = mmap.mmap(file.fileno(), 0, access=access)
     header.pop(_METADATA, None)
-    found = {}
-    for name, described in header.items():
-        dtype, shape = _DTYPES.get(described["dtype"]), described["shape"]
-        if dtype is None:
-            raise ValueError(
-                f"{path}: {name} has dtype {described['dtype']!r}, which is not supported; it must "
-                f"be one of {', '.join(_DTYPES)}"
-            )
-        _check_sizes(f"{path}: {name}", shape)
-        start = 8 + length + described["data_offsets"][0]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in header.items():
+        label = f"{path}: {name}"
+        dtype = _dtype_of(label, entry)
+        shape = entry["shape"]
+        _check_sizes(label, shape)
         n_bytes = math.prod(shape) * dtype.itemsize
         if not n_bytes:
-            found[name] = torch.empty(shape, dtype=dtype, device="cpu")
+            tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             continue
+        start = _LENGTH_BYTES + length + entry["data_offsets"][0]
         flat = as_tensor(np.frombuffer(mapping, np.uint8, n_bytes, start), name)
         if start % dtype.itemsize:
             if writable:
-                raise ValueError(f"{path}: {name} is not aligned, so it cannot be written in place")
+                raise ValueError(f"{label} is not aligned, so it cannot be written in place")
             flat = flat.clone()  # other programs write such files
-        found[name] = flat.view(dtype).view(shape)
-    return found
+        tensors[name] = flat.view(dtype).view(shape)
+    return tensors
 
 
-def _check_sizes(name: str, shape: Sequence[int]) -> None:
+def _dtype_of(label: str, entry: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a tensor in a header.
+
+    Raises:
+        ValueError: torch does not have it.
+    """
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(
+            f"{label} has dtype {entry['dtype']!r}, which is not supported; it must "
+            f"be one of {', '.join(_DTYPES)}"
+        )
+    return dtype
+
+
+def _check_sizes(label: str, shape: Sequence[int]) -> None:
     """Refuse sizes that no tensor of torch has, though a zero beside them leaves no elements.
 
     Raises:
@@ -96,7 +121,7 @@ def _check_sizes(name: str, shape: Sequence[int]) -> None:
     """
     if math.prod(size for size in shape if size) > _LARGEST_SIZE:
         raise ValueError(
-            f"{name} has shape {list(shape)}; the product of sizes must be at most {_LARGEST_SIZE}"
+            f"{label} has shape {list(shape)}; the product of sizes must be at most {_LARGEST_SIZE}"
         )
 
 
@@ -115,14 +140,14 @@ def _metadata(path: Path_, file: BinaryIO) -> dict[str, str]:
 
     try:
         # By its descriptor: at ``path`` may be another file by now.
-        with safe_open(f"/proc/self/fd/{file.fileno()}", "numpy") as found:
-            return dict(found.metadata() or {})
+        with safe_open(f"/proc/self/fd/{file.fileno()}", "numpy") as opened:
+            return dict(opened.metadata() or {})
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
 def create_tensors(
-    path: Path_, tensors: Wanted, metadata: Mapping[str, str] | None = None
+    path: Path_, tensors: TensorSpecs, metadata: Mapping[str, str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Create a safetensors file, which must not exist and can be opened at once.
 
@@ -134,21 +159,30 @@ def create_tensors(
         TypeError: a dtype the format does not have.
     """
     header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    end = 0
+    start = 0
     # The widest dtype first: then every tensor begins at a multiple of its element size.
-    for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
+    names = sorted(tensors, key=lambda name: -tensors[name][1].itemsize)
+    for name in names:
+        shape, dtype = tensors[name]
         if dtype not in _NAMES:
             raise TypeError(f"{name} has dtype {dtype}, which a safetensors file cannot hold here")
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        stop = start + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
     text = json.dumps(header).encode()
     # The format allows spaces after the header; they put the data on an aligned address.
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    _create(path, len(text).to_bytes(8, "little") + text, end)
+    n_spaces = -(_LENGTH_BYTES + len(text)) % _ALIGNMENT
+    text += b" " * n_spaces
+    _create(path, len(text).to_bytes(_LENGTH_BYTES, "little") + text, start)
     return open_tensors(path, writable=True)
 
 
 def _create(path: Path_, header: bytes, n_bytes: int) -> None:
+    """Create a file of a header and ``n_bytes`` zeros, whose space on the disk is reserved."""
     with open(path, "x+b") as file:
         try:
             reserve_space(file, len(header) + n_bytes, path)
@@ -178,12 +212,12 @@ def open_npy(path: Path_, *, writable: bool = False) -> torch.Tensor:
             raise
         except Exception as error:
             raise ValueError(f"{path} is not a .npy file, or is truncated: {error}") from error
-    if str(array.dtype) not in _OF_NUMPY:
-        bf16 = array.dtype.kind == "V" and array.dtype.itemsize == 2
-        hint = " (bfloat16, maybe, which .npy files do not know: use safetensors)" if bf16 else ""
+    if str(array.dtype) not in _NUMPY_NAMES:
+        may_be_bf16 = array.dtype.kind == "V" and array.dtype.itemsize == 2
+        hint = " (bfloat16, maybe, which .npy files do not know: use safetensors)"
         raise ValueError(
-            f"{path} has elements of {array.dtype.str!r}{hint}; they must be one of "
-            f"{', '.join(_OF_NUMPY)}, of this machine's byte order"
+            f"{path} has elements of {array.dtype.str!r}{hint if may_be_bf16 else ''}; they must "
+            f"be one of {', '.join(_NUMPY_NAMES)}, of this machine's byte order"
         )
     if size != array.offset + array.nbytes:
         raise ValueError(f"{path} is corrupt: {size - array.offset} bytes for {array.nbytes}")
@@ -199,10 +233,13 @@ def create_npy(path: Path_, shape: tuple[int, ...], dtype: torch.dtype) -> torch
     Raises:
         OSError: as ``create_tensors``.
     """
-    array, header = np.empty(0, _numpy(dtype)), io.BytesIO()
-    described = {**npy.header_data_from_array_1_0(array), "shape": tuple(shape)}
-    npy.write_array_header_1_0(header, described)
-    _create(path, header.getvalue(), math.prod(shape) * dtype.itemsize)
+    empty_array = np.empty(0, _numpy_name(dtype))
+    fields = npy.header_data_from_array_1_0(empty_array)
+    fields["shape"] = tuple(shape)
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, fields)
+    n_bytes = math.prod(shape) * dtype.itemsize
+    _create(path, header.getvalue(), n_bytes)
     return open_npy(path, writable=True)
 
 
@@ -212,8 +249,8 @@ def check_npy(name: str, dtype: torch.dtype) -> None:
     Raises:
         TypeError: names it.
     """
-    if _numpy(dtype) not in _OF_NUMPY:
+    if _numpy_name(dtype) not in _NUMPY_NAMES:
         raise TypeError(
-            f"{name} has dtype {_numpy(dtype)}, which .npy files do not know: write safetensors, "
-            f"or give another --out-dtype"
+            f"{name} has dtype {_numpy_name(dtype)}, which .npy files do not know: write "
+            f"safetensors, or give another --out-dtype"
         )

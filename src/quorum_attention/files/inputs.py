@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from quorum_attention.files.formats import SUFFIX, open_npy, open_tensors
 from quorum_attention.writing import open_regular
 
-# What a tensor is for, and the names that it may have in a file.
 NAMES = {
     "query": ("query", "q"),
     "key": ("key", "k"),
@@ -23,27 +22,37 @@ NAMES = {
     "out": ("out", "o"),
     "lse": ("lse",),
 }
+"""The names that a tensor may have in a file, by its role in the call."""
 _ROLES = {name: role for role, names in NAMES.items() for name in names}
 FORWARD = ("query", "key", "value")
 BACKWARD = (*FORWARD, "grad_out", "out", "lse")
 
 
+class FileStatus(NamedTuple):
+    """What changes with a file."""
+
+    device: int
+    inode: int
+    size: int
+    time: int
+
+
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a file was when it was opened."""
+class FileStamp:
+    """A file, and what it was when it was opened."""
 
     path: Path
-    stat: tuple[int, int, int, int]
+    status: FileStatus
 
     @classmethod
-    def of(cls, path: str | Path) -> Seen:
-        """The file as it is now.
+    def now(cls, path: str | Path) -> FileStamp:
+        """Return the stamp of a file as it is now.
 
         Raises:
             OSError: it cannot be read, or is no regular file.
         """
         with open_regular(path) as file:
-            return cls(Path(path), _stat(file.fileno()))
+            return cls(Path(path), _status(file.fileno()))
 
     def check(self) -> None:
         """Refuse a file that was changed or replaced since.
@@ -52,116 +61,139 @@ class Seen:
             ValueError: it was.
             OSError: it is gone.
         """
-        if _stat(self.path) != self.stat:
+        if _status(self.path) != self.status:
             raise ValueError(
                 f"the input {self.path} was changed while it was read: what was computed since is "
                 f"not kept"
             )
 
-    def described(self, role: str) -> dict[str, Any]:
-        """What has to be the same when a run is resumed, wherever the file is by then."""
-        names = ("inode", "size", "time")
-        return {f"the {n} of the file of {role}": found for n, found in zip(names, self.stat[1:])}  # noqa: B905
+    def fingerprint(self, role: str) -> dict[str, Any]:
+        """Return what has to be the same when a run is resumed, wherever the file is by then."""
+        return {
+            f"the inode of the file of {role}": self.status.inode,
+            f"the size of the file of {role}": self.status.size,
+            f"the time of the file of {role}": self.status.time,
+        }
 
 
-def _stat(file: int | Path) -> tuple[int, int, int, int]:
-    found = os.stat(file)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _status(file: int | Path) -> FileStatus:
+    status = os.stat(file)
+    return FileStatus(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class NamedTensor(NamedTuple):
+    """A tensor of a file, mapped, by its name there."""
+
+    name: str
+    file: FileStamp
+    tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What files hold for a call, mapped.
+    """The tensors of a call, mapped from files.
 
     Attributes:
         tensors: by role, as ``NAMES`` has them.
         files: the file of each, by role, as it was when it was opened.
-        unknown: the names of what they hold besides.
+        unknown: the names of what the files hold besides.
     """
 
-    tensors: dict[str, torch.Tensor]
-    files: dict[str, Seen]
-    unknown: tuple[str, ...]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    files: dict[str, FileStamp] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
 
 
-def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs:
-    """The tensors of a call, by role.
+def read_inputs(sources: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs:
+    """Return the tensors of a call, by role.
 
     Args:
-        named: safetensors files; .npy files, whose tensor is called as the file is, without .npy;
+        sources: safetensors files; .npy files, whose tensor is called as the file is, without .npy;
             folders of such; or NAME=FILE for a .npy file of another name.
-        needed: roles that there have to be. Of the others only a mask is looked for.
+        needed: the roles that there have to be. Of the others only a mask is looked for.
 
     Raises:
         OSError: a file cannot be opened.
         ValueError: a tensor is missing, or there more than once; a file is damaged.
     """
-    found: dict[str, tuple[str, Seen, torch.Tensor]] = {}
-    unknown: list[str] = []
-    for text in named:
-        for name, file, tensor in _opened(text):
-            role = _ROLES.get(name)
-            if role in (*needed, "mask") and role in found:
-                other, first, _ = found[role]
+    inputs = Inputs()
+    names: dict[str, str] = {}  # by role
+    for source in sources:
+        for name, file, tensor in open_source(source):
+            role = _ROLES.get(name, "")
+            if role not in (*needed, "mask"):
+                if not os.path.isdir(source):  # a folder may have results too
+                    inputs.unknown.append(name)
+                continue
+            if role in names:
                 raise ValueError(
-                    f"{first.path} has {other} and {file.path} has {name}: one of them must go, "
-                    f"because both are the {role}"
+                    f"{inputs.files[role].path} has {names[role]} and {file.path} has {name}: one "
+                    f"of them must go, because both are the {role}"
                 )
-            if role in (*needed, "mask"):
-                found[str(role)] = name, file, tensor
-            elif not os.path.isdir(text):  # a folder may have results too
-                unknown.append(name)
+            names[role] = name
+            inputs.tensors[role] = tensor
+            inputs.files[role] = file
     for role in needed:
-        if role not in found:
-            there = ", ".join([*(name for name, _, _ in found.values()), *unknown])
-            has = "have" if len(named) > 1 else "has"
+        if role not in names:
+            has = "have" if len(sources) > 1 else "has"
+            present = ", ".join([*names.values(), *inputs.unknown]) or "none"
             raise ValueError(
-                f"{', '.join(named)} {has} no tensor named {' or '.join(NAMES[role])}; "
-                f"there is {there or 'none'}"
+                f"{', '.join(sources)} {has} no tensor named {' or '.join(NAMES[role])}; "
+                f"there is {present}"
             )
-    tensors = {role: tensor for role, (_, _, tensor) in found.items()}
-    files = {role: file for role, (_, file, _) in found.items()}
-    return Inputs(tensors, files, tuple(unknown))
+    return inputs
 
 
-def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, Seen]:
-    """The tensor of a file that has one, or the one of ``names`` in a file that has more; and the
-    file.
+def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, FileStamp]:
+    """Return the tensor of a file that has one, or the one of ``names`` in a file that has more;
+    and the file.
 
     Raises:
         ValueError: there are several, or none.
     """
-    found = {name: (tensor, seen) for name, seen, tensor in _opened(path)}
-    there = [name for name in names if name in found]
-    if not there and len(found) == 1:
-        there = list(found)
-    if len(there) != 1:
+    tensors = list(open_source(path))
+    candidates = [tensor for tensor in tensors if tensor.name in names]
+    if not candidates:
+        candidates = tensors
+    if len(candidates) != 1:
+        present = ", ".join(tensor.name for tensor in tensors) or "none"
         raise ValueError(
-            f"{path} must have one tensor, or one of {', '.join(names)}; it has "
-            f"{', '.join(found) or 'none'}"
+            f"{path} must have one tensor, or one of {', '.join(names)}; it has {present}"
         )
-    return found[there[0]]
+    return candidates[0].tensor, candidates[0].file
 
 
-def _opened(text: str) -> Iterator[tuple[str, Seen, torch.Tensor]]:
-    """(name, file, tensor) of all there is in an input. What a file is is noted before it is
-    opened."""
-    name, equals, rest = text.partition("=")
-    is_named = equals and name in _ROLES
-    if not text or (is_named and not rest):
-        raise ValueError(f"an input has no file: its name is {text!r}")
-    path = Path(text)
-    files = {path: path.stem}
+def open_source(source: str) -> Iterator[NamedTensor]:
+    """Open all tensors of an input.
+
+    Raises:
+        OSError, ValueError: as ``read_inputs``.
+    """
+    for path, name in _files_of(source).items():
+        file = FileStamp.now(path)  # before the file is opened
+        if name is not None:
+            yield NamedTensor(name, file, open_npy(path))
+            continue
+        for tensor_name, tensor in open_tensors(path).items():
+            yield NamedTensor(tensor_name, file, tensor)
+
+
+def _files_of(source: str) -> dict[Path, str | None]:
+    """Return the files of an input: the name of a .npy file's tensor, None for other files.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(source)
+    name, _, named_path = source.partition("=")
+    is_named = name in _ROLES and "=" in source
+    if not source or (is_named and not named_path):
+        raise ValueError(f"an input has no file: its name is {source!r}")
     if is_named and not path.exists():
-        files = {Path(rest): name}
-    elif path.is_dir():
-        files = {file: file.stem for file in sorted(path.iterdir()) if file.suffix == SUFFIX}
-        if not files:
-            raise ValueError(f"{text} is a folder without {SUFFIX} files")
-    for file, tensor in files.items():
-        seen = Seen.of(file)
-        if file is not path or file.suffix == SUFFIX:
-            yield tensor, seen, open_npy(file)
-        else:
-            for found, mapped in open_tensors(file).items():
-                yield found, seen, mapped
+        return {Path(named_path): name}
+    if not path.is_dir():
+        return {path: path.stem if path.suffix == SUFFIX else None}
+    files = sorted(file for file in path.iterdir() if file.suffix == SUFFIX)
+    if not files:
+        raise ValueError(f"{source} is a folder without {SUFFIX} files")
+    return {file: file.stem for file in files}

@@ -29,7 +29,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.handles import TensorHandle
 from quorum_attention.execution.device.lookup import GPU, HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.files.compute import GRADIENTS, OF_KEYS, FileCall
+from quorum_attention.files.file_call import GRADIENTS, OF_KEYS, FileCall
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.merge import add_, merge_

@@ -26,7 +26,7 @@ from quorum_attention.devices.handles import TensorHandle, handle_in_mapped_file
 from quorum_attention.devices.report import PartTiming, PoolPass, PoolReport
 from quorum_attention.devices.request import check_options
 from quorum_attention.extras import install_hint
-from quorum_attention.files.compute import GRADIENTS, FileCall, file_call
+from quorum_attention.files.file_call import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import map_tensors
