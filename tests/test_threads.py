@@ -1,6 +1,6 @@
 """A helper thread that the system does not grant ends no work and changes no result.
 
-Bars: tests/progress/test_bar.py; copies through prefault: tests/execution/device/test_staging.py.
+Bars: tests/progress/test_bar.py; copies through buffers: tests/execution/device/test_staging.py.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _not_ours(thread: threading.Thread) -> bool:
 
 def _children() -> set[int]:
     """Processes that this one started and that are not waited for yet; its workers among them,
-    whoever forked them (helpers_processes.py)."""
+    whoever forked them (helpers/processes.py)."""
     found: set[int] = set()
     for thread in threading.enumerate():
         found |= _children_of("self", thread.native_id)

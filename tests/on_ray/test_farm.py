@@ -33,6 +33,7 @@ from helpers.ray import FakeRay, fake_farm
 import quorum_attention as qa
 from quorum_attention.call.options import CallOptions
 from quorum_attention.cli import main
+from quorum_attention.devices.handles import FileId
 from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.files import open_tensors
@@ -277,10 +278,10 @@ def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
     Path(job.folder).mkdir()
     machine, device, inode = sent.file
     for file, is_same in (
-        ((machine, device, inode), True),
-        (("another", device + 1, inode), True),
-        ((machine, device + 1, inode), False),
-        (("another", device, inode + 1), False),
+        (FileId(machine, device, inode), True),
+        (FileId("another", device + 1, inode), True),
+        (FileId(machine, device + 1, inode), False),
+        (FileId("another", device, inode + 1), False),
     ):
         one = replace(job, results={"out": replace(sent, file=file)})
         out.fill_(7.0)

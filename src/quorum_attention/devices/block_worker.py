@@ -41,7 +41,7 @@ _LONG_SECONDS = 10.0
 # Workers keep at most this share of the host's memory page-locked, all of them the same memory.
 _MAX_LOCKED_SHARE = 1 / 8
 
-Tensors = dict[str, torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 """Tensors by the names of their handles."""
 
 
@@ -182,7 +182,7 @@ class _OpenPass:
             sums = {name: handle.open() for name, handle in message.sums.items()}
             self._compute_backward(message.block, views, views | sums, options)
 
-    def _untouched_results(self, views: Tensors) -> list[torch.Tensor]:
+    def _untouched_results(self, views: NamedTensors) -> list[torch.Tensor]:
         """Return the results whose pages are made beside the call."""
         if not backend_of(self._device).own_memory:
             return []
@@ -193,14 +193,14 @@ class _OpenPass:
             if name in RESULTS and handles[name].is_shared_memory and not is_locked(view)
         ]
 
-    def _compute_forward(self, block: CallBlock, views: Tensors, options: CallOptions) -> None:
+    def _compute_forward(self, block: CallBlock, views: NamedTensors, options: CallOptions) -> None:
         inputs = {name: views[name] for name in INPUTS}
         results = BlockResults(out=views["out"])
         _, lse = compute_block(self._call, block, inputs, options, results)
         views["lse"].copy_(lse)
 
     def _compute_backward(
-        self, block: CallBlock, views: Tensors, targets: Tensors, options: CallOptions
+        self, block: CallBlock, views: NamedTensors, targets: NamedTensors, options: CallOptions
     ) -> None:
         """Compute gradients into ``targets``."""
         names = [name for name in (*INPUTS, *UPSTREAM) if name in views]

@@ -45,15 +45,17 @@ class _Samples(NamedTuple):
         half = _SAMPLED_PAIRS // 2
         with torch.device("cpu"):  # no generator of the caller's moves on
             generator = torch.Generator().manual_seed(self.seed)
-            entry, head, query, key = (
+            positions = [
                 torch.randint(size, (_SAMPLED_PAIRS,), generator=generator) for size in self.sizes
-            )
-            distance = n_keys ** torch.rand(half, generator=generator)
-            distance -= torch.rand(half, generator=generator)
+            ]
+            exponent = torch.rand(half, generator=generator)
+            below_one = torch.rand(half, generator=generator)
             sign = torch.randint(2, (half,), generator=generator) * 2 - 1
-            near = query[::2] + (distance * sign).long()
-            key[::2] = near.clamp(0, n_keys - 1)
-        return [positions.to(self.device_type) for positions in (entry, head, query, key)]
+        distance = sign * (n_keys**exponent - below_one)
+        _, _, query, key = positions
+        near = query[::2] + distance.long()
+        key[::2] = near.clamp(0, n_keys - 1)
+        return [position.to(self.device_type) for position in positions]
 
     def answers(self, keeps: Keeps) -> list[bool]:
         """Return which of the pairs a function keeps."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
 
 from quorum_attention.call.block import CallBlock
 from quorum_attention.decomposition.intervals import Interval
@@ -39,15 +38,20 @@ def block_of(shape: CallShape, entry: int, heads: Interval, rows: Interval) -> C
 
     The last rows have every key, so that the gradient of a key that no row sees is written as well.
     """
-    sees_fewer_keys = shape.is_causal and not shape.dropout and rows.stop < shape.n_queries
-    n_keys = min(rows.stop, shape.n_keys) if sees_fewer_keys else shape.n_keys
-    return CallBlock(Interval(entry, entry + 1), heads, rows, Interval(0, n_keys))
+    are_last_rows = rows.stop == shape.n_queries
+    n_keys = shape.n_keys
+    if shape.is_causal and not shape.dropout and not are_last_rows:
+        n_keys = min(rows.stop, n_keys)
+    entries = Interval(entry, entry + 1)
+    return CallBlock(entries, heads, rows, Interval(0, n_keys))
 
 
 def is_whole(shape: CallShape, block: CallBlock) -> bool:
     """Return whether no other block contributes to the gradients of a block's keys."""
-    has_whole_groups = not any(edge % shape.queries_per_key_head for edge in block.heads)
-    return has_whole_groups and block.rows == (0, shape.n_queries)
+    group_size = shape.queries_per_key_head
+    has_whole_groups = block.heads.start % group_size == block.heads.stop % group_size == 0
+    has_all_rows = block.rows == (0, shape.n_queries)
+    return has_whole_groups and has_all_rows
 
 
 def pairs(shape: CallShape, block: CallBlock) -> int:
@@ -62,11 +66,15 @@ def pieces_of(shape: CallShape, speeds: Mapping[int, float], *, uniform_cost: bo
         speeds: of the devices, in pairs a second.
         uniform_cost: whether all are GPUs of one kind, and blocks take as long as their pairs say.
     """
-    heads_per_device = shape.batch * shape.kv_heads // len(speeds)
+    n_heads = shape.batch * shape.kv_heads
+    heads_per_device = n_heads // len(speeds)
     if not uniform_cost:
-        return _PIECES if heads_per_device < _FEW_HEADS else min(_PIECES, heads_per_device)
+        if heads_per_device < _FEW_HEADS:
+            return _PIECES
+        return min(_PIECES, heads_per_device)
     # One call of many heads is quicker than several.
-    seconds = shape.batch * shape.heads * shape.pairs / sum(speeds.values())
+    n_pairs = shape.batch * shape.heads * shape.pairs
+    seconds = n_pairs / sum(speeds.values())
     n_pieces = math.ceil(seconds / _LONGEST_SECONDS - 1e-3)
     return max(1, min(n_pieces, heads_per_device))
 
@@ -81,19 +89,31 @@ def partition(shape: CallShape, speeds: Sequence[float], pieces: int = 1) -> lis
     n_heads = shape.batch * shape.kv_heads
     if not n_heads or not shape.n_queries:
         return [[] for _ in speeds]
-    speed_sums = list(accumulate(map(Fraction, speeds), initial=Fraction(0)))
-    edges = [n_heads * speed_sum / speed_sums[-1] for speed_sum in speed_sums]
-    return [_share(shape, start, stop, pieces) for start, stop in pairwise(edges)]
+    exact_speeds = [Fraction(speed) for speed in speeds]
+    heads_per_speed = n_heads / sum(exact_speeds, start=Fraction(0))
+    shares: list[list[CallBlock]] = []
+    start = Fraction(0)
+    for speed in exact_speeds:
+        stop = start + speed * heads_per_speed
+        shares.append(_share(shape, start, stop, pieces))
+        start = stop
+    return shares
 
 
 def _share(shape: CallShape, start: Fraction, stop: Fraction, pieces: int) -> list[CallBlock]:
     """Return the blocks of one device, between two positions in the line of key/value heads."""
-    inner = [start + (stop - start) * piece / pieces for piece in range(1, pieces)]
-    if stop - start >= pieces:
-        inner = [Fraction(round(edge)) for edge in inner]
-    cuts = [edge * shape.queries_per_key_head for edge in (start, *inner, stop)]
-    stretches = cut_line(_row_work(shape), cuts)
-    return [block for stretch in stretches for rows in stretch for block in _blocks(shape, rows)]
+    n_heads = stop - start
+    cuts: list[Fraction] = []
+    for piece in range(pieces + 1):
+        cut = start + n_heads * piece / pieces
+        if n_heads >= pieces and 0 < piece < pieces:
+            cut = Fraction(round(cut))
+        cuts.append(cut * shape.queries_per_key_head)
+    blocks: list[CallBlock] = []
+    for stretch in cut_line(_row_work(shape), cuts):
+        for rows in stretch:
+            blocks += _blocks(shape, rows)
+    return blocks
 
 
 def _blocks(shape: CallShape, rows: RowBlock) -> list[CallBlock]:

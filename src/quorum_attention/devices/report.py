@@ -105,8 +105,12 @@ class PoolReport:
         }
 
     def __str__(self) -> str:
-        passes = {name: pool_pass for name, pool_pass in vars(self).items() if pool_pass}
-        return "\n".join(f"{name}: {pool_pass}" for name, pool_pass in passes.items())
+        lines: list[str] = []
+        if self.forward is not None:
+            lines.append(f"forward: {self.forward}")
+        if self.backward is not None:
+            lines.append(f"backward: {self.backward}")
+        return "\n".join(lines)
 
 
 def merge_reports(pool_pass: PoolPass, *, backward: bool) -> PassReport:
@@ -114,29 +118,36 @@ def merge_reports(pool_pass: PoolPass, *, backward: bool) -> PassReport:
 
     Counts are sums, peaks are those of the worst part, and the plan is that of the deepest part.
     """
-    reports: list[PassReport] = []
-    recoveries = list(pool_pass.history)
+    merged = PassReport("")
     kernels: dict[str, int] = {}
+    recoveries = list(pool_pass.history)
     for part in pool_pass.ran:
         kernels |= part.report.total.kernels
         report = part.report.backward if backward else part.report.forward
         if report is not None:
-            reports.append(report)
+            merged = _merge_two(merged, report)
             device = pool_pass.devices[part.device]
             recoveries += [f"{device}: {line}" for line in report.recoveries]
-    measured_peaks = [report.peak_bytes for report in reports if report.peak_bytes]
-    deepest = max(reports, key=lambda report: len(report.levels), default=PassReport(""))
     return replace(
-        deepest,
+        merged,
         kernel="+".join(kernels),
         n_groups=pool_pass.parts,
         seconds=pool_pass.seconds,
-        units=sum(report.units for report in reports),
-        loaded_bytes=sum(report.loaded_bytes for report in reports),
-        stored_bytes=sum(report.stored_bytes for report in reports),
-        repeated_units=sum(report.repeated_units for report in reports),
-        recovery_seconds=sum(report.recovery_seconds for report in reports),
-        planned_peak_bytes=max((report.planned_peak_bytes for report in reports), default=0),
-        peak_bytes=max(measured_peaks, default=None),
         recoveries=recoveries,
+    )
+
+
+def _merge_two(merged: PassReport, report: PassReport) -> PassReport:
+    """Return two reports as one: sums, the larger peaks, the deeper plan."""
+    is_deeper = not merged.kernel or len(report.levels) > len(merged.levels)
+    peaks = [merged.peak_bytes or 0, report.peak_bytes or 0]
+    return replace(
+        report if is_deeper else merged,
+        units=merged.units + report.units,
+        loaded_bytes=merged.loaded_bytes + report.loaded_bytes,
+        stored_bytes=merged.stored_bytes + report.stored_bytes,
+        repeated_units=merged.repeated_units + report.repeated_units,
+        recovery_seconds=merged.recovery_seconds + report.recovery_seconds,
+        planned_peak_bytes=max(merged.planned_peak_bytes, report.planned_peak_bytes),
+        peak_bytes=max(peaks) or None,
     )

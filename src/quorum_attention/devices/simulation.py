@@ -25,11 +25,16 @@ def simulate(shape: CallShape, devices: Sequence[tuple[str, float]], seconds: fl
     Returns:
         The report that a pool would have filled, its times predicted.
     """
-    pairs_per_second = shape.batch * shape.heads * shape.pairs / seconds
-    speeds = {number: speed * pairs_per_second for number, (_, speed) in enumerate(devices)}
-    pieces = pieces_of(shape, speeds, uniform_cost=len(set(devices)) == 1)
+    n_pairs = shape.batch * shape.heads * shape.pairs
+    names: list[str] = []
+    speeds: dict[int, float] = {}
+    for number, (name, speed) in enumerate(devices):
+        names.append(name)
+        speeds[number] = speed * n_pairs / seconds
+    is_homogeneous = len(set(devices)) == 1
+    pieces = pieces_of(shape, speeds, uniform_cost=is_homogeneous)
     queue = BlockQueue(shape, speeds, pieces)
-    report = PoolPass(devices=[name for name, _ in devices], parts=queue.count)
+    report = PoolPass(devices=names, parts=queue.count)
     item_ends: dict[int, float] = {}  # of the items that run, by device
     now = 0.0
     while not queue.is_finished:
@@ -37,10 +42,12 @@ def simulate(shape: CallShape, devices: Sequence[tuple[str, float]], seconds: fl
         for device in sorted(idle, key=lambda number: -speeds[number]):
             item = queue.take(device, now)
             if item is not None:
-                item_ends[device] = now + _ITEM_SECONDS + item.pairs / speeds[device]
+                compute_seconds = item.pairs / speeds[device]
+                item_ends[device] = now + _ITEM_SECONDS + compute_seconds
         device = min(item_ends, key=lambda number: (item_ends[number], number))
         now = item_ends.pop(device)
         item = queue.running.pop(device)
-        report.ran.append(PartTiming(device, item.number, item.start, now, Report()))
+        timing = PartTiming(device, item.number, item.start, now, Report())
+        report.ran.append(timing)
     report.seconds = now
     return report

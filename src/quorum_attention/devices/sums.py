@@ -130,9 +130,12 @@ class GradientSums:
         for key_head, head_sum in self._heads.items():
             assert not head_sum.early, "a block is missing"
             one_head = Interval(key_head.head, key_head.head + 1)
-            block = block_of(shape, key_head.entry, self._call.query_heads(one_head), all_rows)
-            for grad, total in zip((grad_key, grad_value), head_sum.totals.values(), strict=True):
-                self._call.cut(grad, block, of_keys=True).copy_(total)
+            query_heads = self._call.query_heads(one_head)
+            block = block_of(shape, key_head.entry, query_heads, all_rows)
+            grad_key_part = self._call.cut(grad_key, block, of_keys=True)
+            grad_value_part = self._call.cut(grad_value, block, of_keys=True)
+            grad_key_part.copy_(head_sum.totals["grad_key"])
+            grad_value_part.copy_(head_sum.totals["grad_value"])
 
     def _empty_sum(self, key_head: _KeyHead) -> _HeadSum:
         """Return the sum of a head to which nothing has been added."""

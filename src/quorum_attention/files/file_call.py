@@ -157,18 +157,18 @@ def file_call(
         mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, out_dtype, options
     )
     function = "attention_backward" if backward else "attention"
-    checked, request = request_of(function, query, key, value, arguments)
+    checked_tensors, request = request_of(function, query, key, value, arguments)
     if request.records:
         raise NotImplementedError(
             "query, key, value and attn_mask must require no gradient: gradients of files are "
             "computed by a backward of its own"
         )
     # Views with all dimensions; a bias is broadcast by ``WholeCall.cut_bias``.
-    inputs = {"query": checked.query, "key": checked.key, "value": checked.value}
+    inputs = dict(zip(INPUTS, checked_tensors[:3], strict=True))
     if backward:
-        inputs |= _upstream(tensors, checked, request)
+        inputs |= _upstream(tensors, checked_tensors, request)
     if mask is not None and not isinstance(mask, Mask):
-        mask = Mask(bias=checked.bias)
+        mask = Mask(bias=checked_tensors.bias)
     # A mask may have made the call causal: the rest of the mask is cut as it was given.
     shape = replace(request.shape, is_causal=is_causal)
     whole_call = WholeCall(shape, mask, scale, request.dropout)
@@ -178,7 +178,7 @@ def file_call(
 
 
 def _upstream(
-    tensors: Mapping[str, torch.Tensor], checked: Tensors, request: Request
+    named_tensors: Mapping[str, torch.Tensor], tensors: Tensors, request: Request
 ) -> dict[str, torch.Tensor]:
     """Return what a backward reads beside the inputs, checked, views with all dimensions.
 
@@ -186,12 +186,14 @@ def _upstream(
         ValueError, TypeError, NotImplementedError: what does not fit, by name.
     """
     first_dim = 1 if request.without_heads else 0
-    inputs = tuple(tensors[name] for name in INPUTS)
-    for tensor, checked_tensor in zip(inputs, checked[:3], strict=True):
+    inputs = tuple(named_tensors[name] for name in INPUTS)
+    for tensor, checked_tensor in zip(inputs, tensors[:3], strict=True):
         if checked_tensor.shape[first_dim:] != tensor.shape:
             raise NotImplementedError("a backward from files takes no inputs that are broadcast")
-    backward_inputs = BackwardInputs(tensors["grad_out"], tensors["out"], tensors["lse"])
-    backward_inputs = check_backward_inputs(checked, request, backward_inputs, inputs)
+    backward_inputs = BackwardInputs(
+        named_tensors["grad_out"], named_tensors["out"], named_tensors["lse"]
+    )
+    backward_inputs = check_backward_inputs(tensors, request, backward_inputs, inputs)
     return {
         "grad_out": backward_inputs.grad_out,
         "out": backward_inputs.out,

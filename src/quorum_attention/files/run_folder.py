@@ -43,7 +43,7 @@ Mode = Literal["new", "resume", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """What ``progress.json`` has.
 
     Attributes:
@@ -72,7 +72,7 @@ class RunFolder:
     """
 
     output: Output
-    progress: Progress
+    progress: RunProgress
     resumed: bool
 
     def open(self) -> dict[str, torch.Tensor]:
@@ -189,7 +189,7 @@ def open_run(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
         (output.run / PROGRESS).unlink(missing_ok=True)
         _empty(output.run)
         now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        return RunFolder(output, Progress(now, call, {}, [], []), resumed=False)
+        return RunFolder(output, RunProgress(now, call, {}, [], []), resumed=False)
     if mode == "new":
         raise ValueError(
             f"{output.name} was started {progress.begun} and is not finished: {len(progress.done)} "
@@ -209,7 +209,7 @@ def open_run(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
     return RunFolder(output, progress, resumed=True)
 
 
-def load_progress(output: Output) -> Progress | None:
+def load_progress(output: Output) -> RunProgress | None:
     """Return the progress of an earlier process, or None if it left nothing.
 
     Raises:
@@ -220,7 +220,7 @@ def load_progress(output: Output) -> Progress | None:
         fields = json.loads(path.read_bytes())
         for name in fields["files"]:  # killed between two of their new names: all are made again
             os.stat(output.run / name)
-        return Progress(**fields)
+        return RunProgress(**fields)
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError, KeyError, TypeError) as error:
