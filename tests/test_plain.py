@@ -16,16 +16,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 99,
-    "tangled functions": 30,
-    "vague names": 429,
-    "riddles": 81,
-    "tuples assigned to tuples": 192,
-    "formatter switched off": 63,
+    "packed functions": 78,
+    "tangled functions": 18,
+    "vague names": 245,
+    "riddles": 37,
+    "tuples assigned to tuples": 96,
+    "formatter switched off": 51,
     "class names defined twice": 0,
     "records with several names": 2,
 }
-NODES_PER_LINE = 11.2
+NODES_PER_LINE = 10.9
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16
