@@ -71,16 +71,16 @@ class Gradients:
     """Gradients in float64, (b, h, ...) with the heads of keys and values expanded.
 
     Attributes:
-        through_lse: d lse, (b, h, n), 0 in rows without keys.
-        apart: Z (dO V^T) - delta + d lse, (b, h, n, m).
+        grad_lse: d lse, (b, h, n), 0 in rows without keys.
+        centred_grad_p: Z (dO V^T) - delta + d lse, (b, h, n, m).
         scores: dS, (b, h, n, m), which is the gradient of the additive mask before it is summed
             over what the mask broadcasts over.
         query, key, value: (b, h, n, d), (b, h, m, d), (b, h, m, dv).
         sinks: (h,), or None.
     """
 
-    through_lse: Tensor
-    apart: Tensor
+    grad_lse: Tensor
+    centred_grad_p: Tensor
     scores: Tensor
     query: Tensor
     key: Tensor
@@ -192,19 +192,20 @@ def backward(
     """
     upstream = grad_out.detach().double().reshape(done.out.shape)
     delta = (upstream * (done.out if out is None else out)).sum(-1)
-    through_lse = torch.zeros_like(delta)
+    lse_gradient = torch.zeros_like(delta)
     if grad_lse is not None:
-        through_lse = grad_lse.detach().double().reshape(delta.shape)
-        through_lse = through_lse.masked_fill(done.lse == -math.inf, 0.0)
-    apart = done.factors * (upstream @ done.value.mT) + (through_lse - delta).unsqueeze(-1)
-    scores = done.p * apart
+        lse_gradient = grad_lse.detach().double().reshape(delta.shape)
+        lse_gradient = lse_gradient.masked_fill(done.lse == -math.inf, 0.0)
+    of_row = (lse_gradient - delta).unsqueeze(-1)
+    centred_grad_p = done.factors * (upstream @ done.value.mT) + of_row
+    scores = done.p * centred_grad_p
     products = scores * done.slope
     sinks = None
     if done.p_sink is not None:
-        sinks = (done.p_sink * (through_lse - delta)).sum((0, 2))
+        sinks = (done.p_sink * (lse_gradient - delta)).sum((0, 2))
     return Gradients(
-        through_lse,
-        apart,
+        lse_gradient,
+        centred_grad_p,
         scores,
         done.scale * (products @ done.key),
         done.scale * (products.mT @ done.query),

@@ -1,368 +1,208 @@
 """What a call should return, in float64, and how far off finite arithmetic may leave it.
 
-The error bounds are first-order, element by element, from the data alone. With ``a`` the unit
-roundoff of what is accumulated in (fp32, or fp64 for fp64 inputs) and ``w`` that of the inputs:
-
-    scores           |ds_ij|   <= a C (|scale| |q_i|.|k_j| + |bias_ij| + |s_ij|)
-    probabilities    |dP_ij|   <= P_ij (|ds_ij| + sum_j P_ij |ds_ij| + a C (1 + |lse_i|))
-    output           |dO|      <= |dP| |V| + (w + a C) P |V|           (P and parts in 16 bits)
-    dS               |d(dS)|   <= |dP| |dO.v - D| + w |dS| + a C P (|dO|.|v| + |dO|.|O|)
-    gradients        their products likewise
-
-and a last rounding to the result's dtype. Inputs of float64 are no more exact than this reference:
-its own sums of n terms, off by n w at most, are added. An output that was rounded before
-D = rowsum(dO * O) is formed costs more, ``w P |dO|.|O|``, which is not allowed by itself: only as
-far as torch pays it too (``yardstick.py``).
-
-The results themselves are those of ``helpers.equations``, which shares nothing with the package.
+The results are those of ``helpers.equations``, which shares nothing with the package. The error
+bounds are first-order, element by element, from the data alone; docs/random-call-bounds.md lists
+their formulae.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import helpers.equations as equations
 import torch
 
+from random_calls.backward_bounds import BackwardBounds, last_rounding, without_inf
 from random_calls.case import Case
+from random_calls.forward_bounds import ForwardBounds
+from random_calls.fp16_division import divisor, grad_s_limit, sum_divisor
+from random_calls.head_groups import sum_of_group
+from random_calls.rounding import rounding_of
 from random_calls.tensors import DTYPES, Made, slopes_of
-
-# Constant of the accumulated roundings: sums of some hundred terms, a few merges.
-_C = 4.0
-# Relative error of an exponential meant for 16-bit results (torch's on a CPU: 3e-5 seen).
-_SHORT_EXP = 2.0**-13
-
-
-@dataclass
-class Wanted:
-    """One result: its exact value, the bound, and the bound had D come from a rounded output."""
-
-    exact: torch.Tensor
-    bound: torch.Tensor
-    loose: torch.Tensor
-
-
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def unit(dtype: torch.dtype) -> float:
-    """Half the distance from 1 to the next number."""
-    return torch.finfo(dtype).eps / 2
-
-
-def _least(dtype: torch.dtype) -> float:
-    """What may be lost as too small: half the smallest subnormal number of fp16, but all below
-    the smallest normal one of the others, which exponentials and processors take for zero."""
-    info = torch.finfo(dtype)
-    return info.smallest_normal * (info.eps / 2 if dtype == torch.float16 else 1.0)
-
 
 # Pairs of queries and keys from which on a GPU is the quicker one: it takes 3 ms of any case on an
 # H200, a core beside it 2 ms of 5,000 pairs, 7 of 60,000 and 20 of 145,000.
-_MANY = 50_000
+_PAIRS_FOR_A_GPU = 50_000
+# Kernels made of users' functions round the gradient of each rectangle.
+_RECTANGLES = 8
+
+
+@dataclass
+class BoundedResult:
+    """One result.
+
+    Attributes:
+        exact: its value in float64.
+        bound: how far off a result may be.
+        loose_bound: how far off a result may be if torch's own is as far off.
+    """
+
+    exact: torch.Tensor
+    bound: torch.Tensor
+    loose_bound: torch.Tensor
 
 
 def place(case: Case, compute: torch.device) -> torch.device:
     """Where a reference is computed.
 
-    On the CPU: of a small case each step takes some microseconds there, and a GPU that serves many
-    processes has to be waited for at each question. Both agree to 1e-14 of the largest element.
+    On the CPU if the case is small: each step takes some microseconds there, and a GPU that serves
+    many processes has to be waited for at each question. Both agree to 1e-14 of the largest
+    element.
     """
-    return compute if case.pairs >= _MANY else torch.device("cpu")
+    return compute if case.pairs >= _PAIRS_FOR_A_GPU else torch.device("cpu")
 
 
 class Reference:
     """The textbook of one case, heads expanded, all batch dimensions flattened.
 
-    Computed on the device ``where``; default where the inputs are.
+    Attributes:
+        case: the call.
+        inputs: its tensors, on the device where the reference is computed.
+        dtype: of the inputs.
+        rounding: the arithmetic of the call.
+        exact: the forward in float64.
+        bounds: of the forward.
+        grad_out: dO in float64, (b, h, n, dv).
     """
 
-    def __init__(self, case: Case, made: Made, where: torch.device | None = None) -> None:
-        self.case, self.made = case, made if where is None else made.on(where)
-        self.further = torch.ones(())
-        made = self.made
+    def __init__(self, case: Case, inputs: Made, where: torch.device | None = None) -> None:
+        """Compute the forward; on the device of the inputs unless ``where`` is another."""
+        self.case = case
+        self.inputs = inputs if where is None else inputs.on(where)
         self.dtype = DTYPES[case.dtype]
-        self.w = unit(self.dtype)
-        self.a = unit(torch.float64 if self.dtype == torch.float64 else torch.float32) * _C
-        shared = case.heads // case.kv_heads if case.kv_heads else 1
-        self.shared = shared
+        self.rounding = rounding_of(case)
+        slopes = slopes_of(case.heads) if case.scores.alibi else None
         # The raw arguments of the call: no mask is rounded, and nothing left out.
         self.exact = equations.forward(
-            made.query, made.key, made.value, made.attn_mask(made.mask),
-            is_causal=case.is_causal, scale=case.scale, dropout_p=case.dropout,
-            dropout_seed=case.seed, window=case.scores.window, softcap=case.scores.softcap,
-            alibi_slopes=slopes_of(case.heads) if case.scores.alibi else None,
-        )  # fmt: skip
-        exact = self.exact
-        self.q, self.k, self.v, self.scale = exact.query, exact.key, exact.value, exact.scale
-        self.p, self.lse, self.z = exact.p, exact.lse, exact.factors
-        self.slope = exact.slope
-        self.empty = exact.lse == -math.inf
-        self.do = made.grad_out.detach().double().reshape(exact.out.shape)
-        # Z is 1 without dropout, and at most ``rescale``.
-        self.rescale = 1 / (1 - case.dropout)
-        # What sums of so many keys, or of the rows of a key, may be off by here.
-        own = self.dtype == torch.float64
-        self.by_keys = self.sums(case.n_keys) if own else 0.0
-        self.by_rows = self.sums(case.n_queries * shared) if own else 0.0
-        self.off = self.a * self._sizes_of_scores().masked_fill(~exact.kept, 0.0)
-
-    def _sizes_of_scores(self) -> torch.Tensor:
-        """The sizes of what a score is summed of, each of which is rounded; (b, h, n, m)."""
-        case, exact = self.case, self.exact
-        sizes = abs(self.scale) * (self.q.abs() @ self.k.abs().mT) + exact.products.abs()
+            self.inputs.query,
+            self.inputs.key,
+            self.inputs.value,
+            self.inputs.attn_mask(self.inputs.mask),
+            is_causal=case.is_causal,
+            scale=case.scale,
+            dropout_p=case.dropout,
+            dropout_seed=case.seed,
+            window=case.scores.window,
+            softcap=case.scores.softcap,
+            alibi_slopes=slopes,
+        )
         softcap = case.scores.softcap if case.rules is None else case.rules.softcap
-        if softcap is not None:
-            sizes = sizes + softcap
-        if case.scores.alibi:
-            i, j = (torch.arange(n, device=sizes.device) for n in sizes.shape[-2:])
-            slopes = slopes_of(case.heads).to(sizes)[:, None, None]
-            sizes = sizes + slopes * (i[:, None] - j).abs()
-        return sizes if exact.bias is None else sizes + exact.bias.abs()
+        self.bounds = ForwardBounds(self.exact, self.rounding, softcap, slopes)
+        self.grad_out = self.inputs.grad_out.detach().double().reshape(self.exact.out.shape)
 
-    def _grouped(self, t: torch.Tensor) -> torch.Tensor:
-        return t.unflatten(1, (-1, self.shared)).sum(2) if self.shared > 1 else t
+    def _in_call_shape(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(*self.case.batch, *tensor.shape[1:])
 
-    def _shaped(self, t: torch.Tensor) -> torch.Tensor:
-        return t.reshape(*self.case.batch, *t.shape[1:])
+    def _bounded(
+        self, exact: torch.Tensor, bound: torch.Tensor, like_torch: torch.Tensor | float
+    ) -> BoundedResult:
+        """A result (b, ...) with the call's batch dimensions; ``like_torch``: what the loose bound
+        has on top."""
+        return BoundedResult(
+            self._in_call_shape(exact),
+            self._in_call_shape(bound),
+            self._in_call_shape(bound + like_torch),
+        )
 
-    def forward(self, out_dtype: torch.dtype) -> dict[str, Wanted]:
+    def forward(self, out_dtype: torch.dtype) -> dict[str, BoundedResult]:
         """out and lse, both in float64."""
-        p, off = self.p, self.off
-        self.out_unit = unit(out_dtype)
-        self.out = self.exact.out
-        self.lse_off = (p * off).sum(-1)
-        share = p * (off + (self.lse_off + 2 * self.a).unsqueeze(-1))
-        tiny = _least(self.dtype) * (p > 0)
-        each = self.w + self.a + 2 * self.by_keys  # of P, and of what it is summed with
-        self.out_off = self.rescale * ((share + each * p + tiny) @ self.v.abs())
-        self.out_least = _least(out_dtype)
-        # A task's output is of the inputs' dtype.
-        last = max(self.out_least, _least(self.dtype))
-        bound = self.out_off + unit(out_dtype) * self.out.abs() + last
-        loose = bound + self.rescale * self.sums(p.shape[-1]) * (p @ self.v.abs())
-        lse_bound = self.lse_off + self.a * (2 + self.lse.masked_fill(self.empty, 0.0).abs())
-        lse_bound = lse_bound + self.by_keys
-        if self.dtype.itemsize == 2:
-            # Kernels for 16-bit inputs use exponentials that are good to them, not to fp32.
-            lse_bound = lse_bound + _SHORT_EXP
+        bounds = self.bounds
+        out_bound = bounds.output_bound(out_dtype)
         return {
-            "out": Wanted(*map(self._shaped, (self.out, bound, loose))),
-            "lse": Wanted(*map(self._shaped, (self.lse, lse_bound, lse_bound))),
+            "out": self._bounded(self.exact.out, out_bound, bounds.output_sum_error()),
+            "lse": self._bounded(self.exact.lse, bounds.lse_bound(), 0.0),
         }
 
-    def _of_mask(self, ds: torch.Tensor, strict: torch.Tensor, rounded: torch.Tensor) -> Wanted:
-        """The gradient of the scores, summed over what the mask broadcasts over."""
-        mask = self.made.mask
-        exact = self._shaped(ds).sum_to_size(mask.shape)
-        summed = self._shaped(ds.abs()).sum_to_size(mask.shape)
-        bound = self._shaped(_sane(strict)).sum_to_size(mask.shape) + 3 * self.a * summed
-        last = mask.dtype
-        bound = bound + unit(last) * exact.abs() + _least(last)
-        if self.by_keys:
-            bound = bound + self.sums(ds.numel() // max(1, exact.numel())) * summed
-        return Wanted(exact, bound, bound + self._shaped(rounded).sum_to_size(mask.shape))
+    def _gradients(
+        self, out: torch.Tensor | None = None
+    ) -> tuple[equations.Gradients, dict[str, torch.Tensor]]:
+        """All gradients where delta = rowsum(dO * ``out``); those of query, key and value once
+        more, by key head."""
+        inputs = self.inputs
+        gradients = equations.backward(self.exact, inputs.grad_out, inputs.grad_lse, out)
+        by_key_head = {
+            "grad_query": gradients.query,
+            "grad_key": sum_of_group(gradients.key, self.rounding.n_shared),
+            "grad_value": sum_of_group(gradients.value, self.rounding.n_shared),
+        }
+        return gradients, by_key_head
 
-    def _parts(self) -> torch.Tensor:
-        """What gradients of query heads that share a key, and of rectangles where nothing keeps
-        them in range, lose each when they are rounded to the smallest numbers there are; (b, h, 1,
-        1)."""
-        own = self.case.kernel.startswith(("function", "scores"))
-        lost = _least(self.dtype) * (8 * self.shared if own else self.shared)
-        return lost * self._division()
+    def gradients_with_delta_of(self, out: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradients in float64 where delta is formed of ``out``, which may be rounded."""
+        _, by_key_head = self._gradients(out)
+        return {name: self._in_call_shape(tensor) for name, tensor in by_key_head.items()}
 
-    def _ds_bound(self) -> torch.Tensor:
-        """The bound of |dS| by which the fp16 backward of a key head is scaled, 2 |dO| |V| of its
-        largest rows, and twice |dO| at least; (b, h, 1, 1), 0 in other dtypes.
+    def _grad_s_limit(self, gradients: equations.Gradients) -> torch.Tensor:
+        """The bound of |dS| that fp16 gradients are divided by; 0 in other dtypes."""
+        if self.dtype != torch.float16:
+            return self.grad_out.new_zeros((*self.grad_out.shape[:2], 1, 1))
+        grad_lse = None if self.inputs.grad_lse is None else gradients.grad_lse
+        n_shared = self.rounding.n_shared
+        return grad_s_limit(self.grad_out, self.exact.value, grad_lse, n_shared)
 
-        The same arithmetic as in kernels/scaling.py, of the same rows. A gradient of the
-        log-sum-exp is in three columns of dO, beside a column of 1 in V (call/lse_columns.py).
+    def backward(self, dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, BoundedResult]:
+        """The gradients of query, key and value, of ``dtype``, and those of mask and sinks.
+
+        Args:
+            dtype: of the gradients.
+            out_dtype: of the output that delta is computed from.
         """
-        do, v = (_largest_rows(t) for t in (self.do, self.v))
-        if self.dtype != torch.float16 or not do.numel() or not v.numel():
-            return torch.zeros((*self.do.shape[:2], 1, 1), dtype=torch.float64, device=do.device)
-        v = v.amax(-1, keepdim=True)
-        if self.made.grad_lse is not None:
-            size = self.made.grad_lse.double().reshape(do.shape).abs().masked_fill(self.empty, 0.0)
-            # A power of two above it: 2**-14 where there is none, 2**15 at most.
-            exponent = torch.frexp(size / v.clamp(1.0, 2.0**14)).exponent
-            exponent = exponent.masked_fill(size == 0, -14).clamp(-14, 15)
-            do = (do.square() + 3 * torch.ldexp(torch.ones_like(do), exponent).square()).sqrt()
-            v = (v.square() + 1).sqrt()
-        do = self._of_group(do.amax(-1, keepdim=True))
-        return (do * (2 * v).clamp(min=2.0)).unsqueeze(-1)
-
-    def _division(self) -> torch.Tensor:
-        """By how much upstream gradients of a key head are divided before they are used, lest dS
-        overflow; the smallest numbers count for as much more. (b, h, 1, 1), at least 1.
-
-        The divisor is the power of two that brings the bound of |dS| to 2**15 at most, so to 2**14
-        at least; steps for sums that overflow come on top.
-        """
-        return (self._ds_bound() * self.further / 2**14).clamp(min=1.0)
-
-    def _further(self, *gradients: torch.Tensor) -> torch.Tensor:
-        """By how much a key head is divided beyond that, lest sums overflow, (b, h, 1, 1).
-
-        A gradient is a sum over pairs, and |dS| of one may be 2**15. Where the gradient in those
-        units is beyond fp16's largest number, the head takes as many steps of 2**8 as bring it back
-        (execution/scaling.py). Not one more: the gradient here is the whole sum, and a part of it
-        that is larger than the whole is not allowed for.
-        """
-        bound = self._ds_bound()
-        largest = torch.zeros_like(bound)
-        for t in gradients:
-            if t.numel():
-                most = t.nan_to_num(0.0, 0.0, 0.0).abs().amax((-2, -1), keepdim=True)
-                of_keys = most.shape[1] != bound.shape[1]
-                most = most.repeat_interleave(self.shared, 1) if of_keys else most
-                largest = torch.maximum(largest, self._of_group(most))
-        over = torch.log2(largest * 2**15 / bound / torch.finfo(torch.float16).max)
-        steps = torch.where((largest > 0) & (bound > 0), (over / 8).ceil().clamp(min=0.0), 0.0)
-        return 2.0 ** (8 * steps)
-
-    def _one_of_group(self, t: torch.Tensor) -> torch.Tensor:
-        """(b, h, ...), equal in query heads that share a key head, by key head."""
-        return t[:, :: self.shared]
-
-    def _of_group(self, t: torch.Tensor) -> torch.Tensor:
-        """The largest of (b, h, ...) among the query heads that share a key head, for each."""
-        if self.shared <= 1:
-            return t
-        return t.unflatten(1, (-1, self.shared)).amax(2).repeat_interleave(self.shared, 1)
-
-    def sums(self, terms: int) -> float:
-        """How far off a sum of so many terms may be, as a share of that of their sizes: only torch
-        is believed to need it (terms that are all alike are rounded alike)."""
-        return self.a / _C * terms
-
-    def _gradients(self, out: torch.Tensor | None = None) -> tuple[equations.Gradients, Three]:
-        """All gradients where D = rowsum(dO * ``out``); those of query, key and value once more,
-        as they are returned."""
-        exact = equations.backward(self.exact, self.made.grad_out, self.made.grad_lse, out)
-        return exact, (exact.query, self._grouped(exact.key), self._grouped(exact.value))
-
-    def of_output(self, out: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gradients where D is formed of ``out``, which may be rounded; in float64."""
-        names = ("grad_query", "grad_key", "grad_value")
-        return dict(zip(names, map(self._shaped, self._gradients(out)[1]), strict=True))
-
-    def backward(self, dtype: torch.dtype) -> dict[str, Wanted]:
-        """The three gradients; ``forward`` comes first."""
-        p, v, do = self.p, self.v, self.do
-        exactly, gradients = self._gradients()
-        apart, of_lse = exactly.apart, exactly.through_lse.unsqueeze(-1)
-        of_scores = exactly.scores
-        ds = of_scores * self.slope
-        self.further = self._further(*gradients)
-        lse = self.lse.masked_fill(self.empty, 0.0).abs()
-        change = self.off + (self.lse_off + self.a * (1 + lse)).unsqueeze(-1)
-        if self.dtype.itemsize == 2:
-            change = change + _SHORT_EXP
-        # Beyond that the exponential itself is anybody's guess: an lse that cannot tell.
-        p_off = torch.where(change < 0.5, 1.5 * p * change, math.inf).masked_fill(p == 0, 0.0)
-        sizes = self.rescale * (do.abs() @ v.abs().mT) + of_lse.abs()
-        tiny = _least(self.dtype) * (p > 0)
-        # Probabilities that are off are so in the output, and in D, before they are here.
-        spread = _sane(p_off * apart.abs())
-        ds_off = spread + p * spread.sum(-1, keepdim=True) + self.w * ds.abs()
-        ds_off = ds_off + self.a * p * (sizes + (do * self.out).abs().sum(-1, keepdim=True))
-        # A probability that is lost as too small takes what it is multiplied by along.
-        ds_off = ds_off + tiny * (1.0 + _sane(apart.abs()))
-        if isinstance(self.slope, torch.Tensor):
-            ds_off = ds_off + self.a * p * apart.abs()
-        if self.made.grad_out.dtype.itemsize > self.dtype.itemsize:
-            # grad_out may be scaled and rounded to the inputs' dtype: one relative rounding, and
-            # what that leaves of the smallest beside the largest of a head.
-            largest = torch.maximum(do.abs(), 2 * of_lse.abs())
-            lost = 2.0**-38 * self.further
-            least = lost * largest.amax((-2, -1), keepdim=True) if do.numel() else lost
-            each = self.w * do.abs() + least
-            ds_off = ds_off + p * (
-                self.rescale * (each @ v.abs().mT) + (each * self.out.abs()).sum(-1, keepdim=True)
-            )
-        else:
-            each = torch.zeros_like(do)
-        # D of an output with all of its own errors, the rounding to the inputs' dtype among them.
-        out_off = self.out_off + self.w * self.out.abs() + _least(self.dtype)
-        rounded = _sane(p * (do.abs() * out_off).sum(-1, keepdim=True))
-        # A row of dO far below the largest of those that share its key head is divided with them,
-        # and is among the smallest numbers then: each of its elements may lose half of the smallest
-        # one. Not in the strict bound: only as far as torch, divided as much, pays it too.
-        division = self._division()
-        least = torch.where(division > 1, _least(self.dtype) * division, 0.0)
-        sunk = least * torch.ones_like(do)
-        rounded = rounded + _sane(
-            p * (sunk @ v.abs().mT + (sunk * self.out.abs()).sum(-1, keepdim=True))
+        gradients, by_key_head = self._gradients()
+        limit = self._grad_s_limit(gradients)
+        of_sums = sum_divisor(limit, list(by_key_head.values()), self.rounding.n_shared)
+        is_users_function = self.case.kernel.startswith(("function", "scores"))
+        n_rectangles = _RECTANGLES if is_users_function else 1
+        bounds = BackwardBounds(
+            self.bounds,
+            gradients,
+            self.grad_out,
+            out_dtype=out_dtype,
+            is_grad_out_wider=self.inputs.grad_out.dtype.itemsize > self.dtype.itemsize,
+            sum_divisor=of_sums,
+            divisor=divisor(limit, of_sums),
+            part_losses=n_rectangles * self.rounding.n_shared,
         )
-        held = (do.abs() * self.out.abs()).sum(-1, keepdim=True)
-        if self.out_unit > self.w:
-            # Whoever asks for an output of fewer digits than the inputs have hands those back.
-            least = self.out_least * do.abs().sum(-1, keepdim=True)
-            ds_off = ds_off + p * (self.out_unit * held + least)
-        if self.by_keys:
-            ds_off = ds_off + 4 * self.rescale * self.by_keys * p * (do.abs() * (p @ v.abs())).sum(
-                -1, keepdim=True
-            )
-        terms = self.sums(max(p.shape[-2:]) * self.shared)
-        parts = (self.w + self.a + max(self.by_keys, self.by_rows)) * ds.abs()
-        found, most = {}, abs(self.scale)
-        # Each as a product of dS with keys, and with queries.
-        for name, exact, product, lost in (
-            ("grad_query", gradients[0], lambda x: most * (x @ self.k.abs()), self._parts()),
-            (
-                "grad_key",
-                gradients[1],
-                lambda x: self._grouped(most * (x.mT @ self.q.abs())),
-                self._one_of_group(self._parts()),
+        grad_query = by_key_head["grad_query"]
+        grad_key = by_key_head["grad_key"]
+        grad_value = by_key_head["grad_value"]
+        results = {
+            "grad_query": self._bounded(
+                grad_query,
+                bounds.grad_query_bound(grad_query, dtype),
+                bounds.grad_query_error_like_torch(),
             ),
-        ):
-            bound = product(_sane(ds_off + parts))
-            bound = bound + unit(dtype) * exact.abs() + _least(dtype) + lost
-            loose = bound + product(rounded) + terms * product(ds.abs())
-            found[name] = Wanted(*map(self._shaped, (exact, bound, loose)))
-        exact = gradients[2]
-        share = self.w + self.a + self.by_keys + self.by_rows
-        bound = (_sane(p_off) + share * p + tiny).mT @ do.abs() + p.mT @ each
-        bound = self.rescale * self._grouped(bound) + unit(dtype) * exact.abs() + _least(dtype)
-        bound = bound + self._one_of_group(self._parts())
-        terms = self.sums(p.shape[-2] * self.shared)
-        loose = bound + self.rescale * self._grouped(p.mT @ (terms * do.abs() + sunk))
-        found["grad_value"] = Wanted(*map(self._shaped, (exact, bound, loose)))
+            "grad_key": self._bounded(
+                grad_key,
+                bounds.grad_key_bound(grad_key, dtype),
+                bounds.grad_key_error_like_torch(),
+            ),
+            "grad_value": self._bounded(
+                grad_value,
+                bounds.grad_value_bound(grad_value, dtype),
+                bounds.grad_value_error_like_torch(),
+            ),
+        }
         if self.case.mask_grad:
-            found["grad_mask"] = self._of_mask(of_scores, ds_off, rounded)
-        if exactly.sinks is not None:
-            found["grad_sinks"] = self._of_sinks(exactly, lse)
-        return found
+            results["grad_mask"] = self._grad_mask(bounds)
+        if gradients.sinks is not None:
+            bound = bounds.grad_sinks_bound()
+            results["grad_sinks"] = BoundedResult(gradients.sinks, bound, bound)
+        return results
 
-    def _of_sinks(self, exactly: equations.Gradients, lse: torch.Tensor) -> Wanted:
-        """The gradient of the sinks, summed over rows: P_sink (d lse - delta). Delta is of the
-        output as it is returned."""
-        share, exact = self.exact.p_sink, exactly.sinks
-        assert share is not None
-        assert exact is not None
-        delta = (self.do * self.out).sum(-1)
-        apart = (exactly.through_lse - delta).abs()
-        sizes = (self.do * self.out).abs().sum(-1) + exactly.through_lse.abs()
-        change = self.lse_off + self.a * (2 + lse)
-        if self.dtype.itemsize == 2:
-            change = change + _SHORT_EXP
-        # Parts of an output are of the inputs' dtype, whatever the output's.
-        out_off = self.out_off + (self.out_unit + self.w) * self.out.abs() + self.out_least
-        of_delta = (self.do.abs() * (out_off + _least(self.dtype))).sum(-1)
-        each = share * (2 * change * apart + self.a * sizes + of_delta)
-        bound = each.sum((0, 2)) + self.w * exact.abs() + _least(self.dtype)
-        if self.by_keys:
-            bound = bound + self.sums(share.numel()) * (share * sizes).sum((0, 2))
-        return Wanted(exact, bound, bound)
+    def _grad_mask(self, bounds: BackwardBounds) -> BoundedResult:
+        """The gradient of the scores, summed over what the mask broadcasts over."""
+        mask = self.inputs.mask
+        assert mask is not None
+        grad_s = bounds.gradients.scores
+        exact = self._sum_to_mask(grad_s)
+        sizes = self._sum_to_mask(grad_s.abs())
+        bound = self._sum_to_mask(without_inf(bounds.grad_s_error)) + 3 * self.rounding.a * sizes
+        bound = bound + last_rounding(exact, mask.dtype)
+        if self.rounding.sum_keys:
+            n_terms = grad_s.numel() // max(1, exact.numel())
+            bound = bound + self.rounding.of_sum(n_terms) * sizes
+        like_torch = self._sum_to_mask(bounds.grad_s_error_like_torch)
+        return BoundedResult(exact, bound, bound + like_torch)
 
-
-def _largest_rows(t: torch.Tensor) -> torch.Tensor:
-    """The norms of the rows of (b, h, n, d), 0 where they are not finite."""
-    return t.norm(dim=-1).nan_to_num(0.0, 0.0, 0.0)
-
-
-def _sane(bound: torch.Tensor) -> torch.Tensor:
-    """Infinite bounds as very large ones, so that 0 times them is 0."""
-    return bound.clamp(max=1e200)
+    def _sum_to_mask(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._in_call_shape(tensor).sum_to_size(self.inputs.mask.shape)

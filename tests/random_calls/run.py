@@ -15,7 +15,7 @@ import quorum_attention as qa
 from random_calls.call import GRADIENTS, Done, perform
 from random_calls.case import Case
 from random_calls.draw import draw
-from random_calls.reference import Reference, Wanted, place
+from random_calls.reference import BoundedResult, Reference, place
 from random_calls.tensors import DTYPES, Made, make
 from random_calls.yardstick import Cut, Yardstick, neighbour
 
@@ -165,7 +165,7 @@ def _judged(
     reference = Reference(case, made, where)
     wanted = reference.forward(dtypes[0])
     if case.route != "forward":
-        wanted |= reference.backward(dtypes[1])
+        wanted |= reference.backward(dtypes[1], dtypes[0])
     yardstick = Yardstick(case, made, dtypes, compute, lambda: _cut(case, made, compute, done))
     for name in [only] if only else results:
         yield name, judge(name, results[name].detach().to(where), wanted[name], yardstick)
@@ -183,7 +183,9 @@ class Off:
     plausible: bool = False
 
 
-def judge(name: str, found: torch.Tensor, wanted: Wanted, yardstick: Yardstick) -> Off | None:
+def judge(
+    name: str, found: torch.Tensor, wanted: BoundedResult, yardstick: Yardstick
+) -> Off | None:
     """What is wrong, or None; ``yardstick`` is asked only where the bound alone is exceeded."""
     exact, most = wanted.exact, torch.finfo(found.dtype).max
     if found.shape != exact.shape:
@@ -222,7 +224,7 @@ def judge(name: str, found: torch.Tensor, wanted: Wanted, yardstick: Yardstick) 
     words += f"; largest error {float(apart.max()):.3g}"
     if theirs_off is not None:
         words += f", torch's {float(theirs_off.max()):.3g}"
-    return Off("off", words, bool(((ratio <= ALLOWED) | (apart <= wanted.loose)).all()))
+    return Off("off", words, bool(((ratio <= ALLOWED) | (apart <= wanted.loose_bound)).all()))
 
 
 def _ratio(apart: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from quorum_attention.decomposition import Decomposition
 from random_calls.call import GRADIENTS
 from random_calls.case import Case, Scores
-from random_calls.reference import Reference, Wanted, place
+from random_calls.reference import BoundedResult, Reference, place
 from random_calls.tensors import DTYPES, Made
 
 _NEIGHBOURS = 8
@@ -48,12 +48,12 @@ def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
     A backward forms D = rowsum(dO * O) of it. In a row of nearly one key dP - D is little but those
     roundings, and torch's error of the uncut call says nothing of the second.
     """
-    case, p, v = reference.case, reference.p, reference.v
+    case, p, v = reference.case, reference.exact.p, reference.exact.value
     orders = case.orders
     # Where the planner has chosen, the edges of chunks may be others: as many, and as large.
     layout, tile = (orders.layout, orders.tile) if orders.how == "plan" else ("aligned", 128)
     n = max(case.n_queries, case.n_keys)
-    found, unrounded = torch.zeros_like(reference.out), torch.zeros_like(reference.out)
+    found, unrounded = torch.zeros_like(reference.exact.out), torch.zeros_like(reference.exact.out)
     for task in Decomposition(n, cut[1], layout, tile).tasks():
         tokens = torch.cat([torch.arange(r.start, r.stop) for r in task.runs] or [torch.empty(0)])
         tokens = tokens.long().to(p.device)
@@ -66,7 +66,7 @@ def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
             found[..., rows, :] += share * out.to(reference.dtype).double()
             unrounded[..., rows, :] += share * out
     # Where these are not all pairs, what they lack is no rounding, and allows for nothing.
-    lacks = (unrounded - reference.out).abs().max() if unrounded.numel() else torch.zeros(())
+    lacks = (unrounded - reference.exact.out).abs().max() if unrounded.numel() else torch.zeros(())
     assert float(lacks) <= 1e-9 * (1 + float(v.abs().max())), "the parts are not the whole call"
     return found.to(reference.dtype).double()
 
@@ -92,7 +92,7 @@ class Yardstick:
         self._cut = cut
         self._errors: list[Results] = []
 
-    def errors(self, name: str, wanted: Wanted) -> Iterator[torch.Tensor]:
+    def errors(self, name: str, wanted: BoundedResult) -> Iterator[torch.Tensor]:
         """Torch's largest error by head, broadcastable to the result: of the call, and then never
         smaller, what it comes to with another path and with neighbours."""
         largest = wanted.exact.new_zeros(())
@@ -102,7 +102,7 @@ class Yardstick:
         if unlike or rules is not None or name == "grad_mask":
             # torch has no such call, or another kernel for it, or drops others: what a rounded
             # output may cost by itself.
-            largest = wanted.loose
+            largest = wanted.loose_bound
             yield largest
         if unlike:
             return
@@ -120,11 +120,11 @@ class Yardstick:
         if cut is not None and cut[1] and narrow and cut[0] in _ROUNDING:
             yield torch.maximum(largest, self._of_parts(name, wanted, cut))
 
-    def _of_parts(self, name: str, wanted: Wanted, cut: Cut) -> torch.Tensor:
+    def _of_parts(self, name: str, wanted: BoundedResult, cut: Cut) -> torch.Tensor:
         reference = Reference(self.case, self.made, self.where)
-        reference.forward(self.dtypes[0])
-        exact = reference.of_output(reference.out)[name]
-        rounded = reference.of_output(output_of_parts(reference, cut))[name]
+        exact = reference.gradients_with_delta_of(reference.exact.out)[name]
+        out_of_parts = output_of_parts(reference, cut)
+        rounded = reference.gradients_with_delta_of(out_of_parts)[name]
         return _head_errors(wanted.exact + (rounded - exact), wanted)
 
     def _more(self, number: int) -> Results:
@@ -133,7 +133,7 @@ class Yardstick:
         reference = Reference(self.case, made, self.where)
         wanted = reference.forward(self.dtypes[0])
         if self.case.route != "forward":
-            wanted |= reference.backward(self.dtypes[1])
+            wanted |= reference.backward(self.dtypes[1], self.dtypes[0])
         errors: Results = {}
         for results in _others(self.case, made, number):
             for name, found in results.items():
@@ -142,13 +142,13 @@ class Yardstick:
         return errors
 
 
-def _head_errors(found: torch.Tensor, wanted: Wanted) -> torch.Tensor:
+def _head_errors(found: torch.Tensor, wanted: BoundedResult) -> torch.Tensor:
     """The largest error of each head; where that is not finite, or more than such arithmetic can
     account for, torch is wrong itself: then as much as it can."""
     finite = wanted.exact.isfinite()
     off = (found.to(wanted.exact) - wanted.exact).abs().masked_fill(~finite, 0.0)
     # Where a mask of the lowest numbers leaves no bound, there is nothing to hold torch to.
-    loose = torch.where(wanted.loose.isnan(), torch.inf, wanted.loose)
+    loose = torch.where(wanted.loose_bound.isnan(), torch.inf, wanted.loose_bound)
     off = torch.minimum(torch.where(off.isnan(), torch.inf, off), loose)
     off = off.nan_to_num(nan=0.0, posinf=0.0)
     return off.amax((-2, -1), keepdim=True) if off.numel() else off
