@@ -1,17 +1,14 @@
-"""What the cases measure with: seconds, medians in turn, peaks of memory, two versions side by
-side, and where it was measured."""
+"""What the cases measure with: seconds, medians in turn, peaks of memory, ranks, and two versions
+of the package side by side.
+"""
 
 from __future__ import annotations
 
-import datetime
 import gc
 import importlib
 import io
 import json
-import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,86 +25,82 @@ PACKAGE = "quorum_attention"
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def about() -> dict[str, Any]:
-    """Machine, versions, date and commit."""
-    on_gpu = torch.cuda.is_available()
-    commit = ""
-    if shutil.which("git"):
-        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-    found = {"device": where, "torch": torch.__version__, "python": platform.python_version()}
-    if on_gpu:
-        found["cudnn"] = torch.backends.cudnn.version()
-    return found | {"date": datetime.date.today().isoformat(), "commit": commit or "unknown"}
-
-
 def wait() -> None:
-    """Until the device is idle."""
+    """Wait until the device is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def timed(run: Callable[[], Any], calls: int = 1) -> tuple[float, Any]:
-    """Seconds of one of so many calls, the device idle before and after; what the last returned."""
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a call, the device idle before and after; and its result."""
     wait()
-    started = time.perf_counter()
-    for _ in range(calls):
-        result = run()
+    start = time.perf_counter()
+    result = run()
     wait()
-    return (time.perf_counter() - started) / calls, result
+    return time.perf_counter() - start, result
 
 
-def both(
-    forward: Callable[..., torch.Tensor], three: Sequence[torch.Tensor], grad: torch.Tensor
+def timed_passes(
+    forward: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad_out: torch.Tensor
 ) -> tuple[float, float]:
     """Seconds of a forward and of its backward by autograd."""
-    leaves = [t.detach().requires_grad_() for t in three]
-    seconds, out = timed(lambda: forward(*leaves))
-    after, _ = timed(lambda: out.backward(grad))
-    return seconds, after
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    forward_seconds, out = timed(lambda: forward(*leaves))
+    backward_seconds, _ = timed(lambda: out.backward(grad_out))
+    return forward_seconds, backward_seconds
 
 
 def medians(pairs: Sequence[Sequence[float]]) -> list[float]:
-    """Of forwards and of backwards."""
+    """The median of forwards and the median of backwards."""
     return [statistics.median(part) for part in zip(*pairs, strict=True)]
 
 
 def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """What each returns, once a round, in alternating order: a device's clock drifts."""
-    found: dict[str, list[Any]] = {name: [] for name in runs}
-    for number in range(rounds):
-        for name in list(runs)[:: -1 if number % 2 else 1]:
-            found[name].append(runs[name]())
+    """The results of each run, one a round, in alternating order: a device's clock drifts."""
+    results: dict[str, list[Any]] = {name: [] for name in runs}
+    names = list(runs)
+    for _ in range(rounds):
+        for name in names:
+            results[name].append(runs[name]())
             gc.collect()
-    return found
+        names.reverse()
+    return results
 
 
 def on_ranks(work: Callable[[Any], Any], options: Any) -> Any:
-    """What ``work(options)`` returns on rank 0 of ``options.ranks`` processes; it alone prints."""
+    """The result of ``work(options)`` on rank 0 of ``options.ranks`` processes. Rank 0 alone
+    prints.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "found")
+        path = Path(folder, "result")
         torch.multiprocessing.spawn(_rank, (work, options, str(path)), nprocs=options.ranks)
         return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _rank(rank: int, work: Callable[[Any], Any], options: Any, path: str) -> None:
-    where: dict[str, Any] = {"rank": rank, "world_size": options.ranks,
-                             "init_method": "tcp://127.0.0.1:29533"}  # fmt: skip
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-        # So that messages begin while kernels still fill the device.
-        how = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        device = torch.device("cuda", rank)
-        dist.init_process_group("nccl", **where, device_id=device, pg_options=how)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", **where)
+    _join_group(rank, options.ranks)
     with redirect_stdout(sys.stdout if rank == 0 else io.StringIO()):
-        found = work(options)
+        result = work(options)
     if rank == 0:
-        Path(path).write_text(json.dumps(found), encoding="utf-8")
+        Path(path).write_text(json.dumps(result), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def _join_group(rank: int, n_ranks: int) -> None:
+    group: dict[str, Any] = {
+        "rank": rank,
+        "world_size": n_ranks,
+        "init_method": "tcp://127.0.0.1:29533",
+    }
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", **group)
+        return
+    torch.cuda.set_device(rank)
+    # So that messages begin while kernels still fill the device.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", **group, device_id=device, pg_options=options)
 
 
 class Version:
@@ -116,61 +109,79 @@ class Version:
     def __init__(self, source: Path) -> None:
         self.source = str(source)
         self.modules: dict[str, ModuleType] = {}
+        self.package: Any = None
         with self.active():
-            self.qa = importlib.import_module(PACKAGE)
-        found = Path(str(self.qa.__file__)).resolve()
-        assert found.is_relative_to(source.resolve()), f"{found} is not under {source}"
+            self.package = importlib.import_module(PACKAGE)
+        file = Path(self.package.__file__).resolve()
+        assert file.is_relative_to(source.resolve()), f"{file} is not under {source}"
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """What is imported meanwhile, inside functions too, is of this version."""
-        outside = _taken()
+        """Let imports, inside functions too, import this version; return its package."""
+        outside = _take_modules()
         sys.modules.update(self.modules)
         sys.path.insert(0, self.source)
         try:
-            yield getattr(self, "qa", None)
+            yield self.package
         finally:
             sys.path.remove(self.source)
-            self.modules = _taken()
+            self.modules = _take_modules()
             sys.modules.update(outside)
 
 
-def _taken() -> dict[str, ModuleType]:
+def _take_modules() -> dict[str, ModuleType]:
     """The package's modules, no longer importable."""
     names = [name for name in sys.modules if name.split(".")[0] == PACKAGE]
     return {name: sys.modules.pop(name) for name in names}
 
 
-class Watched:
-    """Seconds of a block, and the most memory that torch's allocator gave out at one time: on a CPU
-    beyond ``held``, which is added."""
+class Meter:
+    """Seconds of a block, and the most memory that torch's allocator gave out at one time.
 
-    def __init__(self, device: str, held: int = 0) -> None:
-        self._device, self._held = device, held
-        self.seconds, self.peak = 0.0, 0
+    On a CPU only what is allocated within the block is counted.
 
-    def __enter__(self) -> Watched:
+    Args:
+        device: "cuda" or "cpu".
+        allocated: bytes that were allocated before, to be added on a CPU.
+
+    Attributes:
+        seconds, peak: valid after the block.
+    """
+
+    def __init__(self, device: str, allocated: int = 0) -> None:
+        self._device = device
+        self._allocated = allocated
+        self._profile = torch.autograd.profiler.profile(profile_memory=True)
+        self._start = 0.0
+        self.seconds = 0.0
+        self.peak = 0
+
+    def __enter__(self) -> Meter:
         if self._device == "cuda":
             gc.collect()
             wait()
             torch.cuda.reset_peak_memory_stats()
         else:
-            self._profile = torch.autograd.profiler.profile(profile_memory=True)
             self._profile.__enter__()
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
         wait()
-        self.seconds = time.perf_counter() - self._began
+        self.seconds = time.perf_counter() - self._start
         if self._device == "cuda":
             self.peak = torch.cuda.max_memory_allocated()
             return
-        self._profile.__exit__(*raised)
-        live = most = 0
-        results: Any = self._profile.kineto_results
-        events = [event for event in results.events() if event.name() == "[memory]"]
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            live += event.nbytes()
-            most = max(most, live)
-        self.peak = self._held + most
+        self._profile.__exit__(*error)
+        self.peak = self._allocated + _profiled_peak(self._profile.kineto_results)
+
+
+def _profiled_peak(results: Any) -> int:
+    """The most bytes that were allocated at a time."""
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    live = 0
+    peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

@@ -1,6 +1,6 @@
-"""Runs a case: measures, prints, and writes raw figures.
+"""Runs a case: measures, prints, and writes a file of the run.
 
-    python benchmarks/run.py CASE [options] [--json FILE]      (--help after CASE: its options)
+    python benchmarks/run.py CASE [options] [--results FOLDER]      (--help after CASE: its options)
 
 plain     calls as a user writes them, under budgets, beside kernels alone and an older version
 accuracy  errors of a long call against float64
@@ -12,20 +12,21 @@ ranks     a sequence sharded over ranks, beside one device and other ways
 prompt    a long prompt in little device memory, beside other ways
 entries   many small entries, and masks that keep pairs here and there, beside torch's
 
-What is in FILE already is kept and added to.
+With --results, the run writes FOLDER/DATE-MACHINE-CASE-COMMIT.json, row by row: its arguments,
+commit, machine, versions and date, and what it measured. No run changes the file of another.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-from measure import about
+import torch
+
+from quorum_attention.bench.record import RunRecord, describe_run, new_path
 
 CASES = re.findall(r"^([a-z]+)  +\w", __doc__, re.M)
 
@@ -34,33 +35,33 @@ def main(arguments: list[str]) -> None:
     """Run the case that the first argument names."""
     if not arguments or arguments[0] not in CASES:
         sys.exit(__doc__)
-    case = importlib.import_module(f"cases.{arguments[0]}")
+    name = arguments[0]
+    case = importlib.import_module(f"cases.{name}")
     parser = argparse.ArgumentParser(
-        prog=f"run.py {arguments[0]}", description=case.__doc__,
+        prog=f"run.py {name}",
+        description=case.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="raw figures")
+    )
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the run has its file")
+    parser.add_argument("--commit", help="of this source, where git does not know it")
     case.add_options(parser)
     options = parser.parse_args(arguments[1:])
-    known = options.json and options.json.exists()
-    found: dict[str, Any] = json.loads(options.json.read_text("utf-8")) if known else {}
-    asked = re.sub(r" --(json|before)[= ]\S+", "", " ".join(arguments))
-    found |= {"command": f"python benchmarks/run.py {asked}", **about()}
-    for part in case.run(options, found):
-        found |= part
-        if options.json:
-            options.json.write_text(lines(found) + "\n", encoding="utf-8")
+    record = new_record(name, arguments, options)
+    for rows in case.run(options):
+        if record is not None:
+            record.add(rows)
 
 
-def lines(value: Any, deep: int = 0) -> str:
-    """JSON with a line for each case."""
-    if deep > 1 or not isinstance(value, (dict, list)) or not value:
-        return json.dumps(value)
-    room = "\n" + " " * (deep + 1)
-    if isinstance(value, list):
-        return f"[{room}{f',{room}'.join(lines(each, 2) for each in value)}]"
-    parts = (f"{json.dumps(name)}: {lines(each, deep + 1)}" for name, each in value.items())
-    return f"{{{room}{f',{room}'.join(parts)}}}"
+def new_record(name: str, arguments: list[str], options: argparse.Namespace) -> RunRecord | None:
+    """The file of this run, or None without a folder for it."""
+    if options.results is None:
+        return None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = re.sub(r" --(results|commit|before)[= ]\S+", "", " ".join(arguments))
+    run = describe_run(f"python benchmarks/run.py {command}", vars(options), device, options.commit)
+    # "h200" of "NVIDIA H200".
+    machine = "cpu" if device == "cpu" else run["machine"].rpartition(" ")[2].lower()
+    return RunRecord(new_path(options.results, f"{machine}-{name}", run), run)
 
 
 if __name__ == "__main__":

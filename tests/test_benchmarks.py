@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.docs import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -38,29 +39,31 @@ import run
     ids=lambda arguments: arguments[0],
 )
 def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    file.write_text('{"earlier": 1}')
-    run.main([*arguments, f"--json={file}"])
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert {"earlier", "device", "torch", "date", "commit"} < set(found)
-    assert found["command"].startswith(f"python benchmarks/run.py {arguments[0]}")
+    run.main([*arguments, f"--results={tmp_path}"])
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_text(encoding="utf-8"))
+    origin = content["run"]
+    rows = content["rows"]
+    assert origin["command"].startswith(f"python benchmarks/run.py {arguments[0]}")
+    assert origin["versions"]["torch"] == torch.__version__
+    assert file.name.startswith(f"{origin['date']}-cpu-{arguments[0]}-")
     case = arguments[0]
     if case == "small":
-        assert 0.2 < found["microseconds"][0]["forward"]["ratio"] < 50
+        assert 0.2 < rows["1 x 8 x 1 x 1000 float32"]["forward"]["ratio"] < 50
     elif case == "plain":
-        assert set(found["cases"]["small"]) == {"before", "now", "peak_bytes"}
-        assert len(found["cases"]["small"]["before"]) == 2
+        assert set(rows["small"]) == {"before", "now", "peak_bytes"}
+        assert len(rows["small"]["before"]) == 2
     elif case == "entries":
-        assert all(row["difference"] < 1e-5 for row in found["rows"].values())
+        assert all(row["difference"] < 1e-5 for row in rows.values())
     elif case == "wrapped":
-        assert all(0 <= most < 1e-2 for most, _ in found["differences"]["dense float16"]["out"])
+        assert all(0 <= most < 1e-2 for most, _ in rows["dense float16"]["out"])
     elif case == "prompt":
-        assert len(found["prompt"]) == 2
-        assert all(row["prefill_seconds"] > 0 for row in found["prompt"].values())
+        assert len(rows) == 2
+        assert all(row["prefill_seconds"] > 0 for row in rows.values())
     elif case == "devices":
-        assert len(found["devices"]["2"]["1GiB"]["all"]) == 2
+        assert len(rows["2 devices, 1GiB"]["all"]) == 2
     else:
-        assert all(s > 0 for s in found["ranks"]["2"]["8192-a-gpu"]["ours"])
+        assert all(s > 0 for s in rows["2 ranks, 8192-a-gpu"]["ours"])
 
 
 @pytest.mark.slow
@@ -73,16 +76,19 @@ def test_a_long_step_is_measured(
     sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
     monkeypatch.setitem(step.SHAPES, "small", {**step.SHAPES["small"], **sizes})
     monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 1 << 20)
-    file = tmp_path / "found.json"
     asked = "equal-at=96 tokens=128 layers=1,2 first=32 most=256 memory=20MiB tile=64 longer=4"
-    run.main(["step", "--device=cpu", *(f"--{word}" for word in asked.split()), f"--json={file}"])
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert found["equal"]["equal"], found["equal"]
+    run.main(
+        ["step", "--device=cpu", *(f"--{word}" for word in asked.split()), f"--results={tmp_path}"]
+    )
+    (file,) = tmp_path.iterdir()
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    equal = rows["small equal 96"]
+    assert equal["equal"], equal
     # Of random weights: as likely one token as another.
-    assert found["equal"]["loss"] == pytest.approx(math.log(4096), rel=0.2)
-    assert [one["layers"] for one in found["long"]["steps"]] == [1, 2]
-    assert not found["long"]["extrapolated"]
-    ways = found["longest"]["ways"]
+    assert equal["loss"] == pytest.approx(math.log(4096), rel=0.2)
+    assert [one["layers"] for one in rows["small long 128"]["steps"]] == [1, 2]
+    assert not rows["small long 128"]["extrapolated"]
+    ways = {way: rows[f"small {way} in {20 << 20}"] for way in ("sdpa", "everything")}
     assert ways["sdpa"]["ran"]
     assert ways["sdpa"]["points"][-1]["peak"] <= 20 << 20
     assert ways["everything"]["tokens"] >= 2 * ways["sdpa"]["tokens"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,60 +22,79 @@ import quorum_attention as qa
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 NAMES = ("out", "dQ", "dK", "dV")
-_BLOCK = 8192
+LAST_ROWS = 8192
+# Scores in float64 at a time.
+SCORES_AT_A_TIME = 1 << 28
+Results = tuple[torch.Tensor, ...]
+"""Out, dQ, dK and dV."""
 
 
-def expected(
-    tensors: list[torch.Tensor], rows: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, ...]:
-    """Float64 rows of out, dQ, dK and dV of a causal call, tensors (n, d); ``rows`` ascend.
+class ExactCall(NamedTuple):
+    """A causal call in float64; all tensors are (n, d)."""
 
-    Rows before the first of ``rows`` have no part in any of that.
-    """
-    query, key, value, grad = (t.double() for t in tensors)
-    grad_key = torch.zeros(len(rows), query.shape[1], dtype=torch.float64, device=query.device)
-    grad_value = torch.zeros(len(rows), value.shape[1], dtype=torch.float64, device=query.device)
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_out: torch.Tensor
+    scale: float
 
-    def attended(at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Probabilities of rows, up to the key of the last; their output, and delta."""
-        stop = int(at[-1]) + 1
-        scores = query[at] @ key[:stop].mT * scale
-        later = torch.arange(stop, device=at.device) > at[:, None]
-        p = scores.masked_fill_(later, float("-inf")).softmax(1)
-        out = p @ value[:stop]
-        return p, out, (out * grad[at]).sum(1, keepdim=True)
-
-    p, out, delta = attended(rows)
-    seen = slice(0, p.shape[1])
-    grad_query = p.mul_(grad[rows] @ value[seen].mT - delta) @ key[seen] * scale
-    del p
-    n = query.shape[0]
-    for at in torch.arange(int(rows[0]), n, device=rows.device).split(max(1, (1 << 28) // n)):
-        p, _, delta = attended(at)
-        earlier = rows <= at[-1]
-        chosen = rows[earlier]
-        p = p[:, chosen]
-        ds = p * (grad[at] @ value[chosen].mT - delta)
-        grad_value[earlier] += p.mT @ grad[at]
-        grad_key[earlier] += ds.mT @ query[at] * scale
-    return out, grad_query, grad_key, grad_value
+    def attend(self, rows: torch.Tensor) -> Results:
+        """Probabilities of ascending rows, (rows, keys up to the last row's); their output, and
+        delta, (rows, 1).
+        """
+        stop = int(rows[-1]) + 1
+        scores = self.query[rows] @ self.key[:stop].mT * self.scale
+        is_later = torch.arange(stop, device=rows.device) > rows[:, None]
+        probabilities = scores.masked_fill_(is_later, float("-inf")).softmax(1)
+        out = probabilities @ self.value[:stop]
+        delta = (out * self.grad_out[rows]).sum(1, keepdim=True)
+        return probabilities, out, delta
 
 
-def monolithic(backend: SDPBackend, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def exact_rows(call: ExactCall, rows: torch.Tensor) -> Results:
+    """Rows of out, dQ, dK and dV; ``rows`` ascend."""
+    probabilities, out, delta = call.attend(rows)
+    n_keys = probabilities.shape[1]
+    grad_scores = probabilities.mul_(call.grad_out[rows] @ call.value[:n_keys].mT - delta)
+    grad_query = grad_scores @ call.key[:n_keys] * call.scale
+    del probabilities, grad_scores
+    return out, grad_query, *exact_key_rows(call, rows)
+
+
+def exact_key_rows(call: ExactCall, rows: torch.Tensor) -> Results:
+    """Rows of dK and dV. Queries before the first of ``rows`` have no part in any of them."""
+    grad_key = torch.zeros_like(call.key[rows])
+    grad_value = torch.zeros_like(call.value[rows])
+    n_tokens = call.query.shape[0]
+    queries = torch.arange(int(rows[0]), n_tokens, device=rows.device)
+    for block in queries.split(max(1, SCORES_AT_A_TIME // n_tokens)):
+        probabilities, _, delta = call.attend(block)
+        is_seen = rows <= block[-1]
+        keys = rows[is_seen]
+        probabilities = probabilities[:, keys]
+        grad_out = call.grad_out[block]
+        grad_scores = probabilities * (grad_out @ call.value[keys].mT - delta)
+        grad_value[is_seen] += probabilities.mT @ grad_out
+        grad_key[is_seen] += grad_scores.mT @ call.query[block] * call.scale
+    return grad_key, grad_value
+
+
+def monolithic(backend: SDPBackend, tensors: list[torch.Tensor]) -> Results:
     """Out, dQ, dK and dV of a kernel of torch's, on the device."""
-    *inputs, grad = tensors
-    query, key, value = leaves = [t.detach().requires_grad_() for t in inputs]
+    *inputs, grad_out = tensors
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    query, key, value = leaves
     with sdpa_kernel(backend):
         out = scaled_dot_product_attention(query, key, value, is_causal=True)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
 
-def ours(budget: str, kernel: str, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def recovered(budget: str, kernel: str, tensors: list[torch.Tensor]) -> Results:
     """The same by quorum attention, host to host."""
-    *inputs, grad = (t.cpu().pin_memory() for t in tensors)
+    *inputs, grad_out = (tensor.cpu().pin_memory() for tensor in tensors)
     options: dict[str, Any] = {"is_causal": True, "budget": budget, "kernel": kernel}
     out, lse = qa.attention_with_lse(*inputs, **options)
-    return out, *qa.attention_backward(grad, *inputs, out, lse, **options)
+    return out, *qa.attention_backward(grad_out, *inputs, out, lse, **options)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,39 +106,67 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beside", default="flash,cudnn", help="kernels alone, by commas")
 
 
-def run(args: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each sample and method."""
     torch.manual_seed(0)
-    n, scale = args.tokens, args.head_dim**-0.5
-    shape = (1, 1, n, args.head_dim)
+    n_tokens = options.tokens
+    shape = (1, 1, n_tokens, options.head_dim)
     tensors = [torch.randn(shape, dtype=torch.float16, device="cuda") for _ in range(4)]
-    samples = {
-        "random": torch.randperm(n, device="cuda")[: args.rows].sort().values,
-        "last": n - _BLOCK + torch.randperm(_BLOCK, device="cuda")[: args.rows].sort().values,
-    }
-    flat = [t[0, 0] for t in tensors]
-    every = torch.unique(torch.cat(list(samples.values())))
-    of_every = expected(flat, every, scale)
-    right = {
-        name: tuple(part[torch.searchsorted(every, rows)] for part in of_every)
-        for name, rows in samples.items()
-    }
+    samples = sampled_rows(n_tokens, options.rows)
+    exact = exact_samples(tensors, samples)
     torch.cuda.empty_cache()
-    beside = args.beside.split(",")
-    methods = {name: partial(monolithic, BACKENDS[name]) for name in beside}
-    methods["quorum"] = partial(ours, args.budget, args.kernel)
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in samples}
-    for method, attend in methods.items():
-        got = attend(tensors)
-        for name, rows in samples.items():
-            pairs = [(t[0, 0].to(w.device)[rows].double(), w) for t, w in zip(got, right[name])]  # noqa: B905
-            found[name][method] = mine = [float((a - w).norm() / w.norm()) for a, w in pairs]
-            first = found[name][beside[0]]
-            cells = [
-                f"{label} {a:.3g} ({a / b if b else math.nan:.3f})"
-                for label, a, b in zip(NAMES, mine, first, strict=True)
-            ]
-            print(f"{name:8} {method:8} {', '.join(cells)} of {beside[0]}'s", flush=True)
-        del got
+    errors: dict[str, dict[str, list[float]]] = {sample: {} for sample in samples}
+    rivals = options.beside.split(",")
+    for method, attend in methods_of(options, rivals).items():
+        results = attend(tensors)
+        for sample, rows in samples.items():
+            errors[sample][method] = relative_errors(results, exact[sample], rows)
+            print(describe(sample, method, errors[sample], rivals[0]), flush=True)
+        del results
         torch.cuda.empty_cache()
-    yield {"tokens": n, "errors": found}
+    yield {f"{sample} of {n_tokens}": by_method for sample, by_method in errors.items()}
+
+
+def sampled_rows(n_tokens: int, n_rows: int) -> dict[str, torch.Tensor]:
+    """Ascending rows from anywhere, and from the last ones."""
+    anywhere = torch.randperm(n_tokens, device="cuda")[:n_rows]
+    last = n_tokens - LAST_ROWS + torch.randperm(LAST_ROWS, device="cuda")[:n_rows]
+    return {"random": anywhere.sort().values, "last": last.sort().values}
+
+
+def exact_samples(
+    tensors: list[torch.Tensor], samples: dict[str, torch.Tensor]
+) -> dict[str, Results]:
+    """Rows of the right results, by sample; rows of all samples are computed at once."""
+    query, key, value, grad_out = (tensor[0, 0].double() for tensor in tensors)
+    call = ExactCall(query, key, value, grad_out, query.shape[1] ** -0.5)
+    all_rows = torch.unique(torch.cat(list(samples.values())))
+    results = exact_rows(call, all_rows)
+    return {
+        sample: tuple(result[torch.searchsorted(all_rows, rows)] for result in results)
+        for sample, rows in samples.items()
+    }
+
+
+def methods_of(
+    options: argparse.Namespace, rivals: list[str]
+) -> dict[str, Callable[[list[torch.Tensor]], Results]]:
+    methods = {name: partial(monolithic, BACKENDS[name]) for name in rivals}
+    return {**methods, "quorum": partial(recovered, options.budget, options.kernel)}
+
+
+def relative_errors(results: Results, exact: Results, rows: torch.Tensor) -> list[float]:
+    errors = []
+    for result, expected in zip(results, exact, strict=True):
+        sampled = result[0, 0].to(expected.device)[rows].double()
+        errors.append(float((sampled - expected).norm() / expected.norm()))
+    return errors
+
+
+def describe(sample: str, method: str, errors: dict[str, list[float]], rival: str) -> str:
+    """The errors of a method, and their ratios to the first rival's."""
+    cells = []
+    for name, error, of_rival in zip(NAMES, errors[method], errors[rival], strict=True):
+        ratio = error / of_rival if of_rival else math.nan
+        cells.append(f"{name} {error:.3g} ({ratio:.3f})")
+    return f"{sample:8} {method:8} {', '.join(cells)} of {rival}'s"

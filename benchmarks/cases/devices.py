@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from measure import medians, timed
@@ -18,31 +18,70 @@ import quorum_attention as qa
 from quorum_attention.devices import Pool
 from quorum_attention.devices.shared_files import alloc_shared
 
-
-def passes(tensors: list[torch.Tensor], rounds: int, **options: Any) -> tuple[Any, Any]:
-    """Seconds of forward and backward, by round; and a sample of the rows of every result."""
-    *inputs, grad = tensors
-    rows = slice(0, None, max(1, grad.shape[2] // 4096))
-
-    def once() -> tuple[Any, Any]:
-        # Results are freed before the next round, as a training loop frees them.
-        first, (out, lse) = timed(lambda: qa.attention_with_lse(*inputs, **options))
-        second, grads = timed(lambda: qa.attention_backward(grad, *inputs, out, lse, **options))
-        return (first, second), [t[:, :, rows].double() for t in (out, *grads)]
-
-    seconds, samples = zip(*(once() for _ in range(rounds)), strict=True)
-    return seconds, samples[-1]
+HEAD_DIM = 64
+# Rows of a result that are compared, about.
+SAMPLED_ROWS = 4096
+MAX_DIFFERENCE = 1e-2
 
 
-def killed(pool: Pool, tensors: list[torch.Tensor], wanted: float, **how: Any) -> float:
+class Passes(NamedTuple):
+    """Rounds of a call.
+
+    Attributes:
+        seconds: of forward and backward, by round.
+        samples: rows of every result of the last round, float64.
+    """
+
+    seconds: list[tuple[float, float]]
+    samples: list[torch.Tensor]
+
+
+def measure_passes(tensors: list[torch.Tensor], rounds: int, **options: Any) -> Passes:
+    seconds = []
+    samples: list[torch.Tensor] = []
+    for _ in range(rounds):
+        round_seconds, samples = measure_round(tensors, **options)
+        seconds.append(round_seconds)
+    return Passes(seconds, samples)
+
+
+def measure_round(
+    tensors: list[torch.Tensor], **options: Any
+) -> tuple[tuple[float, float], list[torch.Tensor]]:
+    """Seconds of forward and backward, and rows of the results.
+
+    Results are freed before the next round, as a training loop frees them.
+    """
+    *inputs, grad_out = tensors
+    forward, (out, lse) = timed(lambda: qa.attention_with_lse(*inputs, **options))
+    backward, grads = timed(lambda: qa.attention_backward(grad_out, *inputs, out, lse, **options))
+    step = max(1, grad_out.shape[2] // SAMPLED_ROWS)
+    samples = [result[:, :, ::step].double() for result in (out, *grads)]
+    return (forward, backward), samples
+
+
+def killed_over_ideal(
+    pool: Pool, tensors: list[torch.Tensor], undisturbed: float, **options: Any
+) -> float:
     """Seconds of a forward whose last worker is killed in the middle, over what is ideal: then the
-    others do all that was left. ``wanted``: seconds of an undisturbed one."""
-    timer = threading.Timer(wanted / 2, pool.workers[-1].process.kill)
-    timer.start()
-    took, _ = timed(lambda: qa.attention(*tensors[:3], devices=pool, **how))
-    count = len(pool.workers)
+    other workers do all that was left.
+
+    Args:
+        undisturbed: seconds of a forward in which no worker is killed.
+    """
+    half = undisturbed / 2
+    threading.Timer(half, pool.workers[-1].process.kill).start()
+    seconds, _ = timed(lambda: qa.attention(*tensors[:3], devices=pool, **options))
+    n_workers = len(pool.workers)
     pool.restart_lost()
-    return took / (wanted / 2 * (1 + count / (count - 1)))
+    return seconds / (half + half * n_workers / (n_workers - 1))
+
+
+def largest_difference(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest difference of a result, as a share of its largest value."""
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(results, expected, strict=True)
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -55,37 +94,51 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kill", action="store_true", help="a worker, in the middle of a forward")
 
 
-def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A line for each budget; ``found`` has what other numbers of devices took."""
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line for each budget."""
     names = "all" if options.devices == "all" else options.devices.split(",")
     with Pool(names, threads=None if torch.cuda.is_available() else 1) as pool:
-        alone = pool.devices[0]
-        dtype = torch.float32 if alone == "cpu" else torch.float16
-        tensors = [alloc_shared((1, options.heads, options.tokens, 64), dtype) for _ in range(4)]
-        for head in (head for tensor in tensors for head in tensor[0]):
-            head.copy_(torch.randn(head.shape, device=alone))
-        every = found.setdefault("devices", {}).setdefault(str(len(pool.devices)), {})
+        tensors = draw_tensors(options, str(pool.devices[0]))
         for budget in options.budgets.split(","):
-            how = {"is_causal": True, "kernel": options.kernel, "budget": budget}
-            # One after the other: idle workers unlock their memory after ten seconds. For one
-            # device inputs are page-locked, as they are for workers.
-            pinned = [t.pin_memory() if torch.cuda.is_available() else t for t in tensors]
-            one, right = passes(pinned, options.rounds, devices=alone, **how)
-            del pinned
-            many, mine = passes(tensors, options.rounds, devices=pool, **how)
-            off = max(
-                float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, right, strict=True)
-            )
-            assert off < 1e-2, "a result is wrong"
-            every[budget] = {"one": one, "all": many}
-            if options.kill:
-                ratio = killed(pool, tensors, medians(many[1:])[0], **how)
-                every[budget]["killed"] = ratio
-                print(f"{budget}: a worker killed in the middle: {ratio:.3f} of ideal", flush=True)
-            first, second = (
-                a / b for a, b in zip(medians(one[1:]), medians(many[1:]), strict=True)
-            )
-            print(
-                f"{budget}: {first:.3f}; {second:.3f} times one, difference {off:.1e}", flush=True
-            )
-            yield found
+            yield measure_budget(pool, tensors, budget, options)
+
+
+def draw_tensors(options: argparse.Namespace, device: str) -> list[torch.Tensor]:
+    """Query, key, value and the gradient of the output, in memory that workers can map."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    shape = (1, options.heads, options.tokens, HEAD_DIM)
+    tensors = [alloc_shared(shape, dtype) for _ in range(4)]
+    for tensor in tensors:
+        for head in tensor[0]:
+            head.copy_(torch.randn(head.shape, device=device))
+    return tensors
+
+
+def measure_budget(
+    pool: Pool, tensors: list[torch.Tensor], budget: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    call = {"is_causal": True, "kernel": options.kernel, "budget": budget}
+    one_device = pool.devices[0]
+    # One after the other: idle workers unlock their memory after ten seconds. For one device inputs
+    # are page-locked, as they are for workers.
+    on_gpu = torch.cuda.is_available()
+    pinned = [tensor.pin_memory() if on_gpu else tensor for tensor in tensors]
+    one = measure_passes(pinned, options.rounds, devices=one_device, **call)
+    del pinned
+    several = measure_passes(tensors, options.rounds, devices=pool, **call)
+    difference = largest_difference(several.samples, one.samples)
+    assert difference < MAX_DIFFERENCE, "a result is wrong"
+    row = f"{len(pool.devices)} device{'s'[: len(pool.devices) - 1]}, {budget}"
+    rows: dict[str, Any] = {row: {"one": one.seconds, "all": several.seconds}}
+    several_medians = medians(several.seconds[1:])
+    if options.kill:
+        ratio = killed_over_ideal(pool, tensors, several_medians[0], **call)
+        rows[f"{row}, a worker killed"] = {"over_ideal": ratio}
+        print(f"{row}: a worker killed in the middle: {ratio:.3f} of ideal", flush=True)
+    forward, backward = (
+        a / b for a, b in zip(medians(one.seconds[1:]), several_medians, strict=True)
+    )
+    print(
+        f"{row}: {forward:.3f}; {backward:.3f} times one, difference {difference:.1e}", flush=True
+    )
+    return rows

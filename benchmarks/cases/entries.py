@@ -9,15 +9,15 @@ turns; medians. --share 0.1 takes a tenth of the entries, --share 7 more than 10
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
-from measure import timed
+from measure import in_turn, timed
 from torch.nn.functional import scaled_dot_product_attention
 
 import quorum_attention as qa
@@ -38,126 +38,178 @@ WORDS = {
 
 @dataclass
 class Row:
-    """One call.
+    """A call.
 
     Attributes:
         inputs: query, key and value, (*batch, heads, n, d), on the device that computes.
-        mask: makes ``attn_mask`` of our call.
+        make_mask: makes ``attn_mask`` of our call.
         dense: ``attn_mask`` of torch's call: bool, or additive.
         learned: the bias whose gradient is asked for as well.
     """
 
     inputs: list[torch.Tensor]
-    mask: Callable[[], Any] = lambda: None
+    make_mask: Callable[[], Any] = lambda: None
     dense: torch.Tensor | None = None
     learned: list[torch.Tensor] = field(default_factory=list)
 
 
-def drawn(*shape: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Query, key and value of one shape."""
-    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
+class Draw:
+    """Draws inputs in a dtype on a device."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        """A leaf that gets a gradient."""
+        tensor = torch.randn(shape, device=self.device)
+        return tensor.to(self.dtype).requires_grad_()
+
+    def inputs(self, *shape: int) -> list[torch.Tensor]:
+        """Query, key and value of one shape."""
+        return [self.tensor(*shape) for _ in range(3)]
+
+    def keep(self, entries: int, keys: int, share: float) -> torch.Tensor:
+        """Booleans of which about ``share`` are true."""
+        return torch.rand(entries, keys, device=self.device) < share
 
 
-def permuted(entries: int, dtype: torch.dtype, device: str) -> Row:
+def permuted(entries: int, draw: Draw) -> Row:
     """TabPFN's tables: rows by columns in memory, and a call by columns and rows."""
-    shape = entries // 8, 8, 16, 4, 16
-    three = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
-    return Row([t.permute(1, 0, 3, 2, 4) for t in three])
+    inputs = draw.inputs(entries // 8, 8, 16, 4, 16)
+    return Row([tensor.permute(1, 0, 3, 2, 4) for tensor in inputs])
 
 
-def narrow(entries: int, dtype: torch.dtype, device: str) -> Row:
+def narrow(entries: int, draw: Draw) -> Row:
     """Entries of 16 heads, 16 tokens of 16 numbers, in 16 bits."""
-    return Row(drawn(entries, 16, 16, 16, dtype=torch.bfloat16, device=device))
+    return Row(Draw(torch.bfloat16, draw.device).inputs(entries, 16, 16, 16))
 
 
-def shared_bias(entries: int, heads: int, tokens: int, dtype: torch.dtype, device: str) -> Row:
+def shared_bias(heads: int, tokens: int, entries: int, draw: Draw) -> Row:
     """Windows that share a learned bias."""
-    bias = torch.randn(heads, tokens, tokens, device=device).to(dtype).requires_grad_()
-    three = drawn(entries, heads, tokens, 16, dtype=dtype, device=device)
-    return Row(three, lambda: bias, bias, [bias])
+    bias = draw.tensor(heads, tokens, tokens)
+    return Row(draw.inputs(entries, heads, tokens, 16), lambda: bias, bias, [bias])
 
 
-def lengths(entries: int, dtype: torch.dtype, device: str) -> Row:
+def lengths(entries: int, draw: Draw) -> Row:
     """Sets of at most 12, each of its own length."""
-    counts = torch.randint(1, 13, (entries,), device=device)
-    dense = torch.arange(12, device=device) < counts[:, None]
-    three = drawn(entries, 4, 12, 16, dtype=dtype, device=device)
-    return Row(three, lambda: qa.Mask(key_lengths=counts.clone()), dense[:, None, None])
+    counts = torch.randint(1, 13, (entries,), device=draw.device)
+    dense = torch.arange(12, device=draw.device) < counts[:, None]
+    inputs = draw.inputs(entries, 4, 12, 16)
+    return Row(inputs, lambda: qa.Mask(key_lengths=counts.clone()), dense[:, None, None])
 
 
-def padding(entries: int, dtype: torch.dtype, device: str) -> Row:
+def padding(entries: int, draw: Draw) -> Row:
     """Sets of 12 of which any may be missing, but for the first."""
-    there = torch.rand(entries, 12, device=device) < 0.7
-    there[:, 0] = True
-    three = drawn(entries, 4, 12, 16, dtype=dtype, device=device)
-    return Row(three, lambda: qa.Mask(key_padding=there.clone()), there[:, None, None])
+    is_kept = draw.keep(entries, 12, 0.7)
+    is_kept[:, 0] = True
+    inputs = draw.inputs(entries, 4, 12, 16)
+    return Row(inputs, lambda: qa.Mask(key_padding=is_kept.clone()), is_kept[:, None, None])
 
 
-def shifted(images: int, dtype: torch.dtype, device: str) -> Row:
+def shifted(images: int, draw: Draw) -> Row:
     """Swin's shifted windows: 64 of an image, by their regions; those at its edges hold several."""
     ids = torch.zeros(8, 8, 7, 7, dtype=torch.int64)
     ids[-1, :, 4:] += 1
     ids[:, -1, :, 4:] += 2
-    ids = ids.view(64, 49).repeat(images, 1).to(device)
+    ids = ids.view(64, 49).repeat(images, 1).to(draw.device)
     dense = (ids[:, :, None] == ids[:, None])[:, None]
-    three = drawn(64 * images, 4, 49, 32, dtype=dtype, device=device)
-    return Row(three, lambda: qa.Mask(documents=ids.clone()), dense)
+    inputs = draw.inputs(64 * images, 4, 49, 32)
+    return Row(inputs, lambda: qa.Mask(documents=ids.clone()), dense)
 
 
-def scattered(tokens: int, dtype: torch.dtype, device: str) -> Row:
+def scattered(tokens: int, draw: Draw) -> Row:
     """400 documents whose tokens lie in any order."""
-    ids = torch.randint(0, 400, (tokens,), device=device)
-    three = drawn(1, 4, tokens, 64, dtype=dtype, device=device)
-    return Row(three, lambda: qa.Mask(documents=ids.clone()), ids[:, None] == ids)
+    ids = torch.randint(0, 400, (tokens,), device=draw.device)
+    inputs = draw.inputs(1, 4, tokens, 64)
+    return Row(inputs, lambda: qa.Mask(documents=ids.clone()), ids[:, None] == ids)
 
 
-def missing(tokens: int, dtype: torch.dtype, device: str) -> Row:
+def missing(tokens: int, draw: Draw) -> Row:
     """Half of the keys are padding, anywhere."""
-    there = torch.rand(1, tokens, device=device) < 0.5
-    three = drawn(1, 4, tokens, 64, dtype=dtype, device=device)
-    return Row(three, lambda: qa.Mask(key_padding=there.clone()), there[:, None, None])
+    is_kept = draw.keep(1, tokens, 0.5)
+    inputs = draw.inputs(1, 4, tokens, 64)
+    return Row(inputs, lambda: qa.Mask(key_padding=is_kept.clone()), is_kept[:, None, None])
 
 
-def windows(entries: int, dtype: torch.dtype, device: str) -> Row:
+def windows(entries: int, draw: Draw) -> Row:
     """Windows of 49 without a mask."""
-    return Row(drawn(entries, 4, 49, 32, dtype=dtype, device=device))
+    return Row(draw.inputs(entries, 4, 49, 32))
 
 
-def rows(share: float) -> dict[str, Callable[[torch.dtype, str], Row]]:
-    """The rows by name; ``share`` times the entries."""
-
-    def times(entries: int) -> int:
-        return max(1, round(entries * share))
-
-    return {
-        "permuted": lambda *how: permuted(times(16_000), *how),
-        "narrow": lambda *how: narrow(times(16_384), *how),
-        "bias-8": lambda *how: shared_bias(times(20_000), 2, 8, *how),
-        "bias-49": lambda *how: shared_bias(times(1_024), 8, 49, *how),
-        "lengths": lambda *how: lengths(times(20_000), *how),
-        "padding": lambda *how: padding(times(20_000), *how),
-        "shifted": lambda *how: shifted(times(8), *how),
-        "scattered": lambda *how: scattered(4_096, *how),
-        "missing": lambda *how: missing(4_096, *how),
-        "windows": lambda *how: windows(times(20_000), *how),
-    }
+# The entries of a row, and what makes so many of them.
+ROWS: dict[str, tuple[int, Callable[[int, Draw], Row]]] = {
+    "permuted": (16_000, permuted),
+    "narrow": (16_384, narrow),
+    "bias-8": (20_000, partial(shared_bias, 2, 8)),
+    "bias-49": (1_024, partial(shared_bias, 8, 49)),
+    "lengths": (20_000, lengths),
+    "padding": (20_000, padding),
+    "shifted": (8, shifted),
+    "scattered": (4_096, scattered),
+    "missing": (4_096, missing),
+    "windows": (20_000, windows),
+}
+# Rows of one entry, which --share leaves as they are.
+OF_ONE_ENTRY = ("scattered", "missing")
 
 
-def runs(row: Row, *, backward: bool) -> dict[str, Callable[[], Any]]:
-    """What is timed, by method."""
+def make_row(name: str, share: float, draw: Draw) -> Row:
+    """A row with ``share`` times its entries."""
+    entries, make = ROWS[name]
+    if name not in OF_ONE_ENTRY:
+        entries = max(1, round(entries * share))
+    return make(entries, draw)
+
+
+def calls_of(row: Row, *, backward: bool) -> dict[str, Callable[[], Any]]:
+    """The calls that are timed, by method."""
     grad_out = torch.randn_like(row.inputs[0])
-    wanted = [*row.inputs, *row.learned]
+    leaves = [*row.inputs, *row.learned]
 
     def call(attend: Callable[..., torch.Tensor], mask: Any) -> Any:
         if backward:
-            return torch.autograd.grad(attend(*row.inputs, attn_mask=mask), wanted, grad_out)
+            return torch.autograd.grad(attend(*row.inputs, attn_mask=mask), leaves, grad_out)
         with torch.no_grad():
             return attend(*row.inputs, attn_mask=mask)
 
     return {
         "torch": lambda: call(scaled_dot_product_attention, row.dense),
-        "quorum": lambda: call(qa.attention, row.mask()),
+        "quorum": lambda: call(qa.attention, row.make_mask()),
     }
+
+
+def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of both methods' calls, the ratio of the later ones, and the largest difference."""
+    calls = calls_of(row, backward=options.passes == "both")
+    results: dict[str, Any] = {}
+
+    def seconds_of(method: str) -> float:
+        start = time.process_time()
+        seconds, results[method] = timed(calls[method])
+        return time.process_time() - start if options.cpu_time else seconds
+
+    runs = {method: partial(seconds_of, method) for method in calls}
+    seconds = in_turn(runs, 1 + options.rounds)
+    ratio = later_median(seconds["quorum"]) / later_median(seconds["torch"])
+    pairs = zip(results["torch"], results["quorum"], strict=True)
+    difference = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+    return {"seconds": seconds, "ratio": ratio, "difference": difference}
+
+
+def later_median(seconds: list[float]) -> float:
+    """The median of the calls after the first."""
+    return median(seconds[1:] or seconds)
+
+
+def describe(result: dict[str, Any]) -> str:
+    torch_seconds = result["seconds"]["torch"]
+    our_seconds = result["seconds"]["quorum"]
+    return (
+        f"{later_median(torch_seconds):9.4f} {later_median(our_seconds):9.4f}  "
+        f"{result['ratio']:5.2f}  ({torch_seconds[0]:.3f}, {our_seconds[0]:.3f}; "
+        f"{result['difference']:.1e})"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -168,39 +220,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pass", dest="passes", choices=["both", "forward"], default="both")
 
 
-def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each row."""
-    on_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    found: dict[str, Any] = {}
-    known = rows(options.share)
+    draw = Draw(torch.float32, "cpu")
+    if torch.cuda.is_available():
+        draw = Draw(torch.bfloat16, "cuda")
     if options.cpu_time:
         torch.set_num_threads(1)
     print(f"{'row':12} {'torch':>9} {'ours':>9}  ratio  (first calls; largest difference)")
-    for name in options.rows.split(",") if options.rows else known:
+    for name in options.rows.split(",") if options.rows else ROWS:
         torch.manual_seed(0)
-        row = known[name](dtype, device)
-        calls = runs(row, backward=options.passes == "both")
-        seconds: dict[str, list[float]] = {method: [] for method in calls}
-        results: dict[str, Any] = {}
-        for number in range(1 + options.rounds):
-            for method in list(calls)[:: -1 if number % 2 else 1]:
-                began = time.process_time()
-                took, results[method] = timed(calls[method])
-                spent = time.process_time() - began
-                seconds[method].append(spent if options.cpu_time else took)
-                gc.collect()
-        pairs = zip(results["torch"], results["quorum"], strict=True)
-        off = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-        middle = {
-            method: statistics.median(times[1:] or times) for method, times in seconds.items()
-        }
-        ratio, first = middle["quorum"] / middle["torch"], [t[0] for t in seconds.values()]
-        found[name] = {"seconds": seconds, "ratio": ratio, "difference": off}
-        print(
-            f"{name:12} {middle['torch']:9.4f} {middle['quorum']:9.4f}  {ratio:5.2f}  "
-            f"({first[0]:.3f}, {first[1]:.3f}; {off:.1e})",
-            flush=True,
-        )
-        del row, calls, results
-        yield {"pass": options.passes, "share": options.share, "rows": found}
+        result = measure(make_row(name, options.share, draw), options)
+        print(f"{name:12} {describe(result)}", flush=True)
+        yield {name: result}

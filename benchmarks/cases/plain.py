@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import PACKAGE, ROOT, Version, both, in_turn, medians
+from measure import PACKAGE, ROOT, Version, in_turn, medians, timed_passes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -28,9 +28,11 @@ from torch.nn.functional import scaled_dot_product_attention
 class Case:
     """A causal call of batch 1.
 
-    ``place`` of the tensors: "pinned" and "pageable" host memory, or "device". ``kernel`` and
-    ``depth`` as in ``attention``; "flex": compiled FlexAttention, recovered, which has the window
-    as its rule. ``calls``: how many of them are one measurement.
+    Attributes:
+        place: of the tensors: "pinned" or "pageable" host memory, or "device".
+        kernel, depth: as in ``attention``; "flex" is compiled FlexAttention, recovered, which has
+            the window as its rule.
+        calls: how many of them are one measurement.
     """
 
     tokens: int
@@ -46,8 +48,10 @@ class Case:
     calls: int = 1
 
 
-_HALF, _BFLOAT = torch.float16, torch.bfloat16
-_MILLION, _QUARTER = (1 << 20, 8, 8, 64, _HALF), (1 << 18, 32, 8, 128, _BFLOAT)
+_HALF = torch.float16
+_BFLOAT = torch.bfloat16
+_MILLION = (1 << 20, 8, 8, 64, _HALF)
+_QUARTER = (1 << 18, 32, 8, 128, _BFLOAT)
 CASES = {
     "65536": Case(1 << 16, 8, 8, 64, _HALF, "1GiB"),
     "65536-128MiB": Case(1 << 16, 8, 8, 64, _HALF, "128MiB"),
@@ -76,87 +80,121 @@ CASES = {
     "small": Case(1 << 10, 8, 8, 64, _HALF, None, "device", calls=50),
     "short": Case(1 << 15, 8, 8, 64, _HALF, "16MiB"),
 }
-# On a CPU.
-CPU = {
+CPU_CASES = {
     "16384": Case(1 << 14, 2, 2, 64, torch.float32, "24MiB", "device"),
     "8192-cut": Case(1 << 13, 2, 2, 64, torch.float32, None, "device", depth=1),
     "small": Case(64, 8, 8, 64, torch.float32, None, "device", calls=200),
 }
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
-Run = Callable[[], list[float]]
+# Rivals that can leave pairs outside of a window out.
+WITH_WINDOWS = ("fa4", "flex")
+Measurement = Callable[[], list[float]]
+"""Makes a call, and returns the seconds of its forward and of its backward."""
 
 
-def fa4(*three: torch.Tensor, **options: Any) -> torch.Tensor:
-    """FlashAttention-4 as its users call it, on tensors token after token."""
+def flash_attention_4(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+    """FlashAttention-4 as its users call it, on tensors token after token, (1, n, heads, d)."""
     from flash_attn.cute import flash_attn_func
 
-    found = flash_attn_func(*three, **{"causal": True, **options})
-    result: torch.Tensor = found[0] if isinstance(found, tuple) else found
-    return result
+    output = flash_attn_func(*inputs, **{"causal": True, **options})
+    out: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return out
 
 
-def flex(case: Case) -> Callable[..., torch.Tensor]:
+def compiled_flex(case: Case) -> Callable[..., torch.Tensor]:
     """Torch's compiled FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def keeps_pair(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q >= k) & (q - k < case.window) if case.window else q >= k
 
-    lists = torch.compile(create_block_mask)(rule, None, None, case.tokens, case.tokens, "cuda")
-    grouped = case.heads != case.kv_heads
-    return partial(torch.compile(flex_attention), block_mask=lists, enable_gqa=grouped)
+    make_lists = torch.compile(create_block_mask)
+    lists = make_lists(keeps_pair, None, None, case.tokens, case.tokens, "cuda")
+    is_grouped = case.heads != case.kv_heads
+    return partial(torch.compile(flex_attention), block_mask=lists, enable_gqa=is_grouped)
 
 
-def alone(name: str, case: Case, tensors: list[torch.Tensor]) -> Run:
+def rival(name: str, case: Case, tensors: list[torch.Tensor]) -> Measurement:
     """A kernel by itself, on tensors of the device."""
     if name == "flex":
-        compiled = flex(case)
-        return lambda: list(both(compiled, tensors[:3], tensors[3]))
+        compiled = compiled_flex(case)
+        return lambda: list(timed_passes(compiled, tensors[:3], tensors[3]))
     if name == "fa4":
-        tensors = [t.transpose(1, 2).contiguous() for t in tensors]
-        window = {} if case.window is None else {"window_size": (case.window - 1, 0)}
-        attend = partial(fa4, causal=case.window is None, **window)
-        return lambda: list(both(attend, tensors[:3], tensors[3]))
+        return rival_fa4(case, tensors)
 
     def run() -> list[float]:
         with sdpa_kernel(BACKENDS[name]):
-            return list(both(attend, tensors[:3], tensors[3]))
+            return list(timed_passes(attend, tensors[:3], tensors[3]))
 
-    grouped = case.heads != case.kv_heads
-    attend = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
+    is_grouped = case.heads != case.kv_heads
+    attend = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=is_grouped)
     return run
 
 
-def ours(case: Case, version: Version, tensors: list[torch.Tensor], peaks: list[int]) -> Run:
-    """From where the case has its tensors; ``peaks`` gets the bytes of the device at most."""
-    kernel: Any = case.kernel
-    window = case.window if case.kernel != "flex" else None
-    if case.kernel == "flex":
-        with version.active():
-            kit = importlib.import_module(f"{PACKAGE}.kernels.kit")
-            rule = None if case.window is None else kit.sliding_window(case.window)
-            kernel = kit.from_score_mod(None, rule, compiled=True)
+def rival_fa4(case: Case, tensors: list[torch.Tensor]) -> Measurement:
+    *inputs, grad_out = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
+    attend = flash_attention_4
+    if case.window is not None:
+        window_size = (case.window - 1, 0)
+        attend = partial(flash_attention_4, causal=False, window_size=window_size)
+    return lambda: list(timed_passes(attend, inputs, grad_out))
 
-    def run() -> list[float]:
-        on_gpu = torch.cuda.is_available()
-        held = torch.cuda.memory_allocated() if on_gpu else 0
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        with version.active() as qa:
+
+def recovered_flex(case: Case, version: Version) -> Any:
+    """The kernel of a version that recovers compiled FlexAttention."""
+    with version.active():
+        kit = importlib.import_module(f"{PACKAGE}.kernels.kit")
+        window = None if case.window is None else kit.sliding_window(case.window)
+        return kit.from_score_mod(None, window, compiled=True)
+
+
+class OurCalls:
+    """Calls of a version of the package, from where the case has its tensors.
+
+    Attributes:
+        peaks: the most bytes of the device in each measurement, beyond those before it.
+    """
+
+    def __init__(
+        self, case: Case, version: Version, tensors: list[torch.Tensor], peaks: list[int]
+    ) -> None:
+        self.case = case
+        self.version = version
+        self.tensors = tensors
+        self.peaks = peaks
+        is_flex = case.kernel == "flex"
+        self.kernel = recovered_flex(case, version) if is_flex else case.kernel
+        self.window = None if is_flex else case.window
+        self.is_causal = not is_flex or case.window is None
+
+    def __call__(self) -> list[float]:
+        """Seconds of a forward and of a backward: means over the case's calls."""
+        if not torch.cuda.is_available():
+            return self._measure()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = self._measure()
+        self.peaks.append(torch.cuda.max_memory_allocated() - before)
+        return seconds
+
+    def _measure(self) -> list[float]:
+        case = self.case
+        *inputs, grad_out = self.tensors
+        with self.version.active() as qa:
             attend = partial(
-                qa.attention, attn_mask=window and qa.Mask(window=(window - 1, 0)),
-                is_causal=case.kernel != "flex" or case.window is None, enable_gqa=True,
-                budget=case.budget, kernel=kernel, depth=case.depth,
-            )  # fmt: skip
-            pairs = [both(attend, tensors[:3], tensors[3]) for _ in range(case.calls)]
-        if on_gpu:
-            peaks.append(torch.cuda.max_memory_allocated() - held)
+                qa.attention,
+                attn_mask=self.window and qa.Mask(window=(self.window - 1, 0)),
+                is_causal=self.is_causal,
+                enable_gqa=True,
+                budget=case.budget,
+                kernel=self.kernel,
+                depth=case.depth,
+            )
+            pairs = [timed_passes(attend, inputs, grad_out) for _ in range(case.calls)]
         return [sum(part) / case.calls for part in zip(*pairs, strict=True)]
 
-    return run
 
-
-def drawn(case: Case, device: str | torch.device) -> list[torch.Tensor]:
+def draw_tensors(case: Case, device: str | torch.device) -> list[torch.Tensor]:
     """Query, key, value and the gradient of the output, on the device."""
     torch.manual_seed(0)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -164,14 +202,23 @@ def drawn(case: Case, device: str | torch.device) -> list[torch.Tensor]:
     return [torch.randn(shape, device=device).to(case.dtype) for shape in shapes]
 
 
-def line(found: dict[str, Any]) -> str:
-    """Milliseconds of each: forward, backward, and what the first call took beyond."""
+def place_tensors(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors where our calls have them."""
+    if case.place == "device":
+        return tensors
+    tensors = [tensor.cpu() for tensor in tensors]
+    if case.place == "pageable":
+        return tensors
+    return [tensor.pin_memory() for tensor in tensors]
+
+
+def describe(seconds: dict[str, list[Any]]) -> str:
+    """Milliseconds of each method: forward, backward, and what the first call took beyond."""
     words = []
-    for name, calls in found.items():
-        if name != "peak_bytes":
-            forward, backward = medians(calls[1:] or calls)
-            first = sum(calls[0]) - forward - backward
-            words.append(f"{name} {forward * 1e3:.1f}, {backward * 1e3:.1f} ms ({first:+.2f} s)")
+    for method, calls in seconds.items():
+        forward, backward = medians(calls[1:] or calls)
+        first = sum(calls[0]) - forward - backward
+        words.append(f"{method} {forward * 1e3:.1f}, {backward * 1e3:.1f} ms ({first:+.2f} s)")
     return " | ".join(words)
 
 
@@ -183,29 +230,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=4, help="calls of each, the first included")
 
 
-def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each case."""
     versions = {} if options.before is None else {"before": Version(options.before)}
     versions["now"] = Version(ROOT / "src")
-    on_gpu, cases = torch.cuda.is_available(), {}
-    known = CASES if on_gpu else CPU
     # The first one of a process imports sympy, 2 s by itself.
     torch.zeros(2, requires_grad=True).mul(1).backward(torch.ones(2))
-    for name in options.cases.split(",") if options.cases else known:
-        case, peaks = known[name], list[int]()
-        case = replace(case, kernel=options.kernel or case.kernel)
-        tensors = drawn(case, "cuda" if on_gpu else "cpu")
-        windowed = ("fa4", "flex")  # kernels that have windows
-        rivals = [r for r in options.alone.split(",") if r and (not case.window or r in windowed)]
-        runs = {rival: alone(rival, case, tensors) for rival in rivals if on_gpu}
-        if case.place != "device":
-            tensors = [t.cpu() for t in tensors]
-        if case.place == "pinned":
-            tensors = [t.pin_memory() for t in tensors]
-        runs |= {v: ours(case, version, tensors, peaks) for v, version in versions.items()}
-        cases[name] = {**in_turn(runs, options.rounds), "peak_bytes": max(peaks, default=None)}
-        del runs, tensors
-        if on_gpu:
+    cases = CASES if torch.cuda.is_available() else CPU_CASES
+    for name in options.cases.split(",") if options.cases else cases:
+        case = cases[name]
+        row = name
+        if options.kernel is not None:
+            case = replace(case, kernel=options.kernel)
+            row = f"{name}, {options.kernel}"
+        seconds, peak = measure(case, options, versions)
+        print(f"{row:18} {describe(seconds)}", flush=True)
+        yield {row: {**seconds, "peak_bytes": peak}}
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        print(f"{name:18} {line(cases[name])}", flush=True)
-        yield {"kernel": options.kernel or "auto", "cases": cases}
+
+
+def measure(
+    case: Case, options: argparse.Namespace, versions: dict[str, Version]
+) -> tuple[dict[str, list[Any]], int | None]:
+    """Seconds by method and round, and the most bytes of the device that ours took."""
+    on_gpu = torch.cuda.is_available()
+    tensors = draw_tensors(case, "cuda" if on_gpu else "cpu")
+    runs: dict[str, Measurement] = {}
+    for name in filter(None, options.alone.split(",")):
+        if on_gpu and (case.window is None or name in WITH_WINDOWS):
+            runs[name] = rival(name, case, tensors)
+    tensors = place_tensors(case, tensors)
+    peaks: list[int] = []
+    for name, version in versions.items():
+        runs[name] = OurCalls(case, version, tensors, peaks)
+    return in_turn(runs, options.rounds), max(peaks, default=None)

@@ -31,10 +31,10 @@ from quorum_attention.units import format_bytes, parse_bytes, parse_count
 
 WAYS = ("sdpa", "offloaded", "chunks", "heads", "long_context", "ours")
 ROW = Path(__file__).resolve().parents[1] / "prompt_row.py"
+MAX_REASON = 300
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shape", default="Qwen3-4B" if on_gpu else "small")
     parser.add_argument("--layers", type=int, help="of the model; default: all")
@@ -46,15 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a row")
 
 
-def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure row by row."""
-    rows: dict[str, Any] = dict(found.get("prompt", {}))
     for tokens in map(parse_count, options.tokens.split(",")):
         for way in options.ways.split(","):
             row = measure_row(options, way, tokens)
-            rows[f"{options.shape} {tokens} {format_bytes(options.memory)} {way}"] = row
-            print(f"{tokens:>9,} {way:13} {described(row)}", flush=True)
-            yield {"prompt": rows}
+            print(f"{tokens:>9,} {way:13} {describe(row)}", flush=True)
+            yield {f"{options.shape} {tokens} {format_bytes(options.memory)} {way}": row}
 
 
 def measure_row(options: argparse.Namespace, way: str, tokens: int) -> dict[str, Any]:
@@ -70,20 +68,20 @@ def measure_row(options: argparse.Namespace, way: str, tokens: int) -> dict[str,
     }
     command = [sys.executable, str(ROW), json.dumps(row)]
     try:
-        finished = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=options.timeout, check=False
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"took more than {options.timeout:.0f} s"}
-    lines = finished.stdout.splitlines()
-    if finished.returncode or not lines:
-        reason = finished.stderr.strip().splitlines()[-1:] or ["no word"]
-        return {"failed": reason[0][:300]}
+    lines = process.stdout.splitlines()
+    if process.returncode != 0 or not lines:
+        last_lines = process.stderr.strip().splitlines()[-1:] or ["no word"]
+        return {"failed": last_lines[0][:MAX_REASON]}
     result: dict[str, Any] = json.loads(lines[-1])
     return result
 
 
-def described(row: dict[str, Any]) -> str:
+def describe(row: dict[str, Any]) -> str:
     """One line about a row."""
     if "failed" in row:
         return str(row["failed"])

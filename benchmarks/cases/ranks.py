@@ -4,26 +4,24 @@ One process a GPU, NCCL; inputs on the devices, sharded by sequence. Seconds of 
 forward and backward through autograd: medians, of the slowest rank; all ranks begin at one moment.
 "...-x8": eight calls are enqueued one after the other before anybody waits, as a model's layers
 are. "fa4" and "cudnn" are one device with the whole sequence. A method that raises is left out, and
-its error said; one that hangs takes its process with it: give it a run of its own (--methods; one
-JSON file keeps both). Without a GPU: Gloo, --ranks 2 --divide 64.
+its error said; one that hangs takes its process with it: give it a run of its own (--methods).
+Without a GPU: Gloo, --ranks 2 --divide 64.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import plain
-from cases.plain import fa4
-from measure import on_ranks, wait
+from cases.plain import flash_attention_4
+from measure import medians, on_ranks, wait
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -35,51 +33,81 @@ _SDPA = functional.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Case(plain.Case):
-    """``tokens`` of each rank where ``each``; ``calls`` in a row."""
+    """A call of a sharded sequence.
+
+    Attributes:
+        rounds: how often its calls are timed.
+        is_per_rank: whether ``tokens`` are those of a rank, or else of the whole sequence.
+    """
 
     rounds: int = 5
-    each: bool = False
+    is_per_rank: bool = False
 
 
 _SHORT = (8192, 64, 8, 128, torch.bfloat16)
 CASES = {
     "131072": Case(131072, 32, 8, 128, torch.bfloat16),
     "1048576": Case(1 << 20, 8, 8, 64, torch.float16, rounds=2),
-    "8192-a-gpu": Case(*_SHORT, rounds=15, each=True),
-    "8192-a-gpu-x8": Case(*_SHORT, rounds=9, calls=8, each=True),
+    "8192-a-gpu": Case(*_SHORT, rounds=15, is_per_rank=True),
+    "8192-a-gpu-x8": Case(*_SHORT, rounds=9, calls=8, is_per_rank=True),
 }
 
 
 @dataclass
 class Setting:
-    """A case on one rank; ``whole`` and ``mine``: query, key, value and upstream gradient."""
+    """A case on one rank.
+
+    Attributes:
+        sizes: tokens of each rank.
+        sequence: query, key, value and upstream gradient of all tokens.
+        shard: the same, of this rank's tokens.
+    """
 
     case: Case
-    ranks: int
+    n_ranks: int
     sizes: tuple[int, ...]
-    whole: list[torch.Tensor]
-    mine: list[torch.Tensor]
+    sequence: list[torch.Tensor]
+    shard: list[torch.Tensor]
 
 
 @dataclass
 class Method:
-    """A way to make a call; ``around`` is entered before the clock starts."""
+    """A way to make a call.
+
+    Attributes:
+        is_sharded: whether all ranks make the call, or else rank 0 alone.
+        context: makes the context of the calls, which is entered before the clock starts.
+    """
 
     call: Callable[..., torch.Tensor]
     tensors: list[torch.Tensor]
-    together: bool = True
-    around: Callable[[], Any] = contextlib.nullcontext
+    is_sharded: bool = True
+    context: Callable[[], Any] = contextlib.nullcontext
 
 
-def setting_of(case: Case, divide: int) -> Setting:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    tokens = case.tokens // divide * (ranks if case.each else 1)
-    sizes = tuple(tokens // ranks + (n < tokens % ranks) for n in range(ranks))
-    start, stop = [0, *accumulate(sizes)][rank : rank + 2]
-    dtype = case.dtype if device.type == "cuda" else torch.float32
-    whole = plain.drawn(replace(case, tokens=tokens, dtype=dtype), device)
-    return Setting(case, ranks, sizes, whole, [t[:, :, start:stop].contiguous() for t in whole])
+def make_setting(case: Case, divide: int) -> Setting:
+    rank = dist.get_rank()
+    n_ranks = dist.get_world_size()
+    device = torch.device("cpu")
+    dtype = torch.float32
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank)
+        dtype = case.dtype
+    n_tokens = case.tokens // divide
+    if case.is_per_rank:
+        n_tokens *= n_ranks
+    sizes = shard_sizes(n_tokens, n_ranks)
+    start = sum(sizes[:rank])
+    stop = start + sizes[rank]
+    sequence = plain.draw_tensors(replace(case, tokens=n_tokens, dtype=dtype), device)
+    shard = [tensor[:, :, start:stop].contiguous() for tensor in sequence]
+    return Setting(case, n_ranks, sizes, sequence, shard)
+
+
+def shard_sizes(n_tokens: int, n_ranks: int) -> tuple[int, ...]:
+    """Tokens of each rank, as equal as can be."""
+    share, remainder = divmod(n_tokens, n_ranks)
+    return tuple(share + 1 if rank < remainder else share for rank in range(n_ranks))
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -92,7 +120,7 @@ def ours(setting: Setting) -> Method:
         options = {"is_causal": True, "enable_gqa": True, "lengths": setting.sizes}
         return sharded.attention(q, k, v, **options)
 
-    return Method(call, setting.mine)
+    return Method(call, setting.shard)
 
 
 class _Swap(torch.autograd.Function):
@@ -100,17 +128,18 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: int, back: bool) -> torch.Tensor:
-        ctx.ranks, ctx.back = ranks, back
+        ctx.ranks = ranks
+        ctx.back = back
         _, h, n, d = x.shape
         if back:
             parts = x.reshape(h, ranks, n // ranks, d).transpose(0, 1).contiguous()
         else:
             parts = x.reshape(ranks, h // ranks, n, d).contiguous()
-        got = torch.empty_like(parts)
-        dist.all_to_all_single(got, parts)
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts)
         if back:
-            return got.view(1, ranks * h, n // ranks, d)
-        return got.transpose(0, 1).reshape(1, h // ranks, ranks * n, d)
+            return received.view(1, ranks * h, n // ranks, d)
+        return received.transpose(0, 1).reshape(1, h // ranks, ranks * n, d)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -119,13 +148,14 @@ class _Swap(torch.autograd.Function):
 
 def exchange(setting: Setting) -> Method:
     """A plain exchange of heads around FlashAttention-4."""
-    ranks = setting.ranks
+    n_ranks = setting.n_ranks
 
-    def call(*three: torch.Tensor) -> torch.Tensor:
-        swapped = (_Swap.apply(t, ranks, False).transpose(1, 2) for t in three)
-        return _Swap.apply(fa4(*swapped).transpose(1, 2), ranks, True)
+    def call(*inputs: torch.Tensor) -> torch.Tensor:
+        swapped = (_Swap.apply(tensor, n_ranks, False).transpose(1, 2) for tensor in inputs)
+        out = flash_attention_4(*swapped).transpose(1, 2)
+        return _Swap.apply(out, n_ranks, True)
 
-    return Method(call, setting.mine)
+    return Method(call, setting.shard)
 
 
 def torch_ring(setting: Setting) -> Method:
@@ -134,55 +164,69 @@ def torch_ring(setting: Setting) -> Method:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
-    device, share = setting.mine[0].device, setting.case.heads // setting.case.kv_heads
-    mesh = init_device_mesh(device.type, (setting.ranks,))
+    device = setting.shard[0].device
+    group = setting.case.heads // setting.case.kv_heads
+    mesh = init_device_mesh(device.type, (setting.n_ranks,))
 
-    def around() -> Any:
-        # It shards what is named here, in place, and takes device and length from the first (an
-        # empty list is an IndexError); the shards of query, key and value are made already.
+    def sharding() -> Any:
+        # Torch shards the buffers in place, and takes device and length from the first (an empty
+        # list is an IndexError). The shards of query, key and value are made already.
         buffer = torch.zeros(sum(setting.sizes), device=device)
         return context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = (t.repeat_interleave(share, 1) for t in (k, v))
+        keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
 
-    return Method(call, setting.mine, around=around)
+    return Method(call, setting.shard, context=sharding)
+
+
+def fa4_on_one_device(setting: Setting) -> Method:
+    tensors = [tensor.transpose(1, 2).contiguous() for tensor in setting.sequence]
+    return Method(flash_attention_4, tensors, is_sharded=False)
+
+
+def cudnn_on_one_device(setting: Setting) -> Method:
+    return Method(cudnn, setting.sequence, is_sharded=False)
 
 
 METHODS: dict[str, Callable[[Setting], Method]] = {
-    "fa4": lambda s: Method(fa4, [t.transpose(1, 2).contiguous() for t in s.whole], False),
-    "cudnn": lambda s: Method(cudnn, s.whole, False),
+    "fa4": fa4_on_one_device,
+    "cudnn": cudnn_on_one_device,
     "ours": ours,
     "fa4 exchange": exchange,
     "cudnn ring": torch_ring,
 }
 
 
-def times(method: Method, calls: int) -> list[float]:
+def measure_calls(method: Method, calls: int) -> list[float]:
     """Seconds of a forward without gradients, and of a forward and backward."""
-    runs = dist.get_rank() == 0 or method.together
-    q, k, v = leaves = [t.detach().requires_grad_() for t in method.tensors[:3]]
+    leaves = [tensor.detach().requires_grad_() for tensor in method.tensors[:3]]
+    grad_out = method.tensors[3]
 
     def forward() -> None:
         with torch.no_grad():
-            method.call(q, k, v)
+            method.call(*leaves)
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         for leaf in leaves:
             leaf.grad = None
-        method.call(q, k, v).backward(method.tensors[3])
+        method.call(*leaves).backward(grad_out)
 
-    seconds = []
-    for work in (forward, both):
-        with method.around():
-            begun = start_together()
-            for _ in range(calls if runs else 0):
-                work()
-            wait()
-            seconds.append((time.perf_counter() - begun) / calls)
-    return seconds
+    if dist.get_rank() != 0 and not method.is_sharded:
+        calls = 0
+    return [seconds_together(work, method, calls) for work in (forward, forward_and_backward)]
+
+
+def seconds_together(work: Callable[[], None], method: Method, calls: int) -> float:
+    """Seconds of one of so many calls in a row; all ranks begin at one moment."""
+    with method.context():
+        start = start_together()
+        for _ in range(calls):
+            work()
+        wait()
+        return (time.perf_counter() - start) / max(1, calls)
 
 
 def start_together() -> float:
@@ -191,45 +235,45 @@ def start_together() -> float:
     dist.barrier()
     wait()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    told = torch.tensor(time.perf_counter() + 2e-3, dtype=torch.float64, device=device)
-    dist.broadcast(told, 0)
-    while time.perf_counter() < told.item():
+    moment = torch.tensor(time.perf_counter() + 2e-3, dtype=torch.float64, device=device)
+    dist.broadcast(moment, 0)
+    while time.perf_counter() < moment.item():
         pass
-    return told.item()
+    return moment.item()
 
 
 def measure(setting: Setting, name: str, rounds: int) -> Any:
     """Seconds of a method (forward; both), or why there are none."""
-    said = ""
+    error_text = ""
     try:
         method = METHODS[name](setting)
-        times(method, 1)
+        measure_calls(method, 1)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"[:300]
-    every: list[Any] = [None] * setting.ranks
-    dist.all_gather_object(every, said)
-    if any(every):
-        return next(words for words in every if words)
-    found = zip(*(times(method, setting.case.calls) for _ in range(rounds)), strict=True)
-    slowest = torch.tensor(list(map(statistics.median, found)), device=setting.mine[0].device)
-    if method.together:
+        error_text = f"{type(error).__name__}: {error}"[:300]
+    error_texts: list[Any] = [None] * setting.n_ranks
+    dist.all_gather_object(error_texts, error_text)
+    if any(error_texts):
+        return next(filter(None, error_texts))
+    pairs = [measure_calls(method, setting.case.calls) for _ in range(rounds)]
+    slowest = torch.tensor(medians(pairs), device=setting.shard[0].device)
+    if method.is_sharded:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()
 
 
 def on_this_rank(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of all cases, by method."""
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for name in options.cases.split(","):
         case = CASES[name]
-        setting = setting_of(case, options.divide)
+        setting = make_setting(case, options.divide)
+        row = rows.setdefault(f"{setting.n_ranks} ranks, {name}", {})
         for method in options.methods.split(","):
-            seconds = measure(setting, method, options.rounds or case.rounds)
-            found.setdefault(name, {})[method] = seconds
-            print(f"{name:14} {method:14} {seconds}", flush=True)
+            row[method] = measure(setting, method, options.rounds or case.rounds)
+            print(f"{name:14} {method:14} {row[method]}", flush=True)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-    return found
+    return rows
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -240,10 +284,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--divide", type=int, default=1, help="tokens of all cases, for a trial")
 
 
-def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Starts a process for each GPU; ``found`` has what other numbers of ranks took."""
-    measured = on_ranks(on_this_rank, options)
-    of_ranks = found.setdefault("ranks", {}).setdefault(str(options.ranks), {})
-    for name, methods in measured.items():
-        of_ranks.setdefault(name, {}).update(methods)
-    yield found
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Start a process for each GPU."""
+    yield on_ranks(on_this_rank, options)

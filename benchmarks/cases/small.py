@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import operator
-import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,75 +22,127 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import quorum_attention as qa
 
-_METHODS: dict[str, Callable[..., torch.Tensor]] = {
+Attention = Callable[..., torch.Tensor]
+Clock = Callable[[], float]
+
+METHODS: dict[str, Attention] = {
     "torch": scaled_dot_product_attention,
     "quorum": qa.attention,
     "torch again": scaled_dot_product_attention,
 }
-# Batch, query heads, key/value heads, queries, keys; dtypes; causal.
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    dtypes: str
+    causal: bool
+
+    def name(self, dtype: str) -> str:
+        """The row of this call in a dtype."""
+        heads = str(self.heads)
+        if self.heads != self.kv_heads:
+            heads = f"{self.heads}/{self.kv_heads}"
+        name = f"{self.batch} x {heads} x {self.queries} x {self.keys} {dtype}"
+        return f"{name} causal" if self.causal else name
+
+
 CASES = [
-    ((1, 8, 8, 1, 1000), "float32 float64 float16 bfloat16", False),
-    ((1, 8, 2, 1, 1000), "float32 float16 bfloat16", False),
-    ((4, 8, 2, 1, 200), "float32", False),
-    ((1, 8, 8, 16, 16), "float64 float16 bfloat16", False),
-    ((1, 8, 8, 64, 64), "float32", False),
-    ((1, 8, 8, 64, 64), "float32 float64 float16 bfloat16", True),
-    ((1, 8, 2, 64, 64), "float32 float64 float16 bfloat16", True),
-    ((1, 8, 1, 64, 64), "float32", False),
-    ((1, 8, 8, 256, 256), "float32 float16", True),
-    ((1, 8, 2, 256, 256), "float32 bfloat16", True),
+    Case(1, 8, 8, 1, 1000, "float32 float64 float16 bfloat16", False),
+    Case(1, 8, 2, 1, 1000, "float32 float16 bfloat16", False),
+    Case(4, 8, 2, 1, 200, "float32", False),
+    Case(1, 8, 8, 16, 16, "float64 float16 bfloat16", False),
+    Case(1, 8, 8, 64, 64, "float32", False),
+    Case(1, 8, 8, 64, 64, "float32 float64 float16 bfloat16", True),
+    Case(1, 8, 2, 64, 64, "float32 float64 float16 bfloat16", True),
+    Case(1, 8, 1, 64, 64, "float32", False),
+    Case(1, 8, 8, 256, 256, "float32 float16", True),
+    Case(1, 8, 2, 256, 256, "float32 bfloat16", True),
 ]
 
 
-def calls(
-    sizes: tuple[int, ...], dtype: torch.dtype, causal: bool, attend: Callable[..., torch.Tensor]
+def timed_calls(
+    case: Case, dtype: torch.dtype, attend: Attention
 ) -> dict[str, Callable[[], object]]:
-    """What is timed."""
-    batch, heads, kv_heads, queries, keys = sizes
-    leaves = [
-        torch.randn(batch, h, n, 64).to(dtype).requires_grad_()
-        for h, n in ((heads, queries), (kv_heads, keys), (kv_heads, keys))
-    ]
-    grad_out = torch.randn(batch, heads, queries, 64).to(dtype)
-    options = {"is_causal": causal, "enable_gqa": heads != kv_heads}
+    """A forward, and a forward with its backward, on new inputs."""
+    queries = (case.batch, case.heads, case.queries, HEAD_DIM)
+    keys = (case.batch, case.kv_heads, case.keys, HEAD_DIM)
+    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in (queries, keys, keys)]
+    grad_out = torch.randn(queries).to(dtype)
+    options = {"is_causal": case.causal, "enable_gqa": case.heads != case.kv_heads}
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
             return attend(*leaves, **options)
 
-    def both() -> object:
+    def forward_and_backward() -> object:
         return torch.autograd.grad(attend(*leaves, **options), leaves, grad_out)
 
-    return {"forward": forward, "forward+backward": both}
+    return {"forward": forward, "forward+backward": forward_and_backward}
 
 
 def measure(
-    sizes: tuple[int, ...], dtype: torch.dtype, causal: bool, seconds: float,
-    clock: Callable[[], float],
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Microseconds by what is timed and by method, and what we take beyond torch."""
-    made = {name: calls(sizes, dtype, causal, attend) for name, attend in _METHODS.items()}
-    result = {}
-    for label in made["torch"]:
-        times: dict[str, list[float]] = {name: [] for name in made}
-        for name in made:
-            made[name][label]()  # the first backward of a process takes 0.3 s
-        ends = time.monotonic() + seconds
-        for order in itertools.cycle(itertools.permutations(made)):
-            for name in order:
-                began = clock()
-                made[name][label]()
-                times[name].append((clock() - began) * 1e6)
-            if time.monotonic() > ends:
-                break
-        median, theirs = statistics.median, times["torch"]
-        beyond = {name: median(map(operator.sub, mine, theirs)) for name, mine in times.items()}
-        middle = {name: median(times[name]) for name in ("torch", "quorum")}
-        result[label] = {
-            **middle, "beyond": beyond["quorum"], "ratio": middle["quorum"] / middle["torch"],
-            "itself": beyond["torch again"], "turns": len(theirs),
-        }  # fmt: skip
-    return result
+    case: Case, dtype: torch.dtype, seconds: float, clock: Clock
+) -> dict[str, dict[str, float]]:
+    """Microseconds of both passes: of torch, of ours, and beyond torch."""
+    calls = {name: timed_calls(case, dtype, attend) for name, attend in METHODS.items()}
+    return {
+        passes: compare({name: calls[name][passes] for name in METHODS}, seconds, clock)
+        for passes in ("forward", "forward+backward")
+    }
+
+
+def compare(
+    calls: dict[str, Callable[[], object]], seconds: float, clock: Clock
+) -> dict[str, float]:
+    """Microseconds of the methods' calls, which take turns for so many seconds."""
+    times = times_in_turn(calls, seconds, clock)
+    torch_median = median(times["torch"])
+    our_median = median(times["quorum"])
+    return {
+        "torch": torch_median,
+        "quorum": our_median,
+        "beyond": median_difference(times["quorum"], times["torch"]),
+        "ratio": our_median / torch_median,
+        "itself": median_difference(times["torch again"], times["torch"]),
+        "turns": len(times["torch"]),
+    }
+
+
+def times_in_turn(
+    calls: dict[str, Callable[[], object]], seconds: float, clock: Clock
+) -> dict[str, list[float]]:
+    """Microseconds of each turn, by method."""
+    for call in calls.values():
+        call()  # the first backward of a process takes 0.3 s
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.monotonic() + seconds
+    for order in itertools.cycle(itertools.permutations(calls)):
+        for name in order:
+            start = clock()
+            calls[name]()
+            times[name].append((clock() - start) * 1e6)
+        if time.monotonic() > end:
+            break
+    return times
+
+
+def median_difference(times: list[float], others: list[float]) -> float:
+    return median(map(operator.sub, times, others))
+
+
+def describe(passes: str, result: dict[str, float]) -> str:
+    return (
+        f"{passes} {result['torch']:.0f}, {result['quorum']:.0f} ({result['beyond']:+.0f}, "
+        f"{result['ratio']:.2f}, itself {result['itself']:+.0f})"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -97,23 +150,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu-time", action="store_true", help="of the thread")
 
 
-def run(options: argparse.Namespace, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each case."""
     clock = time.thread_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
     print(f"{'batch x heads x queries x keys':44}  microseconds: torch, ours (beyond, ratio)")
-    for (batch, heads, kv_heads, queries, keys), dtypes, causal in CASES:
-        for dtype in dtypes.split():
-            grouped = f"{heads}/{kv_heads}" if heads != kv_heads else str(heads)
-            name = f"{batch} x {grouped} x {queries} x {keys} {dtype}" + " causal" * causal
-            sizes = (batch, heads, kv_heads, queries, keys)
-            found = measure(sizes, getattr(torch, dtype), causal, options.seconds, clock)
-            rows.append({"case": name, **found})
-            cells = [
-                f"{label} {f['torch']:.0f}, {f['quorum']:.0f} ({f['beyond']:+.0f}, "
-                f"{f['ratio']:.2f}, itself {f['itself']:+.0f})"
-                for label, f in found.items()
-            ]
+    for case in CASES:
+        for dtype in case.dtypes.split():
+            name = case.name(dtype)
+            results = measure(case, getattr(torch, dtype), options.seconds, clock)
+            cells = [describe(passes, result) for passes, result in results.items()]
             print(f"{name:44}  {'; '.join(cells)}", flush=True)
-            yield {"cpu_time": options.cpu_time, "microseconds": rows}
+            yield {name: results}

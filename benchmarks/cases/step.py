@@ -16,7 +16,7 @@ lengths is followed, and the length found is run unless it is more than --most t
 are checkpoints in host memory and a chunked loss around SDPA. (Where checkpoints are in host memory
 the device has the same to hold however many --layers run.)
 
-told: the peaks of steps with everything, checkpoints in host memory, beside what ``estimate
+estimate: the peaks of steps with everything, checkpoints in host memory, beside what ``estimate
 --model`` says of them: five lengths, on a GPU of three shapes.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import ROOT, Watched, on_ranks, timed
+from measure import ROOT, Meter, on_ranks, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quorum_attention as qa
@@ -43,303 +43,417 @@ from quorum_attention.units import format_bytes, parse_bytes, parse_count
 sys.path.insert(0, str(ROOT / "examples"))
 from train_long import SHAPES, library, new_model
 
-for name, (hidden, wide, layers, heads) in {
-    "Qwen3-0.6B": (1024, 3072, 28, 16), "Qwen3-4B": (2560, 9728, 36, 32),
-}.items():  # fmt: skip
-    SHAPES[name] = SHAPES["Qwen3-8B"] | {
-        "hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "tie_word_embeddings": True,
-    }  # fmt: skip
-
+SHAPES["Qwen3-0.6B"] = {
+    **SHAPES["Qwen3-8B"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+SHAPES["Qwen3-4B"] = {
+    **SHAPES["Qwen3-8B"],
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": True,
+}
 # By kind of device: shape, tokens of ``equal`` and ``long``, attention's budget, tokens of a tile
 # of an MLP; and of ``longest`` the most tokens that it runs, those it begins with, and how many
 # times as many with everything.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"shape": "Qwen3-8B", "equal_at": 32_768, "tokens": 262_144, "budget": "8GiB",
-             "tile": 8192, "most": 32_768, "first": 4096, "longer": 32},
-    "cpu": {"shape": "small", "equal_at": 512, "tokens": 2048, "budget": "16MiB", "tile": 256,
-            "most": 4096, "first": 256, "longer": 8},
-}  # fmt: skip
+    "cuda": {
+        "shape": "Qwen3-8B",
+        "equal_at": 32_768,
+        "tokens": 262_144,
+        "budget": "8GiB",
+        "tile": 8192,
+        "most": 32_768,
+        "first": 4096,
+        "longer": 32,
+    },
+    "cpu": {
+        "shape": "small",
+        "equal_at": 512,
+        "tokens": 2048,
+        "budget": "16MiB",
+        "tile": 256,
+        "most": 4096,
+        "first": 256,
+        "longer": 8,
+    },
+}
 WAYS = {
-    "sdpa": "SDPA, as it comes", "attention": "attention recovered",
-    "remedies": "SDPA with the usual remedies", "everything": "everything",
-}  # fmt: skip
+    "sdpa": "SDPA, as it comes",
+    "attention": "attention recovered",
+    "remedies": "SDPA with the usual remedies",
+    "everything": "everything",
+}
 OUT_OF_MEMORY = torch.OutOfMemoryError, qa.BudgetError
-ON_HOST = "remedies", "everything"  # their checkpoints, where the longest text is looked for
+# Ways whose checkpoints are in host memory where the longest text is looked for.
+ON_HOST = "remedies", "everything"
+# A first text shorter than this one has to fit.
+MIN_TOKENS = 64
+# Memory that CUDA itself needs.
+CUDA_BYTES = 3 << 30
 
 
-def prepared(model: Any, way: str, options: argparse.Namespace, place: str = "auto") -> Any:
-    """``model`` as it comes, or changed in place, with checkpoints in that place."""
+def prepare(model: Any, way: str, options: argparse.Namespace, place: str = "auto") -> None:
+    """Change ``model`` in place for a way, with checkpoints in that place."""
     if way == "attention":
-        off = {"mlp_tile": None, "chunked_loss": False, "fused_norms": False, "checkpoints": None}
-        long_context(model, budget=options.budget, **off)
+        long_context(
+            model,
+            budget=options.budget,
+            mlp_tile=None,
+            chunked_loss=False,
+            fused_norms=False,
+            checkpoints=None,
+        )
     if way == "remedies":
         long_context(model, attention=False, mlp_tile=None, fused_norms=False, checkpoints=place)
     if way == "everything":
         if dist.is_initialized():
             model.set_attn_implementation(register(group=dist.group.WORLD))
             sharded_positions(model)
-        done = long_context(model, budget=options.budget, mlp_tile=options.tile, checkpoints=place)
-        print(done, flush=True)
-    return model
+        summary = long_context(
+            model, budget=options.budget, mlp_tile=options.tile, checkpoints=place
+        )
+        print(summary, flush=True)
 
 
 def step(model: Any, ids: torch.Tensor) -> float:
     """Forward and backward; gradients are left in the adapters."""
     model.zero_grad(set_to_none=True)
-    if not dist.is_initialized():
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return float(loss.detach())
+    if dist.is_initialized():
+        return sharded_step(model, ids)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def sharded_step(model: Any, ids: torch.Tensor) -> float:
+    """A step of a text that is sharded over ranks."""
+    n_ranks = dist.get_world_size()
+    rank = dist.get_rank()
     shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
-    ids, labels = (t.chunk(dist.get_world_size(), 1)[dist.get_rank()] for t in (ids, shifted))
-    tokens = ids.shape[1] * dist.get_world_size() - 1
+    ids = ids.chunk(n_ranks, 1)[rank]
+    labels = shifted.chunk(n_ranks, 1)[rank]
+    tokens = ids.shape[1] * n_ranks - 1
     loss = model(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=tokens).loss
     loss.backward()
     loss = loss.detach()
-    for total in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
-        dist.all_reduce(total)
+    for tensor in (loss, *trained_gradients(model)):
+        dist.all_reduce(tensor)
     return float(loss)
 
 
-def told(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Peaks, measured and estimated."""
-    rows: list[dict[str, Any]] = []
-    for name in [name for name in SHAPES if (name == "small") == (options.device == "cpu")]:
-        model = new_model(name, options.rank, options.device)
-        long_context(model, budget=options.budget, mlp_tile=options.tile, checkpoints="host")
-        shape, weights = read_shape(model.config.to_dict()), weight_bytes(model)
-        for tokens in (options.first << power for power in range(5)):
-            ids = library(tokens, options.device)
-            with Watched(options.device, weights) as watched:
-                step(model, ids)
-            training = Training(
-                tokens, dtype=model.dtype, optimizer="none", lora=options.rank, on=SWITCHES,
-                budget=parse_bytes(options.budget), device=options.device,
-            )  # fmt: skip
-            said = step_memory(shape, training).peak_bytes
-            rows.append({"shape": name, "tokens": tokens, "peak": watched.peak, "told": said})
-            print(f"{name}, {tokens:,} tokens: {format_bytes(watched.peak)}, estimate "
-                  f"{format_bytes(said)}: {said / watched.peak:.2f}", flush=True)  # fmt: skip
-        del model
-        emptied(options.device)
-    return rows
+def measured_step(model: Any, tokens: int, device: str) -> tuple[Meter, float]:
+    """A step on a text of so many tokens: seconds and peak, and the loss."""
+    ids = library(tokens, device)
+    with Meter(device, weight_bytes(model)) as meter:
+        loss = step(model, ids)
+    return meter, loss
+
+
+def trained_gradients(model: Any) -> list[torch.Tensor]:
+    return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+
+def flat_gradients(model: Any) -> torch.Tensor:
+    """The gradients of all adapters in one row, float32."""
+    return torch.cat([grad.float().flatten() for grad in trained_gradients(model)])
 
 
 def weight_bytes(model: Any) -> int:
-    return sum(p.nbytes for p in model.parameters())
+    return sum(weight.nbytes for weight in model.parameters())
 
 
-def gradients(model: Any) -> torch.Tensor:
-    """Of all adapters, in one row, float32."""
-    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+def estimate(options: argparse.Namespace) -> dict[str, Any]:
+    """Peaks, measured and estimated."""
+    shapes = [name for name in SHAPES if name != "small"]
+    if options.device == "cpu":
+        shapes = ["small"]
+    points: list[dict[str, Any]] = []
+    for name in shapes:
+        model = new_model(name, options.rank, options.device)
+        long_context(model, budget=options.budget, mlp_tile=options.tile, checkpoints="host")
+        for power in range(5):
+            tokens = options.first << power
+            meter, _ = measured_step(model, tokens, options.device)
+            estimated = estimated_peak(model, tokens, options)
+            points.append(
+                {"shape": name, "tokens": tokens, "peak": meter.peak, "estimate": estimated}
+            )
+            print(
+                f"{name}, {tokens:,} tokens: {format_bytes(meter.peak)}, estimate "
+                f"{format_bytes(estimated)}: {estimated / meter.peak:.2f}",
+                flush=True,
+            )
+        del model
+        free_memory(options.device)
+    return {"estimate": points}
+
+
+def estimated_peak(model: Any, tokens: int, options: argparse.Namespace) -> int:
+    training = Training(
+        tokens,
+        dtype=model.dtype,
+        optimizer="none",
+        lora=options.rank,
+        on=SWITCHES,
+        budget=parse_bytes(options.budget),
+        device=options.device,
+    )
+    return step_memory(read_shape(model.config.to_dict()), training).peak_bytes
 
 
 def equal(options: argparse.Namespace) -> dict[str, Any]:
     """Loss and gradients, each way, of one text: distances from SDPA's."""
     model = new_model(options.shape, options.rank, options.device)
-    ids = library(options.equal_at, options.device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    other = SDPBackend.CUDNN_ATTENTION if options.device == "cuda" else SDPBackend.MATH
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        loss = step(model, ids)
-    wanted = gradients(model)
-    size = wanted.norm()
-    rows: list[dict[str, Any]] = []
-
-    def held_against(name: str) -> None:
-        took, found = timed(lambda: step(model, ids))
-        far = ((gradients(model) - wanted).norm() / size).item()
-        off = abs(found - loss) / loss
-        rows.append({"what": name, "loss": found, "loss_off": off, "gradients_off": far,
-                     "seconds": took})  # fmt: skip
-        said = f"loss {found:.6f}, gradients {far:.2e} from SDPA's, {took:.1f} s"
-        print(f"{name}: {said}", flush=True)
-
-    print(f"{options.equal_at:,} tokens; SDPA (flash): loss {loss:.6f}", flush=True)
-    with sdpa_kernel(other):
-        held_against(f"SDPA ({other.name.lower()})")
+    comparison = Comparison(model, library(options.equal_at, options.device))
+    print(f"{options.equal_at:,} tokens; SDPA (flash): loss {comparison.loss:.6f}", flush=True)
+    second = SDPBackend.CUDNN_ATTENTION if options.device == "cuda" else SDPBackend.MATH
+    with sdpa_kernel(second):
+        comparison.add(f"SDPA ({second.name.lower()})")
     model.set_attn_implementation(register(budget=options.budget))
-    held_against(WAYS["attention"])
-    prepared(model, "everything", options)
-    held_against(WAYS["everything"])
+    comparison.add(WAYS["attention"])
+    prepare(model, "everything", options)
+    comparison.add(WAYS["everything"])
     # As near as two of torch's kernels are to each other, or a few roundings of a loss summed in
     # another order.
-    room = max(2 * rows[0]["gradients_off"], 1e-5 if options.device == "cpu" else 1e-2)
-    agree = all(row["gradients_off"] <= room for row in rows[1:])
+    rounding = 1e-5 if options.device == "cpu" else 1e-2
+    tolerance = max(2 * comparison.ways[0]["gradients_off"], rounding)
+    agree = all(way["gradients_off"] <= tolerance for way in comparison.ways[1:])
     print("equal" if agree else "NOT EQUAL", flush=True)
-    return {"tokens": options.equal_at, "layers": len(model.model.layers), "loss": loss,
-            "ways": rows, "room": room, "equal": agree}  # fmt: skip
+    row = {
+        "tokens": options.equal_at,
+        "layers": len(model.model.layers),
+        "loss": comparison.loss,
+        "ways": comparison.ways,
+        "room": tolerance,
+        "equal": agree,
+    }
+    return {f"{options.shape} equal {options.equal_at}": row}
+
+
+class Comparison:
+    """Steps on one text, compared with the first, which is SDPA's.
+
+    Attributes:
+        loss: the first step's.
+        ways: of each step after it, how far loss and gradients are from the first's.
+    """
+
+    def __init__(self, model: Any, ids: torch.Tensor) -> None:
+        self._model = model
+        self._ids = ids
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            self.loss = step(model, ids)
+        self._gradients = flat_gradients(model)
+        self.ways: list[dict[str, Any]] = []
+
+    def add(self, name: str) -> None:
+        """Make a step with the model as it is."""
+        seconds, loss = timed(lambda: step(self._model, self._ids))
+        difference = flat_gradients(self._model) - self._gradients
+        distance = (difference.norm() / self._gradients.norm()).item()
+        way = {
+            "what": name,
+            "loss": loss,
+            "loss_off": abs(loss - self.loss) / self.loss,
+            "gradients_off": distance,
+            "seconds": seconds,
+        }
+        self.ways.append(way)
+        print(
+            f"{name}: loss {loss:.6f}, gradients {distance:.2e} from SDPA's, {seconds:.1f} s",
+            flush=True,
+        )
 
 
 @contextmanager
 def first_layers(model: Any, count: int) -> Iterator[None]:
     """The model with its first layers alone; the others stay in memory."""
-    every = model.model.layers
-    model.model.layers = every[:count]
+    layers = model.model.layers
+    model.model.layers = layers[:count]
     model.config.num_hidden_layers = count
     try:
         yield
     finally:
-        model.model.layers = every
-        model.config.num_hidden_layers = len(every)
+        model.model.layers = layers
+        model.config.num_hidden_layers = len(layers)
 
 
 def long(options: argparse.Namespace) -> dict[str, Any]:
     """A step of everything on a long text: seconds and memory, of some layers or of all."""
     model = new_model(options.shape, options.rank, options.device)
-    prepared(model, "everything", options)
-    ids, every = library(options.tokens, options.device), len(model.model.layers)
-    rows: list[dict[str, Any]] = []
-    counts, weights = options.layers or [every], weight_bytes(model)
+    prepare(model, "everything", options)
+    n_layers = len(model.model.layers)
     with first_layers(model, 1):
-        step(model, ids)  # kernels are compiled; the first step of all layers locks host memory
-    for count in counts:
-        seconds = []
-        with first_layers(model, count):
-            for _ in range(options.steps):
-                with Watched(options.device, weights) as watched:
-                    loss = step(model, ids)
-                seconds.append(watched.seconds)
-        rows.append({"layers": count, "first_seconds": seconds[0], "seconds": seconds[-1],
-                     "peak": watched.peak, "loss": loss})  # fmt: skip
-        print(f"{options.tokens:,} tokens, {count} of {every} layers: {seconds[-1]:.1f} s (the "
-              f"first {seconds[0]:.1f}), {format_bytes(watched.peak)}", flush=True)  # fmt: skip
-    found: dict[str, Any] = {"tokens": options.tokens, "of_layers": every, "steps": rows}
-    last = rows[-1]
-    if last["layers"] == every:
-        found |= {"seconds": last["seconds"], "extrapolated": False}
-    elif len(rows) > 1:
-        a_layer = (last["seconds"] - rows[0]["seconds"]) / (last["layers"] - rows[0]["layers"])
-        whole = last["seconds"] + (every - last["layers"]) * a_layer
-        found |= {"seconds": whole, "seconds_a_layer": a_layer, "extrapolated": True}
-        print(f"{every} layers: {whole:.0f} s (extrapolated, {a_layer:.2f} s a layer)", flush=True)
+        # Kernels are compiled; the first step of all layers locks host memory.
+        step(model, library(options.tokens, options.device))
+    steps = [long_steps(model, count, options) for count in options.layers or [n_layers]]
+    row = {"tokens": options.tokens, "of_layers": n_layers, "steps": steps}
+    row |= whole_model(steps, n_layers)
     del model
-    if dist.is_initialized():
-        return found
-    found["attention_bytes"] = attention_alone(options)
-    print(f"attention takes {format_bytes(found['attention_bytes'])} beyond q, k, v, o and their "
-          "gradients", flush=True)  # fmt: skip
-    return found
+    name = f"{options.shape} long {options.tokens}"
+    if options.ranks > 1:
+        return {f"{name} over {options.ranks}": row}
+    row["attention_bytes"] = attention_bytes(options)
+    print(
+        f"attention takes {format_bytes(row['attention_bytes'])} beyond q, k, v, o and their "
+        "gradients",
+        flush=True,
+    )
+    return {name: row}
 
 
-def attention_alone(options: argparse.Namespace) -> int:
+def long_steps(model: Any, n_layers: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of the first layers."""
+    seconds = []
+    with first_layers(model, n_layers):
+        for _ in range(options.steps):
+            meter, loss = measured_step(model, options.tokens, options.device)
+            seconds.append(meter.seconds)
+    print(
+        f"{options.tokens:,} tokens, {n_layers} of {len(model.model.layers)} layers: "
+        f"{seconds[-1]:.1f} s (the first {seconds[0]:.1f}), {format_bytes(meter.peak)}",
+        flush=True,
+    )
+    return {
+        "layers": n_layers,
+        "first_seconds": seconds[0],
+        "seconds": seconds[-1],
+        "peak": meter.peak,
+        "loss": loss,
+    }
+
+
+def whole_model(steps: list[dict[str, Any]], n_layers: int) -> dict[str, Any]:
+    """Seconds of all layers: those of a step of all, or what two steps of some come to."""
+    first = steps[0]
+    last = steps[-1]
+    if last["layers"] == n_layers:
+        return {"seconds": last["seconds"], "extrapolated": False}
+    if len(steps) == 1:
+        return {}
+    layer = (last["seconds"] - first["seconds"]) / (last["layers"] - first["layers"])
+    seconds = last["seconds"] + (n_layers - last["layers"]) * layer
+    print(f"{n_layers} layers: {seconds:.0f} s (extrapolated, {layer:.2f} s a layer)", flush=True)
+    return {"seconds": seconds, "seconds_a_layer": layer, "extrapolated": True}
+
+
+def attention_bytes(options: argparse.Namespace) -> int:
     """Bytes of one attention, forward and backward, beyond its inputs, output and gradients."""
     shape = SHAPES[options.shape]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    q, k, v, grad = (
-        torch.randn(1, h, options.tokens, shape["head_dim"], device=options.device, dtype=dtype)
-        for h in (heads, kv_heads, kv_heads, heads)
-    )
-    for tensor in (q, k, v):
-        tensor.requires_grad_()
-    inputs = sum(t.nbytes for t in (q, k, v, grad))
-    with Watched(options.device, inputs) as watched:
-        out = qa.attention(q, k, v, is_causal=True, enable_gqa=True, budget=options.budget)
-        out.backward(grad)
-    # The output, and the gradients of q, k and v.
-    return watched.peak - inputs - q.nbytes - sum(t.nbytes for t in (q, k, v))
+
+    def draw(heads: int) -> torch.Tensor:
+        size = (1, heads, options.tokens, shape["head_dim"])
+        return torch.randn(size, device=options.device, dtype=dtype)
+
+    query = draw(shape["num_attention_heads"]).requires_grad_()
+    key = draw(shape["num_key_value_heads"]).requires_grad_()
+    value = draw(shape["num_key_value_heads"]).requires_grad_()
+    grad_out = draw(shape["num_attention_heads"])
+    input_bytes = query.nbytes + key.nbytes + value.nbytes
+    out_bytes = grad_out.nbytes
+    with Meter(options.device, input_bytes + out_bytes) as meter:
+        out = qa.attention(
+            query, key, value, is_causal=True, enable_gqa=True, budget=options.budget
+        )
+        out.backward(grad_out)
+    # Inputs and their gradients, the output and its gradient.
+    return meter.peak - 2 * input_bytes - 2 * out_bytes
 
 
 def longest(options: argparse.Namespace) -> dict[str, Any]:
     """The longest text of each way, by a line through what two lengths take."""
-    found = {}
     if options.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1, options.memory / total))
+    rows = {}
     for way in options.ways.split(","):
         model = new_model(options.shape, options.rank, options.device)
-        prepared(model, way, options, "host")
-        weights, count = weight_bytes(model), len(model.model.layers)
+        prepare(model, way, options, "host")
+        n_layers = len(model.model.layers)
+        count = n_layers
         if way in ON_HOST and options.layers:
             count = max(options.layers)
         with first_layers(model, count):
-            found[way] = {"layers": count, **followed(model, way, weights, options)}
+            reached = LongestText(model, way, options).find()
+        row = f"{options.shape} {way} in {options.memory}"
+        rows[row] = {"layers": count, "of_layers": n_layers, **reached}
         del model
-        emptied(options.device)
-    return {"memory": options.memory, "ways": found}
+        free_memory(options.device)
+    return rows
 
 
-def reach(points: list[dict[str, Any]], memory: int, grain: int) -> int:
-    """Tokens at which the line through the last two points reaches ``memory``."""
-    a, b = points[-2:]
-    slope = (b["peak"] - a["peak"]) / (b["tokens"] - a["tokens"])
-    return int(b["tokens"] + (memory - b["peak"]) / slope) // grain * grain
+class LongestText:
+    """Looks for the longest text that fits, one way.
+
+    Attributes:
+        points: tokens, peak and seconds of the steps that ran.
+    """
+
+    def __init__(self, model: Any, way: str, options: argparse.Namespace) -> None:
+        self._model = model
+        self._way = way
+        self._options = options
+        self._first = options.first * (options.longer if way in ON_HOST else 1)
+        self.points: list[dict[str, Any]] = []
+
+    def find(self) -> dict[str, Any]:
+        """Follow the line through two lengths, and run the length that it comes to."""
+        memory = self._options.memory
+        self._measure_two_lengths()
+        grain = max(8, min(self._first, self._options.first) // 8)
+        tokens = self._reach(grain)
+        ran = False
+        while not ran and 2 * self._first < tokens <= self._options.most:
+            try:
+                self._measure(tokens)
+            except OUT_OF_MEMORY:
+                print(f"{WAYS[self._way]}: {tokens:,} tokens did not fit", flush=True)
+                tokens = tokens * 19 // 20 // grain * grain
+                continue
+            ran = self.points[-1]["peak"] <= memory
+            if not ran:
+                tokens = min(self._reach(grain), tokens - grain)
+        how = "" if ran else " by the line: not run"
+        print(f"{WAYS[self._way]}: {tokens:,} tokens in {format_bytes(memory)}{how}", flush=True)
+        return {"points": self.points, "tokens": tokens, "ran": ran}
+
+    def _measure_two_lengths(self) -> None:
+        """Measure a length and its double, shorter ones where these do not fit."""
+        while True:
+            try:
+                self._measure(self._first)
+                self._measure(2 * self._first)
+                return
+            except OUT_OF_MEMORY:
+                self.points.clear()
+                self._first //= 2
+                if self._first < MIN_TOKENS:
+                    raise
+
+    def _measure(self, tokens: int) -> None:
+        meter, _ = measured_step(self._model, tokens, self._options.device)
+        print(f"{WAYS[self._way]}: {tokens:,} tokens, {format_bytes(meter.peak)}", flush=True)
+        self.points.append({"tokens": tokens, "peak": meter.peak, "seconds": meter.seconds})
+
+    def _reach(self, grain: int) -> int:
+        """Tokens at which the line through the last two points reaches the memory."""
+        a, b = self.points[-2:]
+        slope = (b["peak"] - a["peak"]) / (b["tokens"] - a["tokens"])
+        further = (self._options.memory - b["peak"]) / slope
+        return int(b["tokens"] + further) // grain * grain
 
 
-def followed(model: Any, way: str, weights: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The memory of two lengths, and what the line through them comes to."""
-
-    def point(tokens: int) -> dict[str, Any]:
-        ids = library(tokens, options.device)
-        with Watched(options.device, weights) as watched:
-            step(model, ids)
-        print(f"{WAYS[way]}: {tokens:,} tokens, {format_bytes(watched.peak)}", flush=True)
-        return {"tokens": tokens, "peak": watched.peak, "seconds": watched.seconds}
-
-    first = options.first * (options.longer if way in ON_HOST else 1)
-    points: list[dict[str, Any]] = []
-    while not points:
-        try:
-            points = [point(first), point(2 * first)]
-        except OUT_OF_MEMORY:
-            first //= 2
-            if first < 64:
-                raise
-    grain = max(8, min(first, options.first) // 8)
-    best, ran = reach(points, options.memory, grain), False
-    while not ran and 2 * first < best <= options.most:
-        try:
-            points.append(point(best))
-        except OUT_OF_MEMORY:
-            print(f"{WAYS[way]}: {best:,} tokens did not fit", flush=True)
-            best = best * 19 // 20 // grain * grain
-            continue
-        ran = points[-1]["peak"] <= options.memory
-        if not ran:
-            best = min(reach(points, options.memory, grain), best - grain)
-    print(f"{WAYS[way]}: {best:,} tokens in {format_bytes(options.memory)}"
-          f"{'' if ran else ' by the line: not run'}", flush=True)  # fmt: skip
-    return {"points": points, "tokens": best, "ran": ran}
-
-
-def plot(found: dict[str, Any], path: str) -> None:
-    """Length against memory, for the three ways."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    (axes, clock), memory = figure.subplots(1, 2), found["longest"]["memory"] / 2**30
-    for way, one in found["longest"]["ways"].items():
-        points = sorted((point["tokens"], point["peak"] / 2**30) for point in one["points"])
-        timed = sorted((p["tokens"], p["seconds"] / one["layers"]) for p in one["points"]
-                       if "seconds" in p)  # fmt: skip
-        # The first two lie on each other: one is broad.
-        broad = {"linewidth": 6, "alpha": 0.4} if way == "sdpa" else {"linewidth": 1.5}
-        drawn = axes.plot(*zip(*points, strict=True), "o-", label=WAYS[way], **broad)
-        clock.plot(*zip(*timed, strict=True), "o-", **broad)
-        if one["tokens"] > points[-1][0]:
-            ends = zip(points[-1], (one["tokens"], memory), strict=True)
-            axes.plot(*ends, ":", color=drawn[0].get_color())
-        if way != "attention":
-            side = "right" if way == "remedies" else "center"
-            axes.annotate(f"{one['tokens']:,}", (one["tokens"], memory * 1.05), ha=side)
-    axes.axhline(memory, color="black", linewidth=0.8)
-    for part in (axes, clock):
-        part.set_xscale("log", base=2)
-        part.set_yscale("log", base=2)
-        part.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
-        part.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
-    clock.set(xlabel="tokens of one text", ylabel="seconds of a step, by layer")
-    title = f"{found['shape']}'s shape, random weights (dotted: by the line, not run)"
-    axes.set(ylim=(None, memory * 1.5), xlabel="tokens of one text",
-             ylabel="memory of a step, GiB", title=title)  # fmt: skip
-    figure.legend(loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=150)
-
-
-def emptied(device: str) -> None:
-    """Let go of what nobody holds: a model that was changed in place refers to itself."""
+def free_memory(device: str) -> None:
+    """Free what nothing refers to but itself, as a model that was changed in place."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -347,7 +461,7 @@ def emptied(device: str) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     default = "equal,long,longest"
-    parser.add_argument("--only", default=default, help="parts; none draws what --json has")
+    parser.add_argument("--only", default=default, help="parts")
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--equal-at", type=parse_count, help="tokens of the comparison")
@@ -363,32 +477,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--longer", type=int, help="times that, with everything")
     parser.add_argument("--ways", default=",".join(WAYS), help="of longest")
     parser.add_argument("--most", type=parse_count, help="longest text that longest runs")
-    parser.add_argument("--plot", metavar="FILE", help="a picture, .png or .svg")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of longest, .png or .svg")
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Defaults for the device."""
+    """Fill in the defaults for the device."""
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if not options.memory and options.device == "cuda":
-        # All but what CUDA itself needs.
-        options.memory = torch.cuda.get_device_properties(0).total_memory - (3 << 30)
+        options.memory = torch.cuda.get_device_properties(0).total_memory - CUDA_BYTES
     options.memory = options.memory or 256 << 20
 
 
-def run(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts that are asked for; ``found`` has what earlier ones found."""
+PARTS = {"equal": equal, "long": long, "longest": longest, "estimate": estimate}
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run the parts that are asked for."""
     complete(options)
     print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}", flush=True)
     if options.ranks > 1:
-        yield found | {"shape": options.shape, f"long_{options.ranks}": on_ranks(long, options)}
+        yield on_ranks(long, options)
         return
-    for part in (equal, long, longest, told):
-        if part.__name__ in options.only.split(","):
-            found |= {"shape": options.shape, part.__name__: part(options)}
-            yield found
-            emptied(options.device)
-    if options.plot and "longest" in found:
-        plot(found, options.plot)
+    for name, part in PARTS.items():
+        if name not in options.only.split(","):
+            continue
+        rows = part(options)
+        yield rows
+        free_memory(options.device)
+        if name == "longest" and options.plot:
+            from cases.step_picture import draw
+
+            draw(rows, options)

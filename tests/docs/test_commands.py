@@ -98,7 +98,7 @@ def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     titles = re.findall(r"^## (.+)$", (folder / "bench-results/report.md").read_text(), re.M)
     assert len(titles) >= len(EXPERIMENTS)
     assert all(title in printed.out for title in titles)
-    found = json.loads((folder / "bench-results/results.json").read_text())["measurements"]
+    found = json.loads((folder / "bench-results/results.json").read_text())["rows"].values()
     assert {one["experiment"] for one in found} == {"accuracy", "cost"}
     assert {one["answer"]["status"] for one in found} <= {OK, OUT_OF_MEMORY, UNSUPPORTED}
     for name in re.findall(r"^wrote (.+)$", printed.out, re.M):

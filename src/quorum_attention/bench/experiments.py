@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-import torch
-
-import quorum_attention
 from quorum_attention.bench.measurement import FAILED, OUT_OF_MEMORY, Outcome, Spec
 from quorum_attention.bench.methods import METHODS, RESULTS
 from quorum_attention.units import counted
@@ -56,6 +52,14 @@ def spec_of(options: Namespace, method: str, tokens: int, **fields: Any) -> Spec
         "device": options.device,
     }
     return Spec(method, tokens, **sizes | fields)
+
+
+def row_of(experiment: str, spec: Spec, outcome: Outcome) -> dict[str, Any]:
+    """The row of a measurement in the record of a run."""
+    passes = "both" if spec.backward else "forward"
+    name = f"{experiment}: {spec.method}, {spec.tokens} tokens, {spec.dtype}, {passes}"
+    row = {"experiment": experiment, "spec": asdict(spec), "answer": asdict(outcome)}
+    return {name: row}
 
 
 def accuracy(options: Namespace, measure: Measure) -> Section:
@@ -141,25 +145,3 @@ def label(measurement: Outcome) -> str:
     """A table's cell for a measurement without numbers."""
     labels = {OUT_OF_MEMORY: "oom", FAILED: "failed"}
     return labels.get(measurement.status, "-")
-
-
-def describe_machine(device: str) -> dict[str, str]:
-    """Device, versions and date of a measurement; nothing that names a particular machine."""
-    return {
-        **_describe_device(device),
-        "quorum-attention": quorum_attention.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def _describe_device(device: str) -> dict[str, str]:
-    if device == "cpu":
-        n_threads = counted(torch.get_num_threads(), "thread")
-        return {"device": f"CPU, {platform.machine()}, {n_threads}"}
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),
-    }

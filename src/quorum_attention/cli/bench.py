@@ -5,23 +5,30 @@ causal, as in the paper.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from quorum_attention.bench.child import run_child
-from quorum_attention.bench.experiments import EXPERIMENTS, USUAL_METHODS, describe_machine
+from quorum_attention.bench.experiments import EXPERIMENTS, USUAL_METHODS, Section, row_of
 from quorum_attention.bench.measurement import Outcome, Spec
 from quorum_attention.bench.methods import METHODS
+from quorum_attention.bench.record import RunRecord, describe_run
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.units import counted
 from quorum_attention.writing import write_text
 
-# Of one measurement.
+# The time that one measurement may take.
 _LONGEST_SECONDS = 1800.0
+_QUICK_METHODS = ("sdpa", "flash", "cudnn", "quorum")
+# By kind of device and quickness: the shortest and the longest call of the cost experiment.
+_LENGTHS = {
+    ("cpu", False): (1_024, 16_384),
+    ("cpu", True): (2_048, 4_096),
+    ("cuda", False): (8_192, 1 << 20),
+    ("cuda", True): (32_768, 65_536),
+}
 
 
 def add_to(commands: Any) -> None:
@@ -30,74 +37,101 @@ def add_to(commands: Any) -> None:
     for name, choices in (("--only", list(EXPERIMENTS)), ("--methods", list(METHODS))):
         text = f"some of {', '.join(choices)} (default: all that can run)"
         parser.add_argument(name, nargs="+", choices=choices, metavar="NAME", help=text)
-    n = shared.count_of
+    count = shared.count_of
     shared.add(
         parser,
-        ("--heads", n, "query heads (default: 8; 2 on a CPU)"),
+        ("--heads", count, "query heads (default: 8; 2 on a CPU)"),
         shared.KV_HEADS,
         shared.HEAD_DIM,
         shared.DTYPE,
-        ("--tokens", n, "length of the accuracy experiment (default: 8K; 1K on a CPU)"),
-        ("--max-tokens", n, "longest call (default: 1M, or 64K with --quick; 16K, 4K on a CPU)"),
+        ("--tokens", count, "length of the accuracy experiment (default: 8K; 1K on a CPU)"),
+        (
+            "--max-tokens",
+            count,
+            "longest call (default: 1M, or 64K with --quick; 16K, 4K on a CPU)",
+        ),
         ("--quick", None, "fewer methods, lengths and passes: some minutes"),
-        ("--output FOLDER", shared.name_of, "where results.json and report.md are written",
-         "bench-results"),
+        (
+            "--output FOLDER",
+            shared.name_of,
+            "where results.json and report.md are written",
+            "bench-results",
+        ),
         shared.DEVICE,
         shared.JSON,
-    )  # fmt: skip
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
     _complete(options)
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {
-        "about": describe_machine(options.device),
-        "command": ["quorum-attention", *sys.argv[1:]],
-        "measurements": [],
-    }
+    command = " ".join(["quorum-attention", *sys.argv[1:]])
+    arguments = {name: value for name, value in vars(options).items() if name != "run"}
+    run = describe_run(command, arguments, options.device)
+    record = RunRecord(folder / "results.json", run)
 
     def measure(experiment: str, spec: Spec) -> Outcome:
         warn(f"{experiment}: {spec.method}, {counted(spec.tokens, 'token')}, {spec.dtype}")
-        measurement = run_child(spec, _LONGEST_SECONDS)
-        report["measurements"].append(
-            {"experiment": experiment, "spec": asdict(spec), "answer": asdict(measurement)}
-        )
-        write_text(folder / "results.json", json.dumps(report, indent=1))
-        return measurement
+        outcome = run_child(spec, _LONGEST_SECONDS)
+        record.add(row_of(experiment, spec, outcome))
+        return outcome
 
-    lines = ["# Benchmark report", "", ", ".join(map(" ".join, report["about"].items())), ""]
+    report = _MarkdownFile(folder / "report.md", run)
     for name in options.only or EXPERIMENTS:
-        title, text, columns, rows = EXPERIMENTS[name](options, measure)
-        lines += [f"## {title}", "", text, ""]
-        table = [columns, ["---"] * len(columns), *rows]
-        lines += [f"| {' | '.join(row)} |" for row in table] + [""]
+        section = EXPERIMENTS[name](options, measure)
+        report.add(section)
         if not options.json:
-            say(f"\n{title}\n{text}")
-            show_table(columns, rows)
-        write_text(folder / "report.md", "\n".join(lines))
-    files = [str(folder / "results.json"), str(folder / "report.md")]
+            say(f"\n{section.title}\n{section.text}")
+            show_table(section.columns, section.rows)
+    files = [str(record.path), str(report.path)]
     if options.json:
-        print_json({"files": files, "measurements": report["measurements"]})
+        print_json({"files": files, "measurements": list(record.rows.values())})
     else:
         say("\n".join(f"wrote {file}" for file in files))
     return 0
 
 
+class _MarkdownFile:
+    """The report in Markdown, which is written anew after each section.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+        self.path = path
+        about = {"device": run["machine"], **run["versions"], "date": run["date"]}
+        self._lines = ["# Benchmark report", "", ", ".join(map(" ".join, about.items())), ""]
+
+    def add(self, section: Section) -> None:
+        """Add a section, and write the file."""
+        rows = [section.columns, ["---"] * len(section.columns), *section.rows]
+        self._lines += [f"## {section.title}", "", section.text, ""]
+        self._lines += [f"| {' | '.join(row)} |" for row in rows]
+        self._lines.append("")
+        write_text(self.path, "\n".join(self._lines))
+
+
 def _complete(options: argparse.Namespace) -> None:
-    """Defaults for the device."""
-    options.device = device = shared.default_device(options.device).type
-    on_cpu, quick = device == "cpu", options.quick
-    few = ("sdpa", "flash", "cudnn", "quorum")
-    usual = [name for name in USUAL_METHODS[device] if not quick or name in few]
-    options.methods = list(dict.fromkeys([usual[0], *(options.methods or usual)]))
+    """Fill in the defaults for the device."""
+    device = shared.default_device(options.device).type
+    on_cpu = device == "cpu"
+    options.device = device
+    options.methods = _methods(options, device)
     options.heads = options.heads or (2 if on_cpu else 8)
     options.kv_heads = shared.kv_heads(options.heads, options.kv_heads)
     dtype = options.dtype or shared.default_dtype(device)
     options.dtype = str(dtype).removeprefix("torch.")
     options.tokens = options.tokens or (1_024 if on_cpu else 8_192)
-    first, last = (1_024, 16_384) if on_cpu else (8_192, 1 << 20)
-    if quick:
-        first, last = (2_048, 4_096) if on_cpu else (32_768, 65_536)
+    first, last = _LENGTHS[device, options.quick]
     last = options.max_tokens or last
     options.lengths = min(first, last), last
+
+
+def _methods(options: argparse.Namespace, device: str) -> list[str]:
+    """The methods to measure, without repetitions. Ratios are against the first usual one."""
+    usual = USUAL_METHODS[device]
+    if options.quick:
+        usual = [name for name in usual if name in _QUICK_METHODS]
+    return list(dict.fromkeys([usual[0], *(options.methods or usual)]))

@@ -1,0 +1,68 @@
+"""Reads the files of runs (``quorum_attention.bench.record``) for tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+# Date, machine and case, commit, and a number where a day has several runs of them.
+FILE_NAME = re.compile(r"(\d{4}-\d\d-\d\d)-(.+?)-([0-9a-f]{7,}|unknown)(-\d+)?\.json")
+
+
+class Run(NamedTuple):
+    """A run.
+
+    Attributes:
+        file: name of its file.
+        origin: command, commit, machine, versions and date.
+        rows: the measurements by name.
+    """
+
+    file: str
+    origin: dict[str, Any]
+    rows: dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A measurement, and the run that it is of."""
+
+    value: Any
+    run: Run
+
+
+def read_runs(name: str) -> list[Run]:
+    """The runs of a machine and case, such as "h200-plain", the oldest first."""
+    return sorted(_runs_of(name), key=_moment)
+
+
+def _runs_of(name: str) -> Iterator[Run]:
+    for path in sorted(RESULTS.iterdir()):
+        match = FILE_NAME.fullmatch(path.name)
+        if match is None or match[2] != name:
+            continue
+        content = json.loads(path.read_text("utf-8"))
+        yield Run(path.name, content["run"], content["rows"])
+
+
+def _moment(run: Run) -> tuple[str, str]:
+    """The date and the time of a run. Old runs did not write down the time."""
+    return run.origin["date"], run.origin.get("time", "")
+
+
+def newest_rows(name: str, *methods: str) -> dict[str, Row]:
+    """The newest measurement of each row.
+
+    Args:
+        name: the machine and case.
+        methods: that a row must have measured; rows without them are left out.
+    """
+    rows: dict[str, Row] = {}
+    for run in read_runs(name):
+        for row_name, value in run.rows.items():
+            if all(method in value for method in methods):
+                rows[row_name] = Row(value, run)
+    return rows

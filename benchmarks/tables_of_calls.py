@@ -1,0 +1,141 @@
+"""Tables of plain calls, of small calls and of many small entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases.entries import WORDS
+from cases.plain import CASES, Case
+from paper import PAPER
+from runs import Row, newest_rows
+from table_text import Line, later_seconds, mib, ratio_cell, section
+
+
+def cost() -> str:
+    rows = newest_rows("h200-plain", "fa2")
+    lines = []
+    for tokens, cells in PAPER["cost"]["rows"].items():
+        row = rows.get(tokens)
+        ours = ["", ""]
+        if row is not None:
+            ours = [ratio_cell(row.value, "fa2"), mib(row.value["peak_bytes"])]
+        theirs = [cost_cell(cell) for cell in cells]
+        lines.append(Line([f"{int(tokens):,}", *ours, *theirs], [row] if row else []))
+    theirs = [f"theirs: {column}" for column in PAPER["cost"]["columns"]]
+    return section(["tokens", "ours, 1 GiB", "peak", *theirs], lines)
+
+
+def cost_cell(cell: Any) -> str:
+    """Time and memory over FlashAttention-2's; or words; or None where memory ran out."""
+    if isinstance(cell, list):
+        seconds, memory = cell
+        return f"{seconds:.3g}, {memory:.2f}"
+    return cell or "oom"
+
+
+def budgets() -> str:
+    lines = []
+    for name, row in plain_rows("fa2").items():
+        case = row.value
+        forward, both = later_seconds(case["now"])
+        cells = [
+            case_words(CASES[name]),
+            CASES[name].budget or "none",
+            mib(case["peak_bytes"]),
+            f"{forward:.3g}; {both:.3g}",
+            ratio_cell(case, "fa2"),
+            ratio_cell(case, "cudnn"),
+        ]
+        lines.append(Line(cells, [row]))
+    columns = ["call", "budget", "measured peak", "seconds", "over FlashAttention-2", "over cuDNN"]
+    return section(columns, lines)
+
+
+def beside_fa4() -> str:
+    return ratios_to("fa4")
+
+
+def versions() -> str:
+    """Plain calls of an earlier state of the code and of a later one, in turn."""
+    return ratios_to("before")
+
+
+def ratios_to(other: str) -> str:
+    lines = []
+    for name, row in plain_rows(other).items():
+        case = CASES[name]
+        cells = [case_words(case), case.budget or "none", ratio_cell(row.value, other)]
+        lines.append(Line(cells, [row]))
+    return section(["call", "budget", "ratio"], lines)
+
+
+def plain_rows(*methods: str) -> dict[str, Row]:
+    """The newest measurements of plain calls beside other methods, in the order of the cases."""
+    rows = newest_rows("h200-plain", *methods)
+    return {name: rows[name] for name in CASES if name in rows}
+
+
+def case_words(case: Case) -> str:
+    """A plain call in words, without its budget."""
+    words = [f"{case.tokens:,} tokens"]
+    if (case.heads, case.kv_heads, case.head_dim) != (8, 8, 64):
+        shared = "" if case.heads == case.kv_heads else f" over {case.kv_heads}"
+        words.append(f"{case.heads} heads{shared} of {case.head_dim}")
+    if case.dtype != torch.float16:
+        words.append("bf16")
+    if case.window:
+        words.append(f"a window of {case.window:,}")
+    if case.place != "pinned":
+        words.append({"device": "on the device", "pageable": "in ordinary memory"}[case.place])
+    if case.kernel != "auto":
+        words.append("compiled FlexAttention" if case.kernel == "flex" else f"`{case.kernel}`")
+    if case.depth != "auto":
+        words.append(f"depth {case.depth}")
+    return ", ".join(words)
+
+
+def windows() -> str:
+    lines = [
+        Line([case_words(CASES[name]), ratio_cell(row.value, "flex")], [row])
+        for name, row in plain_rows("flex").items()
+    ]
+    recovered = newest_rows("h200-flex", "ratios")
+    for mask, row in recovered.items():
+        ratios = row.value["ratios"]
+        for way in ("uncut", "depth 1", "1 GiB"):
+            cell = f"{ratios[f'{way}, forward']:.2f}; {ratios[f'{way}, both']:.2f}"
+            lines.append(Line([f"{mask}, FlexAttention recovered, {way}", cell], [row]))
+    return section(["call", "ratio"], lines)
+
+
+def native() -> str:
+    rows = newest_rows("h200-native")
+    lines = []
+    for head_dim in (64, 128):
+        ours = rows[f"native, {head_dim}"]
+        cells = [str(head_dim)]
+        for other in ("flash", "cudnn"):
+            pairs = zip(ours.value, rows[f"{other}, {head_dim}"].value, strict=True)
+            cells.append(" / ".join(f"{mine / theirs:.2f}" for mine, theirs in pairs))
+        lines.append(Line(cells, [ours]))
+    return section(["head dimension", "over FlashAttention-2", "over cuDNN"], lines)
+
+
+def small() -> str:
+    lines = []
+    for name, row in newest_rows("cpu-small").items():
+        if "float32" in name:
+            beyond = [row.value[passes]["beyond"] for passes in ("forward", "forward+backward")]
+            lines.append(Line([name, *(f"{microseconds:+.0f}" for microseconds in beyond)], [row]))
+    return section(["batch x heads x queries x keys", "forward", "forward+backward"], lines)
+
+
+def entries() -> str:
+    on_cpu = newest_rows("cpu-entries", "ratio")
+    on_gpu = newest_rows("h200-entries", "ratio")
+    lines = []
+    for name, words in WORDS.items():
+        rows = [on_cpu[name], on_gpu[name]]
+        lines.append(Line([words, *(f"{row.value['ratio']:.2f}" for row in rows)], rows))
+    return section(["calls", "one thread", "H200"], lines)

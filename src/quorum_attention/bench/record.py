@@ -1,0 +1,157 @@
+"""The record of a run: what was run, of which source and where, and the rows that it measured.
+
+``quorum-attention bench`` and ``benchmarks/run.py`` write the same kind of file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import quorum_attention
+from quorum_attention.units import counted
+from quorum_attention.writing import write_text
+
+# Optional packages whose versions change what is measured.
+_OPTIONAL = ("triton", "flash-attn-4", "transformers", "liger-kernel")
+# Runs and rows have a line each.
+_DEPTH_OF_LINES = 2
+
+
+class RunRecord:
+    """The file of a run, which is written anew whenever a row is added.
+
+    Attributes:
+        path: of the file.
+        run: where the rows come from (``describe_run``).
+        rows: the measurements by name.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+        self.path = path
+        self.run = run
+        self.rows: dict[str, Any] = {}
+
+    def add(self, rows: Mapping[str, Any]) -> None:
+        """Add rows, and write the file."""
+        self.rows.update(rows)
+        write_text(self.path, to_json({"run": self.run, "rows": self.rows}) + "\n")
+
+
+def new_path(folder: Path, name: str, run: Mapping[str, Any]) -> Path:
+    """A path that no file has: the date, ``name`` and the commit, and a number if others have
+    these.
+    """
+    commit = run["commit"] or "unknown"
+    stem = f"{run['date']}-{name}-{commit}"
+    path = folder / f"{stem}.json"
+    numbers = itertools.count(2)
+    while path.exists():
+        path = folder / f"{stem}-{next(numbers)}.json"
+    return path
+
+
+def describe_run(
+    command: str, arguments: Mapping[str, Any], device: str, commit: str | None = None
+) -> dict[str, Any]:
+    """Command, source, machine, versions, date and time (UTC) of a run that begins now.
+
+    Args:
+        arguments: of the command, as it was parsed.
+        device: "cpu" or "cuda".
+        commit: of the source, where git does not know it.
+    """
+    source = describe_source()
+    if source["commit"] is None:
+        source["commit"] = commit
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "command": command,
+        "arguments": {name: _as_json(value) for name, value in arguments.items()},
+        **source,
+        "machine": describe_machine(device),
+        "versions": describe_versions(device),
+        "date": now.date().isoformat(),
+        "time": now.time().isoformat("seconds"),
+    }
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return value if isinstance(value, (bool, int, float, type(None))) else str(value)
+
+
+def describe_source() -> dict[str, Any]:
+    """The commit of the package's source, and whether the tree had no changes.
+
+    Both are None where the package is not in a git repository of its own, as when it is installed.
+    """
+    name = Path(quorum_attention.__file__).name
+    if _ask_git("ls-files", "--error-unmatch", name) is None:
+        return {"commit": None, "is_clean": None}
+    changes = _ask_git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": _ask_git("rev-parse", "--short=8", "HEAD"), "is_clean": changes == ""}
+
+
+def _ask_git(*arguments: str) -> str | None:
+    """The answer of git in the package's folder, or None if there is none."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    folder = Path(quorum_attention.__file__).parent
+    command = [git, "-C", str(folder), *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def describe_machine(device: str) -> str:
+    """The device that computes; nothing that names a particular machine."""
+    if device == "cpu":
+        n_threads = counted(torch.get_num_threads(), "thread")
+        return f"CPU, {platform.machine()}, {n_threads}"
+    return torch.cuda.get_device_name(device)
+
+
+def describe_versions(device: str) -> dict[str, str]:
+    """The versions of the package and of what it runs on."""
+    versions = {}
+    if device != "cpu":
+        versions["cuda"] = str(torch.version.cuda)
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    versions["quorum-attention"] = quorum_attention.__version__
+    versions["torch"] = torch.__version__
+    versions["python"] = platform.python_version()
+    for package in _OPTIONAL:
+        version = _version_of(package)
+        if version is not None:
+            versions[package] = version
+    return versions
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def to_json(value: Any, depth: int = 0) -> str:
+    """JSON with a line for each row."""
+    if depth >= _DEPTH_OF_LINES or not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    lines = [
+        f"{' ' * (depth + 1)}{json.dumps(name)}: {to_json(item, depth + 1)}"
+        for name, item in value.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "}"
