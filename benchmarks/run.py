@@ -29,10 +29,15 @@ import torch
 from quorum_attention.bench.record import RunRecord, describe_run, new_path
 
 CASES = re.findall(r"^([a-z]+)  +\w", __doc__, re.M)
+# Options that name places of one machine, or the source: a record's arguments are without these.
+LOCAL = ("results", "commit", "before")
 
 
 def main(arguments: list[str]) -> None:
     """Run the case that the first argument names."""
+    if arguments in (["--help"], ["-h"]):
+        print(__doc__)
+        return
     if not arguments or arguments[0] not in CASES:
         sys.exit(__doc__)
     name = arguments[0]
@@ -56,9 +61,11 @@ def new_record(name: str, arguments: list[str], options: argparse.Namespace) -> 
     """The file of this run, or None without a folder for it."""
     if options.results is None:
         return None
+    options.results.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    command = re.sub(r" --(results|commit|before)[= ]\S+", "", " ".join(arguments))
-    run = describe_run(f"python benchmarks/run.py {command}", vars(options), device, options.commit)
+    command = re.sub(rf" --({'|'.join(LOCAL)})[= ]\S+", "", " ".join(arguments))
+    of_case = {option: value for option, value in vars(options).items() if option not in LOCAL}
+    run = describe_run(f"python benchmarks/run.py {command}", of_case, device, options.commit)
     # "h200" of "NVIDIA H200".
     machine = "cpu" if device == "cpu" else run["machine"].rpartition(" ")[2].lower()
     return RunRecord(new_path(options.results, f"{machine}-{name}", run), run)
