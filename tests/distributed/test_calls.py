@@ -1,17 +1,13 @@
-"""Sharded calls and steps of decoding on Gloo processes give what one device gives, whatever ranks,
+"""Sharded calls on Gloo processes give what one device gives, whatever ranks,
 shards, heads and masks. All share their processes, which take long to start."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.masks import exact, off
 from helpers.ranks import compare, inputs_of, random_calls, spawn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +25,6 @@ def _all_of_it(rank: int) -> None:
             assert not random_calls(1000 * ranks, 16, group)
         if rank < ranks < 5:
             _in_turns(rank, group)
-            _decoding(rank, group)
     if rank < 2:
         for check in (
             _what_a_rank_computes_is_cut, _one_rank_alone, _twice,
@@ -161,38 +156,3 @@ def _under_autocast(rank: int, group: dist.ProcessGroup) -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert q.grad.dtype == torch.float32
-
-
-ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def _decoding(rank: int, group: dist.ProcessGroup) -> None:
-    ranks = group.size()
-    for number in range(12):
-        draw = random.Random(f"decoding {ranks} {number}")
-        sizes = [draw.choice([0, 1, draw.randint(1, 50)]) for _ in range(ranks)]
-        kv_heads, dtype = draw.choice([1, 2, 3]), draw.choice(list(ALLOWED))
-        heads, queries, n = kv_heads * draw.choice([1, 4]), draw.choice([1, 1, 3]), sum(sizes)
-        torch.manual_seed(number)
-        _, k, v, _ = inputs_of(heads, kv_heads, n, 8, 12, dtype, 2)
-        q = torch.randn(2, heads, queries, 8, dtype=dtype)
-        mask = Mask(bias=torch.rand(2, 1, queries, n) < draw.choice([0.2, 0.9, 1.0]))
-        if draw.random() < 0.4:
-            mask = replace(mask, sinks=torch.randn(heads))
-        if draw.random() < 0.3:
-            mask = replace(mask, softcap=1.5)
-        rows, report = slice(*[0, *accumulate(sizes)][rank : rank + 2]), sharded.ShardedReport()
-        got = sharded.decode(
-            q, k[:, :, rows], v[:, :, rows], replace(mask, bias=mask.bias[..., rows]),
-            group=group, scale=0.4, enable_gqa=True, report=report,
-        )  # fmt: skip
-        upstream = torch.zeros(2, heads, queries, 12)
-        wanted = exact(q, k, v, upstream, mask, 0.4).out if n else torch.zeros(())
-        assert got.dtype == dtype
-        assert off(got, wanted.expand(got.shape)) <= ALLOWED[dtype], (number, sizes)
-        every = [torch.empty_like(got) for _ in sizes]
-        dist.all_gather(every, got, group=group)
-        assert all(torch.equal(one, got) for one in every)
-        numbers = 2 * heads * queries * (12 + 1) + 1
-        element = 8 if dtype == torch.float64 else 4
-        assert report.forward_bytes == (ranks - 1) * numbers * element

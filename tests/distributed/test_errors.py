@@ -29,7 +29,7 @@ from quorum_attention.kernels.native import NativeKernel
 def _all_of_it(rank: int) -> None:
     group = dist.new_group([0, 1])
     for check in (
-        _apart, _known_and_apart, _other_passes, _decoding_apart, _a_kernel_by_its_name,
+        _apart, _known_and_apart, _other_passes, _a_kernel_by_its_name,
         _kernels_that_are_refused, _context_parallel, _modules_of_torch,
         _buffers_that_share_memory,
     ):  # fmt: skip
@@ -47,9 +47,8 @@ def test_on_processes(tmp_path: Path) -> None:
 
 def test_without_a_group() -> None:
     q = torch.randn(1, 2, 10, 8)
-    for call in (sharded.attention, sharded.decode):
-        with pytest.raises(RuntimeError, match="init_process_group"):
-            call(q, q, q)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        sharded.attention(q, q, q)
 
 
 def _call(group: dist.ProcessGroup | None, heads: int = 4, rows: int = 12, **options: Any) -> Any:
@@ -116,39 +115,14 @@ def _known_and_apart(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _other_passes(rank: int, group: dist.ProcessGroup) -> None:
-    """A backward on one rank, and on the other another call's, a forward, or decoding."""
+    """A backward on one rank, and on the other another call's, or a forward."""
     first, second = _call(group).sum(), _call(group, is_causal=True).sum()
     with pytest.raises(ValueError, match="do not agree on is_causal"):
         (second if rank else first).backward()
     first = _call(group).sum()
-    q = torch.randn(1, 4, 12, 8)
-    for other in (_call, lambda group: sharded.decode(q, q, q, group=group)):
-        with pytest.raises(ValueError, match="do not agree on call"):
-            other(group) if rank else first.backward(retain_graph=True)
+    with pytest.raises(ValueError, match="do not agree on call"):
+        _call(group) if rank else first.backward(retain_graph=True)
     _call(group).sum().backward()
-
-
-def _decoding_apart(rank: int, group: dist.ProcessGroup) -> None:
-    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
-    for word, others, scale in (
-        ("scale", (q, k, k), 0.2),
-        ("batch size", [t.repeat(2, 1, 1, 1) for t in (q, k, k)], 0.1),
-        ("heads", [t[:, :1] for t in (q, k, k)], 0.1),
-        ("value_dim", (q, k, k[..., :4]), 0.1),
-        ("dtype", [t.double() for t in (q, k, k)], 0.1),
-        ("sinks", (q, k, k, Mask(sinks=torch.ones(2))), 0.1),
-        ("head_dim", [t.repeat(1, 1, 1, 2) for t in (q, k, k)], 0.1),
-    ):
-        given = (q, k, k) if rank else others
-        with pytest.raises(ValueError, match=f"do not agree on .*{word}.*rank {rank} has"):
-            sharded.decode(*given, group=group, scale=0.1 if rank else scale)
-    for scale in (0.1, 0.2):
-        assert sharded.decode(q, k, k, group=group, scale=scale).isfinite().all()
-    with pytest.raises(ValueError, match="do not agree on scale"):
-        sharded.decode(q, k, k, group=group, scale=0.2 if rank else 0.1)
-
-
-ONE = torch.ones(1, 1, 1, 8)
 
 
 class PlantedError(Exception):
@@ -178,7 +152,7 @@ def _one_fails(rank: int) -> None:
             passes[name]()
         setattr(Sharded, name, kept)
         # What follows is not taken for what is missing.
-        for again in (*passes.values(), lambda g=group: sharded.decode(ONE, ONE, ONE, group=g)):
+        for again in passes.values():
             with pytest.raises(RuntimeError, match="failed on this rank"):
                 again()
         del out, passes, again, group

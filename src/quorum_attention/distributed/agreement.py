@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -170,13 +169,16 @@ def _is_known(group: dist.ProcessGroup, query: torch.Tensor, name: str) -> bool:
     return name in known and not on_host(query.device)
 
 
-def agreed_number(group: dist.ProcessGroup, query: torch.Tensor, arguments: Signature) -> int:
-    """A number of 24 bits of a call without sizes, the same where ranks mean the same."""
+def agree_on(group: dist.ProcessGroup, query: torch.Tensor, arguments: Signature) -> None:
+    """Compare arguments that have no sizes, where the ranks have not agreed on them before.
+
+    Raises:
+        ValueError: they differ; on all ranks.
+    """
     name = repr(arguments)
     if not _is_known(group, query, name):
         compare(group, arguments)
         _AGREED[group].add(name)
-    return crc32(name.encode()) >> 8
 
 
 def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) -> tuple[int, ...]:

@@ -1,13 +1,7 @@
-"""``distributed.attention``: each rank gives its rows of the sequence, and gets their results.
-
-``distributed.decode``: queries that all ranks have, over keys that are sharded. Each rank computes
-what its own keys say, and the ranks tell each other output and log-sum-exp: a few vectors, however
-long the sequence is. Keys and values stay where they are.
-"""
+"""``distributed.attention``: each rank gives its rows of the sequence, and gets their results."""
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,25 +12,21 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from quorum_attention.api import attention_with_lse
 from quorum_attention.argument_checks import shown
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current_settings, with_current_settings
-from quorum_attention.call.validation import Tensors, as_mask, as_tensor, check_tensors
+from quorum_attention.call.validation import Tensors, as_mask, check_tensors
 from quorum_attention.decomposition import Ranges
 from quorum_attention.decomposition.intervals import cut
 from quorum_attention.distributed import agreement, partition
 from quorum_attention.distributed.run import Sharded, ShardedReport
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.execution.report import Report
 from quorum_attention.kernels.call_shape import CallShape, state_dtype
 from quorum_attention.kernels.masked.mask_fields import fields_key, tensors_of
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
-from quorum_attention.kernels.merge import merge_
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask, map_tensors
@@ -143,9 +133,7 @@ def attention(
     if mask is not None:
         mask = _whole_mask(mask, group, sizes, inputs)
         kept = pairs_above(mask, every)
-        agreement.agreed_number(
-            group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)}
-        )
+        agreement.agree_on(group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)})
     whole = WholeCall(every, mask, shard.scale, dropout)
     with torch.autocast(query.device.type, enabled=False):
         rows = [t.reshape(shape.batch, *t.shape[-3:]) for t in inputs[:3]]
@@ -169,91 +157,6 @@ def attention(
     return shard.drop_heads(out.to(shape.dtype).reshape(*query.shape[:-1], shape.value_dim))
 
 
-@uncompiled
-@torch.no_grad()
-@helps_with_names
-def decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | Mask | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    budget: int | str | None = None,
-    depth: int | str = "auto",
-    kernel: str | InnerKernel = "auto",
-    report: ShardedReport | None = None,
-) -> torch.Tensor:
-    """Attention of the same queries on all ranks over the keys of all ranks; no gradients.
-
-    All ranks call it together. The result is the same on all of them, to the last bit. Partial
-    results are exchanged and merged in fp32 (fp64 for fp64 inputs).
-
-    Args:
-        query: (..., heads, queries, head_dim), the same on all ranks.
-        key: (..., kv_heads, keys, head_dim), value: (..., kv_heads, keys, value_dim): those that
-            this rank holds, any number of them, also none.
-        attn_mask: of this rank's keys: a tensor that broadcasts to (..., heads, queries, keys),
-            boolean (True keeps) or additive, or a ``Mask``. Its sinks, if it has any, are the same
-            on all ranks, and take part once.
-        group: the process group; None is the default one.
-        scale, enable_gqa, budget, depth, kernel: as in ``quorum_attention.attention``.
-        report: a ``ShardedReport`` to fill with what this rank did.
-
-    Returns:
-        (..., heads, queries, value_dim), in the query's dtype; 0 in rows that see no key.
-
-    Raises:
-        RuntimeError: as of ``attention``, also for other ranks.
-        ValueError: the ranks do not agree on the step (sizes, dtype, ``scale``, whether there are
-            sinks). On a GPU they compare the first step of a kind; later on all have NaN where
-            ranks are at different ones.
-    """
-    group = agreement.member_of(group)
-    for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
-        as_tensor(tensor, name)
-    mask = _checked_mask(attn_mask, query, key)
-    agreement.check_kernel_of_parts(kernel)
-    sinks = None if mask is None else mask.sinks
-    heads, queries, head_dim = query.shape[-3:]
-    arguments = {
-        "call": "decode", "batch size": query.shape[:-3].numel(), "heads": heads,
-        "queries": queries, "head_dim": head_dim, "value_dim": value.shape[-1],
-        "dtype": query.dtype, "scale": scale, "attn_mask.sinks": sinks is not None,
-    }  # fmt: skip
-    number, made = agreement.agreed_number(group, query, arguments), Report()
-    with agreement.exchanging(group):
-        own = mask and replace(mask, sinks=None)
-        out, lse = attention_with_lse(
-            query, key, value, own, scale=scale, enable_gqa=enable_gqa, budget=budget,
-            depth=depth, kernel=kernel, out_dtype=state_dtype(query.dtype),
-            report=None if report is None else made,
-        )  # fmt: skip
-        size = (*out.shape[:-1], out.shape[-1] + 1)
-        mine = out.new_empty(math.prod(size) + 1)
-        torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1, out=mine[:-1].view(size))
-        mine[-1:].fill_(number)
-        every = mine.new_empty((group.size(), mine.numel()))
-        dist.all_gather(list(every.unbind()), mine, group=group)
-    if report is not None:
-        received = (group.size() - 1) * mine.nbytes
-        report.fill(
-            group, way="keys and values stay", pairs=queries * key.shape[-2], stages=1,
-            forward_bytes=received, most_forward_bytes=received, calls=[made],
-        )  # fmt: skip
-    # By entry of all batch dimensions: (ranks, entries, heads, queries, value_dim and lse).
-    parts = every[:, :-1].view(group.size(), -1, *size[-3:])
-    total, weight = parts[0, ..., :-1], parts[0, ..., -1]
-    for part in parts[1:]:
-        merge_(total, weight, part[..., :-1], part[..., -1])
-    if sinks is not None:
-        join_sinks_(total, weight, sinks)
-    found = total.reshape(out.shape).to(query.dtype)
-    return found.masked_fill_((every[:, -1] != number).any(), math.nan)
-
-
 def _checked_shard(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments, report: Any
 ) -> tuple[Tensors, Request]:
@@ -269,9 +172,8 @@ def _checked_shard(
     if shape.n_queries != shape.n_keys or not shape.heads:
         raise ValueError(
             "key must have the query's rows, and there must be heads, got shapes "
-            f"{tuple(query.shape)}, {tuple(key.shape)}; for cross attention over ranks give "
-            "decode queries that are the same on all ranks (no gradients), or gather the keys and "
-            "give them to quorum_attention.attention with this rank's queries"
+            f"{tuple(query.shape)}, {tuple(key.shape)}; for cross attention over ranks "
+            "gather the keys and give them to quorum_attention.attention with this rank's queries"
         )
     agreement.check_kernel_of_parts(request.options.kernel)
     return tensors, request
@@ -349,16 +251,13 @@ class _ShardedAttention(torch.autograd.Function):
         return (*made, *of_mask, None)
 
 
-def _checked_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Mask | None:
+def _checked_mask(attn_mask: Any) -> Mask | None:
     """The argument ``attn_mask`` as a ``Mask``.
-
-    Args:
-        query, key: as of ``as_mask``.
 
     Raises:
         TypeError: it is none.
     """
-    attn_mask = as_mask(attn_mask, query, key)
+    attn_mask = as_mask(attn_mask)
     if attn_mask is None or isinstance(attn_mask, Mask):
         return attn_mask
     if isinstance(attn_mask, torch.Tensor):
