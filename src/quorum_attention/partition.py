@@ -48,9 +48,7 @@ class RowWork(NamedTuple):
     def row_at(self, pairs: int) -> int:
         """Return the row before which ``pairs`` pairs are done, at the nearest edge of a tile."""
         row = bisect_left(range(self.n_rows), pairs, key=self.pairs_above)
-        lower = row // self.tile * self.tile
-        upper = min(lower + self.tile, self.n_rows)
-        return upper if upper - row < row - lower else lower
+        return min(self.n_rows, round(row / self.tile) * self.tile)
 
 
 def cut_line(work: RowWork, cuts: Sequence[Fraction]) -> list[list[RowBlock]]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
-from quorum_attention.distributed import partition
+from quorum_attention.distributed import strategies
 
 
 def _all_of_it(rank: int) -> None:
@@ -108,7 +108,8 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
 
 def _in_turns(rank: int, group: dist.ProcessGroup) -> None:
     """Heads that divide by the ranks are exchanged in turns, whole, and nothing is added up."""
-    turns_of, partition.turns_of = partition.turns_of, lambda flops: 3
+    n_head_groups = strategies.n_head_groups
+    strategies.n_head_groups = lambda flops: 3
     ranks = group.size()
     sizes, dtype, element = {
         2: ([5, 12], torch.float64, 8),
@@ -123,7 +124,7 @@ def _in_turns(rank: int, group: dist.ProcessGroup) -> None:
         inward, back = 8 * 16 + 4 * 16 + 4 * 8, 8 * 8
         assert report.forward_bytes == 2 * element * (foreign * inward + own * back)
         assert report.backward_bytes == 2 * element * (foreign * back + own * inward)
-    partition.turns_of = turns_of
+    strategies.n_head_groups = n_head_groups
 
 
 def _dropout_without_a_seed(rank: int, group: dist.ProcessGroup) -> None:

@@ -12,23 +12,23 @@ from helpers.masks import dense
 from helpers.plans import shape_of
 
 from quorum_attention import Mask
-from quorum_attention.distributed.attention import pairs_above
-from quorum_attention.distributed.partition import (
-    RowBytes,
-    Sequences,
-    choose,
-    every_way,
-    heads,
-    keys,
-    quorums,
+from quorum_attention.distributed.assignment import Operand, RowBytes
+from quorum_attention.distributed.sharded_mask import count_kept_pairs
+from quorum_attention.distributed.sharded_shape import ShardedShape
+from quorum_attention.distributed.strategies import (
+    all_assignments,
+    choose_assignment,
+    exchange_heads,
+    gather_kv,
+    quorum_tasks,
 )
 
 # One for each vector of a query, and of a key and a value; results likewise.
 ELEMENTS = RowBytes(1, 2, 1, 1)
 
 
-def sequences(sizes: list[int], heads: int, kv_heads: int, causal: bool) -> Sequences:
-    return Sequences((0, *accumulate(sizes)), heads, kv_heads, causal)
+def sharded_shape(sizes: list[int], heads: int, kv_heads: int, causal: bool) -> ShardedShape:
+    return ShardedShape((0, *accumulate(sizes)), heads, kv_heads, causal)
 
 
 @pytest.mark.slow_but_first
@@ -38,17 +38,17 @@ def test_every_pair_is_computed_once(seed: int) -> None:
     ranks, kv_heads = draw.randint(2, 9), draw.randint(1, 4)
     sizes = [draw.choice([0, 1, 5, 7, draw.randint(1, 40)]) for _ in range(ranks)]
     sizes[0] += 1
-    of = sequences(sizes, kv_heads * draw.randint(1, 4), kv_heads, draw.random() < 0.5)
-    wanted = np.ones((of.tokens, of.tokens), int)
-    wanted = np.tril(wanted) if of.is_causal else wanted
-    for way in every_way(of):
-        seen = np.zeros((of.heads, of.tokens, of.tokens), int)
+    shape = sharded_shape(sizes, kv_heads * draw.randint(1, 4), kv_heads, draw.random() < 0.5)
+    wanted = np.ones((shape.n_tokens, shape.n_tokens), int)
+    wanted = np.tril(wanted) if shape.is_causal else wanted
+    for way in all_assignments(shape):
+        seen = np.zeros((shape.heads, shape.n_tokens, shape.n_tokens), int)
         for stages in way.shares:
             before: set[int] = set()
             for blocks in stages:
                 read: set[int] = set()
                 for block in blocks:
-                    read |= set(range(*of.kv_of(block.heads)))
+                    read |= set(range(*shape.kv_of(block.heads)))
                     for k in block.keys:
                         part = np.ones((block.queries.length, k.length), int)
                         rows = slice(*block.queries)
@@ -58,41 +58,41 @@ def test_every_pair_is_computed_once(seed: int) -> None:
                 assert not read & before, "two stages of a rank read the same heads"
                 before |= read
         assert (seen == wanted).all(), way.way
-        assert sum(way.pairs(rank) for rank in range(ranks)) == of.pairs
+        assert sum(way.n_pairs(rank) for rank in range(ranks)) == shape.n_pairs
 
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_bring_what_blocks_read(seed: int) -> None:
-    """Each needed row comes once, from the rank that holds it, and is alone only if it is."""
+    """Each needed row comes once, from the rank that holds it, and is exclusive only if it is."""
     draw = random.Random(seed)
     ranks, kv_heads = draw.randint(2, 7), draw.randint(1, 3)
     sizes = [draw.randint(0, 30) for _ in range(ranks - 1)] + [9]
-    of = sequences(sizes, kv_heads * draw.randint(1, 3), kv_heads, draw.random() < 0.5)
-    for way in every_way(of):
-        users: dict[tuple[bool, int, int], set[int]] = {}
-        brought: set[tuple[int, int, bool, int, int]] = set()
-        for p in way.pieces:
-            low, high = of.starts[p.owner : p.owner + 2]
+    shape = sharded_shape(sizes, kv_heads * draw.randint(1, 3), kv_heads, draw.random() < 0.5)
+    for way in all_assignments(shape):
+        users: dict[tuple[Operand, int, int], set[int]] = {}
+        brought: set[tuple[int, int, Operand, int, int]] = set()
+        for p in way.row_slices:
+            low, high = shape.starts[p.owner : p.owner + 2]
             assert low <= p.rows.start < p.rows.stop <= high
-            for head, row in product(range(*p.side.heads), range(*p.rows)):
-                one = (p.rank, p.stage, p.side.of_keys, head, row)
+            for head, row in product(range(*p.head_slice.heads), range(*p.rows)):
+                one = (p.rank, p.stage, p.operand, head, row)
                 assert one not in brought
                 brought.add(one)
-                users.setdefault((p.side.of_keys, head, row), set()).add(p.rank)
+                users.setdefault((p.operand, head, row), set()).add(p.rank)
         wanted = {
-            (rank, stage, side.of_keys, head, row)
+            (rank, stage, head_slice.operand, head, row)
             for rank, stages in enumerate(way.shares)
             for stage in range(len(stages))
-            for side, runs in way.needs(rank, stage).items()
-            for head in range(*side.heads)
+            for head_slice, runs in way.rows_needed(rank, stage).items()
+            for head in range(*head_slice.heads)
             for rows in runs
             for row in range(*rows)
         }
         assert brought == wanted
-        for p in way.pieces:
-            several = len(users[p.side.of_keys, p.side.heads.start, p.rows.start]) > 1
-            assert p.alone != several
+        for p in way.row_slices:
+            several = len(users[p.operand, p.head_slice.heads.start, p.rows.start]) > 1
+            assert p.is_exclusive != several
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 31])
@@ -101,16 +101,16 @@ def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
     """Received in a forward, in units of tokens times query heads: away are (ranks - 1) / ranks of
     the rows, or of the chunks of a task."""
     tokens = ranks * 128 * 70
-    of = sequences([tokens // ranks] * ranks, ranks * share, ranks, False)
-    away, unit = (ranks - 1) / ranks, tokens * of.heads
+    shape = sharded_shape([tokens // ranks] * ranks, ranks * share, ranks, False)
+    away, unit = (ranks - 1) / ranks, tokens * shape.heads
     exchanged = (2 + 2 / share) * away / ranks
-    assert heads(of).most_received(ELEMENTS) / unit == pytest.approx(exchanged)
-    assert keys(of).most_received(ELEMENTS) / unit == pytest.approx(2 * away / share)
+    assert exchange_heads(shape).most_received(ELEMENTS) / unit == pytest.approx(exchanged)
+    assert gather_kv(shape).most_received(ELEMENTS) / unit == pytest.approx(2 * away / share)
     size = {3: 2, 7: 3, 31: 6}.get(ranks)
     if size:
         foreign = (size - 1) / ranks
         moved = 2 * foreign + 2 * foreign / share
-        assert quorums(of, ranks).most_received(ELEMENTS) / unit == pytest.approx(moved)
+        assert quorum_tasks(shape, ranks).most_received(ELEMENTS) / unit == pytest.approx(moved)
 
 
 @pytest.mark.slow_but_first
@@ -120,8 +120,8 @@ def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
 def test_work_is_shared_evenly_whatever_divides(ranks: int, heads_: int, causal: bool) -> None:
     draw = random.Random(ranks * heads_)
     sizes = [draw.randint(20_000, 200_000) for _ in range(ranks)]
-    of = sequences(sizes, heads_, 1, causal)
-    assert choose(of, ELEMENTS).imbalance <= 1.05
+    shape = sharded_shape(sizes, heads_, 1, causal)
+    assert choose_assignment(shape, ELEMENTS).imbalance <= 1.05
 
 
 TOKENS = 4096
@@ -147,13 +147,15 @@ MASKS = {
 def test_kept_pairs_are_shared_evenly(name: str, heads_: int) -> None:
     mask = MASKS[name]
     above = np.array([0, *dense(mask, 2, 1, TOKENS, TOKENS).sum((0, 1, 3)).cumsum(0).tolist()])
-    kept = pairs_above(mask, shape_of((2,), heads_, heads_, TOKENS, TOKENS))
+    kept_pairs = count_kept_pairs(mask, shape_of((2,), heads_, heads_, TOKENS, TOKENS))
     entries = 1 if mask.key_lengths is None else 2  # of different pairs
-    assert kept[-1] * 2 == above[-1] * entries
+    assert kept_pairs[-1] * 2 == above[-1] * entries
     for ranks in (2, 5, 8):
         sizes = [TOKENS // ranks] * (ranks - 1) + [TOKENS - TOKENS // ranks * (ranks - 1)]
-        of = Sequences((0, *accumulate(sizes)), heads_, 1, False, "rows", kept=kept)
-        way = choose(of, ELEMENTS)
+        shape = ShardedShape(
+            (0, *accumulate(sizes)), heads_, 1, False, "rows", kept_pairs=kept_pairs
+        )
+        way = choose_assignment(shape, ELEMENTS)
         work = [
             sum(
                 block.heads.length * np.diff(above[list(block.queries)])[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from helpers.masks import off
 from helpers.ranks import HOME, compare, inputs_of, spawn
 
 from quorum_attention import distributed as sharded
+from quorum_attention.distributed import strategies
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 # Heads, key/value heads, rows of the two ranks.
@@ -26,16 +26,15 @@ SHAPES = [
 
 
 def _all_of_it(rank: int) -> None:
-    module = import_module("quorum_attention.distributed.partition")
-    turns_of = module.turns_of
-    for turns in (1, 2, 3):  # on two streams
-        module.turns_of = lambda flops, turns=turns: turns
+    n_head_groups = strategies.n_head_groups
+    for n_groups in (1, 2, 3):  # on two streams
+        strategies.n_head_groups = lambda flops, n_groups=n_groups: n_groups
         for number, (heads, kv_heads, sizes, causal) in enumerate(SHAPES):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 torch.manual_seed(number)
                 tensors = inputs_of(heads, kv_heads, sum(sizes), 64, 64, dtype, 1 + number % 2)
                 compare(rank, list(sizes), tensors, causal, lengths=sizes)
-    module.turns_of = turns_of
+    strategies.n_head_groups = n_head_groups
     _again_and_again(rank)
     _no_waits()
 

@@ -1,14 +1,12 @@
 """What the ranks of a sharded call must agree on, and whether they do.
 
-In host memory the ranks tell each other the call before each pass. On GPUs, where the host would
-have to wait for that, they do so once for each kind of call if ``lengths`` are given.
+In host memory the ranks compare the call before each pass. On GPUs the host would have to wait for
+that, so the ranks compare a call once for each kind of call if ``lengths`` are given.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,180 +14,128 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.argument_checks import one_of, shown, whole_number
+from quorum_attention.distributed.groups import all_gather_objects
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.units import counted
 
-# What a call is, by the names of its arguments; the values are plain.
-Signature = Mapping[str, object]
+CallSignature = Mapping[str, object]
+"""What a call is, by the names of its arguments; the values are plain."""
 
-# Calls that a group remembers; when there are more, all ranks forget all at the same call.
-_MOST = 1024
+# Calls that a group remembers. When there are more, all ranks forget all calls at the same call.
+_MAX_CALLS = 1024
 
-# Calls that a group has agreed on; and groups in which a call has failed on this rank.
+# The calls that each group has agreed on.
 _AGREED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
-_FAILED: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
-def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group that was given once.
-
-    What outlives a call holds no more than a weak reference to it: the last reference ends a
-    group's threads, and one of Gloo's that is still there when Python ends may abort the process.
+def compare(group: dist.ProcessGroup, signature: CallSignature, *values: Any) -> list[Any]:
+    """Compare a call with those of the other ranks, and return the values of every rank.
 
     Raises:
-        RuntimeError: it has been destroyed, or a call over it has failed here.
+        ValueError: the calls differ. All ranks raise it.
     """
-    found = group()
-    if found is None:
-        raise RuntimeError(
-            "the process group of this attention has been destroyed; call, register or call "
-            "sharded_positions again with the one that there is now"
-        )
-    return _usable(found)
+    shown_signature = {name: repr(value) for name, value in signature.items()}
+    answers = all_gather_objects(group, (shown_signature, values))
+    signatures = [signature_of_rank for signature_of_rank, _ in answers]
+    names = dict.fromkeys(name for shown_arguments in signatures for name in shown_arguments)
+    for name in names:
+        arguments = [shown_arguments.get(name) for shown_arguments in signatures]
+        if len(set(arguments)) > 1:
+            differences = ", ".join(
+                f"rank {rank} has {argument}" for rank, argument in enumerate(arguments)
+            )
+            raise ValueError(f"the ranks do not agree on {name}: {differences}")
+    return [values_of_rank for _, values_of_rank in answers]
 
 
-def member_of(group: Any) -> dist.ProcessGroup:
-    """The argument ``group``; None is the default one.
+def agree_on(group: dist.ProcessGroup, query: torch.Tensor, signature: CallSignature) -> None:
+    """Compare arguments that have no sizes, where the ranks have not agreed on them before.
 
     Raises:
-        RuntimeError: there is none, or a call over it has failed here.
-        ValueError: it is none of this process's.
+        ValueError: the arguments differ. All ranks raise it.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup) or found.rank() < 0:
-        raise ValueError("group must be a process group that this process is a member of")
-    return _usable(found)
+    name = repr(signature)
+    if not _is_agreed(group, query, name):
+        compare(group, signature)
+        _AGREED[group].add(name)
 
 
-def _usable(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    failed = _FAILED.get(group)
-    if failed is None:
-        return group
-    raise RuntimeError(
-        f"an attention over this process group failed on this rank ({failed}), and other ranks "
-        "still wait for its messages: make another group"
-    )
-
-
-@contextmanager
-def exchanging(group: dist.ProcessGroup) -> Iterator[None]:
-    """The messages of a pass. After an error the ranks are at different messages, and a later one
-    could be taken for a missing one: this rank does not use the group again."""
-    try:
-        yield
-    except BaseException as error:
-        if group.size() > 1:
-            _FAILED[group] = f"{type(error).__name__}: {error}"
-        raise
-
-
-def check_kernel_of_parts(kernel: str | InnerKernel) -> None:
-    """Check that a kernel can compute parts of a call.
-
-    Raises:
-        ValueError, TypeError: there is none of that name.
-        NotImplementedError: it computes another attention, by positions in the whole call.
-    """
-    found = None if kernel == "auto" else get_kernel(kernel)
-    if found and (
-        found.plain_variant is not None or (found.own_attention and not found.position_free)
-    ):
-        raise NotImplementedError(
-            f"kernel {found.name!r} computes another attention, of positions in the whole call; "
-            "ranks have parts of it: give attn_mask, or a function that takes no positions"
-        )
-
-
-def told(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    """What every rank says; the host waits for it. Through host memory if the group can send it: on
-    a GPU the host would wait for all work before."""
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, mine, group=group)
-    return every
-
-
-def compare(group: dist.ProcessGroup, arguments: Signature, *mine: Any) -> list[Any]:
-    """Compare a call with those of the other ranks; returns what else every rank says.
-
-    Raises:
-        ValueError: they differ; on all ranks.
-    """
-    listed = told(group, ({name: repr(value) for name, value in arguments.items()}, mine))
-    for name in dict.fromkeys(name for named, _ in listed for name in named):
-        values = [named.get(name) for named, _ in listed]
-        if len(set(values)) > 1:
-            different = ", ".join(f"rank {rank} has {v}" for rank, v in enumerate(values))
-            raise ValueError(f"the ranks do not agree on {name}: {different}")
-    return [more for _, more in listed]
-
-
-def agreed_sizes(
+def agree_on_lengths(
     group: dist.ProcessGroup,
     query: torch.Tensor,
-    arguments: Signature,
-    columns: Sequence[int],
+    signature: CallSignature,
+    mask_widths: Sequence[int],
     lengths: Sequence[int] | str | None,
 ) -> tuple[int, ...]:
-    """Rows of every rank, once all make the same call.
+    """Return the rows of every rank, once all ranks make the same call.
 
     Args:
-        columns: of each tensor of the mask with a number for each token, how many those are.
+        query: (..., rows, head_dim) of this rank.
+        mask_widths: the last size of each tensor of the mask that has a number for each token.
+        lengths: the argument of the call.
 
     Raises:
         ValueError: the lengths do not fit, or the ranks do not agree.
     """
-    rows = query.shape[-2]
-    given = None if lengths is None else _given(group, lengths, rows)
-    # The same on all ranks; without the seed, which may differ at every call.
-    whole = given and [max(given) < n == sum(given) for n in columns]
-    name = repr((given, whole, {**arguments, "dropout_seed": None}))
-    if _is_known(group, query, name) and given is not None:
-        return given
-    listed = compare(group, {**arguments, "lengths": given}, rows, *columns)
-    sizes, *columns_of_ranks = zip(*listed, strict=True)
-    for widths in columns_of_ranks:
-        if set(widths) != {sum(sizes)} and widths != sizes:
+    n_rows = query.shape[-2]
+    checked_lengths = _checked_lengths(group, lengths, n_rows)
+    name = _call_name(signature, mask_widths, checked_lengths)
+    if _is_agreed(group, query, name) and checked_lengths is not None:
+        return checked_lengths
+    compared = {**signature, "lengths": checked_lengths}
+    answers = compare(group, compared, n_rows, *mask_widths)
+    rows_of_ranks, *widths_of_tensors = zip(*answers, strict=True)
+    n_tokens = sum(rows_of_ranks)
+    for widths in widths_of_tensors:
+        is_whole_on_all = set(widths) == {n_tokens}
+        if not is_whole_on_all and widths != rows_of_ranks:
             raise ValueError(
                 "attn_mask.documents and attn_mask.key_padding must be for the rows of each rank, "
-                f"{list(sizes)}, or on all of them for all {sum(sizes)}, got {list(widths)}"
+                f"{list(rows_of_ranks)}, or on all of them for all {n_tokens}, got {list(widths)}"
             )
     _AGREED[group].add(name)
-    return sizes
+    return rows_of_ranks
 
 
-def _is_known(group: dist.ProcessGroup, query: torch.Tensor, name: str) -> bool:
-    """Whether the ranks need not compare a call again."""
-    known = _AGREED.setdefault(group, set())
-    if len(known) >= _MOST:
-        known.clear()
-    return name in known and not on_host(query.device)
+def _call_name(
+    signature: CallSignature, mask_widths: Sequence[int], lengths: tuple[int, ...] | None
+) -> str:
+    """Return what identifies a call on which ranks may have agreed; it is the same on all ranks.
+
+    The seed is left out: it may differ at every call.
+    """
+    is_whole: list[bool] | None = None
+    if lengths:
+        n_tokens = sum(lengths)
+        is_whole = [max(lengths) < width == n_tokens for width in mask_widths]
+    return repr((lengths, is_whole, {**signature, "dropout_seed": None}))
 
 
-def agree_on(group: dist.ProcessGroup, query: torch.Tensor, arguments: Signature) -> None:
-    """Compare arguments that have no sizes, where the ranks have not agreed on them before.
+def _is_agreed(group: dist.ProcessGroup, query: torch.Tensor, name: str) -> bool:
+    """Tell whether the ranks need not compare a call again."""
+    agreed = _AGREED.setdefault(group, set())
+    if len(agreed) >= _MAX_CALLS:
+        agreed.clear()
+    return name in agreed and not on_host(query.device)
+
+
+def _checked_lengths(
+    group: dist.ProcessGroup, lengths: Sequence[int] | str | None, n_rows: int
+) -> tuple[int, ...] | None:
+    """Return the argument ``lengths`` as the rows of every rank, or None if it is None.
 
     Raises:
-        ValueError: they differ; on all ranks.
+        ValueError: it does not fit the rows of this rank.
     """
-    name = repr(arguments)
-    if not _is_known(group, query, name):
-        compare(group, arguments)
-        _AGREED[group].add(name)
-
-
-def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) -> tuple[int, ...]:
-    """The argument ``lengths``, checked against this rank's rows."""
+    if lengths is None:
+        return None
     if isinstance(lengths, str):
         one_of(lengths, "lengths", ("equal",))
-        return (rows,) * group.size()
-    sizes = tuple([whole_number(n, "lengths", 0) for n in lengths])
-    if len(sizes) != group.size() or sizes[group.rank()] != rows:
+        return (n_rows,) * group.size()
+    rows_of_ranks = tuple([whole_number(n, "lengths", 0) for n in lengths])
+    if len(rows_of_ranks) != group.size() or rows_of_ranks[group.rank()] != n_rows:
         raise ValueError(
             f"lengths must have an entry for each of {counted(group.size(), 'rank')}, and "
-            f"{rows} for rank {group.rank()}, got {shown(list(sizes))}"
+            f"{n_rows} for rank {group.rank()}, got {shown(list(rows_of_ranks))}"
         )
-    return sizes
+    return rows_of_ranks

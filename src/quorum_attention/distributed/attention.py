@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,26 +16,41 @@ from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current_settings, with_current_settings
-from quorum_attention.call.validation import Tensors, as_mask, check_tensors
-from quorum_attention.decomposition import Ranges
-from quorum_attention.decomposition.intervals import cut
-from quorum_attention.distributed import agreement, partition
-from quorum_attention.distributed.run import Sharded, ShardedReport
+from quorum_attention.call.validation import Tensors
+from quorum_attention.distributed import strategies
+from quorum_attention.distributed.agreement import (
+    CallSignature,
+    agree_on,
+    agree_on_lengths,
+    compare,
+)
+from quorum_attention.distributed.assignment import Assignment, RowBytes
+from quorum_attention.distributed.call import MaskParams, ShardedCall
+from quorum_attention.distributed.groups import poison_group_on_error, resolve_group
+from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.distributed.run import run_backward, run_forward
+from quorum_attention.distributed.sharded_mask import (
+    checked_mask,
+    count_kept_pairs,
+    gather_mask,
+    mask_signature,
+    mask_tensors,
+    token_widths,
+)
+from quorum_attention.distributed.sharded_shape import Divisible, ShardedShape
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.call_shape import CallShape, state_dtype
-from quorum_attention.kernels.masked.mask_fields import fields_key, tensors_of
-from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.keywords import helps_with_names
-from quorum_attention.mask import Mask, map_tensors
+from quorum_attention.mask import Mask
 
-# Fields with a number for each token.
-_PER_TOKEN = ("documents", "key_padding")
-_KEPT: WeakKeyDictionary[ResolvedMask, tuple[int, ...]] = WeakKeyDictionary()
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
 # (kernels/reference.py), which needs whole rows.
-_WIDENED_PAIRS = 1 << 16
+_MAX_WIDENED_PAIRS = 1 << 16
+# Sizes that are the same on all ranks.
+_COMMON_SIZES = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
 
 
 @uncompiled
@@ -101,9 +115,9 @@ def attention(
             error of ``quorum_attention.attention`` is raised on its own rank; the others raise when
             the group's time limit ends, or that rank's connection.
     """
-    group = agreement.member_of(group)
+    group = resolve_group(group)
     options = CallOptions(budget, None, depth, kernel)
-    mask = _checked_mask(attn_mask)
+    mask = checked_mask(attn_mask)
     arguments = Arguments(
         None,
         dropout_p,
@@ -115,52 +129,48 @@ def attention(
     )
     inputs, shard = _checked_shard(query, key, value, arguments, report)
     options = options._replace(kernel=shard.options.kernel)
-    query, shape, dropout = inputs.query, shard.shape, shard.dropout
-    of_sizes = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
-    signature: agreement.Signature = {
-        **{name: getattr(shape, name) for name in of_sizes},
-        "scale": shard.scale, "attn_mask": _signature_of(mask),
-        "dropout_p": 0.0 if dropout is None else dropout.p,
-        "dropout_seed": None if dropout_seed is None else int(dropout_seed),
-        "gradients": shard.records,
-    }  # fmt: skip
-    columns = [t.shape[-1] for name, t in _tensors_of(mask) if name in _PER_TOKEN]
-    sizes = agreement.agreed_sizes(
-        group, query, {"call": "attention", **signature}, columns, lengths
+    signature = _signature_of(shard, mask, dropout_seed)
+    lengths_of_ranks = agree_on_lengths(
+        group, inputs.query, {"call": "attention", **signature}, token_widths(mask), lengths
     )
-    tokens, kept = sum(sizes), None
-    every = replace(shape, batch_shape=(shape.batch,), n_queries=tokens, n_keys=tokens)
+    n_tokens = sum(lengths_of_ranks)
+    shape = replace(
+        shard.shape, batch_shape=(shard.shape.batch,), n_queries=n_tokens, n_keys=n_tokens
+    )
+    kept_pairs: tuple[int, ...] | None = None
     if mask is not None:
-        mask = _whole_mask(mask, group, sizes, inputs)
-        kept = pairs_above(mask, every)
-        agreement.agree_on(group, query, {"the pairs that attn_mask keeps (a hash)": hash(kept)})
-    whole = WholeCall(every, mask, shard.scale, dropout)
-    with torch.autocast(query.device.type, enabled=False):
-        rows = [t.reshape(shape.batch, *t.shape[-3:]) for t in inputs[:3]]
-        if shape.dtype.itemsize == 2 and shape.batch * shape.heads * tokens**2 <= _WIDENED_PAIRS:
-            rows = [t.float() for t in rows]
-        assignment, moved = _assigned(rows, whole, sizes, kept)
+        mask = gather_mask(mask, group, lengths_of_ranks, inputs)
+        kept_pairs = count_kept_pairs(mask, shape)
+        kept_hash = {"the pairs that attn_mask keeps (a hash)": hash(kept_pairs)}
+        agree_on(group, inputs.query, kept_hash)
+    whole = WholeCall(shape, mask, shard.scale, shard.dropout)
+    with torch.autocast(inputs.query.device.type, enabled=False):
+        shards = _flattened_shards(inputs, shape)
+        assignment, row_bytes = _assign(whole, lengths_of_ranks, kept_pairs, shards[0])
         # Whole heads in turns, where nothing limits a call's memory.
-        two_streams = assignment.whole_heads and assignment.n_stages > 1
-        call = Sharded(
-            assignment, whole, weakref.ref(group), group.rank(), options, signature, report,
-            two_streams and options.is_default and current_settings() is None,
-        )  # fmt: skip
+        has_turns = assignment.whole_heads and assignment.n_stages > 1
+        is_unlimited = options.is_default and current_settings() is None
+        call = ShardedCall(
+            assignment,
+            whole,
+            weakref.ref(group),
+            group.rank(),
+            options,
+            signature,
+            report,
+            two_streams=has_turns and is_unlimited,
+        )
         if report is not None:
-            report.fill(
-                group, way=assignment.way, pairs=assignment.pairs(group.rank()),
-                imbalance=assignment.imbalance, stages=assignment.n_stages, kept=assignment.kept,
-                most_forward_bytes=assignment.most_received(moved),
-            )  # fmt: skip
-        apply: Any = _ShardedAttention.apply
-        out: torch.Tensor = apply(*rows, *call.learned, call)
-    return shard.drop_heads(out.to(shape.dtype).reshape(*query.shape[:-1], shape.value_dim))
+            _fill_report(report, call, row_bytes)
+        out = _apply(*shards, *call.mask_params, call)
+    out = out.to(shape.dtype).reshape(*inputs.query.shape[:-1], shape.value_dim)
+    return shard.drop_heads(out)
 
 
 def _checked_shard(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments, report: Any
 ) -> tuple[Tensors, Request]:
-    """The tensors of this rank as a call of their own, with the kernel that now has that name.
+    """Return the tensors of this rank as a call of their own, with the kernel of that name.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument makes no sense, by name.
@@ -175,38 +185,108 @@ def _checked_shard(
             f"{tuple(query.shape)}, {tuple(key.shape)}; for cross attention over ranks "
             "gather the keys and give them to quorum_attention.attention with this rank's queries"
         )
-    agreement.check_kernel_of_parts(request.options.kernel)
+    _check_ignores_positions(request.options.kernel)
     return tensors, request
 
 
-def _assigned(
-    inputs: Sequence[torch.Tensor],
+def _check_ignores_positions(kernel: str | InnerKernel) -> None:
+    """Check that a kernel can compute parts of a call.
+
+    Raises:
+        NotImplementedError: the kernel computes another attention, by positions in the whole call.
+    """
+    if kernel == "auto":
+        return
+    kernel = get_kernel(kernel)
+    needs_positions = kernel.own_attention and not kernel.position_free
+    if needs_positions or kernel.plain_variant is not None:
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} computes another attention, of positions in the whole call; "
+            "ranks have parts of it: give attn_mask, or a function that takes no positions"
+        )
+
+
+def _signature_of(shard: Request, mask: Mask | None, dropout_seed: int | None) -> CallSignature:
+    """Return the arguments that must be the same on all ranks."""
+    sizes = {name: getattr(shard.shape, name) for name in _COMMON_SIZES}
+    return {
+        **sizes,
+        "scale": shard.scale,
+        "attn_mask": mask_signature(mask),
+        "dropout_p": 0.0 if shard.dropout is None else shard.dropout.p,
+        "dropout_seed": None if dropout_seed is None else int(dropout_seed),
+        "gradients": shard.records,
+    }
+
+
+def _flattened_shards(inputs: Tensors, shape: CallShape) -> list[torch.Tensor]:
+    """Return query, key and value of this rank with one batch dimension; of small calls in fp32."""
+    shards = [
+        tensor.reshape(shape.batch, *tensor.shape[-3:])
+        for tensor in (inputs.query, inputs.key, inputs.value)
+    ]
+    n_pairs = shape.batch * shape.heads * shape.n_queries**2
+    if shape.dtype.itemsize == 2 and n_pairs <= _MAX_WIDENED_PAIRS:
+        return [tensor.float() for tensor in shards]
+    return shards
+
+
+def _assign(
     whole: WholeCall,
-    sizes: Sequence[int],
-    kept: tuple[int, ...] | None,
-) -> tuple[partition.Assignment, partition.RowBytes]:
-    """Who computes what, and the bytes of a row. All ranks decide the same, of sizes alone.
+    lengths: Sequence[int],
+    kept_pairs: tuple[int, ...] | None,
+    query: torch.Tensor,
+) -> tuple[Assignment, RowBytes]:
+    """Return who computes what, and the bytes of a row. All ranks decide the same, by sizes alone.
 
     Args:
-        inputs: query, key and value of this rank, with one batch dimension.
-        sizes: rows of every rank.
-        kept: as of ``Sequences``.
+        lengths: rows of every rank.
+        kept_pairs: as of ``ShardedShape``.
+        query: of this rank, in the dtype that is sent.
     """
-    shape, value_dim, (batch, heads, _, head_dim) = whole.shape, inputs[2].shape[3], inputs[0].shape
-    units: Literal["pairs", "rows", "heads"] = "heads"
-    if whole.dropout is None:
-        units = "pairs" if kept is None else "rows"
-    starts, element = (0, *accumulate(sizes)), batch * inputs[0].element_size()
-    of = partition.Sequences(starts, heads, shape.kv_heads, shape.is_causal, units, kept=kept)
-    pair_flops = 2.0 * batch * (head_dim + value_dim)
-    in_turns = units == "pairs" and not on_host(inputs[0].device)
-    of = replace(of, turns=partition.turns_of(in_turns * of.pairs / of.ranks * pair_flops))
-    state = max(4 * batch, element)
-    moved = partition.RowBytes(
-        query=head_dim * element, out=value_dim * element, partial=(value_dim + 1) * state,
-        key=(head_dim + value_dim) * element, lse=state,
-    )  # fmt: skip
-    return partition.choose(of, moved, pair_flops), moved
+    shape = whole.shape
+    units: Divisible = "pairs"
+    if whole.dropout is not None:
+        units = "heads"
+    elif kept_pairs is not None:
+        units = "rows"
+    sharded = ShardedShape(
+        tuple(accumulate(lengths, initial=0)),
+        shape.heads,
+        shape.kv_heads,
+        shape.is_causal,
+        units,
+        kept_pairs=kept_pairs,
+    )
+    pair_flops = 2.0 * shape.batch * (shape.head_dim + shape.value_dim)
+    flops = 0.0
+    if units == "pairs" and not on_host(query.device):
+        flops = sharded.n_pairs / sharded.n_ranks * pair_flops
+    sharded = replace(sharded, n_head_groups=strategies.n_head_groups(flops))
+    element = shape.batch * query.element_size()
+    state = shape.batch * state_dtype(query.dtype).itemsize
+    row_bytes = RowBytes(
+        query=shape.head_dim * element,
+        key=(shape.head_dim + shape.value_dim) * element,
+        out=shape.value_dim * element,
+        partial=(shape.value_dim + 1) * state,
+        lse=state,
+    )
+    return strategies.choose_assignment(sharded, row_bytes, pair_flops), row_bytes
+
+
+def _fill_report(report: ShardedReport, call: ShardedCall, row_bytes: RowBytes) -> None:
+    """Fill a report with what is known before a call."""
+    assignment = call.assignment
+    report.fill(
+        call.group,
+        way=assignment.way,
+        pairs=assignment.n_pairs(call.rank),
+        imbalance=assignment.imbalance,
+        stages=assignment.n_stages,
+        kept=assignment.keeps_inputs,
+        most_forward_bytes=assignment.most_received(row_bytes),
+    )
 
 
 class _ShardedAttention(torch.autograd.Function):
@@ -218,114 +298,46 @@ class _ShardedAttention(torch.autograd.Function):
         value: torch.Tensor,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
-        call: Sharded,
+        call: ShardedCall,
     ) -> torch.Tensor:
-        keep = any(ctx.needs_input_grad)
-        with agreement.exchanging(call.group):
-            out, saved = call.forward(query, key, value, keep)
-        if keep:
+        records = any(ctx.needs_input_grad)
+        with poison_group_on_error(call.group):
+            out, saved = run_forward(call, query, key, value, records)
+        ctx.call = call
+        ctx.shapes = [tensor.shape for tensor in (query, key, value)]
+        if records:
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
             saved = saved or [out.new_empty(0)]
+            ctx.n_saved = len(saved)
             # Tensors of the mask: changed before the backward, they would give a wrong one.
-            read = [tensor for _, tensor in _tensors_of(call.whole.mask)]
-            ctx.save_for_backward(*saved, *read)
-            ctx.count = len(saved)
-        ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
+            tensors_of_mask = [tensor for _, tensor in mask_tensors(call.whole.mask)]
+            ctx.save_for_backward(*saved, *tensors_of_mask)
         return out
 
     @staticmethod
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        call: Sharded = ctx.call
+        call: ShardedCall = ctx.call
         group = call.group
-        with agreement.exchanging(group):  # other ranks may have begun
-            saved = ctx.saved_tensors[: ctx.count]
-        of_mask = [
-            torch.zeros_like(t, dtype=state_dtype(t.dtype)) if wanted and t is not None else None
-            for wanted, t in zip(ctx.needs_input_grad[3:5], call.learned, strict=True)
-        ]
+        with poison_group_on_error(group):  # other ranks may have begun
+            saved = ctx.saved_tensors[: ctx.n_saved]
+        _, _, _, needs_bias, needs_sinks, _ = ctx.needs_input_grad
+        mask_grads = MaskParams(
+            _zero_grad(call.mask_params.bias, needs_bias),
+            _zero_grad(call.mask_params.sinks, needs_sinks),
+        )
         if on_host(grad_out.device):  # the hosts wait anyway
-            agreement.compare(group, {"call": "the backward of attention", **call.arguments})
-        with agreement.exchanging(group):
-            made = call.backward(grad_out, ctx.shapes, saved, of_mask)
-        return (*made, *of_mask, None)
+            compare(group, {"call": "the backward of attention", **call.signature})
+        with poison_group_on_error(group):
+            grads = run_backward(call, grad_out, ctx.shapes, saved, mask_grads)
+        return (*grads, *mask_grads, None)
 
 
-def _checked_mask(attn_mask: Any) -> Mask | None:
-    """The argument ``attn_mask`` as a ``Mask``.
-
-    Raises:
-        TypeError: it is none.
-    """
-    attn_mask = as_mask(attn_mask)
-    if attn_mask is None or isinstance(attn_mask, Mask):
-        return attn_mask
-    if isinstance(attn_mask, torch.Tensor):
-        return Mask(bias=attn_mask)
-    raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
+_apply: Any = _ShardedAttention.apply
 
 
-def _whole_mask(
-    mask: Mask,
-    group: dist.ProcessGroup,
-    lengths: Sequence[int],
-    tensors: Tensors,
-) -> Mask:
-    """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
-
-    Args:
-        lengths: rows of every rank.
-        tensors: this rank's part of the call.
-
-    Raises:
-        ValueError: a bias or sinks do not fit the whole call, by name.
-    """
-    rows, tokens, most = tensors.query.shape[-2], sum(lengths), max(lengths)
-
-    def gathered(mine: torch.Tensor, name: str) -> torch.Tensor:
-        # Where one rank has all rows the two cannot be told apart there, so all of them gather.
-        if name not in _PER_TOKEN or len(lengths) == 1 or mine.shape[-1] == tokens > most:
-            return mine
-        own = torch.atleast_2d(mine)[:, :rows].cpu()
-        return torch.cat(agreement.told(group, own), dim=1).to(mine.device)
-
-    mask = map_tensors(mask, gathered)
-    # Bias and sinks have to fit the whole call.
-    query, key, value = (
-        t.new_empty(()).expand(*t.shape[:-2], tokens, t.shape[-1]) for t in tensors[:3]
-    )
-    check_tensors(query, key, value, Arguments(mask, enable_gqa=True))
-    bias, batch_shape = mask.bias, tensors.query.shape[:-3]
-    if bias is None or bias.dim() <= 3 or len(batch_shape) <= 1:
-        return mask
-    return replace(mask, bias=bias.expand(*batch_shape, *bias.shape[-3:]).flatten(0, -4))
-
-
-def pairs_above(mask: Mask, shape: CallShape) -> tuple[int, ...]:
-    """Pairs of a head's rows that the mask keeps, as ``Sequences.kept``; those that rules of single
-    pairs leave out are counted as well."""
-    resolved, n = resolve(mask, shape), shape.n_queries
-    if resolved not in _KEPT:
-        edges = range(0, n + partition.step_of(n), partition.step_of(n))
-        kept = [0] * len(edges)
-        for geometry in resolved.geometries:
-            for part, band in geometry.within(Ranges.from_bounds(0, n, 0, n)):
-                for rows in cut(part.queries, edges):
-                    kept[rows.start // edges.step + 1] += band.count(*rows, *part.keys)
-        _KEPT[resolved] = tuple(accumulate(kept))
-    return _KEPT[resolved]
-
-
-def _signature_of(mask: Mask | None) -> Any:
-    """What must be the same on all ranks; of tensors for each token all but how many they have."""
-    tensors = _tensors_of(mask)
-    shapes = [(n, tuple(t.shape[: -1 if n in _PER_TOKEN else None])) for n, t in tensors]
-    return mask and (fields_key(mask), shapes)
-
-
-def _tensors_of(mask: Mask | None) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a ``Mask``, by the names of their fields; of None none."""
-    if mask is None:
-        return []
-    own = ("bias", mask.bias), ("sinks", mask.sinks)
-    return tensors_of(mask) + [(name, tensor) for name, tensor in own if tensor is not None]
+def _zero_grad(param: torch.Tensor | None, is_wanted: bool) -> torch.Tensor | None:
+    """Return a gradient of a mask's tensor to be added to; None where none is wanted."""
+    if param is None or not is_wanted:
+        return None
+    return torch.zeros_like(param, dtype=state_dtype(param.dtype))

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from quorum_attention import distributed
 from quorum_attention.call.block import CallBlock
-from quorum_attention.distributed.agreement import alive, compare, told
+from quorum_attention.distributed.agreement import compare
+from quorum_attention.distributed.groups import all_gather_objects, deref_group
 from quorum_attention.integrations.substitutes import substitutes
 from quorum_attention.integrations.transformers.attention_function import (
     attend,
@@ -307,7 +308,7 @@ def attend_sharded(
             f"{tuple(attention_mask.shape)}"
         )
     assert options.group is not None
-    group = alive(options.group.group)
+    group = deref_group(options.group.group)
     if attention_mask.lengths is None:
         mask, lengths = _mask_of_group(attention_mask, group, position_ids, query.device)
         _check_layers(module, sum(lengths))
@@ -392,7 +393,7 @@ def sharded_positions(
             ids = keywords.get("inputs_embeds")
         if ids is None:
             raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
-        everyone = dist.group.WORLD if reference is None else alive(reference)
+        everyone = dist.group.WORLD if reference is None else deref_group(reference)
         assert everyone is not None
         _check_is_over_group(model, everyone)
         positions = _positions_of_rank(ids.shape[1], everyone, ids.device)
@@ -426,7 +427,7 @@ def _positions_of_rank(n_rows: int, group: dist.ProcessGroup, device: torch.devi
     Raises:
         ValueError: a rank has no rows.
     """
-    rows_of_ranks = [n for (n,) in told(group, (n_rows,))]
+    rows_of_ranks = [n for (n,) in all_gather_objects(group, (n_rows,))]
     if not all(rows_of_ranks):
         raise ValueError(
             f"models of Transformers need at least one row on each rank, got {rows_of_ranks}"

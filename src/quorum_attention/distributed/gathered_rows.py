@@ -1,0 +1,122 @@
+"""Tensors of some rows of some heads, cut, put together and added up by positions in the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quorum_attention.decomposition.intervals import Interval, below, counted, union
+from quorum_attention.distributed.assignment import HeadSlice, Operand
+from quorum_attention.kernels.merge import add_, empty_, merge_
+
+NamedTensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredRows:
+    """Tensors of some rows, and of none between them, in ascending order.
+
+    Attributes:
+        heads: positions in the whole call.
+        rows: positions in the whole call, ascending and disjoint.
+        tensors: by name, each (batch, heads, rows, ...).
+    """
+
+    heads: Interval
+    rows: tuple[Interval, ...]
+    tensors: NamedTensors
+
+    @classmethod
+    def empty_like(
+        cls, heads: Interval, rows: tuple[Interval, ...], tensors: NamedTensors
+    ) -> GatheredRows:
+        """Return uninitialised rows; batch, dtypes and sizes of a row are those of ``tensors``."""
+        n_rows = counted(rows)
+        allocated = {
+            name: tensor.new_empty((tensor.shape[0], heads.length, n_rows, *tensor.shape[3:]))
+            for name, tensor in tensors.items()
+        }
+        return cls(heads, rows, allocated)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return next(iter(self.tensors.values())).device
+
+    def at(self, heads: Interval, runs: Sequence[Interval]) -> NamedTensors:
+        """Return the tensors of some rows of some heads, ``runs`` one after the other.
+
+        The tensors are views where nothing lies between the runs here.
+        """
+        places = _places(self.rows, tuple(runs))
+        first_head = heads.start - self.heads.start
+        parts: NamedTensors = {}
+        for name, tensor in self.tensors.items():
+            of_heads = tensor.narrow(1, first_head, heads.length)
+            views = [of_heads.narrow(2, place.start, place.length) for place in places]
+            parts[name] = views[0] if len(views) == 1 else torch.cat(views, dim=2)
+        return parts
+
+    def write(self, heads: Interval, rows: Interval, parts: NamedTensors) -> None:
+        """Copy ``parts`` to some rows of some heads."""
+        for name, target in self.at(heads, [rows]).items():
+            target.copy_(parts[name])
+
+    def accumulate(self, runs: Sequence[Interval], parts: NamedTensors) -> None:
+        """Add ``parts``, which are of ``runs``; an output and its log-sum-exp are merged."""
+        start = 0
+        for run in runs:
+            targets = self.at(self.heads, [run])
+            sources = {name: part.narrow(2, start, run.length) for name, part in parts.items()}
+            start += run.length
+            if "lse" in sources:
+                merge_(targets["out"], targets["lse"], sources["out"], sources["lse"])
+                continue
+            for name, target in targets.items():
+                add_(target, sources[name])
+
+
+RowsByHeads = dict[HeadSlice, GatheredRows]
+Shards = dict[Operand, GatheredRows]
+"""The rows of this rank."""
+
+
+def add_rows(
+    sums: RowsByHeads,
+    head_slice: HeadSlice,
+    rows: tuple[Interval, ...],
+    runs: Sequence[Interval],
+    parts: NamedTensors,
+) -> None:
+    """Add ``parts``, which are of ``runs``, to the sum of some heads.
+
+    Args:
+        sums: by heads; a sum that is missing is made.
+        rows: all rows of the sum.
+    """
+    total = sums.get(head_slice)
+    if total is None:
+        total = GatheredRows.empty_like(head_slice.heads, rows, parts)
+        _clear(total.tensors)
+        sums[head_slice] = total
+    total.accumulate(runs, parts)
+
+
+def _clear(tensors: NamedTensors) -> None:
+    """Make tensors those of no pairs."""
+    if "lse" in tensors:
+        empty_(tensors["out"], tensors["lse"])
+        return
+    for tensor in tensors.values():
+        tensor.zero_()
+
+
+@lru_cache(maxsize=4096)
+def _places(rows: tuple[Interval, ...], runs: tuple[Interval, ...]) -> list[Interval]:
+    """Return where ``runs`` lie among ``rows``, which are stored without gaps."""
+    starts = [counted(below(rows, run.start)) for run in runs]
+    places = [Interval(start, start + run.length) for start, run in zip(starts, runs, strict=True)]
+    return union(places)

@@ -1,0 +1,238 @@
+"""How the pairs of a sharded call are shared among the ranks. No torch.
+
+The strategy is taken that moves fewest bytes, of three:
+
+* *heads exchanged*: the rows of all heads in one line, head after head, are cut into shares of
+  equal work. Where the heads divide by the ranks this is the exchange of heads of
+  DeepSpeed-Ulysses; where they do not, the head at a cut is shared by rows.
+* *keys and values moved*: a rank computes rows of its own, and keys and values come to it (as in
+  ring attention). Under causal masking the last ranks have most work, and give rows to the first.
+* *quorums*: a rank computes tasks of a cyclic quorum set, and so needs about sqrt(ranks) chunks
+  instead of all; its partial results are merged where the rows belong.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+
+from quorum_attention.arithmetic import ceil_div
+from quorum_attention.decomposition.intervals import Interval, union
+from quorum_attention.distributed.assignment import Assignment, RowBytes, ShardBlock, Stages
+from quorum_attention.distributed.sharded_shape import ShardedShape
+from quorum_attention.partition import RowWork, cut_line, split_groups
+from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
+
+# Shares may differ by this much from an equal one where that saves bytes.
+_TOLERATED_IMBALANCE = 1.05
+# The exchange of one stage runs beside the computation of another; more stages are shorter calls.
+_MAX_STAGES = 4
+# Chunks of a quorum set: at most so many for each rank of a group, and in all.
+_MAX_CHUNKS_PER_RANK = 8
+_MAX_CHUNKS = 133
+_MAX_QUORUM_SIZE = 12
+# Moving is little beside computing if it would take such a share of the time by itself; most of it
+# runs beside. The bytes are of an H200 and its links to others in the same host: 200 GB/s, 400
+# TFLOP/s.
+_LITTLE_SHARE = 0.2
+_BYTES_PER_FLOP = 200e9 / 400e12
+# Floating-point operations of a rank in a forward: fewer take an H200 less than the 5 ms that the
+# host takes to enqueue two calls and their messages.
+_MIN_FLOPS_OF_TWO_CALLS = 3e12
+
+
+def n_head_groups(flops: float) -> int:
+    """Return into how many calls whole heads of a rank are cut on a GPU.
+
+    A GPU computes them on two streams. Two calls hide messages, and were faster than one, three or
+    four where the host keeps ahead. On one stream the end of each call leaves most of the device
+    idle for a while.
+    """
+    return 2 if flops >= _MIN_FLOPS_OF_TWO_CALLS else 1
+
+
+@lru_cache(maxsize=256)
+def choose_assignment(
+    shape: ShardedShape, row_bytes: RowBytes, pair_flops: float = 0.0
+) -> Assignment:
+    """Return the assignment by which the rank that receives most bytes receives fewest.
+
+    Only assignments whose largest share of the work is within 5 % of an equal one are compared; if
+    there is none, the most even one is taken. Where the heads divide by the ranks, exchanging them
+    is also taken if the next best saves less than half of the bytes, or if they take little time
+    beside computing: other ways take more and smaller calls, whose results have to be merged. A way
+    that takes no more calls and moves fewer bytes is taken then, too (few key/value heads).
+
+    Args:
+        pair_flops: floating-point operations of one pair of one head.
+    """
+    if shape.units != "pairs":
+        return exchange_heads(shape)
+
+    def cost(assignment: Assignment) -> tuple[float, int, float]:
+        imbalance = assignment.imbalance
+        return (
+            max(_TOLERATED_IMBALANCE, imbalance),
+            assignment.most_received(row_bytes),
+            imbalance,
+        )
+
+    assignments = list(all_assignments(shape))
+    by_heads = assignments[0]
+    cheapest = min(assignments, key=cost)
+    flops_of_rank = shape.n_pairs / shape.n_ranks * pair_flops
+    tolerated_bytes = max(
+        2 * cheapest.most_received(row_bytes), _LITTLE_SHARE * flops_of_rank * _BYTES_PER_FLOP
+    )
+    heads_divide = shape.heads % shape.n_ranks == 0
+    if not heads_divide or by_heads.most_received(row_bytes) > tolerated_bytes:
+        return cheapest
+    n_calls = _n_calls(by_heads)
+    return min((way for way in assignments if _n_calls(way) <= n_calls), key=cost)
+
+
+def _n_calls(assignment: Assignment) -> int:
+    """Return the calls of the rank that makes most; head groups of whole heads count as one."""
+    if assignment.whole_heads:
+        return 1
+    return max(sum(map(len, stages)) for stages in assignment.shares)
+
+
+def all_assignments(shape: ShardedShape) -> Iterator[Assignment]:
+    """Yield all assignments that are compared, the exchange of heads first."""
+    yield exchange_heads(shape)
+    if shape.n_ranks == 1:
+        return
+    yield gather_kv(shape)
+    most_chunks = min(_MAX_CHUNKS, max(3, _MAX_CHUNKS_PER_RANK * shape.n_ranks))
+    for n_chunks in map(chunk_count, quorum_sizes(_MAX_QUORUM_SIZE)):
+        if shape.n_ranks <= n_chunks <= most_chunks:
+            yield quorum_tasks(shape, n_chunks)
+
+
+def exchange_heads(shape: ShardedShape) -> Assignment:
+    """Give each rank a stretch of the line of heads; see the top of this file."""
+    n_ranks = shape.n_ranks
+    heads_divide = shape.heads % n_ranks == 0 and shape.kv_heads % n_ranks == 0
+    whole_heads = heads_divide and shape.n_tokens > 0
+    n_runs = shape.n_head_groups if whole_heads else _MAX_STAGES
+    work = shape.row_work
+    if shape.units == "heads":
+        work = RowWork(shape.n_tokens, max(1, shape.n_tokens), shape.pairs_above)
+    cuts = [Fraction(shape.heads * rank, n_ranks) for rank in range(n_ranks + 1)]
+    shares: list[Stages] = []
+    for share in cut_line(work, cuts):
+        blocks: list[ShardBlock] = []
+        for heads, rows in share:
+            for run in split_groups(heads, shape.group_size, n_runs):
+                blocks += _blocks_of_rows(shape, run, rows)
+        shares.append(_in_stages(shape, blocks))
+    return Assignment("heads exchanged", shape, tuple(shares), whole_heads)
+
+
+def gather_kv(shape: ShardedShape) -> Assignment:
+    """Move keys and values to rows; a rank with too much work gives away its last rows."""
+    runs = _runs_of_heads(shape)
+    shares: list[Stages] = []
+    for rows_of_rank in _rows_by_work(shape):
+        blocks: list[ShardBlock] = []
+        for run in runs:
+            for rows in rows_of_rank:
+                blocks += _blocks_of_rows(shape, run, rows)
+        shares.append(_in_stages(shape, blocks))
+    return Assignment("keys and values moved", shape, tuple(shares))
+
+
+def _rows_by_work(shape: ShardedShape) -> list[list[Interval]]:
+    """Return for each rank rows of equal work: as far as possible those of its own shard."""
+    fair_pairs = shape.pairs_above(shape.n_tokens) // shape.n_ranks
+    rows_of_ranks: list[list[Interval]] = [[] for _ in shape.shards]
+    spare: deque[Interval] = deque()
+    for rows, shard in zip(rows_of_ranks, shape.shards, strict=True):
+        source = deque([shard])
+        _fill_up(shape.row_work, rows, source, fair_pairs)
+        spare += source
+    for rows in rows_of_ranks:
+        _fill_up(shape.row_work, rows, spare, fair_pairs)
+    # Rounding leaves a little.
+    rows_of_ranks[0] += spare
+    return [union(run for run in rows if run.length) for rows in rows_of_ranks]
+
+
+def _fill_up(work: RowWork, rows: list[Interval], source: deque[Interval], fair_pairs: int) -> None:
+    """Move rows from the front of ``source`` to ``rows`` until these have ``fair_pairs`` pairs."""
+    missing = fair_pairs - sum(map(work.pairs, rows))
+    while source and missing > 0:
+        start, stop = source.popleft()
+        end = work.row_at(work.pairs_above(start) + missing)
+        end = min(stop, max(start, end))
+        moved = Interval(start, end)
+        rows.append(moved)
+        if end < stop:
+            source.appendleft(Interval(end, stop))
+            return
+        missing -= work.pairs(moved)
+
+
+def quorum_tasks(shape: ShardedShape, n_chunks: int) -> Assignment:
+    """Give ranks tasks of a cyclic quorum set.
+
+    A task has the pairs of any two of its chunks, and the pairs within one of them.
+    """
+    tile = shape.row_work.tile
+    chunk_rows = ceil_div(shape.n_tokens, n_chunks * tile) * tile
+    edges = [min(shape.n_tokens, chunk_rows * number) for number in range(n_chunks + 1)]
+    chunks = [Interval(*ends) for ends in pairwise(edges)]
+    interest = interest_set(quorum_size(n_chunks))
+    runs = _runs_of_heads(shape)
+    blocks_of_ranks: list[list[ShardBlock]] = [[] for _ in range(shape.n_ranks)]
+    for task, own_chunk in enumerate(chunks):
+        quorum = [chunks[(task + offset) % n_chunks] for offset in interest]
+        blocks = blocks_of_ranks[task * shape.n_ranks // n_chunks]
+        for rows, keys, causal in _task_rectangles(shape, quorum, own_chunk):
+            blocks += [ShardBlock(heads, rows, keys, causal) for heads in runs]
+    shares = tuple(_in_stages(shape, blocks) for blocks in blocks_of_ranks)
+    return Assignment(f"quorums of {n_chunks} chunks", shape, shares)
+
+
+def _task_rectangles(
+    shape: ShardedShape, quorum: list[Interval], own_chunk: Interval
+) -> Iterator[tuple[Interval, tuple[Interval, ...], bool]]:
+    """Yield rows, keys, and whether they are a causal square, for each part of a task."""
+    chunks = [chunk for chunk in quorum if chunk.length]
+    for rows in chunks:
+        is_own = rows == own_chunk
+        if shape.is_causal:
+            keys = union(chunk for chunk in chunks if chunk < rows)
+        else:
+            keys = union(chunk for chunk in chunks if is_own or chunk != rows)
+        if keys:
+            yield rows, tuple(keys), False
+        if is_own and shape.is_causal:
+            yield rows, (rows,), True
+
+
+def _runs_of_heads(shape: ShardedShape) -> list[Interval]:
+    """Return all query heads in as many runs as there are stages."""
+    return split_groups(Interval(0, shape.heads), shape.group_size, _MAX_STAGES)
+
+
+def _blocks_of_rows(shape: ShardedShape, heads: Interval, rows: Interval) -> Iterator[ShardBlock]:
+    """Yield the blocks of whole rows."""
+    if shape.units != "pairs" or not shape.is_causal:
+        yield ShardBlock(heads, rows, (Interval(0, shape.n_tokens),), shape.is_causal)
+        return
+    if rows.start:
+        yield ShardBlock(heads, rows, (Interval(0, rows.start),))
+    yield ShardBlock(heads, rows, (rows,), causal=True)
+
+
+def _in_stages(shape: ShardedShape, blocks: Iterable[ShardBlock]) -> Stages:
+    """Return a stage for each set of key/value heads."""
+    stages: dict[Interval, list[ShardBlock]] = defaultdict(list)
+    for block in blocks:
+        stages[shape.kv_of(block.heads)].append(block)
+    return tuple(tuple(stage_blocks) for _, stage_blocks in sorted(stages.items()))
