@@ -19,7 +19,7 @@ from quorum_attention.ray import farm
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     made, threads = FakeRay(), torch.get_num_threads()
-    monkeypatch.setattr(farm, "ray_here", lambda: made)
+    monkeypatch.setattr(farm, "import_ray", lambda: made)
     yield made
     torch.set_num_threads(threads)  # tasks set those of their process, here this one
 

@@ -105,5 +105,5 @@ class FakeRay:
 def fake_farm(ray: FakeRay | None = None, **options: Any) -> Farm:
     """A farm on a Ray in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(farm, "ray_here", lambda: ray or FakeRay())
+        patch.setattr(farm, "import_ray", lambda: ray or FakeRay())
         return Farm(**options)

@@ -41,7 +41,14 @@ from quorum_attention.files.file_call import file_call
 from quorum_attention.ray import Farm
 from quorum_attention.ray import compute as farm_compute
 from quorum_attention.ray import farm as ray_farm
-from quorum_attention.ray.compute import FarmUnit, chunks_of, quorum, rows_of, tasks
+from quorum_attention.ray.chunks import (
+    FarmUnit,
+    choose_n_chunks,
+    chunks_of_task,
+    rows_of_chunk,
+    tasks_of_chunk,
+)
+from quorum_attention.ray.farm_pass import FarmPass
 
 
 @pytest.mark.slow_but_first
@@ -49,7 +56,7 @@ from quorum_attention.ray.compute import FarmUnit, chunks_of, quorum, rows_of, t
 def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a unit, after it, and while it writes a state."""
     draw, deaths = random.Random(seed), Counter[Any]()
-    leave = farm_compute.FarmPass.leave
+    leave_state = FarmPass.leave_state
 
     def dies(unit: Any) -> bool:
         found = deaths[unit] < 3 and draw.random() < 0.2
@@ -60,9 +67,9 @@ def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if draw.random() < 0.1:
             path = job.state_path(unit, unit.number, chunk)
             Path(f"{path}.12345678").write_bytes(b"half of it")
-        leave(job, unit, chunk, state)
+        leave_state(job, unit, chunk, state)
 
-    monkeypatch.setattr(farm_compute.FarmPass, "leave", cut_off)
+    monkeypatch.setattr(FarmPass, "leave_state", cut_off)
     case = Case(1000 + seed)
     farm = fake_farm(FakeRay(draw, dies), workers=draw.choice([None, 1, 3]))
     case.check(by_farm(case, farm, tmp_path))
@@ -239,25 +246,25 @@ def test_chunks_lie_side_by_side_and_each_pair_is_in_one_task(seed: int) -> None
     chunks = draw.choice([3, 7, 13, 21, 31])
     every = range(chunks)
     for a, b in product(every, every):
-        assert a == b or len(tasks(a, chunks) & tasks(b, chunks)) == 1
+        assert a == b or len({*tasks_of_chunk(a, chunks)} & {*tasks_of_chunk(b, chunks)}) == 1
     for task in every:
-        held = set(quorum(task, chunks))
-        assert held == {chunk for chunk in every if task in tasks(chunk, chunks)}
+        held = set(chunks_of_task(task, chunks))
+        assert held == {chunk for chunk in every if task in tasks_of_chunk(chunk, chunks)}
         assert task in held, "the owner's own pairs are its task's"
     for size in (n, m):
-        spans = [rows_of(call, chunk, chunks, size) for chunk in every]
+        spans = [rows_of_chunk(call, chunk, chunks, size) for chunk in every]
         assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
         assert spans[-1].stop == size
     for chunk in every if call.is_causal else ():
-        queries, keys = (rows_of(call, chunk, chunks, size) for size in (n, m))
+        queries, keys = (rows_of_chunk(call, chunk, chunks, size) for size in (n, m))
         assert queries.start == keys.start or not queries.length or not keys.length
 
 
 def test_large_heads_are_cut_though_there_are_many() -> None:
     call = shape_of((1,), 64, 64, 1 << 24, 1 << 24)
-    assert chunks_of(call, 64, 2, 1 << 20, None) == 1
-    assert chunks_of(call, 64, 2, 3 << 31, None) >= 13
-    assert chunks_of(replace(call, dropout=True), 64, 2, 3 << 31, None) == 1
+    assert choose_n_chunks(call, 64, 2, 1 << 20, None) == 1
+    assert choose_n_chunks(call, 64, 2, 3 << 31, None) >= 13
+    assert choose_n_chunks(replace(call, dropout=True), 64, 2, 3 << 31, None) == 1
 
 
 def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
@@ -274,7 +281,7 @@ def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
     block = job.block(whole, 0, 0)
     rows = [torch.randn(1, 1, 5, 8), torch.zeros(1, 1, 5)]
     with pytest.raises(RuntimeError, match="this call is over"):
-        job.write(block, rows)
+        job.write_results(block, rows)
     Path(job.folder).mkdir()
     machine, device, inode = sent.file
     for file, is_same in (
@@ -286,10 +293,10 @@ def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
         one = replace(job, results={"out": replace(sent, file=file)})
         out.fill_(7.0)
         if is_same:
-            one.write(block, rows)
+            one.write_results(block, rows)
         else:
             with pytest.raises(OSError, match=f"{sent.path} is another file"):
-                one.write(block, rows)
+                one.write_results(block, rows)
         assert torch.equal(out[:, 1:], rows[0] if is_same else torch.full((1, 1, 5, 8), 7.0))
         assert (out[:, 0] == 7).all()
 
@@ -417,7 +424,7 @@ def test_a_killed_driver_loses_nothing_but_time(
     driver.wait()
     wait_for_end(of_ray)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(ray_farm, "ray_here", FakeRay)
+    monkeypatch.setattr(ray_farm, "import_ray", FakeRay)
     assert main([*command, "--resume"]) == 0
     command[2] = str(tmp_path / "wanted")
     assert main(command) == 0
@@ -435,7 +442,7 @@ def test_without_ray_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cluster_is_joined_only_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be another user's: what its workers answer is unpickled here."""
     ray = FakeRay()
-    monkeypatch.setattr(ray_farm, "ray_here", lambda: ray)
+    monkeypatch.setattr(ray_farm, "import_ray", lambda: ray)
 
     def joined(*address: str | None) -> object:
         ray.asked.clear()

@@ -4,16 +4,13 @@ call, and begun again if its worker dies."""
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import time
-from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import product
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,39 +22,35 @@ from quorum_attention.call.validation import as_tensor, check_no_overlap, check_
 from quorum_attention.devices.handles import TensorHandle, handle_in_mapped_file
 from quorum_attention.devices.report import PartTiming, PoolPass, PoolReport
 from quorum_attention.devices.request import check_options
-from quorum_attention.extras import install_hint
+from quorum_attention.execution.report import Report
 from quorum_attention.files.file_call import GRADIENTS, FileCall, file_call
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import map_tensors
-from quorum_attention.ray.compute import FarmPass, FarmUnit, Head, chunks_of, compute, quorum, tasks
+from quorum_attention.ray.chunks import FarmUnit, Head, choose_n_chunks
+from quorum_attention.ray.cluster import connect, count_workers, import_ray
+from quorum_attention.ray.compute import compute
+from quorum_attention.ray.farm_pass import FarmPass
+from quorum_attention.ray.unit_queue import UnitQueue
 from quorum_attention.units import counted, parse_bytes
 
 # Times that a unit is begun again because its worker or its machine was lost.
 _RETRIES = 3
-_REPORTS = "RAY_USAGE_STATS_ENABLED"
-_CONNECT_SECONDS, _CANCEL_SECONDS = 10.0, 30.0
+_CANCEL_SECONDS = 30.0
 _SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 # Options of a farm's call beside its tensors and results.
 _OPTIONS = (
-    "attn_mask", "is_causal", "scale", "enable_gqa", "dropout_p", "dropout_seed", "depth", "kernel",
-    "chunks", "report",
-)  # fmt: skip
-
-
-def ray_here() -> Any:
-    """Ray.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; says how to.
-    """
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"a farm needs Ray, which is not installed: {install_hint('ray')}"
-        ) from error
-    return ray
+    "attn_mask",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+    "dropout_p",
+    "dropout_seed",
+    "depth",
+    "kernel",
+    "chunks",
+    "report",
+)
 
 
 class Farm(AbstractContextManager["Farm"]):
@@ -103,23 +96,26 @@ class Farm(AbstractContextManager["Farm"]):
         if workers is not None:
             workers = whole_number(workers, "workers", 1)
         self._budget = None if budget is None else parse_bytes(budget)
-        self._ray, self._most, self._cpus = ray_here(), workers, num_cpus
-        with ExitStack() as begun:
+        self._ray = import_ray()
+        self._max_running = workers
+        self._cpus = num_cpus
+        with ExitStack() as undo:
             if not self._ray.is_initialized():
-                self._begin(address, begun)
-            there = self._ray.cluster_resources()
-            self._gpus = float(there.get("GPU", 0) >= 1) if num_gpus is None else num_gpus
-            if self._held() <= 0:
+                connect(self._ray, address, undo)
+            resources = self._ray.cluster_resources()
+            has_gpu = resources.get("GPU", 0) >= 1
+            self._gpus = float(has_gpu) if num_gpus is None else num_gpus
+            if self._count_workers() <= 0:
                 raise RuntimeError(
                     f"no machine of the cluster holds a worker: one takes {num_cpus:g} CPU and "
-                    f"{self._gpus:g} GPU, the cluster has {there.get('CPU', 0):g} CPU and "
-                    f"{there.get('GPU', 0):g} GPU"
+                    f"{self._gpus:g} GPU, the cluster has {resources.get('CPU', 0):g} CPU and "
+                    f"{resources.get('GPU', 0):g} GPU"
                 )
-            self._begun = begun.pop_all()
+            self._undo = undo.pop_all()
 
     def close(self) -> None:
         """End the cluster if this farm began it."""
-        self._begun.close()
+        self._undo.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -187,8 +183,14 @@ class Farm(AbstractContextManager["Farm"]):
             grads: (grad_query, grad_key, grad_value), of one dtype, mapped from files.
             call, options: as in ``attention``.
         """
-        tensors = {"query": query, "key": key, "value": value,
-                   "grad_out": grad_out, "out": out, "lse": lse}  # fmt: skip
+        tensors = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "grad_out": grad_out,
+            "out": out,
+            "lse": lse,
+        }
         self._compute(tensors, dict(zip(GRADIENTS, grads, strict=True)), *call, **options)
         return grads
 
@@ -211,21 +213,29 @@ class Farm(AbstractContextManager["Farm"]):
         """
         check_names("Farm.attention", dropout, _OPTIONS)
         tensors = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
-        found = {n: as_tensor(result, n, for_writing=True) for n, result in results.items()}
-        # This process computes nothing of it.
-        here, dtype = CallOptions(depth=depth, devices="cpu"), next(iter(found.values())).dtype
-        made = file_call(here, tensors, *call, out_dtype=dtype, **dropout)
-        made, ran = replace(made, options=here._replace(kernel=kernel)), PoolPass()
+        targets = {
+            name: as_tensor(result, name, for_writing=True) for name, result in results.items()
+        }
+        out_dtype = next(iter(targets.values())).dtype
+        # This process computes nothing of the call.
+        options = CallOptions(depth=depth, devices="cpu")
+        checked_call = file_call(options, tensors, *call, out_dtype=out_dtype, **dropout)
+        checked_call = replace(checked_call, options=options._replace(kernel=kernel))
+        _check_targets(checked_call, targets, tensors["query"].device)
+        pool_pass = PoolPass()
         if report is not None:
-            setattr(report, "backward" if made.backward else "forward", ran)
-        for name, (shape, dtype) in made.results(lse="lse" in found).items():
-            check_tensor(found[name], shape, name, tensors["query"].device, dtype, for_writing=True)
-        mask = made.whole.mask
-        check_no_overlap(found, {**made.tensors, "attn_mask": None if mask is None else mask.bias})
-        parts = dict(enumerate(made.parts(1)))
-        for _ in self.by_parts(made, made.with_heads(found), parts, chunks=chunks, report=ran):
+            setattr(report, "backward" if checked_call.backward else "forward", pool_pass)
+        parts = dict(enumerate(checked_call.parts(1)))
+        done = self.by_parts(
+            checked_call,
+            checked_call.with_heads(targets),
+            parts,
+            chunks=chunks,
+            report=pool_pass,
+        )
+        for _ in done:
             pass
-        return found
+        return targets
 
     @uncompiled
     @torch.no_grad()
@@ -238,7 +248,7 @@ class Farm(AbstractContextManager["Farm"]):
         chunks: int | None = None,
         report: PoolPass,
     ) -> Iterator[int]:
-        """Parts of a call, for who keeps book of what is done.
+        """Compute parts of a call, for a caller that keeps account of what is done.
 
         Args:
             results: out, and lse if wanted; or dq, dk and dv; with a dimension of heads.
@@ -246,110 +256,123 @@ class Farm(AbstractContextManager["Farm"]):
             report: filled with what happened.
 
         Yields:
-            the number of each part whose results are complete.
+            The number of each part whose results are complete.
         """
-        chunks = None if chunks is None else whole_number(chunks, "chunks", 1)
+        if chunks is not None:
+            chunks = whole_number(chunks, "chunks", 1)
         check_options(call.options)
-        shape, mappings, mask = call.shape, Mappings.now(), call.whole.mask
-        inputs: dict[str, torch.Tensor | TensorHandle] = {
-            name: _located(name, tensor, mappings, False) if tensor.numel() else tensor
-            for name, tensor in call.tensors.items()
+        mappings = Mappings.now()
+        inputs = _input_handles(call, mappings)
+        files = {
+            name: _handle_of(name, tensor, mappings, writable=True)
+            for name, tensor in results.items()
+            if tensor.numel()
         }
-        files = {n: _located(n, t, mappings, True) for n, t in results.items() if t.numel()}
-        bias = None if mask is None else mask.bias
-        if bias is not None:  # sent by itself: it may be in a file
-            inputs["bias"] = handle_in_mapped_file(bias, mappings, writable=False) or bias.detach()
-        mask = mask and map_tensors(replace(mask, bias=None), lambda tensor, name: tensor.cpu())
         torch.autograd.graph.increment_version(list(results.values()))
         if not parts or not files:
             yield from parts
             return
-        heads = {
+        part_of_head = {
             (entry, head): number
             for number, block in parts.items()
             for entry, head in product(range(*block.entries), range(*call.whole.key_heads(block)))
         }
-        head_bytes = sum(t.nbytes for t in results.values()) // (shape.batch * shape.kv_heads)
-        options = CallOptions(self._budget, depth=call.options.depth, kernel=call.options.kernel)
-        call = replace(call, tensors={}, whole=replace(call.whole, mask=mask), options=options)
-        workers = self._most or max(1, self._held())
-        chunks = chunks_of(call.shape, len(heads), workers, head_bytes, chunks)
+        result_bytes = sum(tensor.nbytes for tensor in results.values())
+        n_chunks = choose_n_chunks(
+            call.shape,
+            n_heads=len(part_of_head),
+            n_workers=self._max_running or max(1, self._count_workers()),
+            head_bytes=result_bytes // (call.shape.batch * call.shape.kv_heads),
+            n_chunks=chunks,
+        )
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
-            job = FarmPass(call, chunks, inputs, files, states, self._cpus, self._gpus)
-            yield from self._run(job, heads, report)
+            farm_pass = FarmPass(
+                self._sent_call(call), n_chunks, inputs, files, states, self._cpus, self._gpus
+            )
+            yield from self._run(farm_pass, part_of_head, report)
 
-    def _run(self, job: FarmPass, heads: Mapping[Head, int], report: PoolPass) -> Iterator[int]:
+    def _sent_call(self, call: FileCall) -> FileCall:
+        """Return a call as workers get it: without the tensors that are sent by themselves."""
+        mask = call.whole.mask
+        if mask is not None:
+            mask = map_tensors(replace(mask, bias=None), lambda tensor, name: tensor.cpu())
+        options = CallOptions(self._budget, depth=call.options.depth, kernel=call.options.kernel)
+        return replace(call, tensors={}, whole=replace(call.whole, mask=mask), options=options)
+
+    def _run(
+        self, farm_pass: FarmPass, part_of_head: Mapping[Head, int], report: PoolPass
+    ) -> Iterator[int]:
         """Compute a pass.
 
         Args:
-            heads: batch entries and key/value heads to compute, with the number of their part.
+            part_of_head: batch entries and key/value heads to compute, with the number of their
+                part.
 
         Yields:
-            the number of each part whose results are complete.
+            The number of each part whose results are complete.
 
         Raises:
             RuntimeError: a unit was begun too often.
             Exception: what a unit raised.
         """
-        chunks, begun, ray = job.chunks, time.perf_counter(), self._ray
-        first: Literal["head", "task"] = "head" if chunks == 1 else "task"
-        waiting = deque(FarmUnit(first, *head, n) for head in sorted(heads) for n in range(chunks))
-        report.parts = len(waiting) * (1 if chunks == 1 else 2)
-        # Units that give results and are not done, by part; states that exist, by their merge.
-        left = Counter(number for number in heads.values() for _ in range(chunks))
-        states = Counter[FarmUnit]()
-        sent, running = ray.put(job), dict[Any, FarmUnit]()
-        merge, other = self._remote(max(1, self._cpus), 0), self._remote(self._cpus, self._gpus)
+        ray = self._ray
+        started = time.perf_counter()
+        queue = UnitQueue(part_of_head, farm_pass.n_chunks)
+        report.parts = queue.n_units
+        sent_pass = ray.put(farm_pass)
+        running: dict[Any, FarmUnit] = {}
         try:
-            while waiting or running:
-                # Twice as many as are computed at once: none of them waits for this process.
-                while waiting and len(running) < (self._most or 2 * max(1, self._held())):
-                    unit = waiting.popleft()
-                    running[(merge if unit.kind == "merge" else other).remote(sent, unit)] = unit
-                for ref in ray.wait(list(running))[0]:
-                    unit, now = running[ref], time.perf_counter() - begun
-                    where, seconds, made = self._answer(ref, unit, report)
-                    del running[ref]
-                    if where not in report.devices:
-                        report.devices.append(where)
-                    device = report.devices.index(where)
-                    report.ran.append(PartTiming(device, len(report.ran), now - seconds, now, made))
-                    if unit.kind == "task":
-                        for chunk in quorum(unit.number, chunks):
-                            states[of := unit._replace(kind="merge", number=chunk)] += 1
-                            if states[of] == len(tasks(chunk, chunks)):
-                                waiting.appendleft(of)
-                        continue
-                    for path in job.states_of(unit):
+            while queue.waiting or running:
+                self._submit(sent_pass, queue, running)
+                ready, _ = ray.wait(list(running))
+                for reference in ready:
+                    unit = running[reference]
+                    stop = time.perf_counter() - started
+                    place, seconds, unit_report = self._result_of(reference, unit, report)
+                    del running[reference]
+                    _add_timing(report, place, stop - seconds, stop, unit_report)
+                    part = queue.finish(unit)
+                    for path in farm_pass.merged_paths(unit):
                         path.unlink(missing_ok=True)
-                    left[part := heads[unit.entry, unit.head]] -= 1
-                    if not left[part]:
+                    if part is not None:
                         yield part
         finally:
-            report.seconds = time.perf_counter() - begun
+            report.seconds = time.perf_counter() - started
             if running and ray.is_initialized():
                 # They write to files that their caller may use otherwise now.
-                for ref in running:
-                    ray.cancel(ref, force=True)
+                for reference in running:
+                    ray.cancel(reference, force=True)
                 ray.wait(list(running), num_returns=len(running), timeout=_CANCEL_SECONDS)
 
-    def _held(self) -> int:
-        """How many workers the machines hold now."""
-        asked = [(name, n) for name, n in (("CPU", self._cpus), ("GPU", self._gpus)) if n]
-        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"] and asked]
-        return sum(min(int(one.get(name, 0) / n + 1e-6) for name, n in asked) for one in alive)
+    def _submit(self, sent_pass: Any, queue: UnitQueue, running: dict[Any, FarmUnit]) -> None:
+        """Begin units while there is room for them."""
+        while queue.waiting:
+            # Twice as many as are computed at once: no worker waits for this process.
+            if len(running) >= (self._max_running or 2 * max(1, self._count_workers())):
+                return
+            unit = queue.waiting.popleft()
+            is_merge = unit.kind == "merge"
+            cpus = max(1, self._cpus) if is_merge else self._cpus
+            function = self._remote(cpus, 0 if is_merge else self._gpus)
+            running[function.remote(sent_pass, unit)] = unit
+
+    def _count_workers(self) -> int:
+        """Return how many workers the machines hold now."""
+        return count_workers(self._ray, self._cpus, self._gpus)
 
     def _remote(self, cpus: float, gpus: float) -> Any:
+        """Return the function that computes a unit by a Ray task."""
         # Workers stay for more tasks, so each opens its device once.
         options: dict[str, Any] = {"max_calls": 0, "max_retries": _RETRIES}
         if gpus:
             options["runtime_env"] = {"env_vars": _SEE_ALL_GPUS}
         return self._ray.remote(num_cpus=cpus, num_gpus=gpus, **options)(compute)
 
-    def _answer(self, ref: Any, unit: FarmUnit, report: PoolPass) -> Any:
+    def _result_of(self, reference: Any, unit: FarmUnit, report: PoolPass) -> Any:
+        """Return what the task of a unit has returned, or raise its error."""
         try:
-            return self._ray.get(ref)
+            return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except self._ray.exceptions.RayError as error:
@@ -358,55 +381,67 @@ class Farm(AbstractContextManager["Farm"]):
                 f"{len(report.ran)} of {counted(report.parts, 'unit')}: {error}"
             ) from error
 
-    def _begin(self, address: str | None, begun: ExitStack) -> None:
-        """Connect to a cluster, or begin one."""
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        # A cluster that runs may be another user's, so it is joined only where that is said.
-        if address not in (None, "local", "auto"):
-            _check_there(str(address))
-        elif address != "auto":
-            address = "local"
-            # Names of sockets are short, and nothing of a farm's own cluster is left behind.
-            folder = begun.enter_context(TemporaryDirectory(prefix="qa-ray-", dir="/tmp"))
-            options |= {"include_dashboard": False, "_temp_dir": folder}
-        # A cluster reports its use over the network only if that was allowed.
-        with ExitStack() as after:
-            if _REPORTS not in os.environ:
-                os.environ[_REPORTS] = "0"
-                after.callback(os.environ.pop, _REPORTS)
-            handler = signal.getsignal(signal.SIGTERM)
-            self._ray.init(address, **options)
-        # Ray puts its own in the place of a program's, such as that of ``cli/process.py``.
-        if callable(handler) and signal.getsignal(signal.SIGTERM) is not handler:
-            signal.signal(signal.SIGTERM, handler)
-        begun.callback(self._ray.shutdown)
+
+def _check_targets(
+    call: FileCall, targets: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Check the tensors that results are written to.
+
+    Raises:
+        ValueError, TypeError: one does not fit, or shares memory with an input.
+    """
+    for name, (shape, dtype) in call.results(lse="lse" in targets).items():
+        check_tensor(targets[name], shape, name, device, dtype, for_writing=True)
+    mask = call.whole.mask
+    bias = None if mask is None else mask.bias
+    check_no_overlap(targets, {**call.tensors, "attn_mask": bias})
 
 
-def _check_there(address: str) -> None:
-    """Refuse an address at which nobody listens: Ray would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"address must be auto, local or HOST:PORT, got {address!r}")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
+def _add_timing(
+    report: PoolPass, place: str, start: float, stop: float, unit_report: Report
+) -> None:
+    """Add a unit that is done to a report."""
+    if place not in report.devices:
+        report.devices.append(place)
+    device = report.devices.index(place)
+    report.ran.append(PartTiming(device, len(report.ran), start, stop, unit_report))
 
 
-def _located(name: str, tensor: torch.Tensor, mappings: Mappings, written: bool) -> TensorHandle:
-    """The file that a tensor lies in.
+def _input_handles(call: FileCall, mappings: Mappings) -> dict[str, torch.Tensor | TensorHandle]:
+    """Return the files that a call's tensors lie in, and its bias, which may be in a file.
+
+    Raises:
+        ValueError: a tensor is in no file.
+    """
+    inputs: dict[str, torch.Tensor | TensorHandle] = {}
+    for name, tensor in call.tensors.items():
+        inputs[name] = tensor
+        if tensor.numel():
+            inputs[name] = _handle_of(name, tensor, mappings, writable=False)
+    mask = call.whole.mask
+    if mask is not None and mask.bias is not None:
+        handle = handle_in_mapped_file(mask.bias, mappings, writable=False)
+        inputs["bias"] = mask.bias.detach() if handle is None else handle
+    return inputs
+
+
+def _handle_of(
+    name: str, tensor: torch.Tensor, mappings: Mappings, *, writable: bool
+) -> TensorHandle:
+    """Return the file that a tensor lies in.
 
     Raises:
         ValueError: it lies in none that other machines may have.
     """
-    found = handle_in_mapped_file(tensor, mappings, written)
+    handle = handle_in_mapped_file(tensor, mappings, writable)
     # Torch's shared memory has a name, too.
-    if found is None or found.path.startswith("/dev/shm/torch_"):
+    if handle is None or handle.path.startswith("/dev/shm/torch_"):
         raise ValueError(
             f"{name} must be mapped from a file, whole and as it is there (as by "
             f"quorum_attention.files): a farm computes from files to files"
         )
-    inner = 1 if name == "lse" else 2
-    if written and not tensor[(0,) * (tensor.dim() - inner)].is_contiguous():
+    n_row_dims = 1 if name == "lse" else 2
+    first_rows = tensor[(0,) * (tensor.dim() - n_row_dims)]
+    if writable and not first_rows.is_contiguous():
         raise ValueError(f"the rows of {name} must lie one after the other in its file")
-    return found
+    return handle
