@@ -7,6 +7,7 @@ that, so the ranks compare a call once for each kind of call if ``lengths`` are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,18 +35,17 @@ def compare(group: dist.ProcessGroup, signature: CallSignature, *values: Any) ->
     Raises:
         ValueError: the calls differ. All ranks raise it.
     """
-    shown_signature = {name: repr(value) for name, value in signature.items()}
-    answers = all_gather_objects(group, (shown_signature, values))
-    signatures = [signature_of_rank for signature_of_rank, _ in answers]
-    names = dict.fromkeys(name for shown_arguments in signatures for name in shown_arguments)
+    texts = {name: repr(value) for name, value in signature.items()}
+    answers = all_gather_objects(group, (texts, values))
+    texts_of_ranks, values_of_ranks = zip(*answers, strict=True)
+    # The names in the order of the arguments; ranks may have others.
+    names = dict.fromkeys(chain.from_iterable(texts_of_ranks))
     for name in names:
-        arguments = [shown_arguments.get(name) for shown_arguments in signatures]
+        arguments = [rank_texts.get(name) for rank_texts in texts_of_ranks]
         if len(set(arguments)) > 1:
-            differences = ", ".join(
-                f"rank {rank} has {argument}" for rank, argument in enumerate(arguments)
-            )
-            raise ValueError(f"the ranks do not agree on {name}: {differences}")
-    return [values_of_rank for _, values_of_rank in answers]
+            differences = [f"rank {rank} has {argument}" for rank, argument in enumerate(arguments)]
+            raise ValueError(f"the ranks do not agree on {name}: {', '.join(differences)}")
+    return list(values_of_ranks)
 
 
 def agree_on(group: dist.ProcessGroup, query: torch.Tensor, signature: CallSignature) -> None:

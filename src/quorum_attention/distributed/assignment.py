@@ -168,10 +168,12 @@ class Assignment:
         """
         needed: dict[HeadSlice, list[Interval]] = defaultdict(list)
         for block in self.blocks(rank, stage):
+            queries = HeadSlice(Operand.QUERY, block.heads)
+            needed[queries].append(block.queries)
             kv_heads = self.shape.kv_of(block.heads)
-            needed[HeadSlice(Operand.QUERY, block.heads)].append(block.queries)
-            needed[HeadSlice(Operand.KV, kv_heads)] += block.keys
-        return {head_slice: tuple(union(rows)) for head_slice, rows in sorted(needed.items())}
+            keys = HeadSlice(Operand.KV, kv_heads)
+            needed[keys] += block.keys
+        return {head_slice: tuple(union(needed[head_slice])) for head_slice in sorted(needed)}
 
     @cached_property
     def row_slices(self) -> tuple[RowSlice, ...]:
@@ -181,20 +183,18 @@ class Assignment:
     def _cut_rows(self) -> Iterator[RowSlice]:
         """Cut the rows that ranks need where owners change, and where other ranks need them too."""
         starts = self.shape.starts
-        requests = [
-            (rank, stage, head_slice, rows)
-            for rank, stages in enumerate(self.shares)
-            for stage in range(len(stages))
-            for head_slice, rows in self.rows_needed(rank, stage).items()
-        ]
+        requests: list[tuple[int, int, HeadSlice, tuple[Interval, ...]]] = []
         rows_of_heads: dict[HeadSlice, list[Interval]] = defaultdict(list)
-        for _, _, head_slice, rows in requests:
-            rows_of_heads[head_slice] += rows
-        shared = {head_slice: covered(rows, 2) for head_slice, rows in rows_of_heads.items()}
+        for rank, stages in enumerate(self.shares):
+            for stage in range(len(stages)):
+                for head_slice, rows in self.rows_needed(rank, stage).items():
+                    requests.append((rank, stage, head_slice, rows))
+                    rows_of_heads[head_slice] += rows
         for rank, stage, head_slice, rows in requests:
-            shared_rows = shared[head_slice]
+            shared_rows = covered(rows_of_heads[head_slice], 2)
             edges = sorted(chain(starts, *shared_rows))
-            for piece in chain.from_iterable(cut(run, edges) for run in rows):
+            pieces = chain.from_iterable(cut(run, edges) for run in rows)
+            for piece in pieces:
                 owner = bisect_right(starts, piece.start) - 1
                 is_exclusive = not any(within(piece, shared_rows))
                 yield RowSlice(head_slice, piece, rank, stage, owner, is_exclusive)
@@ -209,7 +209,8 @@ class Assignment:
         if any(part.operand == Operand.QUERY and not part.is_exclusive for part in slices):
             return False
         n_gathered = sum(part.n_vectors for part in slices)
-        n_sharded = self.shape.n_tokens * (self.shape.heads + self.shape.kv_heads)
+        n_heads = self.shape.heads + self.shape.kv_heads
+        n_sharded = self.shape.n_tokens * n_heads
         return n_gathered <= _MAX_KEPT_SHARE * n_sharded
 
     def slices_of(self, rank: int, stage: int) -> list[RowSlice]:
@@ -222,8 +223,10 @@ class Assignment:
 
     def most_received(self, row_bytes: RowBytes) -> int:
         """Return the bytes received in a forward by the rank that receives most."""
-        received: Counter[int] = Counter()
-        complete_bytes = row_bytes.out + (0 if self.keeps_inputs else row_bytes.lse)
+        received = Counter[int]()
+        complete_bytes = row_bytes.out
+        if not self.keeps_inputs:
+            complete_bytes += row_bytes.lse
         for part in self.row_slices:
             if part.rank == part.owner:
                 continue

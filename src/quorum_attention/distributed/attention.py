@@ -143,16 +143,16 @@ def attention(
         kept_pairs = count_kept_pairs(mask, shape)
         kept_hash = {"the pairs that attn_mask keeps (a hash)": hash(kept_pairs)}
         agree_on(group, inputs.query, kept_hash)
-    whole = WholeCall(shape, mask, shard.scale, shard.dropout)
+    whole_call = WholeCall(shape, mask, shard.scale, shard.dropout)
     with torch.autocast(inputs.query.device.type, enabled=False):
         shards = _flattened_shards(inputs, shape)
-        assignment, row_bytes = _assign(whole, lengths_of_ranks, kept_pairs, shards[0])
+        assignment, row_bytes = _assign(whole_call, lengths_of_ranks, kept_pairs, shards[0])
         # Whole heads in turns, where nothing limits a call's memory.
         has_turns = assignment.whole_heads and assignment.n_stages > 1
         is_unlimited = options.is_default and current_settings() is None
         call = ShardedCall(
             assignment,
-            whole,
+            whole_call,
             weakref.ref(group),
             group.rank(),
             options,
@@ -206,24 +206,24 @@ def _check_ignores_positions(kernel: str | InnerKernel) -> None:
         )
 
 
-def _signature_of(shard: Request, mask: Mask | None, dropout_seed: int | None) -> CallSignature:
+def _signature_of(request: Request, mask: Mask | None, dropout_seed: int | None) -> CallSignature:
     """Return the arguments that must be the same on all ranks."""
-    sizes = {name: getattr(shard.shape, name) for name in _COMMON_SIZES}
+    sizes = {name: getattr(request.shape, name) for name in _COMMON_SIZES}
     return {
         **sizes,
-        "scale": shard.scale,
+        "scale": request.scale,
         "attn_mask": mask_signature(mask),
-        "dropout_p": 0.0 if shard.dropout is None else shard.dropout.p,
+        "dropout_p": 0.0 if request.dropout is None else request.dropout.p,
         "dropout_seed": None if dropout_seed is None else int(dropout_seed),
-        "gradients": shard.records,
+        "gradients": request.records,
     }
 
 
-def _flattened_shards(inputs: Tensors, shape: CallShape) -> list[torch.Tensor]:
+def _flattened_shards(tensors: Tensors, shape: CallShape) -> list[torch.Tensor]:
     """Return query, key and value of this rank with one batch dimension; of small calls in fp32."""
     shards = [
         tensor.reshape(shape.batch, *tensor.shape[-3:])
-        for tensor in (inputs.query, inputs.key, inputs.value)
+        for tensor in (tensors.query, tensors.key, tensors.value)
     ]
     n_pairs = shape.batch * shape.heads * shape.n_queries**2
     if shape.dtype.itemsize == 2 and n_pairs <= _MAX_WIDENED_PAIRS:
@@ -232,7 +232,7 @@ def _flattened_shards(inputs: Tensors, shape: CallShape) -> list[torch.Tensor]:
 
 
 def _assign(
-    whole: WholeCall,
+    whole_call: WholeCall,
     lengths: Sequence[int],
     kept_pairs: tuple[int, ...] | None,
     query: torch.Tensor,
@@ -244,9 +244,9 @@ def _assign(
         kept_pairs: as of ``ShardedShape``.
         query: of this rank, in the dtype that is sent.
     """
-    shape = whole.shape
+    shape = whole_call.shape
     units: Divisible = "pairs"
-    if whole.dropout is not None:
+    if whole_call.dropout is not None:
         units = "heads"
     elif kept_pairs is not None:
         units = "rows"
@@ -310,7 +310,7 @@ class _ShardedAttention(torch.autograd.Function):
             saved = saved or [out.new_empty(0)]
             ctx.n_saved = len(saved)
             # Tensors of the mask: changed before the backward, they would give a wrong one.
-            tensors_of_mask = [tensor for _, tensor in mask_tensors(call.whole.mask)]
+            tensors_of_mask = [tensor for _, tensor in mask_tensors(call.whole_call.mask)]
             ctx.save_for_backward(*saved, *tensors_of_mask)
         return out
 

@@ -61,7 +61,7 @@ class ShardedCall:
     """
 
     assignment: Assignment
-    whole: WholeCall
+    whole_call: WholeCall
     group_reference: weakref.ref[dist.ProcessGroup]
     rank: int
     options: CallOptions
@@ -77,12 +77,12 @@ class ShardedCall:
     @property
     def state_dtype(self) -> torch.dtype:
         """The dtype of results that have to be added up."""
-        return self.whole.shape.state_dtype
+        return self.whole_call.shape.state_dtype
 
     @property
     def mask_params(self) -> MaskParams:
         """The tensors of the mask that may have gradients."""
-        mask = self.whole.mask
+        mask = self.whole_call.mask
         return NO_MASK_PARAMS if mask is None else MaskParams(mask.bias, mask.sinks)
 
     def compute_stage(
@@ -98,47 +98,61 @@ class ShardedCall:
             Output and lse of the rows, or gradients, in the state's dtype, or those of whole heads
             in their own.
         """
-        results: RowsByHeads = {}
         blocks = self.assignment.blocks(self.rank, stage)
+        results: RowsByHeads = {}
         for block in blocks:
             queries = HeadSlice(Operand.QUERY, block.heads)
-            keys = HeadSlice(Operand.KV, self.assignment.shape.kv_of(block.heads))
-            inputs = rows[queries].at(queries.heads, [block.queries])
-            inputs |= rows[keys].at(keys.heads, block.keys)
-            row_results, key_results = self._compute_block(block, inputs, mask_grads)
-            parts = {queries: ([block.queries], row_results), keys: (block.keys, key_results)}
-            for head_slice, (runs, tensors) in parts.items():
-                rows_of_heads = rows[head_slice].rows
+            kv_heads = self.assignment.shape.kv_of(block.heads)
+            keys = HeadSlice(Operand.KV, kv_heads)
+            inputs = rows[queries].at(block.heads, [block.queries])
+            inputs |= rows[keys].at(kv_heads, block.keys)
+            parts = self._compute_block(block, inputs, mask_grads)
+            for operand, part in parts.items():
+                head_slice = HeadSlice(operand, part.heads)
                 if len(blocks) == 1:
-                    results[head_slice] = GatheredRows(head_slice.heads, rows_of_heads, tensors)
+                    results[head_slice] = part
                 else:
-                    add_rows(results, head_slice, rows_of_heads, runs, tensors)
+                    add_rows(results, operand, rows[head_slice].rows, part)
         return results
 
     def _compute_block(
         self, block: ShardBlock, inputs: NamedTensors, mask_grads: MaskParams
-    ) -> tuple[NamedTensors, NamedTensors]:
-        """Return the results of a block by name: those of its queries, and those of its keys.
+    ) -> dict[Operand, GatheredRows]:
+        """Return the results of a block: those of its queries, and in a backward of its keys.
 
         Args:
             inputs: query, key, value; for gradients grad_out, out and lse besides.
         """
-        entries = Interval(0, self.whole.shape.batch)
-        all_keys = Interval(0, self.whole.shape.n_keys)
-        call_block = CallBlock(entries, block.heads, block.queries, all_keys)
-        # Where a block may have some of its rows' keys alone there is neither mask nor dropout.
-        masked = (None, block.causal) if self.assignment.shape.units == "pairs" else None
+        shape = self.whole_call.shape
+        call_block = CallBlock(
+            Interval(0, shape.batch),
+            block.heads,
+            block.queries,
+            Interval(0, shape.n_keys),
+        )
+        masked: Masked | None = None
+        if self.assignment.shape.units == "pairs":
+            # A block may have some of its rows' keys alone: there is neither mask nor dropout.
+            masked = (None, block.causal)
         if "grad_out" not in inputs:
-            out, lse = run_with_hook(partial(self._run_block, call_block, inputs, masked))
-            return {"out": out, "lse": lse.to(out.device)}, {}
+            compute = partial(self._run_block, call_block, inputs, masked)
+            out, lse = run_with_hook(compute)
+            of_queries = {"out": out, "lse": lse.to(out.device)}
+            return {Operand.QUERY: GatheredRows(block.heads, (block.queries,), of_queries)}
         grads = self._run_block(call_block, inputs, masked, mask_grads)
         grad_query, grad_key, grad_value, *param_grads = grads
         self._add_mask_grads(mask_grads, call_block, param_grads)
-        return {"grad_query": grad_query}, {"grad_key": grad_key, "grad_value": grad_value}
+        of_queries = {"grad_query": grad_query}
+        of_keys = {"grad_key": grad_key, "grad_value": grad_value}
+        kv_heads = self.assignment.shape.kv_of(block.heads)
+        return {
+            Operand.QUERY: GatheredRows(block.heads, (block.queries,), of_queries),
+            Operand.KV: GatheredRows(kv_heads, block.keys, of_keys),
+        }
 
     def _run_block(
         self,
-        call_block: CallBlock,
+        block: CallBlock,
         inputs: NamedTensors,
         masked: Masked | None,
         mask_grads: MaskParams = NO_MASK_PARAMS,
@@ -154,7 +168,7 @@ class ShardedCall:
             grad_sinks=mask_grads.sinks is not None,
         )
         options = with_current_settings(self.options._replace(report=report))
-        return compute_block(self.whole, call_block, inputs, options, results, masked)
+        return compute_block(self.whole_call, block, inputs, options, results, masked)
 
     def _add_mask_grads(
         self, mask_grads: MaskParams, block: CallBlock, grads: Sequence[torch.Tensor]
@@ -162,7 +176,8 @@ class ShardedCall:
         """Add a block's gradients of bias and sinks, as far as they are wanted, in this order."""
         remaining = iter(grads)
         if mask_grads.bias is not None:
-            self.whole.cut_bias(mask_grads.bias, block).add_(next(remaining))
+            bias_of_block = self.whole_call.cut_bias(mask_grads.bias, block)
+            bias_of_block.add_(next(remaining))
         if mask_grads.sinks is not None:
             sinks_of_heads = mask_grads.sinks[slice(*block.heads)]
             sinks_of_heads.add_(next(remaining))

@@ -6,7 +6,6 @@ each other rank, which has all tensors of all row slices between the two.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -31,7 +30,7 @@ _ALIGNMENT = 16
 class TensorSpec(NamedTuple):
     """The shape and the dtype of a tensor."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
 
 
@@ -55,7 +54,8 @@ class Parcel:
     def cut(self) -> NamedTensors:
         """Return the tensors to be sent, views where they are."""
         assert self.rows is not None, "only the source has the rows"
-        parts = self.rows.at(self.row_slice.head_slice.heads, [self.row_slice.rows])
+        heads = self.row_slice.head_slice.heads
+        parts = self.rows.at(heads, [self.row_slice.rows])
         return {name: parts[name] for name in self.specs}
 
 
@@ -81,19 +81,21 @@ class Message:
     ) -> None:
         # The order of parcels with the same peer stays.
         parcels = sorted(parcels, key=attrgetter(peer))
-        n_bytes = sum(_padded_bytes(spec) for p in parcels for spec in p.specs.values())
-        self.buffer = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         self.bytes_of_ranks = [0] * n_ranks
+        for parcel in parcels:
+            rank = getattr(parcel, peer)
+            self.bytes_of_ranks[rank] += sum(map(_padded_bytes, parcel.specs.values()))
+        n_bytes = sum(self.bytes_of_ranks)
+        self.buffer = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         self.tensors: dict[RowSlice, NamedTensors] = {}
         remaining = self.buffer
         for parcel in parcels:
             views: NamedTensors = {}
             for name, spec in parcel.specs.items():
-                size = _padded_bytes(spec)
-                part = remaining[:size].view(spec.dtype)
-                views[name] = part[: math.prod(spec.shape)].view(spec.shape)
-                remaining = remaining[size:]
-                self.bytes_of_ranks[getattr(parcel, peer)] += size
+                n_bytes = _padded_bytes(spec)
+                part = remaining[:n_bytes].view(spec.dtype)
+                views[name] = part[: spec.shape.numel()].view(spec.shape)
+                remaining = remaining[n_bytes:]
             self.tensors[parcel.row_slice] = views
 
 
@@ -123,10 +125,13 @@ class Exchange:
             places = self._outbox.tensors[parcel.row_slice]
             for name, tensor in parcel.cut().items():
                 places[name].copy_(tensor)
-        self._arriving = [
-            (p.row_slice, p.cut() if p.source == rank else self._inbox.tensors[p.row_slice])
-            for p in incoming
-        ]
+        self._arriving: list[tuple[RowSlice, NamedTensors]] = []
+        for parcel in incoming:
+            if parcel.source == rank:
+                tensors = parcel.cut()
+            else:
+                tensors = self._inbox.tensors[parcel.row_slice]
+            self._arriving.append((parcel.row_slice, tensors))
 
     @classmethod
     def inputs(
@@ -137,7 +142,8 @@ class Exchange:
         for part in row_slices:
             shard = shards[part.operand]
             if shard.tensors:
-                parcels.append(Parcel(part, part.owner, part.rank, _specs_of(part, shard), shard))
+                specs = _specs_of(part, shard)
+                parcels.append(Parcel(part, part.owner, part.rank, specs, shard))
         return cls(parcels, group, shards[Operand.QUERY].device)
 
     @classmethod
@@ -203,13 +209,16 @@ def _specs_of(
     row_slice: RowSlice, rows: GatheredRows, dtype: torch.dtype | None = None
 ) -> dict[str, TensorSpec]:
     """Return the specs of tensors like those of ``rows``, for a row slice; in ``dtype``, if any."""
-    sizes = (row_slice.head_slice.heads.length, row_slice.rows.length)
-    return {
-        name: TensorSpec((tensor.shape[0], *sizes, *tensor.shape[3:]), dtype or tensor.dtype)
-        for name, tensor in rows.tensors.items()
-    }
+    n_heads = row_slice.head_slice.heads.length
+    n_rows = row_slice.rows.length
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in rows.tensors.items():
+        batch, _, _, *row_sizes = tensor.shape
+        shape = torch.Size((batch, n_heads, n_rows, *row_sizes))
+        specs[name] = TensorSpec(shape, dtype or tensor.dtype)
+    return specs
 
 
 def _padded_bytes(spec: TensorSpec) -> int:
     """Return the bytes that a tensor takes of a message."""
-    return round_up(math.prod(spec.shape) * spec.dtype.itemsize, _ALIGNMENT)
+    return round_up(spec.shape.numel() * spec.dtype.itemsize, _ALIGNMENT)

@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.assignment import HeadSlice, Operand
-from quorum_attention.kernels.merge import add_, empty_, merge_
+from quorum_attention.kernels.merge import add_, merge_
 
 NamedTensors = dict[str, torch.Tensor]
 
@@ -35,10 +35,10 @@ class GatheredRows:
     ) -> GatheredRows:
         """Return uninitialised rows; batch, dtypes and sizes of a row are those of ``tensors``."""
         n_rows = counted(rows)
-        allocated = {
-            name: tensor.new_empty((tensor.shape[0], heads.length, n_rows, *tensor.shape[3:]))
-            for name, tensor in tensors.items()
-        }
+        allocated: NamedTensors = {}
+        for name, tensor in tensors.items():
+            batch, _, _, *row_sizes = tensor.shape
+            allocated[name] = tensor.new_empty((batch, heads.length, n_rows, *row_sizes))
         return cls(heads, rows, allocated)
 
     @property
@@ -57,7 +57,10 @@ class GatheredRows:
         for name, tensor in self.tensors.items():
             of_heads = tensor.narrow(1, first_head, heads.length)
             views = [of_heads.narrow(2, place.start, place.length) for place in places]
-            parts[name] = views[0] if len(views) == 1 else torch.cat(views, dim=2)
+            if len(views) == 1:
+                parts[name] = views[0]
+            else:
+                parts[name] = torch.cat(views, dim=2)
         return parts
 
     def write(self, heads: Interval, rows: Interval, parts: NamedTensors) -> None:
@@ -65,13 +68,11 @@ class GatheredRows:
         for name, target in self.at(heads, [rows]).items():
             target.copy_(parts[name])
 
-    def accumulate(self, runs: Sequence[Interval], parts: NamedTensors) -> None:
-        """Add ``parts``, which are of ``runs``; an output and its log-sum-exp are merged."""
-        start = 0
-        for run in runs:
-            targets = self.at(self.heads, [run])
-            sources = {name: part.narrow(2, start, run.length) for name, part in parts.items()}
-            start += run.length
+    def add(self, part: GatheredRows) -> None:
+        """Add some of the rows; an output and its log-sum-exp are merged."""
+        for run in part.rows:
+            targets = self.at(part.heads, [run])
+            sources = part.at(part.heads, [run])
             if "lse" in sources:
                 merge_(targets["out"], targets["lse"], sources["out"], sources["lse"])
                 continue
@@ -85,38 +86,33 @@ Shards = dict[Operand, GatheredRows]
 
 
 def add_rows(
-    sums: RowsByHeads,
-    head_slice: HeadSlice,
-    rows: tuple[Interval, ...],
-    runs: Sequence[Interval],
-    parts: NamedTensors,
+    sums: RowsByHeads, operand: Operand, rows: tuple[Interval, ...], part: GatheredRows
 ) -> None:
-    """Add ``parts``, which are of ``runs``, to the sum of some heads.
+    """Add some rows to the sum of their heads, which is made where it is missing.
 
     Args:
-        sums: by heads; a sum that is missing is made.
         rows: all rows of the sum.
     """
+    head_slice = HeadSlice(operand, part.heads)
     total = sums.get(head_slice)
     if total is None:
-        total = GatheredRows.empty_like(head_slice.heads, rows, parts)
+        total = GatheredRows.empty_like(part.heads, rows, part.tensors)
         _clear(total.tensors)
         sums[head_slice] = total
-    total.accumulate(runs, parts)
+    total.add(part)
 
 
 def _clear(tensors: NamedTensors) -> None:
     """Make tensors those of no pairs."""
-    if "lse" in tensors:
-        empty_(tensors["out"], tensors["lse"])
-        return
-    for tensor in tensors.values():
-        tensor.zero_()
+    for name, tensor in tensors.items():
+        tensor.fill_(-torch.inf if name == "lse" else 0.0)
 
 
 @lru_cache(maxsize=4096)
 def _places(rows: tuple[Interval, ...], runs: tuple[Interval, ...]) -> list[Interval]:
     """Return where ``runs`` lie among ``rows``, which are stored without gaps."""
-    starts = [counted(below(rows, run.start)) for run in runs]
-    places = [Interval(start, start + run.length) for start, run in zip(starts, runs, strict=True)]
+    places: list[Interval] = []
+    for run in runs:
+        start = counted(below(rows, run.start))
+        places.append(Interval(start, start + run.length))
     return union(places)

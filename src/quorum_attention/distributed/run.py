@@ -85,19 +85,19 @@ def run_backward(
     grad_out = grad_out.contiguous()
     of_queries = {"grad_out": grad_out}
     of_keys: NamedTensors = {}
-    kept: Sequence[torch.Tensor] = saved
+    kept_tensors: Sequence[torch.Tensor] = saved
     if not call.assignment.keeps_inputs:
         query, key, value, out, lse = saved
         of_queries |= {"query": query, "out": out, "lse": lse}
         of_keys = {"key": key, "value": value}
-        kept = ()
+        kept_tensors = ()
     grad_query, grad_key, grad_value = (grad_out.new_empty(shape) for shape in shapes)
     grads_of_keys = {"grad_key": grad_key, "grad_value": grad_value}
     backward = _StagedPass(
         call,
         _shards(call, of_queries, of_keys),
         _shards(call, {"grad_query": grad_query}, grads_of_keys),
-        kept=kept,
+        kept_tensors=kept_tensors,
         mask_grads=mask_grads,
     )
     backward.run()
@@ -123,7 +123,7 @@ class _StagedPass:
         shards: this rank's rows of the tensors that are sent to those that compute with them.
         targets: this rank's rows of the results, all of which are written.
         saves: whether gathered rows and their results are kept for the backward.
-        kept: what the forward has kept.
+        kept_tensors: what the forward has kept.
         mask_grads: gradients to which those of this rank are added.
 
     Attributes:
@@ -138,7 +138,7 @@ class _StagedPass:
         targets: Shards,
         *,
         saves: bool = False,
-        kept: Iterable[torch.Tensor] = (),
+        kept_tensors: Iterable[torch.Tensor] = (),
         mask_grads: MaskParams = NO_MASK_PARAMS,
     ) -> None:
         self._call = call
@@ -146,7 +146,7 @@ class _StagedPass:
         self._shards = shards
         self._targets = targets
         self._saves = saves
-        self._kept = iter(kept)
+        self._kept_tensors = iter(kept_tensors)
         self._mask_grads = mask_grads
         self.saved: list[torch.Tensor] = []
         self.received_bytes = 0
@@ -156,12 +156,16 @@ class _StagedPass:
         n_stages = self._call.assignment.n_stages
         device = self._targets[Operand.QUERY].device
         streams = TwoStreams(device, self._call.two_streams)
-        coming = deque(self._send_inputs(stage) for stage in range(min(1, n_stages)))
+        coming = deque[Exchange]()
         returning: list[Exchange] = []
+        if n_stages:
+            coming.append(self._send_inputs(0))
         for stage in range(n_stages):
             if stage + 1 < n_stages:
                 coming.append(self._send_inputs(stage + 1))
-            returning.append(self._run_stage(stage, coming.popleft(), streams))
+            # The stage has the only reference to its inputs, whose memory ends with it.
+            results = self._run_stage(stage, coming.popleft(), streams)
+            returning.append(results)
         streams.meet()
         self._collect(returning)
 
@@ -180,8 +184,9 @@ class _StagedPass:
                 self._slices(stage), results, self._targets, state_dtype, self._group
             )
             exchange.start()
-        computed = [tensor for rows in results.values() for tensor in rows.tensors.values()]
-        streams.leaves(*computed, *self.saved, *exchange.messages)
+        for rows in results.values():
+            streams.leaves(*rows.tensors.values())
+        streams.leaves(*self.saved, *exchange.messages)
         self.received_bytes += inputs.received_bytes + exchange.received_bytes
         return exchange
 
@@ -196,15 +201,16 @@ class _StagedPass:
         gathered: RowsByHeads = {}
         needed = self._call.assignment.rows_needed(self._call.rank, stage)
         for head_slice, rows in needed.items():
+            heads = head_slice.heads
             parts = arrived[head_slice]
             if len(parts) == 1:
                 _, tensors = parts[0]
-                gathered[head_slice] = GatheredRows(head_slice.heads, rows, tensors)
+                gathered[head_slice] = GatheredRows(heads, rows, tensors)
                 continue
-            like = self._shards[head_slice.operand].tensors
-            together = GatheredRows.empty_like(head_slice.heads, rows, like)
+            shard = self._shards[head_slice.operand]
+            together = GatheredRows.empty_like(heads, rows, shard.tensors)
             for run, tensors in parts:
-                together.write(head_slice.heads, run, tensors)
+                together.write(heads, run, tensors)
             gathered[head_slice] = together
         return gathered
 
@@ -213,7 +219,7 @@ class _StagedPass:
         for head_slice, gathered in rows.items():
             # The names come first: otherwise a tensor of the next heads would be taken and lost.
             names = _KEPT_NAMES[head_slice.operand]
-            gathered.tensors.update(zip(names, self._kept, strict=False))
+            gathered.tensors.update(zip(names, self._kept_tensors, strict=False))
         results = self._call.compute_stage(stage, rows, self._mask_grads)
         if self._saves:
             self._save(rows, results)
@@ -222,11 +228,11 @@ class _StagedPass:
     def _save(self, rows: RowsByHeads, results: RowsByHeads) -> None:
         """Keep gathered rows for the backward, with their output and log-sum-exp."""
         for head_slice, gathered in rows.items():
-            tensors = dict(gathered.tensors)
+            self.saved += gathered.tensors.values()
             if head_slice.operand == Operand.QUERY:
-                tensors |= results[head_slice].tensors
-                tensors["out"] = tensors["out"].to(tensors["query"].dtype)
-            self.saved += [tensors[name] for name in _KEPT_NAMES[head_slice.operand]]
+                computed = results[head_slice].tensors
+                out = computed["out"].to(gathered.tensors["query"].dtype)
+                self.saved += [out, computed["lse"]]
 
     def _collect(self, returning: Iterable[Exchange]) -> None:
         """Write what came of this rank's rows: complete results, and sums of partial results."""
@@ -238,7 +244,9 @@ class _StagedPass:
                 if row_slice.is_exclusive:
                     target.write(row_slice.head_slice.heads, row_slice.rows, tensors)
                     continue
-                add_rows(sums, row_slice.head_slice, target.rows, [row_slice.rows], tensors)
+                heads = row_slice.head_slice.heads
+                part = GatheredRows(heads, (row_slice.rows,), tensors)
+                add_rows(sums, row_slice.operand, target.rows, part)
                 summed.append(row_slice)
         for row_slice in summed:
             heads = row_slice.head_slice.heads

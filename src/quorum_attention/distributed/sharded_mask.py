@@ -74,40 +74,45 @@ def mask_signature(mask: Mask | None) -> Hashable:
 
 
 def gather_mask(
-    mask: Mask, group: dist.ProcessGroup, lengths: Sequence[int], inputs: Tensors
+    mask: Mask, group: dist.ProcessGroup, lengths: Sequence[int], tensors: Tensors
 ) -> Mask:
     """Return the mask of the whole sequence: ids and paddings of this rank's rows are gathered.
 
     Args:
         lengths: rows of every rank.
-        inputs: this rank's part of the call.
+        tensors: this rank's part of the call.
 
     Raises:
         ValueError: a bias or sinks do not fit the whole call, by name.
     """
     n_tokens = sum(lengths)
-    n_rows = inputs.query.shape[-2]
+    n_rows = tensors.query.shape[-2]
+    is_cut = max(lengths) < n_tokens
 
     def gather(tensor: torch.Tensor, name: str) -> torch.Tensor:
         if name not in _TOKEN_FIELDS or len(lengths) == 1:
             return tensor
         # Where one rank has all rows, a tensor of all tokens cannot be told from one of its rows
         # there, so all ranks gather.
-        if tensor.shape[-1] == n_tokens > max(lengths):
+        if is_cut and tensor.shape[-1] == n_tokens:
             return tensor
-        of_rows = torch.atleast_2d(tensor)[:, :n_rows].cpu()
-        return torch.cat(all_gather_objects(group, of_rows), dim=1).to(tensor.device)
+        of_rows = torch.atleast_2d(tensor)[:, :n_rows]
+        of_ranks = all_gather_objects(group, of_rows.cpu())
+        together = torch.cat(of_ranks, dim=1)
+        return together.to(tensor.device)
 
     mask = map_tensors(mask, gather)
-    _check_fits_whole_call(mask, n_tokens, inputs)
+    _check_fits_whole_call(mask, n_tokens, tensors)
     bias = mask.bias
-    batch_shape = inputs.query.shape[:-3]
+    batch_shape = tensors.query.shape[:-3]
     if bias is None or bias.dim() <= 3 or len(batch_shape) <= 1:
         return mask
-    return replace(mask, bias=bias.expand(*batch_shape, *bias.shape[-3:]).flatten(0, -4))
+    # The call has one batch dimension.
+    expanded = bias.expand(*batch_shape, *bias.shape[-3:])
+    return replace(mask, bias=expanded.flatten(0, -4))
 
 
-def _check_fits_whole_call(mask: Mask, n_tokens: int, inputs: Tensors) -> None:
+def _check_fits_whole_call(mask: Mask, n_tokens: int, tensors: Tensors) -> None:
     """Check that a mask's bias and sinks broadcast to the whole call.
 
     Raises:
@@ -115,7 +120,7 @@ def _check_fits_whole_call(mask: Mask, n_tokens: int, inputs: Tensors) -> None:
     """
     query, key, value = (
         tensor.new_empty(()).expand(*tensor.shape[:-2], n_tokens, tensor.shape[-1])
-        for tensor in inputs[:3]
+        for tensor in tensors[:3]
     )
     check_tensors(query, key, value, Arguments(mask, enable_gqa=True))
 
@@ -140,5 +145,7 @@ def _count_by_steps(resolved: ResolvedMask, n_tokens: int) -> tuple[int, ...]:
     for geometry in resolved.geometries:
         for part, band in geometry.within(everything):
             for rows in cut(part.queries, edges):
-                pairs_of_steps[rows.start // step_rows + 1] += band.count(*rows, *part.keys)
+                n_pairs = band.count(*rows, *part.keys)
+                step = rows.start // step_rows
+                pairs_of_steps[step + 1] += n_pairs
     return tuple(accumulate(pairs_of_steps))

@@ -78,9 +78,12 @@ class ShardedShape:
 
     @cached_property
     def row_work(self) -> RowWork:
-        """The rows of a head as work that is cut at tiles."""
-        n_tiles = self.n_tokens // self.n_ranks // _MIN_TILES
-        tile = min(_TILE, 1 << max(1, n_tiles).bit_length() - 1)
+        """The rows of a head as work that is cut at tiles, or not at all with dropout."""
+        if self.units == "heads":
+            tile = max(1, self.n_tokens)
+        else:
+            rows_of_tile = max(1, self.n_tokens // self.n_ranks // _MIN_TILES)
+            tile = min(_TILE, 1 << rows_of_tile.bit_length() - 1)
         return RowWork(self.n_tokens, tile, self.pairs_above)
 
     def pairs_above(self, row: int) -> int:
@@ -90,11 +93,13 @@ class ShardedShape:
             return band.count(0, row, 0, self.n_tokens)
         step_rows = rows_per_step(self.n_tokens)
         step, rows_in_step = divmod(row, step_rows)
-        low = self.kept_pairs[step]
-        high = self.kept_pairs[min(step + 1, len(self.kept_pairs) - 1)]
+        pairs_before = self.kept_pairs[step]
+        if not rows_in_step:
+            return pairs_before
+        pairs_of_step = self.kept_pairs[step + 1] - pairs_before
         # The last step may be shorter.
-        n_rows = max(1, min(step_rows, self.n_tokens - step * step_rows))
-        return low + (high - low) * rows_in_step // n_rows
+        rows_of_step = min(step_rows, self.n_tokens - step * step_rows)
+        return pairs_before + pairs_of_step * rows_in_step // rows_of_step
 
     def kv_of(self, heads: Interval) -> Interval:
         """Return the key/value heads that query heads read."""

@@ -14,16 +14,16 @@ The strategy is taken that moves fewest bytes, of three:
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
-from quorum_attention.arithmetic import ceil_div
+from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition.intervals import Interval, union
 from quorum_attention.distributed.assignment import Assignment, RowBytes, ShardBlock, Stages
 from quorum_attention.distributed.sharded_shape import ShardedShape
-from quorum_attention.partition import RowWork, cut_line, split_groups
+from quorum_attention.partition import RowBlock, RowWork, cut_line, split_groups
 from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
 
 # Shares may differ by this much from an equal one where that saves bytes.
@@ -74,21 +74,16 @@ def choose_assignment(
 
     def cost(assignment: Assignment) -> tuple[float, int, float]:
         imbalance = assignment.imbalance
-        return (
-            max(_TOLERATED_IMBALANCE, imbalance),
-            assignment.most_received(row_bytes),
-            imbalance,
-        )
+        n_bytes = assignment.most_received(row_bytes)
+        return max(_TOLERATED_IMBALANCE, imbalance), n_bytes, imbalance
 
     assignments = list(all_assignments(shape))
     by_heads = assignments[0]
     cheapest = min(assignments, key=cost)
     flops_of_rank = shape.n_pairs / shape.n_ranks * pair_flops
-    tolerated_bytes = max(
-        2 * cheapest.most_received(row_bytes), _LITTLE_SHARE * flops_of_rank * _BYTES_PER_FLOP
-    )
-    heads_divide = shape.heads % shape.n_ranks == 0
-    if not heads_divide or by_heads.most_received(row_bytes) > tolerated_bytes:
+    little_bytes = _LITTLE_SHARE * flops_of_rank * _BYTES_PER_FLOP
+    tolerated_bytes = max(2 * cheapest.most_received(row_bytes), little_bytes)
+    if shape.heads % shape.n_ranks or by_heads.most_received(row_bytes) > tolerated_bytes:
         return cheapest
     n_calls = _n_calls(by_heads)
     return min((way for way in assignments if _n_calls(way) <= n_calls), key=cost)
@@ -116,20 +111,21 @@ def all_assignments(shape: ShardedShape) -> Iterator[Assignment]:
 def exchange_heads(shape: ShardedShape) -> Assignment:
     """Give each rank a stretch of the line of heads; see the top of this file."""
     n_ranks = shape.n_ranks
-    heads_divide = shape.heads % n_ranks == 0 and shape.kv_heads % n_ranks == 0
-    whole_heads = heads_divide and shape.n_tokens > 0
+    whole_heads = False
+    if shape.n_tokens:
+        # The query heads divide where the key/value heads do.
+        whole_heads = shape.kv_heads % n_ranks == 0
     n_runs = shape.n_head_groups if whole_heads else _MAX_STAGES
-    work = shape.row_work
-    if shape.units == "heads":
-        work = RowWork(shape.n_tokens, max(1, shape.n_tokens), shape.pairs_above)
-    cuts = [Fraction(shape.heads * rank, n_ranks) for rank in range(n_ranks + 1)]
+    fair_heads = Fraction(shape.heads, n_ranks)
+    cuts = [fair_heads * rank for rank in range(n_ranks + 1)]
     shares: list[Stages] = []
-    for share in cut_line(work, cuts):
-        blocks: list[ShardBlock] = []
-        for heads, rows in share:
-            for run in split_groups(heads, shape.group_size, n_runs):
-                blocks += _blocks_of_rows(shape, run, rows)
-        shares.append(_in_stages(shape, blocks))
+    for share in cut_line(shape.row_work, cuts):
+        row_blocks = [
+            RowBlock(run, rows)
+            for heads, rows in share
+            for run in split_groups(heads, shape.group_size, n_runs)
+        ]
+        shares.append(_stages_of_rows(shape, row_blocks))
     return Assignment("heads exchanged", shape, tuple(shares), whole_heads)
 
 
@@ -138,11 +134,8 @@ def gather_kv(shape: ShardedShape) -> Assignment:
     runs = _runs_of_heads(shape)
     shares: list[Stages] = []
     for rows_of_rank in _rows_by_work(shape):
-        blocks: list[ShardBlock] = []
-        for run in runs:
-            for rows in rows_of_rank:
-                blocks += _blocks_of_rows(shape, run, rows)
-        shares.append(_in_stages(shape, blocks))
+        row_blocks = [RowBlock(run, rows) for run in runs for rows in rows_of_rank]
+        shares.append(_stages_of_rows(shape, row_blocks))
     return Assignment("keys and values moved", shape, tuple(shares))
 
 
@@ -150,7 +143,7 @@ def _rows_by_work(shape: ShardedShape) -> list[list[Interval]]:
     """Return for each rank rows of equal work: as far as possible those of its own shard."""
     fair_pairs = shape.pairs_above(shape.n_tokens) // shape.n_ranks
     rows_of_ranks: list[list[Interval]] = [[] for _ in shape.shards]
-    spare: deque[Interval] = deque()
+    spare = deque[Interval]()
     for rows, shard in zip(rows_of_ranks, shape.shards, strict=True):
         source = deque([shard])
         _fill_up(shape.row_work, rows, source, fair_pairs)
@@ -182,42 +175,63 @@ def quorum_tasks(shape: ShardedShape, n_chunks: int) -> Assignment:
 
     A task has the pairs of any two of its chunks, and the pairs within one of them.
     """
-    tile = shape.row_work.tile
-    chunk_rows = ceil_div(shape.n_tokens, n_chunks * tile) * tile
-    edges = [min(shape.n_tokens, chunk_rows * number) for number in range(n_chunks + 1)]
-    chunks = [Interval(*ends) for ends in pairwise(edges)]
-    interest = interest_set(quorum_size(n_chunks))
-    runs = _runs_of_heads(shape)
-    blocks_of_ranks: list[list[ShardBlock]] = [[] for _ in range(shape.n_ranks)]
+    chunks = _chunks(shape, n_chunks)
+    offsets = interest_set(quorum_size(n_chunks))
+    blocks_of_ranks: list[list[ShardBlock]] = [[] for _ in shape.shards]
     for task, own_chunk in enumerate(chunks):
-        quorum = [chunks[(task + offset) % n_chunks] for offset in interest]
-        blocks = blocks_of_ranks[task * shape.n_ranks // n_chunks]
-        for rows, keys, causal in _task_rectangles(shape, quorum, own_chunk):
-            blocks += [ShardBlock(heads, rows, keys, causal) for heads in runs]
+        rank = task * shape.n_ranks // n_chunks
+        numbers = [(task + offset) % n_chunks for offset in offsets]
+        # The last chunks may be empty.
+        quorum = [chunks[number] for number in numbers if chunks[number].length]
+        blocks_of_ranks[rank] += _task_blocks(shape, quorum, own_chunk)
     shares = tuple(_in_stages(shape, blocks) for blocks in blocks_of_ranks)
     return Assignment(f"quorums of {n_chunks} chunks", shape, shares)
 
 
-def _task_rectangles(
-    shape: ShardedShape, quorum: list[Interval], own_chunk: Interval
-) -> Iterator[tuple[Interval, tuple[Interval, ...], bool]]:
-    """Yield rows, keys, and whether they are a causal square, for each part of a task."""
-    chunks = [chunk for chunk in quorum if chunk.length]
-    for rows in chunks:
+def _chunks(shape: ShardedShape, n_chunks: int) -> list[Interval]:
+    """Return all tokens in equal chunks of whole tiles, but for the last ones."""
+    chunk_rows = round_up(shape.n_tokens, n_chunks * shape.row_work.tile) // n_chunks
+    edges = [min(shape.n_tokens, chunk_rows * number) for number in range(n_chunks + 1)]
+    return [Interval(*ends) for ends in pairwise(edges)]
+
+
+def _task_blocks(
+    shape: ShardedShape, quorum: Sequence[Interval], own_chunk: Interval
+) -> Iterator[ShardBlock]:
+    """Yield the blocks of a task, whose pairs within ``own_chunk`` belong to no other task."""
+    runs = _runs_of_heads(shape)
+    for rows in quorum:
         is_own = rows == own_chunk
-        if shape.is_causal:
-            keys = union(chunk for chunk in chunks if chunk < rows)
-        else:
-            keys = union(chunk for chunk in chunks if is_own or chunk != rows)
-        if keys:
-            yield rows, tuple(keys), False
+        key_chunks = _key_chunks(shape, quorum, rows, is_own)
+        if key_chunks:
+            keys = tuple(union(key_chunks))
+            yield from (ShardBlock(heads, rows, keys) for heads in runs)
         if is_own and shape.is_causal:
-            yield rows, (rows,), True
+            yield from (ShardBlock(heads, rows, (rows,), causal=True) for heads in runs)
+
+
+def _key_chunks(
+    shape: ShardedShape, quorum: Sequence[Interval], rows: Interval, is_own: bool
+) -> Sequence[Interval]:
+    """Return the chunks of a task whose keys all rows of a chunk see."""
+    if shape.is_causal:
+        return [chunk for chunk in quorum if chunk.stop <= rows.start]
+    if is_own:
+        return quorum
+    return [chunk for chunk in quorum if chunk != rows]
 
 
 def _runs_of_heads(shape: ShardedShape) -> list[Interval]:
     """Return all query heads in as many runs as there are stages."""
     return split_groups(Interval(0, shape.heads), shape.group_size, _MAX_STAGES)
+
+
+def _stages_of_rows(shape: ShardedShape, row_blocks: Iterable[RowBlock]) -> Stages:
+    """Return rows with all their keys, in stages."""
+    blocks: list[ShardBlock] = []
+    for heads, rows in row_blocks:
+        blocks += _blocks_of_rows(shape, heads, rows)
+    return _in_stages(shape, blocks)
 
 
 def _blocks_of_rows(shape: ShardedShape, heads: Interval, rows: Interval) -> Iterator[ShardBlock]:
@@ -234,5 +248,6 @@ def _in_stages(shape: ShardedShape, blocks: Iterable[ShardBlock]) -> Stages:
     """Return a stage for each set of key/value heads."""
     stages: dict[Interval, list[ShardBlock]] = defaultdict(list)
     for block in blocks:
-        stages[shape.kv_of(block.heads)].append(block)
-    return tuple(tuple(stage_blocks) for _, stage_blocks in sorted(stages.items()))
+        kv_heads = shape.kv_of(block.heads)
+        stages[kv_heads].append(block)
+    return tuple(tuple(stages[kv_heads]) for kv_heads in sorted(stages))

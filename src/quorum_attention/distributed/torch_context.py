@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,15 +63,60 @@ def context_parallel(
     if not isinstance(mesh, dist.ProcessGroup) and not hasattr(mesh, "get_group"):
         raise TypeError(f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}")
     group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
-    given: list[Any] = list(buffers or ())  # torch's types leave out set_ of a tensor
+    sharded_buffers = list(buffers or ())
     dims = list(buffer_seq_dims or ())
-    kept = set(no_restore_buffers or ())
-    lengths = _lengths(given, dims, group.size())
-    if kept - set(given):  # tensors in sets are compared by identity
+    unrestored = set(no_restore_buffers or ())
+    lengths = _lengths(sharded_buffers, dims, group.size())
+    # Tensors in sets are compared by identity.
+    if unrestored - set(sharded_buffers):
         raise ValueError("no_restore_buffers must be among buffers")
-    whole = [buffer.detach() for buffer in given]
+    rank = group.rank()
+    start = sum(lengths[:rank])
+    stop = sum(lengths[: rank + 1])
+    with (
+        _sharded_in_place(sharded_buffers, dims, slice(start, stop), unrestored),
+        _sharded_functions(group, lengths or None, options),
+    ):
+        yield
+
+
+@contextmanager
+def _sharded_in_place(
+    buffers: Sequence[Any], dims: Sequence[int], rows: slice, unrestored: set[torch.Tensor]
+) -> Iterator[None]:
+    """Give buffers this rank's rows alone within the block.
+
+    Args:
+        buffers: tensors; torch's types leave out their method ``set_``.
+        dims: of the tokens of each buffer.
+        unrestored: buffers that stay as they are then.
+    """
+    originals = [buffer.detach() for buffer in buffers]
+    for buffer, dim in zip(buffers, dims, strict=True):
+        shard = buffer.detach().narrow(dim, rows.start, rows.stop - rows.start)
+        # Memory of its own: others may be views of this one's, as inputs and labels of one batch.
+        buffer.set_(shard.clone(memory_format=torch.contiguous_format))
+    try:
+        yield
+    finally:
+        for buffer, original in zip(buffers, originals, strict=True):
+            if buffer not in unrestored:
+                buffer.set_(original)
+
+
+@contextmanager
+def _sharded_functions(
+    group: dist.ProcessGroup, lengths: tuple[int, ...] | None, options: dict[str, Any]
+) -> Iterator[None]:
+    """Let torch's attention functions attend to the rows of all ranks within the block.
+
+    Args:
+        lengths: rows of every rank, if they are known.
+        options: of every call.
+    """
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
+    original_modules = functional.multi_head_attention_forward
 
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -79,34 +125,35 @@ def context_parallel(
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **named: Any,
+        **keywords: Any,
     ) -> torch.Tensor:
         return attention(
-            query, key, value, attn_mask, group=group, is_causal=is_causal, dropout_p=dropout_p,
-            lengths=lengths or None, **options, **named,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            attn_mask,
+            group=group,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            lengths=lengths,
+            **options,
+            **keywords,
+        )
 
-    # So that another patch lies below this one: its calls would be of this rank's rows alone.
-    scaled_dot_product_attention._quorum_attention_sharded = True  # type: ignore[attr-defined]
-    for buffer, dim in zip(given, dims, strict=True):
-        mine = buffer.detach().narrow(dim, sum(lengths[: group.rank()]), lengths[group.rank()])
-        # Memory of its own: others may be views of this one's, as inputs and labels of one batch.
-        buffer.set_(mine.clone(memory_format=torch.contiguous_format))
-    functional.scaled_dot_product_attention = scaled_dot_product_attention
-    plain_modules = functional.multi_head_attention_forward
-    watched: Any = watch_weights(plain_modules, _refuse_weights)
+    sharded: Any = scaled_dot_product_attention
+    watched: Any = watch_weights(original_modules, _refuse_weights)
+    # So that another patch lies below these: its calls would be of this rank's rows alone.
+    sharded._quorum_attention_sharded = True
     watched._quorum_attention_sharded = True
+    functional.scaled_dot_product_attention = sharded
     functional.multi_head_attention_forward = watched
     switch_fast_path_off()  # it would attend to this rank's rows alone
     try:
         yield
     finally:
         restore_fast_path()
-        functional.multi_head_attention_forward = plain_modules
+        functional.multi_head_attention_forward = original_modules
         functional.scaled_dot_product_attention = original
-        for buffer, before in zip(given, whole, strict=True):
-            if buffer not in kept:
-                buffer.set_(before)
 
 
 def _refuse_weights(*_: torch.Tensor) -> None:
@@ -121,20 +168,27 @@ def _refuse_weights(*_: torch.Tensor) -> None:
     )
 
 
+def _are_dims_of(dims: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Tell whether there is a dimension of each shape."""
+    if len(dims) != len(shapes):
+        return False
+    return all(0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=True))
+
+
 def _lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Rows of every rank, as equal as can be; () without buffers."""
     shapes = [tuple(buffer.shape) for buffer in buffers]
-    if len(dims) != len(shapes) or any(
-        not 0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=True)
-    ):
+    if not _are_dims_of(dims, shapes):
         raise ValueError(f"buffer_seq_dims must name a dimension of each of {shapes}, got {dims}")
     if len(set(buffers)) < len(shapes):
         raise ValueError("buffers must not have the same tensor twice")
     if any(buffer.requires_grad for buffer in buffers):
         raise ValueError("buffers must not require a gradient")
-    tokens = {shape[dim] for dim, shape in zip(dims, shapes, strict=True)}
-    if len(tokens) > 1:
-        raise ValueError(f"buffers must have the same number of tokens, got {sorted(tokens)}")
-    return tuple(
-        n * (rank + 1) // ranks - n * rank // ranks for n in tokens for rank in range(ranks)
-    )
+    if not shapes:
+        return ()
+    token_counts = {shape[dim] for dim, shape in zip(dims, shapes, strict=True)}
+    if len(token_counts) > 1:
+        raise ValueError(f"buffers must have the same number of tokens, got {sorted(token_counts)}")
+    (n_tokens,) = token_counts
+    starts = [n_tokens * rank // ranks for rank in range(ranks + 1)]
+    return tuple(stop - start for start, stop in pairwise(starts))

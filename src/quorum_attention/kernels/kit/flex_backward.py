@@ -38,7 +38,7 @@ def gradients_of_rows(
         block_mask: the part's ``BlockMask``.
         saved: the results of the whole rows.
     """
-    exchange = _Exchange(block_mask, saved)
+    exchange = _SavedTensorSwap(block_mask, saved)
     # The caller's hooks see none of its tensors. Without its graph: a saved output would hold the
     # graph that has it, for good.
     hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, exchange)
@@ -52,7 +52,7 @@ def gradients_of_rows(
     return query, key, value
 
 
-class _Exchange:
+class _SavedTensorSwap:
     """The hook that gives torch's backward other tensors than its forward saved.
 
     Args:
