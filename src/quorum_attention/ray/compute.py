@@ -67,7 +67,8 @@ def _choose_device(farm_pass: FarmPass, unit: FarmUnit) -> torch.device:
     # A worker computes several tasks and may be given another GPU for each, so it sees all of them.
     gpu = str(ray.get_gpu_ids()[0])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return torch.device(GPU, visible.index(gpu) if gpu in visible else int(gpu))
+    number = visible.index(gpu) if gpu in visible else int(gpu)
+    return torch.device(GPU, number)
 
 
 class _UnitRun:
@@ -102,7 +103,8 @@ class _UnitRun:
         if budget is not None or on_host(self._device):
             return budget
         free_bytes = backend_of(self._device).free_bytes(self._device)
-        return int(free_bytes * _SHARE_OF_FREE * min(1.0, self._pass.gpus))
+        gpu_share = min(1.0, self._pass.gpus)
+        return int(free_bytes * _SHARE_OF_FREE * gpu_share)
 
     def run(self) -> None:
         """Compute the unit, and write its results or states."""
@@ -113,7 +115,7 @@ class _UnitRun:
         if self._unit.kind == "merge":
             results: Sequence[torch.Tensor] = self._merge_states()
         else:
-            results = self._compute(block, self._read(0), None)
+            results = self._compute(block, self._read_rows(0), None)
         self._pass.write_results(block, results)
 
     def _block(self, query_chunk: int, key_chunk: int) -> CallBlock:
@@ -137,10 +139,15 @@ class _UnitRun:
             if _keeps_nothing(self._call.shape, block, masked):
                 continue
             for chunk in {query_chunk, key_chunk} - states.keys():
-                inputs[chunk] = self._read(chunk, place)
+                inputs[chunk] = self._read_rows(chunk, place)
                 states[chunk] = self._empty_state(chunk, place)
-            keys = {name: inputs[key_chunk][name] for name in ("key", "value")}
-            results = self._compute(block, inputs[query_chunk] | keys, masked)
+            key_inputs = inputs[key_chunk]
+            block_inputs = {
+                **inputs[query_chunk],
+                "key": key_inputs["key"],
+                "value": key_inputs["value"],
+            }
+            results = self._compute(block, block_inputs, masked)
             self._add(states[query_chunk], states[key_chunk], results)
         for chunk in chunks:
             self._pass.leave_state(self._unit, chunk, states.get(chunk, []))
@@ -151,7 +158,9 @@ class _UnitRun:
         total = self._empty_state(chunk, HOST)
         if self._sinks is not None and not self._pass.call.backward:
             _, lse = total
-            lse.copy_(self._sinks[slice(*self._block(chunk, chunk).heads)][:, None])
+            heads = self._block(chunk, chunk).heads
+            sinks = self._sinks[slice(*heads)]
+            lse.copy_(sinks[:, None])
         for path in self._pass.merged_paths(self._unit):
             tensors = load_file(path)
             state = [tensors[str(number)] for number in range(len(tensors))]
@@ -159,7 +168,7 @@ class _UnitRun:
                 self._add(total, total, state)
         return total
 
-    def _read(self, chunk: int, place: torch.device = HOST) -> NamedTensors:
+    def _read_rows(self, chunk: int, place: torch.device = HOST) -> NamedTensors:
         """Return a chunk's rows of all inputs."""
         block = self._block(chunk, chunk)
         return {
@@ -186,13 +195,17 @@ class _UnitRun:
 
     def _empty_state(self, chunk: int, place: torch.device) -> State:
         """Return the state of a chunk without any pair."""
-        rows = self._read(chunk)
-        empty = partial(torch.full, dtype=self._pass.call.shape.state_dtype, device=place)
+        rows = self._read_rows(chunk)
+        dtype = self._pass.call.shape.state_dtype
+        empty = partial(torch.full, dtype=dtype, device=place)
         if self._pass.call.backward:
-            return [empty(rows[name].shape, 0.0) for name in ("query", "key", "value")]
-        n_rows = rows["query"].shape[:3]
-        out = empty((*n_rows, rows["value"].shape[3]), 0.0)
-        return [out, empty(n_rows, -torch.inf)]
+            names = ("query", "key", "value")
+            return [empty(rows[name].shape, 0.0) for name in names]
+        shape = rows["query"].shape[:3]
+        value_dim = rows["value"].shape[3]
+        out = empty((*shape, value_dim), 0.0)
+        lse = empty(shape, -torch.inf)
+        return [out, lse]
 
     def _add(self, row_state: State, key_state: State, results: Sequence[torch.Tensor]) -> None:
         """Add the results of a chunk's rows and another chunk's keys to their states."""
@@ -201,7 +214,9 @@ class _UnitRun:
             new_out, new_lse = results
             merge_(out, lse, new_out, new_lse.to(lse.device))
             return
-        for target, grad in zip([row_state[0], *key_state[1:]], results, strict=True):
+        grad_query, _, _ = row_state
+        _, grad_key, grad_value = key_state
+        for target, grad in zip((grad_query, grad_key, grad_value), results, strict=True):
             add_(target, grad)
 
     def _choose_place(self, chunks: Sequence[int]) -> torch.device:
@@ -212,9 +227,14 @@ class _UnitRun:
         if on_host(self._device):
             return HOST
         assert self._budget is not None
-        row_bytes = sum(t.nbytes for chunk in chunks for t in self._read(chunk).values())
         meta = torch.device("meta")
-        state_bytes = [sum(t.nbytes for t in self._empty_state(n, meta)) for n in chunks]
+        row_bytes = 0
+        state_bytes: list[int] = []
+        for chunk in chunks:
+            rows = self._read_rows(chunk)
+            row_bytes += sum(tensor.nbytes for tensor in rows.values())
+            state = self._empty_state(chunk, meta)
+            state_bytes.append(sum(tensor.nbytes for tensor in state))
         # The results of a call take as much as a state, and those of an addition beside them.
         taken = row_bytes + sum(state_bytes) + 3 * max(state_bytes)
         if taken > self._budget * _MAX_RESIDENT_SHARE:

@@ -153,7 +153,9 @@ class Farm(AbstractContextManager["Farm"]):
             NotImplementedError: a gradient is wanted, which ``attention_backward`` computes;
             RuntimeError: a unit has lost four workers.
         """
-        results = {"out": out} if lse is None else {"out": out, "lse": lse}
+        results = {"out": out}
+        if lse is not None:
+            results["lse"] = lse
         tensors = {"query": query, "key": key, "value": value}
         return self._compute(tensors, results, *call, **options)["out"]
 
@@ -297,8 +299,13 @@ class Farm(AbstractContextManager["Farm"]):
         mask = call.whole.mask
         if mask is not None:
             mask = map_tensors(replace(mask, bias=None), lambda tensor, name: tensor.cpu())
-        options = CallOptions(self._budget, depth=call.options.depth, kernel=call.options.kernel)
-        return replace(call, tensors={}, whole=replace(call.whole, mask=mask), options=options)
+        whole_call = replace(call.whole, mask=mask)
+        options = CallOptions(
+            self._budget,
+            depth=call.options.depth,
+            kernel=call.options.kernel,
+        )
+        return replace(call, tensors={}, whole=whole_call, options=options)
 
     def _run(
         self, farm_pass: FarmPass, part_of_head: Mapping[Head, int], report: PoolPass
@@ -390,7 +397,8 @@ def _check_targets(
     Raises:
         ValueError, TypeError: one does not fit, or shares memory with an input.
     """
-    for name, (shape, dtype) in call.results(lse="lse" in targets).items():
+    specs = call.results(lse="lse" in targets)
+    for name, (shape, dtype) in specs.items():
         check_tensor(targets[name], shape, name, device, dtype, for_writing=True)
     mask = call.whole.mask
     bias = None if mask is None else mask.bias
