@@ -1,4 +1,4 @@
-"""The work of a call in shares, as blocks of rows of heads: for devices and for files.
+"""The work of a call in shares, as blocks of rows of heads: for devices, for ranks and for files.
 
 The query heads of all batch entries stand in one line, one after the other, and the rows of each
 head in order. A share of the work is a stretch of this line: the last rows of one head, whole
@@ -17,7 +17,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-from quorum_attention.arithmetic import round_up
+from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition.intervals import Interval, cut
 
 
@@ -98,13 +98,16 @@ def split_at_multiples(span: Interval, size: int) -> list[Interval]:
     return list(cut(span, range(round_up(span.start, size), span.stop, size)))
 
 
-def split_groups(heads: Interval, group_size: int) -> list[Interval]:
+def split_groups(heads: Interval, group_size: int, n_runs: int = 1) -> list[Interval]:
     """Return query heads in runs that read either whole key/value heads or a part of one.
 
     Args:
         heads: query heads.
         group_size: query heads that share a key/value head.
+        n_runs: the whole groups are cut into so many runs at most, one for each exchange of ranks.
     """
-    first_edge = round_up(heads.start, group_size)
-    last_edge = max(first_edge, heads.stop // group_size * group_size)
-    return list(cut(heads, (first_edge, last_edge)))
+    first = ceil_div(heads.start, group_size)
+    n_groups = max(0, heads.stop // group_size - first)
+    n_runs = max(1, min(n_runs, n_groups))
+    edges = [(first + n_groups * run // n_runs) * group_size for run in range(n_runs + 1)]
+    return list(cut(heads, edges))
