@@ -75,6 +75,11 @@ class CallShape:
     columns: int = 0
 
     @property
+    def width(self) -> int:
+        """The larger of head and value dimension."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
     def batch(self) -> int:
         """Batch entries, all batch dimensions together."""
         return math.prod(self.batch_shape)
@@ -133,6 +138,36 @@ class Extent:
     max_queries: int
     max_keys: int
     direct: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Query heads of all batch entries."""
+        return self.batch * self.query_heads
+
+    @property
+    def key_lanes(self) -> int:
+        """Key/value heads of all batch entries."""
+        return self.batch * self.key_heads
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.query_heads // max(1, self.key_heads)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of the largest rectangle, in all lanes."""
+        return self.lanes * self.max_queries
+
+    @property
+    def key_rows(self) -> int:
+        """Key rows of the largest rectangle, in all lanes."""
+        return self.key_lanes * self.max_keys
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of the task's tokens, in all lanes of queries."""
+        return self.lanes * self.n_tokens
 
     def with_sides_within(self, low: int = 0, high: int = NO_LIMIT) -> Extent:
         """Return the extent with rectangles of ``low`` to ``high`` queries and keys."""

@@ -11,7 +11,7 @@ from quorum_attention.kernels.call_shape import DTYPES, CallShape, Extent
 from quorum_attention.kernels.grouped_heads import grouped_backward, grouped_forward
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.odd_rows import mend_odd_rows_, mending_bytes
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import operator_refusal, with_positive_scale
 from quorum_attention.kernels.operator_sizes import OperatorSizes
 from quorum_attention.kernels.padding import pad_last
@@ -68,7 +68,7 @@ class CpuKernel(RectangleKernel):
         """Return True: grouped heads go to the operator as views."""
         return True
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that are not
         finite."""
         if call.dropout is not None:
@@ -92,18 +92,15 @@ class CpuKernel(RectangleKernel):
             return grouped_backward(self.whole_backward, call, saved)
         return super().whole_backward(call, saved)
 
-    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.rectangle_forward``."""
-        head_dim = call.query.shape[-1]
         value_dim = call.value.shape[-1]
-        query, key, value = call.inputs
-        if head_dim != value_dim:
-            width = max(head_dim, value_dim)
-            query = pad_last(query, width)
-            key = _pad_last_once(key, width)
-            value = _pad_last_once(value, width)
         out, lse = _forward(
-            query, key, value, 0.0, call.causal, attn_mask=call.bias, scale=call.scale
+            *_inputs_of_one_width(call),
+            0.0,  # dropout
+            call.causal,
+            attn_mask=call.bias,
+            scale=call.scale,
         )
         if out.shape[-1] != value_dim:
             out = out[..., :value_dim]
@@ -113,23 +110,16 @@ class CpuKernel(RectangleKernel):
         """See ``RectangleKernel.rectangle_backward``."""
         head_dim = call.query.shape[-1]
         value_dim = call.value.shape[-1]
-        grad_out, out = saved.grad_out, saved.out
-        query, key, value = call.inputs
-        if head_dim != value_dim:
-            width = max(head_dim, value_dim)
-            grad_out = pad_last(grad_out, width)
-            query = pad_last(query, width)
-            key = _pad_last_once(key, width)
-            value = _pad_last_once(value, width)
-            out = pad_last(out, width)
+        query, key, value = _inputs_of_one_width(call)
+        width = query.shape[-1]
         grad_query, grad_key, grad_value = _backward(
-            grad_out,
+            pad_last(saved.grad_out, width),
             query,
             key,
             value,
-            out,
+            pad_last(saved.out, width),
             saved.lse,
-            0.0,
+            0.0,  # dropout
             call.causal,
             attn_mask=call.bias,
             scale=call.scale,
@@ -152,7 +142,7 @@ class CpuKernel(RectangleKernel):
         if shape.dropout:
             return _WITH_DROPOUT.forward_workspace_bytes(shape, extent)
         sizes = _sizes(shape, extent)
-        width = max(shape.head_dim, shape.value_dim)
+        width = shape.width
         inside = torch.get_num_threads() * _forward_tile_bytes(sizes)
         inside += _repacked_bytes(sizes)
         inside += _padded_bytes(sizes, n_outputs=0)
@@ -176,7 +166,7 @@ class CpuKernel(RectangleKernel):
         if shape.dropout:
             return _WITH_DROPOUT.backward_workspace_bytes(shape, extent)
         sizes = _sizes(shape, extent)
-        width = max(shape.head_dim, shape.value_dim)
+        width = shape.width
         row_bytes = width * sizes.itemsize
         parts = 1 if shape.bias is not None else self.backward_parts(sizes.lanes)
         part_key_rows = parts * sizes.key_rows
@@ -193,6 +183,17 @@ class CpuKernel(RectangleKernel):
         adding = _widened_bytes(sizes, most_rows * width)
         nbytes = sizes.backward_bytes(inside, gradients, adding)
         return max(_TRIAL_BYTES, nbytes)
+
+
+def _inputs_of_one_width(call: Call) -> Three:
+    """Return query, key and value, the narrower ones padded to the width of the others."""
+    query, key, value = call.inputs
+    head_dim = query.shape[-1]
+    value_dim = value.shape[-1]
+    if head_dim == value_dim:
+        return query, key, value
+    width = max(head_dim, value_dim)
+    return pad_last(query, width), _pad_last_once(key, width), _pad_last_once(value, width)
 
 
 def _pad_last_once(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -215,14 +216,11 @@ def _sizes(shape: CallShape, extent: Extent) -> OperatorSizes:
     return OperatorSizes(shape, extent, grouped=extent.direct, splits_scale=splits_scale)
 
 
-def _tile_sides(extent: Extent) -> tuple[int, int]:
-    return min(_TILE_QUERIES, extent.max_queries), min(_TILE_KEYS, extent.max_keys)
-
-
 def _forward_tile_bytes(sizes: OperatorSizes) -> int:
     """Return the bytes of a forward's temporaries of one thread."""
-    queries, keys = _tile_sides(sizes.extent)
-    width = max(sizes.shape.head_dim, sizes.shape.value_dim)
+    queries = min(_TILE_QUERIES, sizes.extent.max_queries)
+    keys = min(_TILE_KEYS, sizes.extent.max_keys)
+    width = sizes.shape.width
     # Scores, row maxima and sums, and output.
     nbytes = queries * (keys + 2 + width) * sizes.state_itemsize
     if sizes.itemsize == 2:
@@ -233,8 +231,9 @@ def _forward_tile_bytes(sizes: OperatorSizes) -> int:
 
 def _backward_tile_bytes(sizes: OperatorSizes) -> int:
     """Return the bytes of a backward's temporaries of one thread."""
-    queries, keys = _tile_sides(sizes.extent)
-    width = max(sizes.shape.head_dim, sizes.shape.value_dim)
+    queries = min(_TILE_QUERIES, sizes.extent.max_queries)
+    keys = min(_TILE_KEYS, sizes.extent.max_keys)
+    width = sizes.shape.width
     nbytes = queries * (2 * keys + 1) * sizes.state_itemsize
     if sizes.itemsize == 2:
         # Probabilities and their gradients once more in 16 bits, and the reordered operands of a
@@ -250,18 +249,17 @@ def _repacked_bytes(sizes: OperatorSizes) -> int:
     if sizes.itemsize != 2 or "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return 0
     shape = sizes.shape
-    extent = sizes.extent
-    width = max(shape.head_dim, shape.value_dim)
+    width = shape.width
     by_query_head = shape.is_causal or shape.bias is not None
-    heads = extent.batch * (sizes.heads if by_query_head else extent.key_heads)
-    rows = heads * round_up(extent.max_keys, _PACKED_SIDE)
+    lanes = sizes.lanes if by_query_head else sizes.extent.key_lanes
+    rows = lanes * round_up(sizes.extent.max_keys, _PACKED_SIDE)
     return rows * (round_up(width, 2) + round_up(width, _PACKED_SIDE)) * 2
 
 
 def _padded_bytes(sizes: OperatorSizes, n_outputs: int) -> int:
     """Return the bytes of inputs, and of so many outputs, that are padded to one width."""
     shape = sizes.shape
-    width = max(shape.head_dim, shape.value_dim)
+    width = shape.width
     rows = 0
     if shape.head_dim < width:
         rows += sizes.rows + sizes.key_rows  # query and key

@@ -11,7 +11,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
     operator_refusal,
@@ -64,7 +64,7 @@ class CudnnKernel(RectangleKernel):
             return "this torch has no cuDNN"
         return small_scale_refusal(shape)
 
-    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.rectangle_forward``."""
         n_rows = call.query.shape[2]
         query, key, value, bias = _padded_inputs(call, _SHORTEST, _SHORTEST)
@@ -190,7 +190,7 @@ def _lengthened_bytes(sizes: OperatorSizes, extent: Extent, length: int, *, back
             numbers += rows * 2 * shape.value_dim  # the output and its gradient
             statistics += rows * 2
     if extent.max_keys < 2 * length:
-        key_rows = sizes.extent.batch * sizes.extent.key_heads * length
+        key_rows = sizes.extent.key_lanes * length
         numbers += key_rows * (shape.head_dim + shape.value_dim)
     if not numbers:
         return 0

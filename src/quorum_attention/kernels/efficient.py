@@ -10,7 +10,7 @@ from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
     operator_refusal,
@@ -49,7 +49,7 @@ class EfficientKernel(RectangleKernel):
         reason = operator_refusal(shape, "cuda", (*HALF_DTYPES, torch.float32))
         return reason or small_scale_refusal(shape)
 
-    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.rectangle_forward``."""
         results = torch.ops.aten._scaled_dot_product_efficient_attention(
             *_readable_inputs(call),

@@ -24,7 +24,7 @@ from quorum_attention.extras import install_hint
 from quorum_attention.kernels.cache_files import cache_folder, private_folder
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import HALF_DTYPES, operator_refusal
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES, OperatorSizes
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -79,7 +79,7 @@ class Fa4Kernel(RectangleKernel):
             return "it takes no attention mask"
         return _width_refusal(shape) or _machine_refusal()
 
-    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.rectangle_forward``."""
         forward, _ = _functions()
         with _on_device(call.query.device):
@@ -184,8 +184,7 @@ def _fp32_sums_bytes(sizes: OperatorSizes) -> int:
     if sizes.group == 1:
         return nbytes
     # The gradients of keys and values that query heads share.
-    key_lanes = sizes.extent.batch * sizes.extent.key_heads
-    key_rows = key_lanes * round_up(sizes.extent.max_keys, _TILE)
+    key_rows = sizes.extent.key_lanes * round_up(sizes.extent.max_keys, _TILE)
     nbytes += _held_bytes(4 * key_rows * width)
     nbytes += _held_bytes(4 * key_rows * value_width)
     return nbytes + 2 * _held_bytes(key_rows // 4)  # semaphores

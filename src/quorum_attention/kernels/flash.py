@@ -7,7 +7,7 @@ import torch
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import HALF_DTYPES, operator_refusal
 from quorum_attention.kernels.operator_sizes import OperatorSizes, multiprocessors
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -52,7 +52,7 @@ class FlashKernel(RectangleKernel):
             return f"torch's flash operators have been replaced by {replacement}"
         return None
 
-    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.rectangle_forward``."""
         results = torch.ops.aten._scaled_dot_product_flash_attention(
             *call.inputs,

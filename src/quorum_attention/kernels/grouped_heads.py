@@ -14,13 +14,11 @@ from operator import itemgetter
 
 import torch
 
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.tensors import Pick
 
 
-def grouped_forward(
-    run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]], call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
+def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
     """Return (out, lse) of a call with fewer key heads than query heads.
 
     Args:
@@ -31,9 +29,7 @@ def grouped_forward(
     return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
 
 
-def _forward_of_equal_heads(
-    run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]], call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_of_equal_heads(run: Callable[[Call], OutLse], call: Call) -> OutLse:
     """Return (out, lse) in the shape of the calls that were run."""
     if _same_for_all_rows(call):
         batch, key_heads = call.key.shape[:2]

@@ -7,7 +7,7 @@ from operator import itemgetter
 import torch
 
 from quorum_attention.decomposition import Rectangle
-from quorum_attention.kernels.operator_call import Call, part_of
+from quorum_attention.kernels.operator_call import Call, OutLse, part_of
 from quorum_attention.kernels.operator_sizes import OperatorSizes
 from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform, TileLimits
@@ -52,9 +52,7 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
         block_lse[is_wrong] = right_lse[is_wrong]
 
 
-def _computed_again(
-    call: Call, start: int, stop: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _computed_again(call: Call, start: int, stop: int, dtype: torch.dtype) -> OutLse:
     """Return (out, lse) of the query rows from ``start`` to ``stop`` by the reference."""
 
     def at_or_before(block: QueryBlock, keys: slice) -> torch.Tensor:

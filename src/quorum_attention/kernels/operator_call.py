@@ -14,7 +14,11 @@ from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.tensors import Pick
 
+OutLse = tuple[torch.Tensor, torch.Tensor]
+"""Output (b, h, n, dv), and log-sum-exp (b, h, n)."""
+
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value, or their gradients."""
 
 
 @dataclass(frozen=True, slots=True)

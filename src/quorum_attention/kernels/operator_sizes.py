@@ -70,7 +70,6 @@ class OperatorSizes:
         shape: the kind of call.
         extent: the sizes of one call.
         is_cut: whether the task, or the uncut call, is cut into parts within the limits.
-        heads: query heads of one call.
         group: query heads of one call that share a key head.
         lanes: batch entries times query heads of one call.
         rows: query rows of one call, of all heads.
@@ -89,28 +88,26 @@ class OperatorSizes:
         splits_scale: bool = False,
         limits: CallLimits = UNLIMITED,
     ) -> None:
-        group = extent.query_heads // max(1, extent.key_heads) if grouped else 1
-        largest = _largest_call(limits, shape, extent, group)
+        # Without grouped heads a call has one query head of each group.
+        call_extent = extent if grouped else replace(extent, query_heads=extent.key_heads)
+        largest = _largest_call(limits, shape, call_extent)
         self.shape = shape
         self.extent = largest
-        self.is_cut = largest != extent
-        self.heads = largest.query_heads if grouped else largest.key_heads
-        self.group = self.heads // max(1, largest.key_heads)
-        self.lanes = largest.batch * self.heads
-        self.rows = self.lanes * largest.max_queries
-        self.key_rows = largest.batch * largest.key_heads * largest.max_keys
-        self.expanded_key_rows = self.lanes * largest.max_keys
+        self.is_cut = largest != call_extent
+        self.group = largest.group
+        self.lanes = largest.lanes
+        self.rows = largest.rows
+        self.key_rows = largest.key_rows
+        self.expanded_key_rows = largest.lanes * largest.max_keys
         self.itemsize = shape.dtype.itemsize
         self.state_itemsize = shape.state_dtype.itemsize
-        all_heads = extent.batch * extent.query_heads
-        all_key_heads = extent.batch * extent.key_heads
-        self._task_rows = all_heads * extent.n_tokens
+        self._task_rows = extent.token_rows
         # The results of a call that is cut are all there while its last part runs.
         self._joined_rows = 0
         self._joined_key_rows = 0
         if self.is_cut:
-            self._joined_rows = all_heads * largest.max_queries
-            self._joined_key_rows = all_key_heads * largest.max_keys
+            self._joined_rows = extent.lanes * largest.max_queries
+            self._joined_key_rows = extent.key_lanes * largest.max_keys
         self.aligned_bias_bytes = 0
         if shape.bias is not None:
             with_all_columns = replace(shape, bias=replace(shape.bias, columns=True))
@@ -145,7 +142,7 @@ class OperatorSizes:
             return 0
         return dead_rows_bytes(
             self.extent.batch if bias.batch else 1,
-            self.heads,
+            self.extent.query_heads,
             self.extent.max_queries,
             self.extent.max_keys,
             self.shape.is_causal,
@@ -177,24 +174,20 @@ class OperatorSizes:
         return (grad_query + grad_key_and_value) * self.itemsize
 
 
-def _largest_call(limits: CallLimits, shape: CallShape, extent: Extent, group: int) -> Extent:
-    """Return the sizes of the largest call that ``limits`` leave of ``extent``.
-
-    Args:
-        group: query heads that share a key/value head in a call.
-    """
-    if limits is UNLIMITED or 0 in (extent.batch, extent.key_heads):
+def _largest_call(limits: CallLimits, shape: CallShape, extent: Extent) -> Extent:
+    """Return the sizes of the largest call that ``limits`` leave of ``extent``."""
+    if limits is UNLIMITED or extent.key_lanes == 0:
         return extent
-    width = max(shape.head_dim, shape.value_dim)
-    most_queries, most_keys = limits.rows(width)
+    most_queries, most_keys = limits.rows(shape.width)
     queries = min(extent.max_queries, most_queries)
     keys = min(extent.max_keys, most_keys)
-    sizes = CallSizes(extent.batch, extent.key_heads, group, queries, keys, width)
+    group = extent.group
+    sizes = CallSizes(extent.batch, extent.key_heads, group, queries, keys, shape.width)
     entries, key_heads = part_sizes(limits, sizes)
     return replace(
         extent,
         batch=entries,
-        query_heads=key_heads * (extent.query_heads // extent.key_heads),
+        query_heads=key_heads * group,
         key_heads=key_heads,
         max_queries=queries,
         max_keys=keys,

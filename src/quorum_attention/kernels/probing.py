@@ -69,7 +69,7 @@ def probe(kernel: Kernel, shape: CallShape, device: torch.device | None = None) 
         device = torch.device("cuda", torch.cuda.current_device())
     # Compiled kernels may depend on how many query heads share a key head. Causal calls and others
     # are tested together.
-    group = max(1, shape.heads // max(1, shape.kv_heads))
+    group = max(1, shape.queries_per_key_head)
     kind = replace(
         shape,
         heads=2 * group,
@@ -238,7 +238,7 @@ def _random_bias(
 def _probe_lengths(shape: CallShape) -> tuple[int, int]:
     """Return how many queries and keys the test of a kind of call has."""
     # Kernels without grouped heads get keys for each query head.
-    width = max(shape.head_dim, shape.value_dim, 1)
+    width = max(1, shape.width)
     rows_by_elements = _MOST_ELEMENTS // (shape.heads * width)
     rows_by_heads = _MOST_ROWS // shape.heads
     n_queries = min(rows_by_elements, rows_by_heads, _QUERIES)

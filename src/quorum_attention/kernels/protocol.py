@@ -17,7 +17,7 @@ from quorum_attention.decomposition import Pairs
 from quorum_attention.kernels.call_shape import CallShape, Extent, state_dtype
 from quorum_attention.kernels.masked.captured_tensors import tensors
 from quorum_attention.kernels.merge import empty_
-from quorum_attention.kernels.operator_call import Call, Saved, Three, whole_task
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, whole_task
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.task_tensors import Gradients, Indices, Statistics, TaskTensors
 
@@ -142,7 +142,7 @@ class Kernel(ABC):
         """
         return False
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_forward(self, call: Call) -> OutLse:
         """Return output (b, h, n, dv), rounded once, and lse (b, h, n).
 
         Rows without keys have output 0 and lse -inf. By default that is ``forward`` of a whole call
@@ -173,16 +173,10 @@ class Kernel(ABC):
         """
         sum_dtype = state_dtype(call.query.dtype)
         result_dtype = call.stored or call.query.dtype
-        grad_query, grad_key, grad_value = (
-            empty_like_input(tensor, tensor.shape, sum_dtype).zero_() for tensor in call.inputs
-        )
-        grads = Gradients(saved.grad_out, saved.out, saved.lse, grad_query, grad_key, grad_value)
-        self.backward(whole_task(call), grads)
-        return (
-            grad_query.to(result_dtype),
-            grad_key.to(result_dtype),
-            grad_value.to(result_dtype),
-        )
+        sums = [empty_like_input(tensor, tensor.shape, sum_dtype).zero_() for tensor in call.inputs]
+        self.backward(whole_task(call), Gradients(saved.grad_out, saved.out, saved.lse, *sums))
+        grad_query, grad_key, grad_value = (total.to(result_dtype) for total in sums)
+        return grad_query, grad_key, grad_value
 
     # --- What it reads, calls and keeps ------------------------------------------------------
 

@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 
 import torch
@@ -29,7 +28,7 @@ from quorum_attention.kernels.limits import (
     CallSizes,
     call_parts,
 )
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import (
     as_operator_readable,
     four_dims,
@@ -80,7 +79,7 @@ class RectangleKernel(CallsKernel):
     # --- What a subclass implements ----------------------------------------------------------
 
     @abstractmethod
-    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> OutLse:
         """Compute attention over one rectangle: dense rows, a scale above 0.
 
         A causal rectangle is a square. A kernel with ``bands`` also takes a ``Band``, counted from
@@ -129,7 +128,7 @@ class RectangleKernel(CallsKernel):
             group=max(1, shape.queries_per_key_head),
             queries=shape.n_queries or tokens,
             keys=shape.n_keys or tokens,
-            width=max(shape.head_dim, shape.value_dim),
+            width=shape.width,
         )
         _, key_heads = self.call_limits(backward=shape.needs_grad).largest(sizes)
         return key_heads > 0
@@ -138,7 +137,7 @@ class RectangleKernel(CallsKernel):
         """Return the limits of one call of the operator in a pass."""
         return self.backward_limits if backward else self.forward_limits
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_forward(self, call: Call) -> OutLse:
         """Return (out, lse) of an uncut call; rows without keys have out 0 and lse -inf.
 
         A call beyond the operator's limits is cut into parts.
@@ -158,7 +157,7 @@ class RectangleKernel(CallsKernel):
             del part_out, part_lse  # before the next part's are made
         return out, lse
 
-    def _single_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def _single_forward(self, call: Call) -> OutLse:
         scaled_call, _ = with_positive_scale(call, self.splits_fp32_scale)
         out, lse = self.rectangle_forward(scaled_call)
         self.clear_dead_rows_(out, lse, call)
@@ -311,18 +310,11 @@ class RectangleKernel(CallsKernel):
         many for one call."""
         if not self.grouped:
             return self._heads(task.query, task.key)
-        sizes = CallSizes(
-            entries=task.query.shape[0] * batch.count,
-            key_heads=task.key.shape[1],
-            group=task.query.shape[1] // task.key.shape[1],
-            queries=batch.first.n_queries,
-            keys=batch.first.n_keys,
-            width=max(task.query.shape[-1], task.value.shape[-1]),
-        )
+        sizes = _call_sizes(query_rows(task.query, batch), key_rows(task.value, batch))
         n_calls = self.call_limits(backward=backward).group_parts(sizes)
         return [slice(first, None, n_calls) for first in range(n_calls)]
 
-    def _forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, call: Call) -> OutLse:
         out, lse = self.whole_forward(call)
         return self._reordered(out), self._reordered(lse)
 
@@ -347,44 +339,39 @@ class RectangleKernel(CallsKernel):
 def _diagonal_runs(r: Rectangle, n_runs: int) -> Iterator[Batch]:
     """Yield equal squares along the diagonal of a causal rectangle, and the rest of it."""
     side = r.n_queries // n_runs
-    square = Rectangle(
-        r.query_start, r.query_start + side, r.key_start, r.key_start + side, causal=True
-    )
-    yield Batch(square, n_runs, side, side)
-    covered = n_runs * side
-    if covered < r.n_queries:
-        yield Batch(
-            Rectangle(
-                r.query_start + covered,
-                r.query_stop,
-                r.key_start + covered,
-                r.key_stop,
-                causal=True,
-            )
-        )
+    query_stop = r.query_start + side
+    key_stop = r.key_start + side
+    squares = Batch(replace(r, query_stop=query_stop, key_stop=key_stop), n_runs, side, side)
+    yield squares
+    after = squares.rectangle(n_runs)
+    if after.query_start < r.query_stop:
+        yield Batch(replace(after, query_stop=r.query_stop, key_stop=r.key_stop))
 
 
 def _left_of_diagonal(r: Rectangle, n_runs: int) -> Iterator[Rectangle]:
     """Yield the plain rectangles that squares along the diagonal leave to their left."""
     side = r.n_queries // n_runs
-    edges = [side * run for run in range(1, n_runs + 1)]
-    if edges[-1] < r.n_queries:
-        edges.append(r.n_queries)
-    for start, stop in pairwise(edges):
-        first_query = r.query_start + start
-        stop_query = r.query_start + stop
-        yield Rectangle(first_query, stop_query, r.key_start, r.key_start + start)
+    for run in range(1, n_runs + 1):
+        covered = run * side
+        stop = covered + side if run < n_runs else r.n_queries
+        if covered < stop:
+            first_query = r.query_start + covered
+            stop_query = r.query_start + stop
+            yield Rectangle(first_query, stop_query, r.key_start, r.key_start + covered)
 
 
 def _parts_within(limits: CallLimits, call: Call) -> tuple[CallPart, ...]:
     """Return the parts of a call that an operator can take; none where it has no limits."""
     if limits is UNLIMITED:
         return ()
-    entries, heads, queries, head_dim = call.query.shape
-    _, key_heads, keys, value_dim = call.value.shape
+    return call_parts(limits, _call_sizes(call.query, call.value))
+
+
+def _call_sizes(query: torch.Tensor, value: torch.Tensor) -> CallSizes:
+    entries, heads, n_queries, head_dim = query.shape
+    _, key_heads, n_keys, value_dim = value.shape
     width = max(head_dim, value_dim)
-    sizes = CallSizes(entries, key_heads, heads // key_heads, queries, keys, width)
-    return call_parts(limits, sizes)
+    return CallSizes(entries, key_heads, heads // key_heads, n_queries, n_keys, width)
 
 
 def _part_of_call(call: Call, part: CallPart) -> Call:

@@ -23,6 +23,7 @@ import torch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, merge_
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.operator_sizes import SLACK_BYTES
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.score_tiles import (
@@ -38,7 +39,7 @@ from quorum_attention.kernels.score_tiles import (
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 
-def _forward_block(block: QueryBlock) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_block(block: QueryBlock) -> OutLse:
     """Return the output (b, hk, g * rows, dv) and lse (b, hk, g * rows, 1) of a block."""
     task = block.task
     rows = block.query.shape[:3]
@@ -144,15 +145,13 @@ class TiledKernel(Kernel):
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
         sizes = TileSizes(shape, extent, self.scores)
         by_query = shape.head_dim + 4 * shape.value_dim + 8
-        by_key = max(shape.head_dim, shape.value_dim)
-        computing = sizes.nbytes(NumbersPer(by_query, by_key, pair=1))
+        computing = sizes.nbytes(NumbersPer(by_query, shape.width, pair=1))
         merging = sizes.rows * by_query * sizes.itemsize + MERGE_WORKSPACE_BYTES
         results = 0
         if extent.direct:
             # In the dtype computed in, and in another that may be asked for.
-            all_rows = extent.batch * extent.query_heads * extent.max_queries
             row_bytes = (shape.value_dim + 1) * sizes.itemsize + shape.value_dim * 8
-            results = all_rows * row_bytes
+            results = extent.rows * row_bytes
         return max(computing, merging) + results + SLACK_BYTES
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
@@ -164,9 +163,7 @@ class TiledKernel(Kernel):
         results = 0
         if extent.direct:
             # In the dtype computed in, and in another that may be asked for.
-            grad_query = extent.query_heads * extent.max_queries * shape.head_dim
-            grad_key_and_value = extent.key_heads * extent.max_keys * widths
-            numbers = extent.batch * (grad_query + grad_key_and_value)
+            numbers = extent.rows * shape.head_dim + extent.key_rows * widths
             results = numbers * (sizes.itemsize + 8)
         return computing + results + SLACK_BYTES
 

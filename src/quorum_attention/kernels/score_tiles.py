@@ -366,20 +366,17 @@ class TileSizes:
 
     def __init__(self, shape: CallShape, extent: Extent, transform: ScoreTransform) -> None:
         limits = transform.limits(shape.device_type)
-        group = extent.query_heads // max(1, extent.key_heads)
+        group = extent.group
         longest_tile = transform.most_keys(extent.max_keys, limits)
-        all_rows = extent.batch * extent.query_heads * extent.max_queries
-        all_keys = extent.batch * extent.key_heads * extent.max_keys
-        all_pairs = all_rows * extent.max_keys
         # A single row of the query heads of a key head may be more than the limits.
         most_rows = max(limits.rows, group)
         most_keys = max(limits.rows, longest_tile)
         most_pairs = max(limits.pairs, group * longest_tile)
         pairs_of_a_head = limits.pairs // max(1, group)
         self.itemsize = shape.state_dtype.itemsize
-        self.rows = max(1, min(all_rows, most_rows))
-        self.keys = min(all_keys, most_keys)
-        self.pairs = min(all_pairs, most_pairs)
+        self.rows = max(1, min(extent.rows, most_rows))
+        self.keys = min(extent.key_rows, most_keys)
+        self.pairs = min(extent.rows * extent.max_keys, most_pairs)
         self._most_pairs_of_a_head = max(pairs_of_a_head, longest_tile)
         self._shape = shape
         self._extent = extent

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.operator_call import Saved, Three
+from quorum_attention.kernels.operator_call import OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import shifted_lse
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.scaling import Scaling
@@ -31,7 +31,7 @@ class TaskCall(NamedTuple):
 
     rows: Pick
     keys: Pick
-    forward: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    forward: Callable[[], OutLse]
     backward: Callable[[Saved], Three]
 
 

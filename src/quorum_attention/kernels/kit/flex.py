@@ -39,7 +39,7 @@ from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.kernel import entries_of
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
-from quorum_attention.kernels.operator_call import Call, Saved, Three, whole_task
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, whole_task
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES
 from quorum_attention.kernels.protocol import Launches
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
@@ -129,13 +129,12 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         total = (extent.batch * token_bytes + 16) * extent.n_tokens
         total += self._list_bytes(extent)
         if self.geometry.functions:
-            lanes = extent.batch * extent.query_heads
-            total += 32 * extent.n_tokens + evaluated_bytes(lanes, _EVALUATED_BYTES)
+            total += 32 * extent.n_tokens + evaluated_bytes(extent.lanes, _EVALUATED_BYTES)
         return total + MERGE_WORKSPACE_BYTES + _UNSPLIT_TENSORS * UNSPLIT_BYTES
 
     def _list_bytes(self, extent: Extent) -> int:
         """Bytes of the block lists of a task: two by query and two by key, in int32."""
-        lanes = extent.batch * extent.query_heads if self.geometry.functions else 1
+        lanes = extent.lanes if self.geometry.functions else 1
         blocks = ceil_div(extent.n_tokens, BLOCK) + 1
         indices = 16 * blocks * self._longest_list(blocks)
         counts = 32 * blocks
@@ -175,7 +174,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         """All heads and entries are needed, because the modifications are given their numbers."""
         return all_heads and shape.bias is None and shape.batch <= self.entries_limit
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_forward(self, call: Call) -> OutLse:
         """See ``Kernel``; ``out`` in the query's dtype."""
         turns = list(self.task_calls(whole_task(call), backward=False))
         if len(turns) != 1:
@@ -191,7 +190,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         ((task_call,),) = turns
         return task_call.backward(saved)
 
-    def _run_forward(self, flex_call: FlexCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_forward(self, flex_call: FlexCall) -> OutLse:
         attend = self._attend(flex_call, needs_grad=False)
         with torch.no_grad():
             out, lse = attend(*flex_call.inputs, flex_call.block_mask())
@@ -208,7 +207,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             if gradients is not None:
                 return gradients
 
-        def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(*inputs: torch.Tensor) -> OutLse:
             # The caller's hooks see none of its tensors, which a checkpoint would count. Without
             # its graph: a saved output would hold the graph that has it, for good.
             with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, as_it_is):

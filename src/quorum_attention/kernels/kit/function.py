@@ -24,13 +24,13 @@ from quorum_attention.argument_checks import shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
-from quorum_attention.kernels.operator_call import Saved, Three
+from quorum_attention.kernels.operator_call import OutLse, Saved, Three
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
 from quorum_attention.kernels.task_tensors import Indices, TaskTensors
 from quorum_attention.kernels.tensors import row_blocks
 from quorum_attention.keywords import helps_with_names
 
-LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+LseFunction = Callable[..., OutLse]
 BackwardFunction = Callable[..., "Three"]
 WorkspaceBound = Callable[[CallShape, Extent], int]
 
@@ -169,7 +169,7 @@ class FunctionKernel(CallsKernel):
             backward=partial(self._gradients, inputs, options),
         )
 
-    def _forward(self, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, *inputs: torch.Tensor, **options: Any) -> OutLse:
         with torch.no_grad():
             out, lse = self._called(*inputs, **options)
         has_no_key = (lse == -torch.inf).unsqueeze(-1)
@@ -189,7 +189,7 @@ class FunctionKernel(CallsKernel):
 
     def _called(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> OutLse:
         """Call the function, and check what it returns."""
         results = self.function(query, key, value, **options)
         if not isinstance(results, tuple) or len(results) != 2:
@@ -214,7 +214,7 @@ from_lse_function = FunctionKernel
 
 
 def gradients_by_autograd(
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    run: Callable[..., OutLse],
     inputs: Sequence[torch.Tensor],
     saved: Saved,
 ) -> Three:
@@ -261,7 +261,7 @@ def upstream_of(
     part_out: torch.Tensor,
     part_lse: torch.Tensor,
     saved: Saved,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Gradients with respect to a part's out and lse (module docstring), in their dtypes.
 
     Args:
@@ -298,9 +298,8 @@ def upstream_of(
 def quadratic_workspace(shape: CallShape, extent: Extent) -> int:
     """Bytes of four score matrices in fp32 (fp64 for fp64 inputs), and of copies of the rows."""
     item = max(4, shape.dtype.itemsize)
-    lanes = extent.batch * extent.query_heads
-    n_pairs = lanes * extent.max_queries * extent.max_keys
-    n_rows = lanes * (extent.max_queries + extent.max_keys)
+    n_pairs = extent.rows * extent.max_keys
+    n_rows = extent.lanes * (extent.max_queries + extent.max_keys)
     score_bytes = 4 * n_pairs * item
     row_bytes = 2 * n_rows * (shape.head_dim + shape.value_dim + 2) * item
     return score_bytes + row_bytes

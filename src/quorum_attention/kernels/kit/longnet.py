@@ -116,8 +116,7 @@ class LongNetKernel(CallsKernel):
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         inner = self._operator(shape) or TiledKernel()
-        rows = extent.batch * extent.query_heads * extent.n_tokens
-        lse_without_inf = 9 * rows
+        lse_without_inf = 9 * extent.token_rows
         return lse_without_inf + inner.backward_workspace_bytes(shape, self._inside(extent))
 
     def _inside(self, extent: Extent) -> Extent:

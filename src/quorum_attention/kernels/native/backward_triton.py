@@ -20,13 +20,16 @@ from quorum_attention.kernels.native.dropout_triton import dropout_params
 from quorum_attention.kernels.native.tiles_triton import (
     LOG2_E,
     NOT_SPECIALIZED,
+    block_of_program,
     load_block,
     load_rows,
-    moving_rows,
+    lse_pointers,
     params_of_head,
+    rows_of_head,
     scores_of_products,
     store_rows,
     walk,
+    walk_keys,
 )
 
 
@@ -116,13 +119,11 @@ def _probabilities(s, lse2, scores, tile, K: tl.constexpr, MASKED: tl.constexpr)
 @triton.jit
 def _query_tile(dq, staying, moving, tile, K: tl.constexpr, MASKED: tl.constexpr):
     q, do, lse2, delta, ds_scale, rescale = staying
-    key, value, lane, key_stride, value_stride, scores = moving
-    first_key, keys, inside, _, pairs, _ = tile
+    keys, values, scores = moving
+    _, _, _, _, pairs, _ = tile
     _, _, is_dropped = pairs
-    k_block = (first_key, keys, key_stride, inside)
-    v_block = (first_key, keys, value_stride, inside)
-    k = load_block(key, lane, k_block, K.HEAD_DIM, K, MASKED)
-    v = load_block(value, lane, v_block, K.VALUE_DIM, K, MASKED)
+    k = load_block(keys, tile, K.HEAD_DIM, K, MASKED)
+    v = load_block(values, tile, K.VALUE_DIM, K, MASKED)
     k_transposed = tl.trans(k)
     s = tl.dot(q, k_transposed, input_precision=K.PRECISION)
     v_transposed = tl.trans(v)
@@ -148,6 +149,12 @@ def query_kernel(
     delta,
     norms,
     grad_query,
+    query_strides,
+    key_strides,
+    value_strides,
+    grad_out_strides,
+    lse_strides,
+    grad_query_strides,
     starts,
     entries,
     bias,
@@ -156,14 +163,8 @@ def query_kernel(
     heads,
     group,
     n_queries,
+    n_keys,
     n_blocks,
-    key_lanes,
-    query_strides,
-    key_strides,
-    value_strides,
-    grad_out_strides,
-    lse_strides,
-    grad_query_strides,
     seed_low,
     seed_high,
     threshold,
@@ -178,6 +179,7 @@ def query_kernel(
     softcap,
     window_left,
     window_right,
+    key_lanes,
     p_exponent,
     p_unscale,
     K: tl.constexpr,
@@ -192,53 +194,38 @@ def query_kernel(
 
     The others are those of ``forward_kernel``.
     """
-    program = tl.program_id(0)
-    block = n_blocks - 1 - program % n_blocks
-    number = program // n_blocks
-    b = (number // heads).to(tl.int64)
-    h = number % heads
-    lane = (b, h.to(tl.int64))
-    key_lane = (b, (h // group).to(tl.int64))
+    block, lane, key_lane = block_of_program(n_blocks, heads, group)
+    number = tl.program_id(0) // n_blocks
 
     rows = block * K.BLOCK_M + tl.arange(0, K.BLOCK_M)
     live = rows < n_queries
     wide_rows = rows.to(tl.int64)
     q = load_rows(query, query_strides, lane, rows, n_queries, K.HEAD_DIM, K.PADDED)
     do = load_rows(grad_out, grad_out_strides, lane, rows, n_queries, K.VALUE_DIM, K.PADDED)
-    lse_entry_stride, lse_head_stride, lse_row_stride = lse_strides
-    lse += b * lse_entry_stride + lane[1] * lse_head_stride
-    row_lse = tl.load(lse + wide_rows * lse_row_stride, mask=live, other=float("-inf"))
+    row_lse = lse_pointers(lse, lse_strides, lane, rows)
+    row_lse = tl.load(row_lse, mask=live, other=float("-inf"))
     lse2 = _lse_in_base_2(row_lse, p_exponent)
     delta_of_head = delta + number.to(tl.int64) * n_queries
     delta_pointers = delta_of_head + wide_rows
     row_delta = tl.load(delta_pointers, mask=live, other=0.0)
     words = (seed_low, seed_high, threshold, first_head, first_entry, rescale, share)
-    dropout = dropout_params(words, lane[1], b, K)
+    dropout = dropout_params(words, lane, K)
     _, _, _, _, _, rescale, _ = dropout
     first_key_lane = (number // heads) * (heads // group)
     key_lane_number = first_key_lane + (number % heads) // group
     ds_scale = _ds_scale(norms, key_lane_number, key_lanes, p_exponent, rescale, K)
     row_delta = row_delta * ds_scale
-    scores, head_bias, bits = params_of_head(
-        lane,
+    params = (
         (scale, softcap, slopes),
         (bias, bias_strides, bias_row, bias_column),
         (mask_bits, window_left, window_right),
-        K,
     )
-    moving = (
-        moving_rows(key, key_lane, key_strides, K),
-        moving_rows(value, key_lane, value_strides, K),
-        key_lane,
-        key_strides[2],
-        value_strides[2],
-        scores,
-    )
+    lanes = (lane, key_lane)
+    moving = (key, key_strides, value, value_strides)
     table = (block, starts, entries, n_queries)
-    masking = ((window_left, window_right), bits, head_bias, dropout)
     dq = tl.full([K.BLOCK_M, K.PADDED], 0.0, tl.float32)
     staying = (q, do, lse2, row_delta, ds_scale, rescale)
-    dq = walk(dq, staying, moving, table, masking, _query_tile, False, K)
+    dq = walk_keys(dq, staying, lanes, moving, params, table, dropout, _query_tile, K)
 
     dq_factor = scale / ds_scale * p_unscale
     dq = dq * dq_factor
@@ -249,13 +236,11 @@ def query_kernel(
 def _key_tile(state, staying, moving, tile, K: tl.constexpr, MASKED: tl.constexpr):
     dk, dv = state
     k, v, ds_scale, rescale, p_exponent = staying
-    query, grad_out, lane, query_stride, grad_out_stride, lse, lse_stride, delta, scores = moving
-    first_row, rows, inside, _, pairs, _ = tile
+    queries, grad_outs, lse, lse_stride, delta, scores = moving
+    first_row, _, inside, _, pairs, _ = tile
     _, _, dropped = pairs
-    q_block = (first_row, rows, query_stride, inside)
-    do_block = (first_row, rows, grad_out_stride, inside)
-    q = load_block(query, lane, q_block, K.HEAD_DIM, K, MASKED)
-    do = load_block(grad_out, lane, do_block, K.VALUE_DIM, K, MASKED)
+    q = load_block(queries, tile, K.HEAD_DIM, K, MASKED)
+    do = load_block(grad_outs, tile, K.VALUE_DIM, K, MASKED)
     wide_rows = tl.cast(first_row, tl.int64) + tl.arange(0, K.BLOCK_M)
     if MASKED:
         row_lse = tl.load(lse + wide_rows * lse_stride, mask=inside, other=float("-inf"))
@@ -297,17 +282,6 @@ def key_kernel(
     norms,
     grad_key,
     grad_value,
-    starts,
-    entries,
-    bias,
-    slopes,
-    mask_bits,
-    key_heads,
-    group,
-    n_queries,
-    n_keys,
-    n_blocks,
-    key_lanes,
     query_strides,
     key_strides,
     value_strides,
@@ -315,6 +289,16 @@ def key_kernel(
     lse_strides,
     grad_key_strides,
     grad_value_strides,
+    starts,
+    entries,
+    bias,
+    slopes,
+    mask_bits,
+    heads,
+    group,
+    n_queries,
+    n_keys,
+    n_blocks,
     seed_low,
     seed_high,
     threshold,
@@ -329,6 +313,7 @@ def key_kernel(
     softcap,
     window_left,
     window_right,
+    key_lanes,
     p_exponent,
     p_unscale,
     K: tl.constexpr,
@@ -347,6 +332,7 @@ def key_kernel(
     # The first blocks of a causal task take longest, so they start first.
     block = program % n_blocks
     number = program // n_blocks
+    key_heads = heads // group
     b = (number // key_heads).to(tl.int64)
     key_head = (number % key_heads).to(tl.int64)
     key_lane = (b, key_head)
@@ -356,7 +342,7 @@ def key_kernel(
     v = load_rows(value, value_strides, key_lane, keys, n_keys, K.VALUE_DIM, K.PADDED)
     words = (seed_low, seed_high, threshold, first_head, first_entry, rescale, share)
     # The words of a query head are made below.
-    _, _, _, _, _, rescale, _ = dropout_params(words, key_head, b, K)
+    _, _, _, _, _, rescale, _ = dropout_params(words, key_lane, K)
     ds_scale = _ds_scale(norms, number, key_lanes, p_exponent, rescale, K)
     staying = (k, v, ds_scale, rescale, p_exponent)
     lse_entry_stride, lse_head_stride, lse_row_stride = lse_strides
@@ -373,22 +359,17 @@ def key_kernel(
             (mask_bits, window_left, window_right),
             K,
         )
-        moving_query = moving_rows(query, lane, query_strides, K)
-        moving_grad_out = moving_rows(grad_out, lane, grad_out_strides, K)
         lse_of_head = lse + b * lse_entry_stride + h * lse_head_stride
         delta_of_head = delta + (b * key_heads * group + h) * n_queries
         moving = (
-            moving_query,
-            moving_grad_out,
-            lane,
-            query_strides[2],
-            grad_out_strides[2],
+            rows_of_head(query, query_strides, lane, K),
+            rows_of_head(grad_out, grad_out_strides, lane, K),
             lse_of_head,
             lse_row_stride,
             delta_of_head,
             scores,
         )
-        dropout = dropout_params(words, h, b, K)
+        dropout = dropout_params(words, lane, K)
         table = (block, starts, entries, n_keys)
         masking = ((window_left, window_right), bits, head_bias, dropout)
         dk, dv = walk((dk, dv), staying, moving, table, masking, _key_tile, True, K)

@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def dropout_params(dropout, head, entry, K: tl.constexpr):
+def dropout_params(dropout, lane, K: tl.constexpr):
     """The numbers that a program's tiles need of a dropout; neutral ones without dropout.
 
     Args:
         dropout: what ``launch._dropout_words`` returns: halves of the seed, threshold, first head
             and first entry, all int32; and 1 / (1 - p) and 1 - p, fp32.
-        head, entry: query head and batch entry, numbered in the launch.
+        lane: batch entry and query head, numbered in the launch.
 
     Returns:
         (head, entry, key_low, key_high, threshold): words of 32 bits; head and entry, numbered
@@ -23,6 +23,7 @@ def dropout_params(dropout, head, entry, K: tl.constexpr):
     params = (0, 0, 0, 0, 0, 1.0, 1.0)
     if K.DROPOUT:
         seed_low, seed_high, threshold, first_head, first_entry, rescale, share = dropout
+        entry, head = lane
         head = (first_head + head).to(tl.uint32)
         entry = (first_entry + entry).to(tl.uint32)
         key_low = seed_low.to(tl.uint32)

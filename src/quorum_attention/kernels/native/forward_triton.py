@@ -19,14 +19,14 @@ from quorum_attention.kernels.native.dropout_triton import dropout_params
 from quorum_attention.kernels.native.tiles_triton import (
     LOG2_E,
     NOT_SPECIALIZED,
+    block_of_program,
     cells_there_are,
     load_block,
     load_rows,
-    moving_rows,
-    params_of_head,
+    lse_pointers,
     row_pointers,
     scores_of_products,
-    walk,
+    walk_keys,
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -35,13 +35,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _forward_tile(state, q, moving, tile, K: tl.constexpr, MASKED: tl.constexpr):
     acc, m, l = state
-    key, value, lane, key_stride, value_stride, scores = moving
-    first_key, keys, inside, keep, pairs, live = tile
+    keys, values, scores = moving
+    _, _, _, keep, pairs, live = tile
     _, log2_scale, _, _ = scores
     _, _, is_dropped = pairs
-    k_block = (first_key, keys, key_stride, inside)
-    v_block = (first_key, keys, value_stride, inside)
-    k = load_block(key, lane, k_block, K.HEAD_DIM, K, MASKED)
+    k = load_block(keys, tile, K.HEAD_DIM, K, MASKED)
     k_transposed = tl.trans(k)
     s = tl.dot(q, k_transposed, input_precision=K.PRECISION)
     if not K.PLAIN:
@@ -63,7 +61,7 @@ def _forward_tile(state, q, moving, tile, K: tl.constexpr, MASKED: tl.constexpr)
     if K.DROPOUT:
         p = tl.where(is_dropped != 0, 0.0, p)
     acc = acc * alpha[:, None]
-    v = load_block(value, lane, v_block, K.VALUE_DIM, K, MASKED)
+    v = load_block(values, tile, K.VALUE_DIM, K, MASKED)
     p = p.to(v.dtype)
     acc = tl.dot(p, v, acc, input_precision=K.PRECISION)
     return acc, m_new, l
@@ -76,6 +74,11 @@ def forward_kernel(
     value,
     out,
     lse,
+    query_strides,
+    key_strides,
+    value_strides,
+    out_strides,
+    lse_strides,
     starts,
     entries,
     bias,
@@ -84,12 +87,8 @@ def forward_kernel(
     heads,
     group,
     n_queries,
+    n_keys,
     n_blocks,
-    query_strides,
-    key_strides,
-    value_strides,
-    out_strides,
-    lse_strides,
     seed_low,
     seed_high,
     threshold,
@@ -104,34 +103,27 @@ def forward_kernel(
     softcap,
     window_left,
     window_right,
-    RESUME: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Merge a task's runs into (out, lse), or write them there (RESUME False).
+    """Merge a task's runs into (out, lse), or write them there (ADD False).
 
     Args:
         query, key, value: (b, h, n, d), (b, hk, m, d), (b, hk, m, dv), or descriptors of key and
             value; the last dimension contiguous.
         out: (b, h, n, dv), any floating dtype; the last dimension contiguous.
         lse: (b, h, n), fp32.
+        query_strides, ...: in elements, by batch entry, head and row.
         starts, entries: a table from runs.py, by blocks of BLOCK_M queries.
         bias: additive mask, read with BIAS.
         slopes: (h,), fp32, read with ALIBI.
         mask_bits: the bits of partial blocks (``kept_by_bits``), read with BITS. Then
             ``window_left`` and ``window_right`` are their strides by batch entry and head.
         group: query heads of a key head.
-        query_strides, ...: in elements, by batch entry, head and row; ``bias_strides`` by column
-            too.
         seed_low, ..., share: see ``dropout_params``; read with DROPOUT.
+        bias_strides: in elements, by batch entry, head, row and column.
         bias_row, bias_column: local positions of the mask's first row and column.
     """
-    program = tl.program_id(0)
-    # The last blocks of a causal task take longest, so they start first.
-    block = n_blocks - 1 - program % n_blocks
-    b = (program // n_blocks // heads).to(tl.int64)
-    h = program // n_blocks % heads
-    lane = (b, h.to(tl.int64))
-    key_lane = (b, (h // group).to(tl.int64))
+    block, lane, key_lane = block_of_program(n_blocks, heads, group)
     P_FACTOR: tl.constexpr = 2.0**K.P_EXPONENT
 
     rows = block * K.BLOCK_M + tl.arange(0, K.BLOCK_M)
@@ -139,14 +131,12 @@ def forward_kernel(
     q = load_rows(query, query_strides, lane, rows, n_queries, K.HEAD_DIM, K.PADDED)
     out_pointers = row_pointers(out, out_strides, lane, rows, K.PADDED)
     out_live = cells_there_are(rows, n_queries, K.VALUE_DIM, K.PADDED)
-    lse_entry_stride, lse_head_stride, lse_row_stride = lse_strides
-    lse_of_head = lse + b * lse_entry_stride + lane[1] * lse_head_stride
-    lse_pointers = lse_of_head + rows.to(tl.int64) * lse_row_stride
+    row_lse = lse_pointers(lse, lse_strides, lane, rows)
     words = (seed_low, seed_high, threshold, first_head, first_entry, rescale, share)
-    dropout = dropout_params(words, lane[1], b, K)
+    dropout = dropout_params(words, lane, K)
     _, _, _, _, _, rescale, share = dropout
-    if RESUME:
-        lse_so_far = tl.load(lse_pointers, mask=live, other=float("-inf"))
+    if K.ADD:
+        lse_so_far = tl.load(row_lse, mask=live, other=float("-inf"))
         m = lse_so_far * LOG2_E
         # P is computed times 2**P_EXPONENT, so that small ones do not underflow in 16 bits.
         l = tl.where(lse_so_far == float("-inf"), 0.0, P_FACTOR)
@@ -159,24 +149,16 @@ def forward_kernel(
         m = tl.full([K.BLOCK_M], float("-inf"), tl.float32)
         l = tl.full([K.BLOCK_M], 0.0, tl.float32)
         acc = tl.full([K.BLOCK_M, K.PADDED], 0.0, tl.float32)
-    scores, head_bias, bits = params_of_head(
-        lane,
+    params = (
         (scale, softcap, slopes),
         (bias, bias_strides, bias_row, bias_column),
         (mask_bits, window_left, window_right),
-        K,
     )
-    moving = (
-        moving_rows(key, key_lane, key_strides, K),
-        moving_rows(value, key_lane, value_strides, K),
-        key_lane,
-        key_strides[2],
-        value_strides[2],
-        scores,
-    )
+    state = (acc, m, l)
+    lanes = (lane, key_lane)
+    moving = (key, key_strides, value, value_strides)
     table = (block, starts, entries, n_queries)
-    masking = ((window_left, window_right), bits, head_bias, dropout)
-    acc, m, l = walk((acc, m, l), q, moving, table, masking, _forward_tile, False, K)
+    acc, m, l = walk_keys(state, q, lanes, moving, params, table, dropout, _forward_tile, K)
 
     fully_masked = l == 0.0
     total = tl.where(fully_masked, 1.0, l)
@@ -188,4 +170,4 @@ def forward_kernel(
     # Warps share rows: all must have read the old state before one of them overwrites it.
     tl.debug_barrier()
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=out_live)
-    tl.store(lse_pointers, result, mask=live)
+    tl.store(row_lse, result, mask=live)

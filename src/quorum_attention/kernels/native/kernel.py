@@ -33,7 +33,7 @@ from quorum_attention.kernels.native.pieces import (
 )
 from quorum_attention.kernels.native.rule_blocks import BIT_BYTES, EvaluationBudget, RuledTask
 from quorum_attention.kernels.native.runs import Runs
-from quorum_attention.kernels.operator_call import Call, Saved, Three, uncut, whole_task
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, uncut, whole_task
 from quorum_attention.kernels.operator_inputs import operator_refusal
 from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES, bias_bytes
 from quorum_attention.kernels.protocol import Kernel, Launches
@@ -190,11 +190,10 @@ class NativeKernel(Kernel):
             return reason
         if shape.device_type != "cuda" and shape.dtype == torch.bfloat16:
             return "Triton's interpreter has no bfloat16"
-        largest = max(shape.head_dim, shape.value_dim)
         limit = _LARGEST_BACKWARD if shape.needs_grad else _LARGEST_FORWARD
-        if largest > limit:
+        if shape.width > limit:
             kind = "with gradients" if shape.needs_grad else "without gradients"
-            return f"it takes head dimensions from 1 to {limit} {kind}, not {largest}"
+            return f"it takes head dimensions from 1 to {limit} {kind}, not {shape.width}"
         if self.slopes is not None and self.slopes.numel() != shape.heads:
             return f"it has {self.slopes.numel()} alibi_slopes for {shape.heads} query heads"
         return None if triton_available() else "it needs Triton, which is not installed"
@@ -214,25 +213,22 @@ class NativeKernel(Kernel):
         total += bias_bytes(shape, extent)
         if not extent.direct:
             return total
-        rows = extent.batch * extent.query_heads * extent.max_queries
         # The output may be asked for in fp32.
-        out_bytes = rows * shape.value_dim * 4 * self._result_copies
-        lse_bytes = rows * 4
+        out_bytes = extent.rows * shape.value_dim * 4 * self._result_copies
+        lse_bytes = extent.rows * 4
         return total + out_bytes + lse_bytes + 3 * UNSPLIT_BYTES
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        rows = extent.batch * extent.query_heads * extent.n_tokens
         # Delta may be a block that the allocator does not split.
-        delta_bytes = 4 * rows + UNSPLIT_BYTES
+        delta_bytes = 4 * extent.token_rows + UNSPLIT_BYTES
         total = delta_bytes + 2 * self._table_bytes(extent)
         total += self._rule_bytes(shape, extent)
         total += bias_bytes(shape, extent)
         if not extent.direct:
             return total
-        key_rows = extent.batch * extent.key_heads * extent.max_keys
-        elements = rows * shape.head_dim
-        elements += key_rows * (shape.head_dim + shape.value_dim)
+        elements = extent.token_rows * shape.head_dim
+        elements += extent.key_rows * (shape.head_dim + shape.value_dim)
         # Gradients may be asked for in fp32.
         result_bytes = 4 * elements + 3 * UNSPLIT_BYTES
         return total + result_bytes * self._result_copies
@@ -247,14 +243,12 @@ class NativeKernel(Kernel):
         geometry = self.geometry
         if not geometry.rules:
             return 0
-        n_tokens = extent.n_tokens
-        n_lanes = extent.batch * extent.query_heads
         row_bytes = (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
         budget = EvaluationBudget.for_rows(
-            n_lanes * n_tokens * row_bytes,
-            n_lanes if geometry.functions else 1,
-            n_tokens,
-            n_tokens,
+            extent.token_rows * row_bytes,
+            extent.lanes if geometry.functions else 1,
+            extent.n_tokens,
+            extent.n_tokens,
         )
         return budget.device_bytes + geometry.placed_bytes
 
@@ -284,7 +278,7 @@ class NativeKernel(Kernel):
             launch.backward(saved, targets, add=True)
             del launch
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_forward(self, call: Call) -> OutLse:
         """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
         if self.geometry.rules:
             return super().whole_forward(call)

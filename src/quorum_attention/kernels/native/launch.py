@@ -41,7 +41,7 @@ class KernelConstants(NamedTuple):
         RAGGED: pipeline stages of ragged parts.
         P_EXPONENT: a forward's P is computed times 2**P_EXPONENT.
         SCALE_DS: a backward's dS is computed times a power of two.
-        ADD: gradients are added to the targets, not written there.
+        ADD: results are merged into the targets, or gradients added, not written there.
     """
 
     HEAD_DIM: int
@@ -104,31 +104,17 @@ class NativeLaunch:
 
         (runs,) = self.tables
         query, key, value = map(_as_kernel_readable, self.call.inputs)
-        batch, heads, n_queries, _ = query.shape
-        n_programs = runs.n_blocks * batch * heads
-        if n_programs == 0:
-            return
         exponent = _FORWARD_EXPONENT if query.dtype == torch.float16 else 0
         with torch.cuda.device_of(query):
             moving, described = self._moving(runs, key, value)
-            constants = self._constants(runs, described, P_EXPONENT=exponent)
-            forward_kernel[(n_programs,)](
-                query,
-                *moving,
-                out,
-                lse,
-                runs.starts,
-                runs.entries,
-                *self._optional_tensors,
-                heads,
-                heads // key.shape[1],
-                n_queries,
-                runs.n_blocks,
-                *_strides(query, key, value, out, lse),
-                *self._score_arguments,
-                RESUME=resume,
-                K=constants,
-                **_compile_options(runs),
+            self._launch(
+                forward_kernel,
+                runs,
+                (query, *moving, out, lse),
+                _strides(query, key, value, out, lse),
+                DESCRIBED=described,
+                P_EXPONENT=exponent,
+                ADD=resume,
             )
 
     def backward(self, saved: Saved, grads: Three, *, add: bool) -> None:
@@ -138,102 +124,94 @@ class NativeLaunch:
             saved: with the global lse, natural log, -inf in rows without keys.
             grads: the gradients of query, key and value, any floating dtype.
         """
+        from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
+
         query, key, value = map(_as_kernel_readable, self.call.inputs)
         if query.shape[0] * query.shape[1] == 0:
             return
         grad_out = _as_kernel_readable(saved.grad_out)
-        rows = _BackwardTensors(query, key, value, grad_out, saved.lse)
-        scales_ds = query.dtype == torch.float16
+        lse = saved.lse
+        grad_query, grad_key, grad_value = grads
+        strides = _strides(query, key, value, grad_out, lse)
         by_query, by_key = self.tables
+        scales_ds = query.dtype == torch.float16
+        exponent = usual_shift(self.n_keys or key.shape[2]) if scales_ds else 0
+        # The exponent is no compile-time constant: it would compile again for other lengths.
+        numbers = (key.shape[0] * key.shape[1], float(exponent), 2.0**-exponent)
+        constants = {"SCALE_DS": scales_ds, "ADD": add}
         with torch.cuda.device_of(query):
-            delta_and_norms = _delta_and_norms(
-                value,
-                grad_out,
-                _as_kernel_readable(saved.out),
-                with_norms=scales_ds,
+            out = _as_kernel_readable(saved.out)
+            delta, norms = _delta_and_norms(value, grad_out, out, with_norms=scales_ds)
+            moving, described = self._moving(by_query, key, value)
+            self._launch(
+                query_kernel,
+                by_query,
+                (query, *moving, grad_out, lse, delta, norms, grad_query),
+                [*strides, *_strides(grad_query)],
+                *numbers,
+                DESCRIBED=described,
+                **constants,
             )
-            exponent = usual_shift(self.n_keys or key.shape[2]) if scales_ds else 0
-            # The exponent is no compile-time constant: it would compile again for other lengths.
-            exponents = (float(exponent), 2.0**-exponent)
-            pass_constants = {"SCALE_DS": scales_ds, "ADD": add}
-            grad_query, *grads_of_keys = grads
-            if by_query.n_blocks:
-                self._launch_by_query(rows, delta_and_norms, grad_query, exponents, pass_constants)
-            if by_key.n_blocks:
-                self._launch_by_key(rows, delta_and_norms, grads_of_keys, exponents, pass_constants)
+            (moving_query, moving_grad_out), described = self._moving(by_key, query, grad_out)
+            self._launch(
+                key_kernel,
+                by_key,
+                (
+                    moving_query,
+                    key,
+                    value,
+                    moving_grad_out,
+                    lse,
+                    delta,
+                    norms,
+                    grad_key,
+                    grad_value,
+                ),
+                [*strides, *_strides(grad_key, grad_value)],
+                *numbers,
+                DESCRIBED=described,
+                **constants,
+            )
 
-    def _launch_by_query(
+    def _launch(
         self,
-        rows: _BackwardTensors,
-        delta_and_norms: tuple[torch.Tensor, torch.Tensor],
-        grad_query: torch.Tensor,
-        exponents: tuple[float, float],
-        pass_constants: dict[str, bool],
+        kernel: Any,
+        runs: Runs,
+        tensors: tuple[Any, ...],
+        strides: list[tuple[int, ...]],
+        *numbers: float,
+        **constants: Any,
     ) -> None:
-        from quorum_attention.kernels.native.backward_triton import query_kernel
+        """Launch a Triton kernel for the blocks of a table.
 
-        runs = self.tables[0]
-        batch, heads, n_queries, _ = rows.query.shape
-        key_heads = rows.key.shape[1]
-        moving, described = self._moving(runs, rows.key, rows.value)
-        query_kernel[(runs.n_blocks * batch * heads,)](
-            rows.query,
-            *moving,
-            rows.grad_out,
-            rows.lse,
-            *delta_and_norms,
-            grad_query,
+        Args:
+            tensors, strides: the first arguments of the kernel.
+            numbers: its last arguments.
+            constants: ``KernelConstants`` that only this launch knows.
+        """
+        batch, heads, n_queries, _ = self.call.query.shape
+        _, key_heads, n_keys, _ = self.call.key.shape
+        programs_of_a_block = batch * (heads if runs.tiling.axis == "query" else key_heads)
+        n_programs = runs.n_blocks * programs_of_a_block
+        if n_programs == 0:
+            return
+        config = runs.tiling.config
+        kernel[(n_programs,)](
+            *tensors,
+            *strides,
             runs.starts,
             runs.entries,
             *self._optional_tensors,
             heads,
             heads // key_heads,
             n_queries,
-            runs.n_blocks,
-            batch * key_heads,
-            *_strides(*rows, grad_query),
-            *self._score_arguments,
-            *exponents,
-            K=self._constants(runs, described, **pass_constants),
-            **_compile_options(runs),
-        )
-
-    def _launch_by_key(
-        self,
-        rows: _BackwardTensors,
-        delta_and_norms: tuple[torch.Tensor, torch.Tensor],
-        grads_of_keys: list[torch.Tensor],
-        exponents: tuple[float, float],
-        pass_constants: dict[str, bool],
-    ) -> None:
-        from quorum_attention.kernels.native.backward_triton import key_kernel
-
-        runs = self.tables[1]
-        batch, heads, n_queries, _ = rows.query.shape
-        key_heads, n_keys = rows.key.shape[1:3]
-        (moving_query, moving_grad_out), described = self._moving(runs, rows.query, rows.grad_out)
-        key_kernel[(runs.n_blocks * batch * key_heads,)](
-            moving_query,
-            rows.key,
-            rows.value,
-            moving_grad_out,
-            rows.lse,
-            *delta_and_norms,
-            *grads_of_keys,
-            runs.starts,
-            runs.entries,
-            *self._optional_tensors,
-            key_heads,
-            heads // key_heads,
-            n_queries,
             n_keys,
             runs.n_blocks,
-            batch * key_heads,
-            *_strides(*rows, *grads_of_keys),
             *self._score_arguments,
-            *exponents,
-            K=self._constants(runs, described, **pass_constants),
-            **_compile_options(runs),
+            *numbers,
+            K=self._constants(runs, **constants),
+            num_warps=config.warps,
+            num_stages=config.stages,
         )
 
     @property
@@ -257,12 +235,11 @@ class NativeLaunch:
             return tensors, False
         return descriptors, True
 
-    def _constants(self, runs: Runs, described: bool, **pass_constants: Any) -> KernelConstants:
+    def _constants(self, runs: Runs, **constants: Any) -> KernelConstants:
         """The constants that the kernel of a table is compiled for.
 
         Args:
-            described: whether it reads rows by descriptors.
-            pass_constants: those that only a forward or only a backward has.
+            constants: those that only the launch knows.
         """
         call = self.call
         config = runs.tiling.config
@@ -283,11 +260,10 @@ class NativeLaunch:
             BIAS=has_bias,
             WINDOW=self.window is not None,
             BITS=self.mask_bits is not None,
-            DESCRIBED=described,
             PRECISION="tf32" if self.tf32 else "ieee",
             DROPOUT=self._dropout_way(runs),
             RAGGED=self._ragged_stages(runs),
-            **pass_constants,
+            **constants,
         )
 
     def _dropout_way(self, runs: Runs) -> int:
@@ -343,21 +319,6 @@ class NativeLaunch:
             self.softcap,
             *bounds,
         )
-
-
-class _BackwardTensors(NamedTuple):
-    """The tensors that both kernels of a backward read, in the order of their strides."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    grad_out: torch.Tensor
-    lse: torch.Tensor
-
-
-def _compile_options(runs: Runs) -> dict[str, int]:
-    config = runs.tiling.config
-    return {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def _dropout_words(dropout: Dropout | None) -> tuple[int | float, ...]:

@@ -11,6 +11,7 @@ Values that belong together are tuples, which functions unpack at their top:
 
 * ``strides``: of a tensor, by batch entry, head and row.
 * ``lane``: (batch entry, head), int64.
+* ``head_rows``: what ``rows_of_head`` returns: rows of a head that move past.
 * ``run``: (first, last) of the staying rows, exclusive; diagonal; distance (``EntryColumn``).
 * ``part``: (first, last) of the moving rows of a part of a run, exclusive.
 * ``window``: (left, right).
@@ -30,16 +31,10 @@ import triton.language as tl
 from quorum_attention.kernels.native.columns import EntryColumn
 from quorum_attention.kernels.native.dropout_triton import dropped_pairs
 
-LOW = tl.constexpr(int(EntryColumn.LOW))
-HIGH = tl.constexpr(int(EntryColumn.HIGH))
-START = tl.constexpr(int(EntryColumn.START))
-BEGIN = tl.constexpr(int(EntryColumn.BEGIN))
-END = tl.constexpr(int(EntryColumn.END))
-STOP = tl.constexpr(int(EntryColumn.STOP))
-DIAGONAL = tl.constexpr(int(EntryColumn.DIAGONAL))
-DISTANCE = tl.constexpr(int(EntryColumn.DISTANCE))
-MIXED = tl.constexpr(int(EntryColumn.MIXED))
-SHIFT = tl.constexpr(int(EntryColumn.SHIFT))
+# All columns, in their order.
+LOW, HIGH, START, BEGIN, END, STOP, DIAGONAL, DISTANCE, MIXED, SHIFT = map(
+    tl.constexpr, map(int, EntryColumn)
+)
 N_COLUMNS = tl.constexpr(len(EntryColumn))
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -49,7 +44,6 @@ NOT_SPECIALIZED = [
     "entries",
     "norms",
     "heads",
-    "key_heads",
     "group",
     "key_lanes",
     "n_queries",
@@ -139,26 +133,25 @@ def params_of_head(lane, scaling, bias, bits, K: tl.constexpr):
 
 
 @triton.jit
-def moving_rows(source, lane, strides, K: tl.constexpr):
-    """Where a head begins, for ``load_block``; a descriptor is given the head in each load."""
+def rows_of_head(source, strides, lane, K: tl.constexpr):
+    """(where a head begins, lane, stride of rows), for ``load_block``; a descriptor is given the
+    head in each load."""
     entry, head = lane
-    entry_stride, head_stride, _ = strides
-    if K.DESCRIBED:
-        return source
-    else:  # noqa: RET505
-        return source + entry * entry_stride + head * head_stride
+    entry_stride, head_stride, row_stride = strides
+    if not K.DESCRIBED:
+        source = source + entry * entry_stride + head * head_stride
+    return source, lane, row_stride
 
 
 @triton.jit
-def load_block(source, lane, block, WIDTH: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
-    """Neighbouring rows of a head, (rows, PADDED); columns from WIDTH on are 0.
+def load_block(head_rows, tile, WIDTH: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+    """The moving rows of a tile, (rows, PADDED); columns from WIDTH on are 0.
 
-    Args:
-        source: what ``moving_rows`` returned.
-        block: (first row, which rows (n,), their stride, which of them to read if MASKED: the
-            others are 0). A descriptor ignores the last: only rows beyond the tensor are 0.
+    If MASKED, so are rows that the tile does not read. A descriptor does not know of these: only
+    rows beyond the tensor are 0.
     """
-    first, rows, stride, live = block
+    source, lane, stride = head_rows
+    first, rows, live, _, _, _ = tile
     entry, head = lane
     if K.DESCRIBED:
         described = source.load([entry.to(tl.int32), head.to(tl.int32), first, 0])
@@ -389,3 +382,58 @@ def walk(
                 tile = (step, moving_positions, inside, keep, pairs, keep)
                 state = TILE(state, staying, moving, tile, K, True)
     return state
+
+
+@triton.jit
+def block_of_program(n_blocks, heads, group):
+    """(block of queries, its lane, the lane of their keys) of a program.
+
+    The last blocks of a causal task take longest, so they start first.
+    """
+    program = tl.program_id(0)
+    block = n_blocks - 1 - program % n_blocks
+    number = program // n_blocks
+    entry = (number // heads).to(tl.int64)
+    head = number % heads
+    lane = (entry, head.to(tl.int64))
+    key_lane = (entry, (head // group).to(tl.int64))
+    return block, lane, key_lane
+
+
+@triton.jit
+def walk_keys(
+    state,
+    staying,
+    lanes,
+    rows,
+    params,
+    table,
+    dropout,
+    TILE: tl.constexpr,
+    K: tl.constexpr,
+):
+    """``walk`` of a block of queries.
+
+    Args:
+        lanes: of the queries, and of their keys.
+        rows: (key, its strides, value, its strides).
+        params: (scaling, bias, bits) as ``params_of_head`` takes them.
+    """
+    lane, key_lane = lanes
+    key, key_strides, value, value_strides = rows
+    scaling, bias, bits = params
+    scores, head_bias, head_bits = params_of_head(lane, scaling, bias, bits, K)
+    keys = rows_of_head(key, key_strides, key_lane, K)
+    values = rows_of_head(value, value_strides, key_lane, K)
+    _, window_left, window_right = bits
+    masking = ((window_left, window_right), head_bits, head_bias, dropout)
+    return walk(state, staying, (keys, values, scores), table, masking, TILE, False, K)
+
+
+@triton.jit
+def lse_pointers(lse, strides, lane, rows):
+    """Pointers to rows of a head of lse (b, h, n)."""
+    entry, head = lane
+    entry_stride, head_stride, row_stride = strides
+    lse += entry * entry_stride + head * head_stride
+    return lse + rows.to(tl.int64) * row_stride
