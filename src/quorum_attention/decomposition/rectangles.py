@@ -78,8 +78,8 @@ def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[R
         return []
     if not is_causal and not any(bits):
         return [Rectangle(starts[0], starts[-1], starts[0], starts[-1])]
-    plain = _joined_along_keys(_halved(starts, _keys_by_span(bits, is_causal)))
-    plain = _joined_along_queries(plain)
+    plain = _joined(_halved(starts, _keys_by_span(bits, is_causal)), along_keys=True)
+    plain = _joined(plain, along_keys=False)
     diagonal = [
         Rectangle(starts[span], starts[span + 1], starts[span], starts[span + 1], causal=is_causal)
         for span in range(len(bits))
@@ -89,7 +89,7 @@ def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[R
         return [*plain, *diagonal]
     # The diagonal is joined along keys only. Joining along queries too would save one call in
     # twenty, but make more rectangle sizes, and vendor kernels take long to prepare each new size.
-    return _joined_along_keys([*plain, *diagonal])
+    return _joined([*plain, *diagonal], along_keys=True)
 
 
 def _keys_by_span(bits: Sequence[int], is_causal: bool) -> list[int]:
@@ -128,34 +128,23 @@ def _halved(starts: Sequence[int], keys_by_span: list[int]) -> list[Rectangle]:
     return list(halve(0, n_spans, (1 << n_spans) - 1))
 
 
-def _joined_along_keys(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Joins rectangles with the same queries and touching keys. Large ones come first."""
+def _joined(rectangles: list[Rectangle], *, along_keys: bool) -> list[Rectangle]:
+    """Join plain rectangles with the same queries and touching keys, or the other way round. Large
+    ones come first."""
+
+    def sides(r: Rectangle) -> tuple[tuple[int, int], tuple[int, int]]:
+        queries = (r.query_start, r.query_stop)
+        keys = (r.key_start, r.key_stop)
+        return (queries, keys) if along_keys else (keys, queries)
 
     def continued(r: Rectangle, after: Rectangle) -> Rectangle | None:
-        same_queries = (r.query_start, r.query_stop) == (after.query_start, after.query_stop)
-        if not same_queries or r.key_stop != after.key_start:
+        side, (_, stop) = sides(r)
+        side_after, (start_after, _) = sides(after)
+        if side != side_after or stop != start_after:
             return None
-        return Rectangle(r.query_start, r.query_stop, r.key_start, after.key_stop)
+        return Rectangle(r.query_start, after.query_stop, r.key_start, after.key_stop)
 
-    in_order = sorted(
-        rectangles, key=lambda r: (r.query_start, r.query_stop, r.key_start, r.key_stop)
-    )
-    return _largest_first(joined(in_order, continued))
-
-
-def _joined_along_queries(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Joins rectangles with the same keys and touching queries. Large ones come first."""
-
-    def continued(r: Rectangle, after: Rectangle) -> Rectangle | None:
-        same_keys = (r.key_start, r.key_stop) == (after.key_start, after.key_stop)
-        if not same_keys or r.query_stop != after.query_start:
-            return None
-        return Rectangle(r.query_start, after.query_stop, r.key_start, r.key_stop)
-
-    in_order = sorted(
-        rectangles, key=lambda r: (r.key_start, r.key_stop, r.query_start, r.query_stop)
-    )
-    return _largest_first(joined(in_order, continued))
+    return _largest_first(joined(sorted(rectangles, key=sides), continued))
 
 
 def _largest_first(rectangles: list[Rectangle]) -> list[Rectangle]:

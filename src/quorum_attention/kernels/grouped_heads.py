@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 
 import torch
 
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.tensors import Pick
+from quorum_attention.kernels.torch_private import as_it_is
 
 
 def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
@@ -25,27 +27,14 @@ def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
         run: computes (out, lse) of a call with as many key heads as query heads.
     """
     query = call.query  # (b, hq, n, d)
-    out, lse = _forward_of_equal_heads(run, call)
-    return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
-
-
-def _forward_of_equal_heads(run: Callable[[Call], OutLse], call: Call) -> OutLse:
-    """Return (out, lse) in the shape of the calls that were run."""
     if _same_for_all_rows(call):
         batch, key_heads = call.key.shape[:2]
-        # (b, hk, g * n, d)
-        rows = call.query.reshape(batch, key_heads, -1, call.query.shape[-1])
-        return run(replace(call, query=rows))
-    grouped = _groups_as_entries(call)
-    if grouped is not None:
-        return run(grouped)
-    outs = []
-    lses = []
-    for _, entry_call in _entry_calls(call):
-        out, lse = grouped_forward(run, entry_call)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs), torch.cat(lses)
+        rows = query.reshape(batch, key_heads, -1, query.shape[-1])  # (b, hk, g * n, d)
+        out, lse = run(replace(call, query=rows))
+    else:
+        parts = [run(part) for _, part in _calls_of_equal_heads(call)]
+        out, lse = map(_joined, zip(*parts, strict=True))
+    return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
 
 
 def _same_for_all_rows(call: Call) -> bool:
@@ -61,33 +50,45 @@ def grouped_backward(run: Callable[[Call, Saved], Three], call: Call, saved: Sav
     Args:
         run: computes the gradients of a call with as many key heads as query heads.
     """
-    grouped = _groups_as_entries(call)
-    if grouped is None:
-        entries = [
-            grouped_backward(run, entry_call, saved.mapped(pick))
-            for pick, entry_call in _entry_calls(call)
-        ]
-        grad_queries, grad_keys, grad_values = zip(*entries, strict=True)
-        return torch.cat(grad_queries), torch.cat(grad_keys), torch.cat(grad_values)
-    lanes = grouped.query.shape[:2]
-    grouped_saved = saved.mapped(lambda rows: rows.reshape(*lanes, *rows.shape[2:]))
-    grad_query, grad_key, grad_value = run(grouped, grouped_saved)
+    parts: list[Three] = []
+    for pick, part in _calls_of_equal_heads(call):
+        grad_query, grad_key, grad_value = run(part, saved.mapped(partial(_rows_of, part, pick)))
+        parts.append((grad_query, grad_key.sum(1), grad_value.sum(1)))
+    grad_query, grad_key, grad_value = map(_joined, zip(*parts, strict=True))
     return (
         grad_query.reshape(call.query.shape),
-        grad_key.sum(1).view(call.key.shape),
-        grad_value.sum(1).view(call.value.shape),
+        grad_key.view(call.key.shape),
+        grad_value.view(call.value.shape),
     )
 
 
-def _entry_calls(call: Call) -> Iterator[tuple[Pick, Call]]:
-    """Yield what selects each batch entry, and the call of that entry."""
-    bias = call.bias
+def _rows_of(part: Call, pick: Pick, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows (b, hq, n, ...) of a part, in the shape of its query."""
+    lanes = part.query.shape[:2]
+    return pick(rows).reshape(*lanes, *rows.shape[2:])
+
+
+def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _calls_of_equal_heads(call: Call) -> Iterator[tuple[Pick, Call]]:
+    """Yield calls with each key head as a batch entry, and what selects their batch entries.
+
+    It is one call of all entries where that takes no copy; else each entry is a call.
+    """
+    grouped = _groups_as_entries(call)
+    if grouped is not None:
+        yield as_it_is, grouped
+        return
     for entry in range(call.key.shape[0]):
         pick = itemgetter(slice(entry, entry + 1))
-        entry_bias = bias
+        bias = call.bias
         if bias is not None and bias.shape[0] > 1:
-            entry_bias = pick(bias)
-        yield pick, call.mapped(pick, pick, bias=entry_bias)
+            bias = pick(bias)
+        grouped = _groups_as_entries(call.mapped(pick, pick, bias=bias))
+        assert grouped is not None, "a single entry has such a view"
+        yield pick, grouped
 
 
 def _groups_as_entries(call: Call) -> Call | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from quorum_attention.arithmetic import round_up
@@ -29,25 +27,10 @@ def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
     Operators allocate the output for a query ``model`` in this layout.
     """
-    order, back = _memory_order(model)
-    return tensor.permute(order).contiguous().permute(back)
-
-
-def empty_in_order_of(
-    model: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """Return an empty tensor without gaps, its dimensions in the memory order of ``model``."""
-    order, back = _memory_order(model)
-    sizes = [shape[dim] for dim in order]
-    return torch.empty(sizes, dtype=dtype, device=model.device).permute(back)
-
-
-def _memory_order(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the permutation of a tensor's dimensions to the order in memory, and the one back."""
-    order = sorted(range(tensor.dim()), key=tensor.stride)
+    order = sorted(range(model.dim()), key=model.stride)
     order.reverse()
-    back = [order.index(dim) for dim in range(tensor.dim())]
-    return order, back
+    back = [order.index(dim) for dim in range(model.dim())]
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def token_major(tensor: torch.Tensor) -> torch.Tensor:

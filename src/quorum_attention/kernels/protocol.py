@@ -173,10 +173,16 @@ class Kernel(ABC):
         """
         sum_dtype = state_dtype(call.query.dtype)
         result_dtype = call.stored or call.query.dtype
-        sums = [empty_like_input(tensor, tensor.shape, sum_dtype).zero_() for tensor in call.inputs]
-        self.backward(whole_task(call), Gradients(saved.grad_out, saved.out, saved.lse, *sums))
-        grad_query, grad_key, grad_value = (total.to(result_dtype) for total in sums)
-        return grad_query, grad_key, grad_value
+        grad_query, grad_key, grad_value = (
+            empty_like_input(tensor, tensor.shape, sum_dtype).zero_() for tensor in call.inputs
+        )
+        grads = Gradients(saved.grad_out, saved.out, saved.lse, grad_query, grad_key, grad_value)
+        self.backward(whole_task(call), grads)
+        return (
+            grad_query.to(result_dtype),
+            grad_key.to(result_dtype),
+            grad_value.to(result_dtype),
+        )
 
     # --- What it reads, calls and keeps ------------------------------------------------------
 

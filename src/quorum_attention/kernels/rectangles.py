@@ -34,8 +34,8 @@ from quorum_attention.kernels.operator_inputs import (
     four_dims,
     with_positive_scale,
 )
-from quorum_attention.kernels.operator_layout import empty_in_order_of
 from quorum_attention.kernels.protocol import Launches
+from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
 from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.tensors import key_rows, query_rows
@@ -148,7 +148,7 @@ class RectangleKernel(CallsKernel):
         query = call.query
         rows = query.shape[:3]
         dtype = call.stored or query.dtype
-        out = empty_in_order_of(query, (*rows, call.value.shape[-1]), dtype)
+        out = empty_like_input(query, (*rows, call.value.shape[-1]), dtype)
         lse = torch.empty(rows, dtype=state_dtype(query.dtype), device=query.device)
         for part in parts:
             part_out, part_lse = self._single_forward(_part_of_call(call, part))
@@ -189,7 +189,7 @@ class RectangleKernel(CallsKernel):
         if len(parts) < 2:
             return self._single_backward(call, saved)
         grad_query, grad_key, grad_value = (
-            empty_in_order_of(tensor, tensor.shape, call.stored or tensor.dtype)
+            empty_like_input(tensor, tensor.shape, call.stored or tensor.dtype)
             for tensor in call.inputs
         )
         for part in parts:

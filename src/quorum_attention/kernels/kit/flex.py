@@ -176,19 +176,20 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 
     def whole_forward(self, call: Call) -> OutLse:
         """See ``Kernel``; ``out`` in the query's dtype."""
-        turns = list(self.task_calls(whole_task(call), backward=False))
-        if len(turns) != 1:
-            return super().whole_forward(call)
-        ((task_call,),) = turns
-        return task_call.forward()
+        only_call = self._only_call(call, backward=False)
+        return super().whole_forward(call) if only_call is None else only_call.forward()
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``; gradients in the query's dtype."""
-        turns = list(self.task_calls(whole_task(call), backward=True))
-        if len(turns) != 1:
+        only_call = self._only_call(call, backward=True)
+        if only_call is None:
             return super().whole_backward(call, saved)
-        ((task_call,),) = turns
-        return task_call.backward(saved)
+        return only_call.backward(saved)
+
+    def _only_call(self, call: Call, *, backward: bool) -> TaskCall | None:
+        """The one call that a whole call is; None if it is several, or none."""
+        turns = list(self.task_calls(whole_task(call), backward=backward))
+        return turns[0][0] if len(turns) == 1 else None
 
     def _run_forward(self, flex_call: FlexCall) -> OutLse:
         attend = self._attend(flex_call, needs_grad=False)

@@ -118,11 +118,17 @@ class FunctionKernel(CallsKernel):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""
-        numbers = _optional_arguments(self._optional_names, at)
-        options = {"is_causal": False, "scale": 1.0, **numbers}
         results: list[torch.Tensor] = []
         for heads in self._heads(query, key):
-            results += self._called(query[:, heads], key, value, **_for_heads(options, heads))
+            numbers = _optional_arguments(self._optional_names, at, heads)
+            results += self._called(
+                query[:, heads],
+                key,
+                value,
+                is_causal=False,
+                scale=1.0,
+                **numbers,
+            )
         return results
 
     def refusal(self, shape: CallShape) -> str | None:
@@ -149,14 +155,15 @@ class FunctionKernel(CallsKernel):
         if backward and self.explicit_backward is not None:
             names = self._backward_optional_names
         for rectangle in task.rectangles:
-            numbers = _optional_arguments(names, task.indices(rectangle)) if names else {}
-            options = {"is_causal": rectangle.causal, "scale": task.scale, **numbers}
+            at = task.indices(rectangle) if names else None
             for heads in self._heads(task.query, task.key):
-                yield (self._task_call(task, rectangle, heads, _for_heads(options, heads)),)
+                numbers = _optional_arguments(names, at, heads)
+                yield (self._task_call(task, rectangle, heads, numbers),)
 
     def _task_call(
-        self, task: TaskTensors, rectangle: Rectangle, heads: slice, options: dict[str, Any]
+        self, task: TaskTensors, rectangle: Rectangle, heads: slice, numbers: dict[str, Any]
     ) -> TaskCall:
+        options = {"is_causal": rectangle.causal, "scale": task.scale, **numbers}
         query_rows = slice(rectangle.query_start, rectangle.query_stop)
         key_rows = slice(rectangle.key_start, rectangle.key_stop)
         pick_queries = itemgetter((slice(None), heads, query_rows))
@@ -323,19 +330,16 @@ def _optional_parameters(function: Callable[..., Any], argument_name: str) -> tu
     return tuple(name for name in _OPTIONAL if name in parameters)
 
 
-def _optional_arguments(names: tuple[str, ...], at: Indices) -> dict[str, torch.Tensor]:
-    """The optional arguments of these names, for some pairs."""
+def _optional_arguments(
+    names: tuple[str, ...], at: Indices | None, heads: slice
+) -> dict[str, torch.Tensor]:
+    """The optional arguments of these names, for some pairs of some heads."""
+    if at is None:
+        return {}
     numbers = {
         "query_positions": at.queries,
         "key_positions": at.keys,
-        "head_indices": at.heads,
+        "head_indices": at.heads[heads],
         "batch_indices": at.entries,
     }
     return {name: numbers[name] for name in names}
-
-
-def _for_heads(options: dict[str, Any], heads: slice) -> dict[str, Any]:
-    """The arguments of a call of some heads."""
-    if "head_indices" not in options:
-        return options
-    return {**options, "head_indices": options["head_indices"][heads]}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from quorum_attention.argument_checks import switch
@@ -18,12 +16,12 @@ from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.call_shape import CallShape, Extent
-from quorum_attention.kernels.masked.block_nodes import BLOCK
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.rules import GroupBits
-from quorum_attention.kernels.native.columns import EntryColumn, PieceColumn
-from quorum_attention.kernels.native.config import Axis, KernelKind, Tiling, choose_config
+from quorum_attention.kernels.native.columns import EntryColumn
+from quorum_attention.kernels.native.config import KernelKind, Tiling, choose_config
 from quorum_attention.kernels.native.launch import NativeLaunch
+from quorum_attention.kernels.native.launch_tables import LaunchTables, TableMaker
 from quorum_attention.kernels.native.pieces import (
     BLOCK_WINDOW,
     UNLIMITED,
@@ -31,8 +29,7 @@ from quorum_attention.kernels.native.pieces import (
     Window,
     pieces_of,
 )
-from quorum_attention.kernels.native.rule_blocks import BIT_BYTES, EvaluationBudget, RuledTask
-from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.native.rule_blocks import EvaluationBudget, RuledTask
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, uncut, whole_task
 from quorum_attention.kernels.operator_inputs import operator_refusal
 from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES, bias_bytes
@@ -54,30 +51,6 @@ _SMALLEST_BLOCK = 64
 # Bytes of host memory in which a kernel's tables, and the pieces of rules, are cached.
 _TABLE_BYTES = 64 << 20
 _RULED_PIECES_BYTES = 256 << 20
-
-
-class _LaunchTables(NamedTuple):
-    """A launch on the host.
-
-    Attributes:
-        tables: in the order of the tilings.
-        blocks: rows and columns of the partial blocks of rules, (2, blocks); None without rules.
-    """
-
-    tables: tuple[Runs, ...]
-    blocks: torch.Tensor | None = None
-
-
-class _Limits(NamedTuple):
-    """The most that a launch has; a task with more is launched in parts.
-
-    Attributes:
-        entries: entries of all its tables.
-        partial_blocks: partial blocks of rules.
-    """
-
-    entries: float = math.inf
-    partial_blocks: float = math.inf
 
 
 class NativeKernel(Kernel):
@@ -136,7 +109,7 @@ class NativeKernel(Kernel):
             self.plain_variant = _plain_kernel(self.allow_tf32)
 
     def _make_caches(self) -> None:
-        self._tables: Cache[tuple[_LaunchTables, ...]] = Cache(_TABLE_BYTES, _tables_bytes)
+        self._tables: Cache[tuple[LaunchTables, ...]] = Cache(_TABLE_BYTES, _tables_bytes)
         self._ruled_pieces: Cache[Ints] = Cache(_RULED_PIECES_BYTES, _pieces_bytes)
 
     def under(self, geometry: Geometry) -> NativeKernel:
@@ -377,18 +350,21 @@ class NativeKernel(Kernel):
         ruled: RuledTask | None = None,
         *,
         is_whole_call: bool = False,
-    ) -> tuple[_LaunchTables, ...]:
-        """The tables of the launches for rectangles of a task; cached."""
+    ) -> tuple[LaunchTables, ...]:
+        """Return the tables of the launches for rectangles of a task; cached."""
         n_queries = task.query.shape[2]
         n_keys = task.key.shape[2]
-        device_type = task.query.device.type
-        make_pieces: Callable[[], Ints]
+        maker = TableMaker(n_queries, n_keys, tilings, self._window, task.query.is_cuda)
         pieces_key: Hashable
         if ruled is not None:
             pieces_key = ruled.key
             make_pieces = partial(self._ruled_pieces.get, ruled.key, ruled.pieces)
-            max_entries = ruled.budget.max_runs * len(tilings)
-            limits = _Limits(max_entries, ruled.budget.n_partial)
+            maker = replace(
+                maker,
+                has_rules=True,
+                max_entries=ruled.budget.max_runs * len(tilings),
+                max_partial_blocks=ruled.budget.n_partial,
+            )
         else:
             positions = task.task
             if self._ignores_positions(task):
@@ -396,26 +372,17 @@ class NativeKernel(Kernel):
                 positions = uncut(max(n_queries, n_keys))
             pieces_key = (positions, rectangles)
             make_pieces = partial(pieces_of, rectangles, positions, self.geometry)
-            max_entries = self._max_entries(max(n_queries, n_keys)) * len(tilings)
-            limits = _Limits() if is_whole_call else _Limits(max_entries, 0)
-        make_tables = partial(
-            _make_tables,
-            sizes={"query": n_queries, "key": n_keys},
-            tilings=tilings,
-            window=self._window,
-            device_type=device_type,
-            has_rules=ruled is not None,
-        )
+            if not is_whole_call:
+                max_entries = self._max_entries(max(n_queries, n_keys)) * len(tilings)
+                maker = replace(maker, max_entries=max_entries)
 
-        def make() -> tuple[_LaunchTables, ...]:
+        def make() -> tuple[LaunchTables, ...]:
             pieces = make_pieces()
             if not len(pieces) and not is_whole_call:
                 return ()
-            return tuple(_within_limits(pieces, make_tables, limits))
+            return tuple(maker.launches(pieces))
 
-        has_dropout = task.dropout is not None
-        key = (pieces_key, n_queries, n_keys, device_type, has_dropout, limits, tilings)
-        return self._tables.get(key, make)
+        return self._tables.get((pieces_key, maker), make)
 
     def _ignores_positions(self, task: TaskTensors) -> bool:
         """Whether the global positions of a task's tokens do not matter."""
@@ -435,71 +402,12 @@ def tilings_of(kinds: Sequence[KernelKind], task: TaskTensors) -> tuple[Tiling, 
     )
 
 
-def _make_tables(
-    pieces: Ints,
-    *,
-    sizes: dict[Axis, int],
-    tilings: tuple[Tiling, ...],
-    window: Window | None,
-    device_type: str,
-    has_rules: bool,
-) -> _LaunchTables:
-    """The tables of a launch of pieces.
-
-    Args:
-        sizes: queries and keys of the task.
-        has_rules: whether pieces may be partial blocks of rules.
-    """
-    pinned = device_type == "cuda"
-    blocks = None
-    if has_rules:
-        is_partial = pieces[:, PieceColumn.MIXED] == 1
-        pieces = pieces.copy()
-        bit_starts = np.arange(is_partial.sum()) * (BIT_BYTES // 4)
-        pieces[is_partial, PieceColumn.SHIFT] = bit_starts
-        corners = pieces[is_partial][:, [PieceColumn.QUERY_START, PieceColumn.KEY_START]]
-        blocks = _on_host(corners.T // BLOCK, pinned=pinned)
-    tables = tuple(
-        Runs.of_pieces(pieces, sizes[tiling.axis], tiling, window, pinned=pinned)
-        for tiling in tilings
-    )
-    return _LaunchTables(tables, blocks)
-
-
-def _within_limits(
-    pieces: Ints, make_tables: Callable[[Ints], _LaunchTables], limits: _Limits
-) -> Iterator[_LaunchTables]:
-    """Yield launches of pieces, each within the limits, or of a single piece."""
-    half = len(pieces) // 2
-    if half == 0:
-        yield make_tables(pieces)
-        return
-    n_partial = (pieces[:, PieceColumn.MIXED] == 1).sum()
-    if n_partial <= limits.partial_blocks:
-        launch = make_tables(pieces)
-        if sum(len(runs.entries) for runs in launch.tables) <= limits.entries:
-            yield launch
-            return
-    yield from _within_limits(pieces[:half], make_tables, limits)
-    yield from _within_limits(pieces[half:], make_tables, limits)
-
-
-@no_torch_modes()  # because it is cached
-def _on_host(blocks: Ints, *, pinned: bool) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(blocks))
-    return tensor.pin_memory() if pinned else tensor
-
-
 def _pieces_bytes(pieces: Ints) -> int:
     return 4096 + pieces.nbytes
 
 
-def _tables_bytes(launches: tuple[_LaunchTables, ...]) -> int:
-    total = 4096
-    for tables, blocks in launches:
-        total += sum(runs.packed.nbytes for runs in tables)
-        total += 0 if blocks is None else blocks.nbytes
-    return total
+def _tables_bytes(launches: tuple[LaunchTables, ...]) -> int:
+    return 4096 + sum(launch.nbytes for launch in launches)
 
 
 @lru_cache(maxsize=2)

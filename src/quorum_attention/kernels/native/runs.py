@@ -158,19 +158,20 @@ def bounded(runs: torch.Tensor, n_rows: int, tiling: Tiling, window: Window | No
         n_rows: rows along the axis.
         window: of the launch.
     """
-    run = runs.long()
+    runs = runs.long()
     window = window or (_FAR, _FAR)
     along = _QUERIES if tiling.axis == "query" else _KEYS
-    low = run[:, along.start]
-    high = run[:, along.stop]
+    low = runs[:, along.start]
+    high = runs[:, along.stop]
+    _, _, _, _, diagonal, distance, mixed, shift = runs.unbind(1)
     block_first = low // tiling.block * tiling.block
     block_stop = (block_first + tiling.block).clamp_max(n_rows)
     has_whole_block = (low == block_first) & (high == block_stop)
-    has_clear_part = has_whole_block & (run[:, PieceColumn.MIXED] == 0)
+    has_clear_part = has_whole_block & (mixed == 0)
     if tiling.axis == "query":
-        bounds = _bounds_of_keys(run, window, tiling.step)
+        bounds = _bounds_of_keys(runs, window, tiling.step)
     else:
-        bounds = _bounds_of_queries(run, window, tiling.step, has_clear_part)
+        bounds = _bounds_of_queries(runs, window, tiling.step, has_clear_part)
     n_clear = (bounds.clear_stop - bounds.begin).clamp_min(0)
     n_clear = torch.where(has_clear_part, n_clear, 0)
     end = bounds.begin + n_clear // tiling.step * tiling.step
@@ -181,23 +182,18 @@ def bounded(runs: torch.Tensor, n_rows: int, tiling: Tiling, window: Window | No
         bounds.begin,
         end,
         bounds.stop,
-        run[:, PieceColumn.DIAGONAL],
-        run[:, PieceColumn.DISTANCE],
-        run[:, PieceColumn.MIXED],
-        run[:, PieceColumn.SHIFT],
+        diagonal,
+        distance,
+        mixed,
+        shift,
     )
     return torch.stack(columns, dim=1).int()
 
 
-def _bounds_of_keys(run: torch.Tensor, window: Window, step: int) -> _Bounds:
-    """The keys that blocks of queries walk."""
+def _bounds_of_keys(runs: torch.Tensor, window: Window, step: int) -> _Bounds:
+    """Return the keys that blocks of queries walk."""
     window_left, window_right = window
-    first_query = run[:, PieceColumn.QUERY_START]
-    query_stop = run[:, PieceColumn.QUERY_STOP]
-    key_start = run[:, PieceColumn.KEY_START]
-    key_stop = run[:, PieceColumn.KEY_STOP]
-    diagonal = run[:, PieceColumn.DIAGONAL]
-    distance = run[:, PieceColumn.DISTANCE]
+    first_query, query_stop, key_start, key_stop, diagonal, distance, _, _ = runs.unbind(1)
     # No row keeps a key beyond the last row's diagonal.
     start = key_start.maximum(first_query + distance - window_left)
     stop = key_stop.minimum(query_stop + diagonal)
@@ -214,16 +210,11 @@ def _bounds_of_keys(run: torch.Tensor, window: Window, step: int) -> _Bounds:
 
 
 def _bounds_of_queries(
-    run: torch.Tensor, window: Window, step: int, has_clear_part: torch.Tensor
+    runs: torch.Tensor, window: Window, step: int, has_clear_part: torch.Tensor
 ) -> _Bounds:
-    """The queries that blocks of keys walk."""
+    """Return the queries that blocks of keys walk."""
     window_left, window_right = window
-    query_start = run[:, PieceColumn.QUERY_START]
-    query_stop = run[:, PieceColumn.QUERY_STOP]
-    first_key = run[:, PieceColumn.KEY_START]
-    key_stop = run[:, PieceColumn.KEY_STOP]
-    diagonal = run[:, PieceColumn.DIAGONAL]
-    distance = run[:, PieceColumn.DISTANCE]
+    query_start, query_stop, first_key, key_stop, diagonal, distance, _, _ = runs.unbind(1)
     last_key = key_stop - 1
     # Rows before the first key's diagonal keep no key.
     start = query_start.maximum(first_key - diagonal)
