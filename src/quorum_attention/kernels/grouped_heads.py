@@ -29,12 +29,16 @@ def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
     query = call.query  # (b, hq, n, d)
     if _same_for_all_rows(call):
         batch, key_heads = call.key.shape[:2]
-        rows = query.reshape(batch, key_heads, -1, query.shape[-1])  # (b, hk, g * n, d)
+        head_dim = query.shape[-1]
+        rows = query.reshape(batch, key_heads, -1, head_dim)  # (b, hk, g * n, d)
         out, lse = run(replace(call, query=rows))
     else:
         parts = [run(part) for _, part in _calls_of_equal_heads(call)]
-        out, lse = map(_joined, zip(*parts, strict=True))
-    return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
+        outs, lses = zip(*parts, strict=True)
+        out = _joined(outs)
+        lse = _joined(lses)
+    rows_shape = query.shape[:-1]
+    return out.reshape(*rows_shape, -1), lse.reshape(rows_shape)
 
 
 def _same_for_all_rows(call: Call) -> bool:
