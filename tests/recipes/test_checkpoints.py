@@ -293,59 +293,6 @@ def test_they_stay_where_a_trainer_switches_checkpoints_on(calls: list[int]) -> 
         assert len(calls) == LAYERS
 
 
-TEXTS = [30, 17, 40, 25, 33, 9, 28, 22]
-
-
-@pytest.mark.slow_but_first
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"packing": True, "max_length": 64, "per_device_train_batch_size": 1},
-        {"padding_free": True, "max_length": None},
-        {"packing": True, "max_length": 64, "loss_type": "nll", "adapters": True},
-    ],
-    ids=lambda asked: "-".join(asked) or "padded",
-)
-def test_a_trainer_of_trls(
-    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The losses of three steps are those of SDPA: with padding, packed, without padding."""
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from peft import LoraConfig
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(VOCABULARY)}, unk_token="0"))
-    special = {"pad_token": "0", "eos_token": "1", "unk_token": "0"}
-    ids = [torch.randint(1, VOCABULARY, (n,)).tolist() for n in TEXTS]
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    lora = lora if asked.pop("adapters", False) else None
-    base, losses = tiny("llama", SIZES), []
-    for ours in (False, True):
-        torch.manual_seed(1)
-        model = copy.deepcopy(base)
-        model.set_attn_implementation("sdpa")
-        if ours:
-            long_context(model, budget="64MiB", mlp_tile=16)
-        arguments = trl.SFTConfig(
-            str(tmp_path), use_cpu=True, bf16=False, max_steps=3, gradient_accumulation_steps=2,
-            gradient_checkpointing=True, logging_steps=1, report_to=[], disable_tqdm=True,
-            save_strategy="no", **{"per_device_train_batch_size": 2, **asked},
-        )  # fmt: skip
-        trainer = trl.SFTTrainer(
-            model, arguments, train_dataset=Dataset.from_list([{"input_ids": one} for one in ids]),
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
-            peft_config=lora,
-        )  # fmt: skip
-        trainer.train()
-        losses.append([one["loss"] for one in trainer.state.log_history if "loss" in one])
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-    assert len(losses[0]) == 3
-
-
 def _sharded(rank: int, store: str) -> None:
     """Weights sharded by layers, as Accelerate's FSDP2 does it; each rank has a text of its own."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

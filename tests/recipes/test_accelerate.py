@@ -1,0 +1,114 @@
+"""Accelerate shards a changed model over two ranks (FSDP2), trains and saves it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from helpers.models import VOCABULARY, tiny
+
+from quorum_attention.recipes import long_context
+
+RANKS = 2
+SIZES = {"num_hidden_layers": 3, "hidden_size": 64}
+STEPS = 2
+
+
+def models(with_adapters: bool) -> tuple[Any, Any]:
+    """Two equal models, the second one changed."""
+    torch.manual_seed(0)
+    plain = tiny("llama", SIZES).train()
+    if with_adapters:
+        import peft
+
+        config = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        )
+        plain = peft.get_peft_model(plain, config)
+    changed = copy.deepcopy(plain)
+    long_context(changed, budget="64MiB", mlp_tile=16)
+    return plain, changed
+
+
+def accelerator() -> Any:
+    """Return Accelerate's, with FSDP2. By itself it shards on accelerators only: its state is told
+    that this is one."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerate = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerate.state.distributed_type = DistributedType.FSDP
+    accelerate.state.fsdp_plugin = plugin
+    return accelerate
+
+
+def train_a_share(rank: int, store: str, folder: str, with_adapters: bool) -> None:
+    """Train on this rank's text, and compare with a plain model that is trained on all texts."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
+    plain, changed = models(with_adapters)
+    ids = torch.randint(VOCABULARY, (RANKS, 60))
+    accelerate = accelerator()
+    optimizer = torch.optim.SGD(changed.parameters(), 0.1)
+    changed, optimizer = accelerate.prepare(changed, optimizer)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        accelerate.backward(changed(input_ids=ids[[rank]], labels=ids[[rank]]).loss)
+        optimizer.step()
+        plain_optimizer.zero_grad()
+        for text in ids.split(1):
+            (plain(input_ids=text, labels=text).loss / RANKS).backward()
+        plain_optimizer.step()
+    sharded = accelerate.get_state_dict(changed)
+    weights = {name: weight.full_tensor() for name, weight in sharded.items()}
+    if rank == 0:
+        expected = plain.state_dict()
+        torch.testing.assert_close(weights, dict(expected), atol=1e-5, rtol=1e-3)
+        accelerate.unwrap_model(changed).save_pretrained(folder, state_dict=weights)
+        assert_saved(Path(folder), plain, ids, with_adapters)
+    dist.destroy_process_group()
+
+
+def assert_saved(folder: Path, plain: Any, ids: torch.Tensor, with_adapters: bool) -> None:
+    """What was saved is loaded without this package's changes, and computes what it learned."""
+    from transformers import AutoModelForCausalLM
+
+    if with_adapters:
+        import peft
+
+        torch.manual_seed(0)
+        loaded = peft.PeftModel.from_pretrained(tiny("llama", SIZES), folder).merge_and_unload()
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        logits = loaded.eval()(input_ids=ids).logits
+        expected = plain.eval()(input_ids=ids).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["all weights", "adapters"])
+def test_two_ranks_train_and_save(with_adapters: bool, tmp_path: Path) -> None:
+    """Two steps, the weights saved by one rank, loaded (adapters merged) and called."""
+    if with_adapters:
+        pytest.importorskip("peft")
+    arguments = (str(tmp_path / "store"), str(tmp_path / "saved"), with_adapters)
+    mp.spawn(train_a_share, arguments, nprocs=RANKS)
