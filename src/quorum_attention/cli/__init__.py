@@ -11,7 +11,7 @@ from importlib import import_module
 
 import quorum_attention
 from quorum_attention.cli.parser import Parser
-from quorum_attention.cli.process import Stopped, complete_streams, nobody_reads, stoppable
+from quorum_attention.cli.process import Stopped, complete_streams, ignore_broken_pipe, stoppable
 from quorum_attention.progress.lines import line
 
 FAILED, USER_ERROR = 1, 2
@@ -19,10 +19,9 @@ COMMANDS = ("recover", "run", "plan", "estimate", "doctor", "check", "calibrate"
 
 
 def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The command line; only of the command that ``arguments`` name, if they name one.
+    """The command line's parser, with the command that ``arguments`` name or else all commands.
 
-    A command brings torch with it, which takes seconds to load: what needs none (``--version``)
-    loads none.
+    Commands import torch, which takes seconds. ``--version`` needs no command and imports none.
     """
     top = Parser(
         prog="quorum-attention",
@@ -48,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         complete_streams()
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with stoppable(signal.SIG_DFL):
-            options = parser(given).parse_args(given)
+            options = parser(words).parse_args(words)
         with stoppable():
             status: int = options.run(options)
             if sys.stdout is not None:  # it may be closed
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line(f"quorum-attention: stopped by {stopped.name}")
         return stopped.status
     except BrokenPipeError:
-        nobody_reads()
+        ignore_broken_pipe()
         return 0
     except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
         return _user_error(error)
@@ -74,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _user_error(error: BaseException) -> int:
-    said = str(error) or type(error).__name__
+    reason = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        said = f"{error.filename}: {error.strerror}"
-    line(f"quorum-attention: {said}")
+        reason = f"{error.filename}: {error.strerror}"
+    line(f"quorum-attention: {reason}")
     return USER_ERROR

@@ -23,33 +23,45 @@ def add_to(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     device = shared.default_device(options.device)
-    found = calibrate(device, options.dtype or shared.default_dtype(device.type), warn)
+    dtype = options.dtype or shared.default_dtype(device.type)
+    calibration = calibrate(device, dtype, warn)
     if options.json:
-        of_all = {name: getattr(found, name) for name in ("key", "seconds", "rounds", "spread")}
-        print_json({**of_all, **found.figures})
+        print_json(
+            {
+                "key": calibration.key,
+                "seconds": calibration.seconds,
+                "rounds": calibration.rounds,
+                "spread": calibration.spread,
+                **calibration.figures,
+            }
+        )
         return 0
-    show_table(["figure", "median", "spread"], _rows(found), title=found.key)
+    show_table(["figure", "median", "spread"], _rows(calibration), title=calibration.key)
     say(
-        f"measured {counted(found.rounds, 'time')} in {found.seconds:.1f} s; stored in "
-        f"{found.path}; plans use it from now on"
+        f"measured {counted(calibration.rounds, 'time')} in {calibration.seconds:.1f} s; stored in "
+        f"{calibration.path}; plans use it from now on"
     )
     return 0
 
 
-def _rows(found: Calibration) -> list[list[str]]:
-    off = {name: f"{spread - 1:.0%}" for name, spread in found.spread.items()}
+def _rows(calibration: Calibration) -> list[list[str]]:
+    spreads = {name: f"{spread - 1:.0%}" for name, spread in calibration.spread.items()}
     rows = []
-    for head_dim, rates in found.figures["flops"].items():
-        for which, rate in zip(("forward", "backward"), rates, strict=True):
-            name = f"head_dim {head_dim} {which}"
-            rows.append([name, f"{rate / 1e12:.3g} TFLOP/s", off[name]])
-    for name, value in found.figures.items():
-        if not isinstance(value, float):
-            continue
-        if name.endswith("_bytes_per_second"):
-            text = f"{value / 1e9:.3g} GB/s"
-        else:
-            text = f"{value * 1e3:.3g} ms" if name.endswith("_seconds") else f"{value:.3g}"
-        label = name.removesuffix("_bytes_per_second").replace("_", " ")
-        rows.append([label, text, off.get(name, "")])
+    for head_dim, rates in calibration.figures["flops"].items():
+        for direction, rate in zip(("forward", "backward"), rates, strict=True):
+            name = f"head_dim {head_dim} {direction}"
+            rows.append([name, f"{rate / 1e12:.3g} TFLOP/s", spreads[name]])
+    for name, value in calibration.figures.items():
+        if isinstance(value, float):
+            label = name.removesuffix("_bytes_per_second").replace("_", " ")
+            rows.append([label, _figure(name, value), spreads.get(name, "")])
     return rows
+
+
+def _figure(name: str, value: float) -> str:
+    """A value with the unit that its name ends with."""
+    if name.endswith("_bytes_per_second"):
+        return f"{value / 1e9:.3g} GB/s"
+    if name.endswith("_seconds"):
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g}"

@@ -42,16 +42,38 @@ def add_to(commands: Any) -> None:
     )
 
 
-def load(name: str) -> Any:
-    """The kernel of that name, or what ``module:name`` is, made a kernel if it is a function.
+def load_kernel(name: str) -> Any:
+    """The kernel that ``name`` means: a registered name as it is, or the object that
+    ``module:name`` names. A function is made a kernel.
 
     Raises:
-        ValueError: there is no such thing, or importing it would end the program.
-        TypeError: it is neither a kernel nor a function.
+        ValueError: there is no such module or object, or importing it would end the program.
+        TypeError: the object is neither a kernel nor a function.
     """
     if ":" not in name:
         return name
     module, _, attribute = name.partition(":")
+    imported = _import(module)
+    try:
+        named_object = attrgetter(attribute)(imported)
+    except AttributeError:
+        raise ValueError(f"{module} has no {attribute!r}") from None
+    from quorum_attention.kernels import InnerKernel
+    from quorum_attention.kernels.kit import from_lse_function
+
+    if isinstance(named_object, InnerKernel):
+        return named_object
+    # A class in place of a kernel is a mistake, which ``check_kernel`` reports.
+    if InnerKernel in getattr(named_object, "__mro__", ()):
+        return named_object
+    if callable(named_object):
+        return from_lse_function(named_object)
+    kind = type(named_object).__name__
+    raise TypeError(f"{name} is neither an inner kernel nor a function: {kind}")
+
+
+def _import(module: str) -> Any:
+    """Import a module, also from the folder in which the command runs."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     if importlib.util.find_spec(module.partition(".")[0]) is None or module.endswith(".py"):
@@ -60,42 +82,37 @@ def load(name: str) -> Any:
             "from the folder where the module lies"
         )
     try:
-        found: Any = importlib.import_module(module)
+        return importlib.import_module(module)
     except SystemExit as error:  # its status would be taken for a verdict
         raise ValueError(
             f"{module} ends the program while it is imported: put what it does as a script under "
             f'`if __name__ == "__main__":`'
         ) from error
-    try:
-        found = attrgetter(attribute)(found)
-    except AttributeError:
-        raise ValueError(f"{module} has no {attribute!r}") from None
-    from quorum_attention.kernels import InnerKernel
-    from quorum_attention.kernels.kit import from_lse_function
-
-    # A class is one by mistake, which is said where it is used.
-    if isinstance(found, InnerKernel) or InnerKernel in getattr(found, "__mro__", ()):
-        return found
-    if callable(found):
-        return from_lse_function(found)
-    raise TypeError(f"{name} is neither an inner kernel nor a function: {type(found).__name__}")
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
         result = check_kernel(
-            load(options.kernel), n_tokens=options.tokens, heads=options.heads,
-            kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype,
-            is_causal=options.causal, backward=not options.forward_only,
-            device=shared.default_device(options.device), progress=True,
-        )  # fmt: skip
+            load_kernel(options.kernel),
+            n_tokens=options.tokens,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            dtype=options.dtype,
+            is_causal=options.causal,
+            backward=not options.forward_only,
+            device=shared.default_device(options.device),
+            progress=True,
+        )
     except Exception as error:
-        frames, ours = traceback.extract_tb(error.__traceback__), quorum_attention.__path__[0]
-        if frames[-1].filename.startswith(ours):
+        package = quorum_attention.__path__[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames[-1].filename.startswith(package):
             raise
-        theirs = [frame for frame in frames if not frame.filename.startswith(ours)]
-        said = traceback.format_list(theirs) + traceback.format_exception_only(error)
-        warn(f"{options.kernel} failed:\n{''.join(said).rstrip()}")
+        # The kernel's own frames are what its author can act on.
+        kernel_frames = [frame for frame in frames if not frame.filename.startswith(package)]
+        lines = traceback.format_list(kernel_frames) + traceback.format_exception_only(error)
+        warn(f"{options.kernel} failed:\n{''.join(lines).rstrip()}")
         return 2
     if options.json:
         print_json(result.to_dict())

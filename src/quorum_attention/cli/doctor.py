@@ -19,9 +19,14 @@ from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.units import format_bytes
 
 _OPTIONAL = (
-    "triton", "flash-attn-4", "nvidia-cutlass-dsl", "matplotlib", "cuda-bindings", "safetensors",
+    "triton",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "matplotlib",
+    "cuda-bindings",
+    "safetensors",
     "numpy",
-)  # fmt: skip
+)
 
 
 def add_to(commands: Any) -> None:
@@ -31,7 +36,7 @@ def add_to(commands: Any) -> None:
 
 
 def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
-    """Kernel by kernel and dtype by dtype: None where it runs, else why not."""
+    """The reason why a kernel does not run, by kernel and dtype; None where it runs."""
     calls = {
         label: CallShape(device.type, dtype, 4, 4, 64, 64, is_causal=True, needs_grad=True)
         for label, dtype in shared.DTYPES.items()
@@ -43,40 +48,60 @@ def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    versions: dict[str, str | None] = {
-        "quorum-attention": quorum_attention.__version__, "python": platform.python_version(),
-        "torch": torch.__version__,
-    }  # fmt: skip
-    for name in _OPTIONAL:
-        versions[name] = next((found.version for found in distributions(name=name)), None)
+    versions = _versions()
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    devices: list[dict[str, Any]] = []
-    for device in (*cuda, torch.device("cpu")):
-        known = [n for n, dtype in shared.DTYPES.items() if hardware_of(device, dtype, 64).measured]
-        name = backend_of(device).model(device).removeprefix("cpu ")
-        devices.append({
-            "device": str(device), "name": name, "calibrated": known,
-            "free_bytes": backend_of(device).free_bytes(device), "kernels": _verdicts(device),
-        })  # fmt: skip
-    why = refusal()
+    devices = [_describe_device(device) for device in (*cuda, torch.device("cpu"))]
+    reason = refusal()
     if options.json:
-        print_json({"versions": versions, "cache_not_used": why, "devices": devices})
+        print_json({"versions": versions, "cache_not_used": reason, "devices": devices})
         return 0
     say(", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()))
-    if why is not None:
-        say(f"the cache is not used: {why}")
-    for entry in devices:
-        reasons: dict[str, None] = {}
-        rows = []
-        for name, verdicts in entry["kernels"].items():
-            rows.append([name, *("no" if why else "yes" for why in verdicts.values())])
-            reasons |= dict.fromkeys(f"{name}: {why}" for why in verdicts.values() if why)
-        free = format_bytes(entry["free_bytes"])
-        title = f"{entry['device']}: {entry['name']}, {free} free"
-        show_table(["kernel", *shared.DTYPES], rows, title=title, left=list(shared.DTYPES))
-        calibrated = ", ".join(entry["calibrated"]) or "no dtype"
-        how = "assumed for others; see quorum-attention calibrate --help"
-        say(f"  the planner's rates: calibrated for {calibrated} ({how})")
-        for reason in reasons:
-            say(f"  {reason}")
+    if reason is not None:
+        say(f"the cache is not used: {reason}")
+    for description in devices:
+        _show_device(description)
     return 0
+
+
+def _versions() -> dict[str, str | None]:
+    """Version by package; None if the package is not installed."""
+    versions: dict[str, str | None] = {
+        "quorum-attention": quorum_attention.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for name in _OPTIONAL:
+        versions[name] = next((package.version for package in distributions(name=name)), None)
+    return versions
+
+
+def _describe_device(device: torch.device) -> dict[str, Any]:
+    """A device in plain types, as ``--json`` prints it."""
+    backend = backend_of(device)
+    calibrated = [
+        label for label, dtype in shared.DTYPES.items() if hardware_of(device, dtype, 64).measured
+    ]
+    return {
+        "device": str(device),
+        "name": backend.model(device).removeprefix("cpu "),
+        "calibrated": calibrated,
+        "free_bytes": backend.free_bytes(device),
+        "kernels": _verdicts(device),
+    }
+
+
+def _show_device(description: dict[str, Any]) -> None:
+    rows = []
+    # A dict, because several dtypes of a kernel have the same reason.
+    reasons: dict[str, None] = {}
+    for kernel, verdicts in description["kernels"].items():
+        rows.append([kernel, *("no" if reason else "yes" for reason in verdicts.values())])
+        reasons |= dict.fromkeys(f"{kernel}: {reason}" for reason in verdicts.values() if reason)
+    free = format_bytes(description["free_bytes"])
+    title = f"{description['device']}: {description['name']}, {free} free"
+    show_table(["kernel", *shared.DTYPES], rows, title=title, words=list(shared.DTYPES))
+    calibrated = ", ".join(description["calibrated"]) or "no dtype"
+    note = "assumed for others; see quorum-attention calibrate --help"
+    say(f"  the planner's rates: calibrated for {calibrated} ({note})")
+    for reason in reasons:
+        say(f"  {reason}")

@@ -4,25 +4,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
-from quorum_attention.cli import estimate_prompt, masks
+from quorum_attention.cli import estimate_prompt, estimate_step
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.cli.output import print_json, say
 from quorum_attention.cli.plan import add_call, sizes_of, summary
-from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.planner import estimate
-from quorum_attention.recipes.layer_bytes import returned_bytes
-from quorum_attention.recipes.model_shape import ModelShape, read_shape
-from quorum_attention.recipes.offload import host_room, page_locked_share
-from quorum_attention.recipes.remedies import advice, longest_that_fits, switch_until_it_fits
-from quorum_attention.recipes.step_estimate import DEFAULT_WORKSPACE, StepMemory, step_memory
-from quorum_attention.recipes.switches import SWITCHES
-from quorum_attention.recipes.training import OPTIMIZERS, Training
-from quorum_attention.units import counted, format_bytes
+from quorum_attention.units import format_bytes
 
 
 def add_to(commands: Any) -> None:
@@ -30,19 +19,7 @@ def add_to(commands: Any) -> None:
     words = "tell whether a call or a training step fits in memory"
     parser = shared.add_command(commands, "estimate", words, __doc__, _run)
     add_call(parser, needs_tokens=False)
-    shared.add(
-        parser,
-        ("--model CONFIG.json", str, "a model's config.json from Hugging Face: estimate a "
-         "training step of it (default: one attention call)"),
-        ("--memory", shared.bytes_of, "with --model: memory of the device; only the switches that "
-         "are needed to fit are on (default: all)"),
-        ("--host-memory", shared.bytes_of, "with --model: memory of the host, of which five sixths "
-         "may be page-locked (default: what is free on this machine)"),
-        ("--optimizer", OPTIMIZERS, "with --model: adamw keeps two states in the weights' "
-         "dtype; adamw-fp32 two, and the weights, in float32 (default: adamw)", "adamw"),
-        ("--lora RANK", shared.count_of, "with --model: train adapters of this rank on all linear "
-         "layers, the rest frozen (default: all weights)"),
-    )  # fmt: skip
+    estimate_step.add_options(parser)
     estimate_prompt.add_options(parser)
     # One option of two is needed, which argparse cannot say.
     parser.set_defaults(refuse=parser.error)
@@ -50,108 +27,42 @@ def add_to(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     if options.prompt is not None:
-        return estimate_prompt.run(options)
+        estimate_prompt.run(options)
+        return 0
     shared.refuse(options, "goes with --prompt only", generate=None, weights="device", folder=False)
     if options.tokens is None:
         options.refuse("the following arguments are required: --tokens")
     if options.model is not None:
-        return _of_model(options)
-    shared.refuse(options, "goes with --model only", memory=None, host_memory=None, lora=None,
-                  optimizer="adamw")  # fmt: skip
-    found = estimate(options.tokens, **sizes_of(options))
-    if options.json:
-        of_all = ("budget_bytes", "fits_monolithic", "monolithic_bytes")
-        print_json({
-            "is_causal": options.causal, **{name: getattr(found, name) for name in of_all},
-            "forward": summary(found.forward), "backward": summary(found.backward),
-            "alternatives": [summary(other) for other in found.alternatives],
-        })  # fmt: skip
+        estimate_step.run(options)
         return 0
-    if found.budget_bytes is not None:
-        say(f"budget: {format_bytes(found.budget_bytes)}")
-    say(found.describe())
+    shared.refuse(
+        options,
+        "goes with --model only",
+        memory=None,
+        host_memory=None,
+        lora=None,
+        optimizer="adamw",
+    )
+    _estimate_call(options)
     return 0
 
 
-def _of_model(options: argparse.Namespace) -> int:
-    """The command, with ``--model``.
-
-    Raises:
-        ValueError: sizes of a call were given as well; or the file is no configuration.
-    """
-    shared.refuse(options, "does not go with --model", heads=None, kv_heads=None, head_dim=64,
-                  kernel="auto", **masks.NOT_GIVEN)  # fmt: skip
-    shape = read_shape(options.model)
-    training = Training(
-        options.tokens, options.batch, options.dtype or torch.bfloat16, options.optimizer,
-        options.lora, options.budget, options.device or best_device().type,
-    )  # fmt: skip
-    host = host_room() if options.host_memory is None else page_locked_share(options.host_memory)
-    if options.memory is None:
-        found, fits = _all_switched_on(shape, training), None
-    else:
-        found, fits = switch_until_it_fits(shape, training, options.memory)
-    longest = None
-    if fits is False or (options.memory is not None and found.host_bytes > host):
-        longest = longest_that_fits(shape, training, options.memory, host)
+def _estimate_call(options: argparse.Namespace) -> None:
+    """The command, without ``--model``."""
+    call_estimate = estimate(options.tokens, **sizes_of(options))
     if options.json:
-        print_json({
-            "model": asdict(shape), "memory_bytes": options.memory, "fits": fits,
-            "host_memory_bytes": host, "host_suffices": found.host_bytes <= host,
-            "longest_tokens": longest, **found.to_dict(),
-        })  # fmt: skip
-        return 0
-    _show(options, shape, found)
-    if found.host_bytes:
-        say(_host_words(found.host_bytes, host))
-    if fits is not None:
-        say(advice(found, fits, options.memory))
-    if longest is not None:
-        say(_longest_words(longest, options.memory, host))
-    return 0
-
-
-def _all_switched_on(shape: ModelShape, training: Training) -> StepMemory:
-    """A step on a device of any size."""
-    budget = training.budget
-    if budget is None:
-        budget = DEFAULT_WORKSPACE + returned_bytes(shape, training, backward=True)
-    return step_memory(shape, replace(training, budget=budget, on=SWITCHES))
-
-
-def _host_words(needed: int, host: int) -> str:
-    words = f"in host memory: {format_bytes(needed)}; {format_bytes(host)} may be page-locked"
-    if needed <= host:
-        return f"{words}: that suffices"
-    return (
-        f"{words}: that does not suffice, so attention is computed again, or the step does not fit"
-    )
-
-
-def _longest_words(longest: int, memory: int, host: int) -> str:
-    where = f"in {format_bytes(memory)}, with {format_bytes(host)} of the host's"
-    if longest == 0:
-        return f"no shorter text fits {where}"
-    return f"the longest text that fits {where}: {counted(longest, 'token')}"
-
-
-def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> None:
-    title = (
-        f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training step of "
-        f"{options.batch} x {counted(options.tokens, 'token')}"
-    )
-    switched = "all on" if options.memory is None else "these on"
-    rows = [
-        [p.name, format_bytes(p.plain_bytes), format_bytes(p.bytes),
-         p.switch if p.switch in found.on else ""]
-        for p in found.parts
-    ]  # fmt: skip
-    totals = [format_bytes(found.plain_bytes), format_bytes(found.peak_bytes)]
-    rows.append(["peak of the step", *totals, ""])
-    columns = ["part", "as it comes", switched, "switched on"]
-    show_table(columns, rows, title=title, left=("switched on",))
-    say(
-        "The peak is what is always there plus the larger of one layer and the loss. CUDA's "
-        "context and what a trainer keeps come on top. The budget of attention includes its "
-        "results. docs/long-context.md explains the switches."
-    )
+        print_json(
+            {
+                "is_causal": options.causal,
+                "budget_bytes": call_estimate.budget_bytes,
+                "fits_monolithic": call_estimate.fits_monolithic,
+                "monolithic_bytes": call_estimate.monolithic_bytes,
+                "forward": summary(call_estimate.forward),
+                "backward": summary(call_estimate.backward),
+                "alternatives": [summary(plan) for plan in call_estimate.alternatives],
+            }
+        )
+        return
+    if call_estimate.budget_bytes is not None:
+        say(f"budget: {format_bytes(call_estimate.budget_bytes)}")
+    say(call_estimate.describe())

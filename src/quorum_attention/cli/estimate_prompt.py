@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """The command, with ``--prompt``.
 
     Raises:
@@ -81,9 +81,8 @@ def run(options: argparse.Namespace) -> int:
     estimate = estimate_prompt(shape, request)
     if options.json:
         print_json(estimate.to_dict())
-        return 0
+        return
     show(shape, request, estimate)
-    return 0
 
 
 def show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -> None:

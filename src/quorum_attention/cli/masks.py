@@ -1,4 +1,4 @@
-"""Options of commands that say which pairs a call keeps."""
+"""The commands' options that say which pairs a call keeps."""
 
 from __future__ import annotations
 
@@ -13,19 +13,34 @@ from quorum_attention.mask import Mask
 
 # Options, by what ``argparse`` calls them, that make a mask.
 NAMES = (
-    "causal", "lower_right", "offset", "window", "chunk", "softcap", "mask", "documents", "lengths",
+    "causal",
+    "lower_right",
+    "offset",
+    "window",
+    "chunk",
+    "softcap",
+    "mask",
+    "documents",
+    "lengths",
     "sinks",
-)  # fmt: skip
-# Those that name a file: what they are, and what the tensor may be called there.
+)
+# Help of the options that name a file, and the names that the tensor may have in the file.
 FILES = {
     "mask": ("boolean or additive mask; broadcasts (default: none)", "attn_mask", "mask"),
-    "documents": ("document ids, (tokens,) or (batch, tokens) (default: none)",
-                  "documents", "document_ids", "ids"),
-    "lengths": ("number of keys of each batch entry, (batch,) (default: all)",
-                "key_lengths", "lengths"),
+    "documents": (
+        "document ids, (tokens,) or (batch, tokens) (default: none)",
+        "documents",
+        "document_ids",
+        "ids",
+    ),
+    "lengths": (
+        "number of keys of each batch entry, (batch,) (default: all)",
+        "key_lengths",
+        "lengths",
+    ),
     "sinks": ("one logit for each head, (heads,) (default: none)", "sinks"),
-}  # fmt: skip
-# What the others are where they are not given.
+}
+# Values of the other options when the command line is without them.
 NOT_GIVEN = {"lower_right": False} | dict.fromkeys(("offset", "window", "chunk", "softcap"))
 _positive = shared.number_of("a number above 0", lambda number: number > 0)
 
@@ -34,20 +49,25 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
     """Add the options to a command.
 
     Args:
-        files: whether also those that name a file.
+        files: whether to add the options that name files as well.
     """
     shared.add(
         parser,
         shared.CAUSAL,
         ("--lower-right", None, "causal, aligned so that an entry's last query sees its last key"),
         ("--offset N", int, "position of the first query among the keys (default: 0)"),
-        ("--window N", _window, "a query sees keys within N tokens, or within LEFT,RIGHT; -1: no "
-         "limit (default: all keys)"),
+        (
+            "--window N",
+            _window,
+            "a query sees keys within N tokens, or within LEFT,RIGHT; -1: no "
+            "limit (default: all keys)",
+        ),
         ("--chunk", shared.count_of, "a query sees keys in its chunk of N tokens (default: all)"),
         ("--softcap", _positive, "cap scores: X tanh(score / X) (default: no cap)"),
-    )  # fmt: skip
-    for name, (text, *_) in FILES.items() if files else ():
-        shared.add(parser, (f"--{name} FILE", str, text))
+    )
+    if files:
+        for name, (text, *_) in FILES.items():
+            shared.add(parser, (f"--{name} FILE", str, text))
 
 
 def _window(text: str) -> int | tuple[int, int]:
@@ -63,35 +83,59 @@ def _window(text: str) -> int | tuple[int, int]:
 
 
 def mask_of(
-    options: argparse.Namespace, given: torch.Tensor | None = None
+    options: argparse.Namespace, input_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | Mask | None, bool, dict[str, FileStamp]]:
-    """(mask, is_causal, the files that were read by their options) as options say.
+    """The mask that a command's options describe.
 
     Args:
-        given: a mask among the command's inputs.
+        input_mask: a mask among the command's inputs.
+
+    Returns:
+        The mask, ``is_causal``, and the files that were read, by option.
 
     Raises:
         OSError, ValueError, TypeError: a file cannot be read, or does not fit.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    files: dict[str, FileStamp] = {}
-    for name, (_, *names) in FILES.items():
-        if getattr(options, name, None) is not None:
-            tensors[name], files[shared.option(name)] = read_one(getattr(options, name), names)
+    tensors, files = _read_tensors(options)
     bias = tensors.pop("mask", None)
-    if bias is not None and given is not None:
+    if bias is not None and input_mask is not None:
         raise ValueError("there is a mask among the inputs and another with --mask: one must go")
-    bias = given if bias is None else bias
+    if bias is None:
+        bias = input_mask
     fields: dict[str, Any] = {
-        "offset": options.offset, "window": options.window, "chunk": options.chunk,
-        "softcap": options.softcap, "documents": tensors.get("documents"),
-        "key_lengths": tensors.get("lengths"), "sinks": tensors.get("sinks"),
-    }  # fmt: skip
+        "offset": options.offset,
+        "window": options.window,
+        "chunk": options.chunk,
+        "softcap": options.softcap,
+        "documents": tensors.get("documents"),
+        "key_lengths": tensors.get("lengths"),
+        "sinks": tensors.get("sinks"),
+    }
     fields = {name: value for name, value in fields.items() if value is not None}
+    is_causal = options.causal
+    # ``is_causal`` counts from the first query. Any other alignment is a field of the mask.
     if options.lower_right:
         fields["causal"] = "lower_right"
-    is_causal = options.causal and not options.lower_right
-    if options.offset is not None and is_causal:
-        # is_causal counts from the first query, whatever the offset.
-        fields["causal"], is_causal = True, False
-    return (Mask(bias=bias, **fields) if fields else bias), is_causal, files
+        is_causal = False
+    elif options.causal and options.offset is not None:
+        fields["causal"] = True
+        is_causal = False
+    if not fields:
+        return bias, is_causal, files
+    return Mask(bias=bias, **fields), is_causal, files
+
+
+def _read_tensors(
+    options: argparse.Namespace,
+) -> tuple[dict[str, torch.Tensor], dict[str, FileStamp]]:
+    """Read the files that options name: the tensors by name, the files by option."""
+    tensors: dict[str, torch.Tensor] = {}
+    files: dict[str, FileStamp] = {}
+    for name, (_, *tensor_names) in FILES.items():
+        path = getattr(options, name, None)
+        if path is None:
+            continue
+        tensor, file = read_one(path, tensor_names)
+        tensors[name] = tensor
+        files[shared.option(name)] = file
+    return tensors, files

@@ -23,8 +23,10 @@ GLOSSARY = (
 
 
 def name_of(text: str) -> str:
-    """``text`` as the name of a file or folder. An empty one is what a script's unset variable
-    gives: it must not be taken for an option that is not there."""
+    """``text`` as the name of a file or folder.
+
+    An unset variable of a script gives an empty text, which must not count as "no option".
+    """
     if not text:
         raise argparse.ArgumentTypeError("must be a name, got ''")
     return text
@@ -40,37 +42,37 @@ def dtype_of(text: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _read_by(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """``parse`` as a kind of option, whose own words a refusal has."""
+def _as_option_type(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """``parse`` as a type of options: argparse prints the text of its ValueError."""
 
-    def read(text: str) -> int:
+    def parse_option(text: str) -> int:
         try:
             return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return read
+    return parse_option
 
 
-bytes_of = _read_by(parse_bytes)  # a number, 1e9, 512MiB and the like
-count_of = _read_by(parse_count)  # a positive number: 1_048_576, 1,048,576, 1e6, 128K, 1M
+bytes_of = _as_option_type(parse_bytes)  # a number, 1e9, 512MiB and the like
+count_of = _as_option_type(parse_count)  # a positive number: 1_048_576, 1,048,576, 1e6, 128K, 1M
 
 
-def number_of(said: str, fits: Callable[[float], bool] = lambda number: True) -> Any:
+def number_of(requirement: str, fits: Callable[[float], bool] = lambda number: True) -> Any:
     """A type of options: finite numbers that fit.
 
     Args:
-        said: what an option must be, for people: "a number above 0".
+        requirement: text for errors, such as "a number above 0".
     """
 
     def parse(text: str) -> float:
         try:
-            found = float(text)
+            number = float(text)
         except ValueError:
-            found = math.nan
-        if not (math.isfinite(found) and fits(found)):
-            raise argparse.ArgumentTypeError(f"must be {said}, got {text!r}")
-        return found
+            number = math.nan
+        if not (math.isfinite(number) and fits(number)):
+            raise argparse.ArgumentTypeError(f"must be {requirement}, got {text!r}")
+        return number
 
     return parse
 
@@ -88,21 +90,27 @@ def levels_of(text: str) -> tuple[int, ...]:
 
 
 _METAVARS: dict[Any, str] = {
-    name_of: "FILE", dtype_of: "DTYPE", bytes_of: "BYTES", count_of: "N", str: "NAME"
-}  # fmt: skip
+    name_of: "FILE",
+    dtype_of: "DTYPE",
+    bytes_of: "BYTES",
+    count_of: "N",
+    str: "NAME",
+}
 Option = tuple[str, Any, str] | tuple[str, Any, str, Any]
 
 
 def add_command(
     commands: Any, name: str, summary: str, description: str, run: Callable[..., int]
 ) -> Any:
-    """A parser for a command that ``run`` runs; it looks as all do."""
+    """Add the parser of a command. ``run`` runs the command."""
     usage = {"run": "INPUT [INPUT ...] OUTPUT ", "check": "KERNEL "}.get(name, "")
     parser = commands.add_parser(
-        name, help=summary, description=description.replace("``", ""),
+        name,
+        help=summary,
+        description=description.replace("``", ""),
         usage=f"quorum-attention {name} {usage}[options]",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=28),
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -110,24 +118,27 @@ def add_command(
 def add(parser: Any, *options: Option) -> None:
     """Add options: name, kind, help and default.
 
-    A kind is what reads the text; a tuple, of which one is chosen; None: the option is a switch; or
-    bool: one that has a --no- beside it.
-    A name may have what stands for the value in help after a blank.
+    A kind is a function that reads the text; or a tuple of choices; or None for a switch; or bool
+    for a switch that has a ``--no-`` form as well.
+    A name may be followed by a blank and by the word that stands for the value in help.
     """
     for name, kind, text, *default in options:
         name, _, metavar = name.partition(" ")
-        more: dict[str, Any] = {"help": text}
-        if kind is None or kind is bool:
-            more["action"] = argparse.BooleanOptionalAction if kind else "store_true"
+        settings: dict[str, Any] = {"help": text}
+        if kind is None:
+            settings["action"] = "store_true"
+        elif kind is bool:
+            settings["action"] = argparse.BooleanOptionalAction
         elif isinstance(kind, tuple):
-            more["choices"] = kind
+            settings["choices"] = kind
         else:
-            more |= {"type": kind, "metavar": metavar or _METAVARS.get(kind, "X")}
+            settings["type"] = kind
+            settings["metavar"] = metavar or _METAVARS.get(kind, "X")
         if default:
-            more["default"] = default[0]
+            settings["default"] = default[0]
             if default[0] is not False and "default" not in text:
-                more["help"] += " (default: %(default)s)"
-        parser.add_argument(name, **more)
+                settings["help"] += " (default: %(default)s)"
+        parser.add_argument(name, **settings)
 
 
 def option(name: str) -> str:
@@ -139,7 +150,8 @@ def refuse(options: argparse.Namespace, why: str, **usual: Any) -> None:
     """Refuse options that have another value than the usual one.
 
     Args:
-        why: what follows the option's name: "does not go with --model".
+        why: the rest of the sentence, such as "does not go with --model".
+        usual: the usual value by option.
 
     Raises:
         ValueError: names the first.
@@ -155,8 +167,10 @@ HEADS: Option = ("--heads", count_of, "query heads (default: 8)")
 KV_HEADS: Option = ("--kv-heads", count_of, "key/value heads (default: as --heads)")
 HEAD_DIM: Option = ("--head-dim", count_of, "dimension of a head", 64)
 DTYPE: Option = (
-    "--dtype", dtype_of, f"one of {', '.join(DTYPES)} (default: float16; float32 on a CPU)"
-)  # fmt: skip
+    "--dtype",
+    dtype_of,
+    f"one of {', '.join(DTYPES)} (default: float16; float32 on a CPU)",
+)
 DEVICE: Option = ("--device", str, "cuda, cuda:1 or cpu (default: a GPU if there is one)")
 JSON: Option = ("--json", None, "print JSON")
 KERNEL: Option = ("--kernel", str, "inner kernel; `doctor` lists them", "auto")
@@ -164,12 +178,12 @@ TOKENS = "number of queries and of keys: 100000, 1e6, or 1M (1,048,576)"
 
 
 def default_dtype(device: str) -> torch.dtype:
-    """What commands compute in on a device: float16; float32 on a CPU."""
+    """The dtype of commands on a device: float16, or float32 on a CPU."""
     return torch.float32 if device == "cpu" else torch.float16
 
 
 def kv_heads(heads: int, named: int | None) -> int:
-    """How many key/value heads there are.
+    """The number of key/value heads.
 
     Raises:
         ValueError: the heads do not divide into them.

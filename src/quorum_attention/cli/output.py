@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quorum_attention.cli.process import nobody_reads
+from quorum_attention.cli.process import ignore_broken_pipe
 from quorum_attention.progress.lines import line
 
-# Of tables in a pipe: nobody says how wide the place is that they will be read in.
+# The width of tables in a pipe, where the reader's width is unknown.
 _PIPE_COLUMNS = 80
 
 
 def _columns() -> int:
-    """Of the terminal, or as COLUMNS says; 0 in a pipe."""
+    """The width of the terminal, or COLUMNS; 0 in a pipe."""
     return get_terminal_size((0, 0)).columns
 
 
@@ -29,15 +29,24 @@ def _print(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        nobody_reads()
+        ignore_broken_pipe()
 
 
 def say(text: str) -> None:
-    """Print sentences: broken between words in a terminal, and nowhere for whoever reads a pipe."""
-    columns, lines = _columns(), text.splitlines()
+    """Print sentences. Lines are broken between words in a terminal, and not broken in a pipe."""
+    lines = text.splitlines()
+    columns = _columns()
     if columns:
-        how: Any = {"break_long_words": False, "break_on_hyphens": False}
-        lines = [fill(one, columns, subsequent_indent="  ", **how) for one in lines]
+        lines = [
+            fill(
+                sentence,
+                columns,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for sentence in lines
+        ]
     _print("\n".join(lines))
 
 
@@ -51,19 +60,19 @@ def show_table(
     rows: Sequence[Sequence[str]],
     *,
     title: str = "",
-    left: Sequence[str] = (),
+    words: Sequence[str] = (),
 ) -> None:
     """Print a table; where it is too wide, words break first.
 
     Args:
         columns: their headings.
-        rows: a text for every column.
+        rows: a text for each column.
         title: a line above it.
-        left: columns of words, which like the first are aligned to the left.
+        words: columns that are aligned to the left, as the first one always is.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        side: Any = "left" if column in (columns[0], *left) else "right"
+        side: Any = "left" if column in (columns[0], *words) else "right"
         table.add_column(column, justify=side, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))

@@ -23,24 +23,24 @@ def devices_of(text: str) -> list[tuple[str, float]]:
     """Names and speeds from "8xH200,4xA100" or "2xH200,1xMINE:0.5".
 
     Raises:
-        argparse.ArgumentTypeError: it is no such list.
+        argparse.ArgumentTypeError: the text is no such list.
     """
-    found: list[tuple[str, float]] = []
+    devices: list[tuple[str, float]] = []
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         if match is None:
             raise argparse.ArgumentTypeError(
                 f"{entry!r} is no entry such as 8xH200 or 2xNAME:SPEED"
             )
-        count, name, said = match.groups()
-        speed = float(said or SPEEDS.get(name.upper(), 0.0))
+        count, name, speed_text = match.groups()
+        speed = float(speed_text or SPEEDS.get(name.upper(), 0.0))
         if not 0 < speed < 1000:
             raise argparse.ArgumentTypeError(
                 f"{entry!r} has no speed above 0 (those of {', '.join(SPEEDS)} are known): write "
                 f"{name}:SPEED, relative to an H200"
             )
-        found += [(name, speed)] * int(count or 1)
-    return found
+        devices += [(name, speed)] * int(count or 1)
+    return devices
 
 
 def add_to(commands: Any) -> None:
@@ -49,16 +49,21 @@ def add_to(commands: Any) -> None:
     add_call(parser)
     shared.add(
         parser,
-        ("--levels", shared.levels_of, "chunk counts, e.g. 7 or 7,7; none: uncut (default: the "
-         "planner's choice)"),
-        ("--layout", ("aligned", "balanced"), "chunks of whole tiles, or of equal size",
-         "aligned"),
+        (
+            "--levels",
+            shared.levels_of,
+            "chunk counts, e.g. 7 or 7,7; none: uncut (default: the planner's choice)",
+        ),
+        ("--layout", ("aligned", "balanced"), "chunks of whole tiles, or of equal size", "aligned"),
         ("--backward", None, "plan the backward (default: the forward)"),
         ("--census", None, "shares of tiles that are left out, computed whole, or in part"),
         ("--draw FILE", str, "write a picture of which task computes which pairs (.png, .svg)"),
-        ("--devices LIST", devices_of, "simulate several devices, e.g. 8xH200,4xA100 or "
-         "2xNAME:SPEED (default: one device)"),
-    )  # fmt: skip
+        (
+            "--devices LIST",
+            devices_of,
+            "simulate several devices, e.g. 8xH200,4xA100 or 2xNAME:SPEED (default: one device)",
+        ),
+    )
 
 
 def add_call(parser: argparse.ArgumentParser, *, needs_tokens: bool = True) -> None:
@@ -84,84 +89,117 @@ def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
     mask, is_causal, _ = masks.mask_of(options)
     device = named_device(options.device or best_device(), "device").type
     return {
-        "heads": options.heads or 8, "kv_heads": options.kv_heads, "head_dim": options.head_dim,
-        "batch": options.batch, "dtype": options.dtype or shared.default_dtype(device),
-        "is_causal": is_causal, "attn_mask": mask, "budget": options.budget,
-        "device": options.device, "kernel": options.kernel,
-    }  # fmt: skip
+        "heads": options.heads or 8,
+        "kv_heads": options.kv_heads,
+        "head_dim": options.head_dim,
+        "batch": options.batch,
+        "dtype": options.dtype or shared.default_dtype(device),
+        "is_causal": is_causal,
+        "attn_mask": mask,
+        "budget": options.budget,
+        "device": options.device,
+        "kernel": options.kernel,
+    }
 
 
 def summary(plan: Plan) -> dict[str, Any]:
     """A plan in plain types."""
-    own = ["levels", "n_tasks", "n_groups", "kernel", "backward", "peak_bytes", "predicted_seconds"]
     schedule = plan.schedule
-    heads = schedule.group.kv_heads * plan.shape.queries_per_key_head
     return {
-        "kept": plan.mask_words or "all pairs", "layout": plan.decomposition.layout,
-        "max_task_tokens": schedule.largest_task, "heads_per_group": heads,
-        "n_cap": schedule.route.n_cap, "accumulator": schedule.route.accumulator,
-        **{name: getattr(plan, name) for name in own},
-    }  # fmt: skip
+        "kept": plan.mask_words or "all pairs",
+        "layout": plan.decomposition.layout,
+        "max_task_tokens": schedule.largest_task,
+        "heads_per_group": schedule.group.kv_heads * plan.shape.queries_per_key_head,
+        "n_cap": schedule.route.n_cap,
+        "accumulator": schedule.route.accumulator,
+        "levels": plan.levels,
+        "n_tasks": plan.n_tasks,
+        "n_groups": plan.n_groups,
+        "kernel": plan.kernel,
+        "backward": plan.backward,
+        "peak_bytes": plan.peak_bytes,
+        "predicted_seconds": plan.predicted_seconds,
+    }
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.draw is not None:
         check_drawable(options.draw)
-    result, said = (_one if options.devices is None else _several)(options)
+    plan_call = _plan_one_device if options.devices is None else _simulate_devices
+    result, sentences = plan_call(options)
     if options.draw is not None:
         result["picture"] = options.draw
-        said.append(f"picture: {options.draw}")
+        sentences.append(f"picture: {options.draw}")
     if options.json:
         print_json(result)
     else:
-        say("\n".join(said))
+        say("\n".join(sentences))
     return 0
 
 
-def _one(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The plan for one device, as data and in words."""
-    how = {name: getattr(options, name) for name in ("levels", "layout", "backward")}
-    made = plan(options.tokens, **how, **sizes_of(options))
-    result, said = {"is_causal": options.causal, **summary(made)}, [made.describe()]
+def _plan_one_device(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The plan for one device, as data and as sentences."""
+    call_plan = plan(
+        options.tokens,
+        levels=options.levels,
+        layout=options.layout,
+        backward=options.backward,
+        **sizes_of(options),
+    )
+    result = {"is_causal": options.causal, **summary(call_plan)}
+    sentences = [call_plan.describe()]
     if options.census:
-        census = made.census()
-        names = ("masked", "clear", "mixed", "tiles")
-        found = result["census"] = {name: getattr(census, name) for name in names}
-        shares = " / ".join(f"{100 * found[name]:.2f}" for name in names[:3])
-        said.append(f"tiles of 128 x 128: {shares} % masked / clear / mixed")
+        census = call_plan.census()
+        shares = {"masked": census.masked, "clear": census.clear, "mixed": census.mixed}
+        result["census"] = {**shares, "tiles": census.tiles}
+        percentages = " / ".join(f"{100 * share:.2f}" for share in shares.values())
+        sentences.append(f"tiles of 128 x 128: {percentages} % masked / clear / mixed")
     if options.draw is not None:
-        made.draw(options.draw)
-    return result, said
+        call_plan.draw(options.draw)
+    return result, sentences
 
 
-def _several(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """How long each pass would take on several devices, as data and in words.
+def _simulate_devices(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The seconds of each pass on several devices, as data and as sentences.
 
     Raises:
         ValueError: an option of a plan for one device was given as well.
     """
-    sizes = sizes_of(options)
+    sizes = sizes_of(options) | {"device": "cuda"}
     if options.device == "cuda":
         options.device = None
-    shared.refuse(options, "does not go with --devices", levels=None, layout="aligned",
-                  backward=False, census=False, device=None, **masks.NOT_GIVEN)  # fmt: skip
+    shared.refuse(
+        options,
+        "does not go with --devices",
+        levels=None,
+        layout="aligned",
+        backward=False,
+        census=False,
+        device=None,
+        **masks.NOT_GIVEN,
+    )
     devices: list[tuple[str, float]] = options.devices
-    total, passes, drawn, said = sum(speed for _, speed in devices), {}, {}, []
+    passes = {}
+    simulations = {}
+    sentences = []
     for name in ("forward", "backward"):
-        made = plan(options.tokens, backward=name == "backward", **sizes | {"device": "cuda"})
-        found = drawn[name] = simulate(made.shape, devices, made.predicted_seconds)
-        busy = sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
-        passes[name] = {"seconds": found.seconds, "parts": found.parts, "busy": busy}
-        spent = format_seconds(found.seconds)
-        said.append(
-            f"{name}: {spent}, {counted(found.parts, 'part')}, devices busy {busy:.1%} of the time"
+        call_plan = plan(options.tokens, backward=name == "backward", **sizes)
+        simulation = simulate(call_plan.shape, devices, call_plan.predicted_seconds)
+        simulations[name] = simulation
+        busy_seconds = sum(part.stop - part.start for part in simulation.ran)
+        busy = busy_seconds / len(devices) / simulation.seconds
+        passes[name] = {"seconds": simulation.seconds, "parts": simulation.parts, "busy": busy}
+        sentences.append(
+            f"{name}: {format_seconds(simulation.seconds)}, {counted(simulation.parts, 'part')}, "
+            f"devices busy {busy:.1%} of the time"
         )
     if options.draw is not None:
-        draw_gantt(options.draw, drawn)
-    said.append(
+        draw_gantt(options.draw, simulations)
+    total_speed = sum(speed for _, speed in devices)
+    sentences.append(
         f"Predicted, not measured: {counted(len(devices), 'device')}, together as fast as "
-        f"{total:g} H200s. The H200's rates were measured; other speeds are published ones, or "
-        "yours. Each device has the whole budget, and reaches inputs and results at full speed."
+        f"{total_speed:g} H200s. The H200's rates were measured; other speeds are published ones, "
+        "or yours. Each device has the whole budget, and reaches inputs and results at full speed."
     )
-    named = [{"name": name, "speed": speed} for name, speed in devices]
-    return {"devices": named, "of_one_h200": total, "passes": passes}, said
+    entries = [{"name": name, "speed": speed} for name, speed in devices]
+    return {"devices": entries, "of_one_h200": total_speed, "passes": passes}, sentences

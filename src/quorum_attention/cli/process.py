@@ -25,16 +25,16 @@ class Stopped(KeyboardInterrupt):
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The signals that came.
-_asked: list[int] = []
+# The signals that asked the process to end.
+_received: list[int] = []
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    _asked.append(number)
-    # One is enough: the second would only interrupt the cleaning up.
-    for other in _SIGNALS:
-        if signal.getsignal(other) is _stop:
-            signal.signal(other, signal.SIG_IGN)
+    _received.append(number)
+    # A second signal would only interrupt the cleaning up.
+    for later_number in _SIGNALS:
+        if signal.getsignal(later_number) is _stop:
+            signal.signal(later_number, signal.SIG_IGN)
     raise Stopped(number)
 
 
@@ -47,7 +47,7 @@ def stoppable(handler: Any = _stop) -> Iterator[None]:
     do handlers of somebody else's, and nothing is changed outside the main thread.
     """
     before = {}
-    _asked.clear()
+    _received.clear()
     if threading.current_thread() is threading.main_thread():
         usual = (signal.SIG_DFL, signal.default_int_handler)
         for number in _SIGNALS:
@@ -56,8 +56,8 @@ def stoppable(handler: Any = _stop) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _asked:  # Python makes other errors of one that comes in the middle of an import
-            raise Stopped(_asked[0]) from error
+        if _received:  # an import turns an error that a signal raises in it into others
+            raise Stopped(_received[0]) from error
         raise
     finally:
         for number, former in before.items():
@@ -65,12 +65,12 @@ def stoppable(handler: Any = _stop) -> Iterator[None]:
 
 
 def complete_streams() -> None:
-    """Open what is missing of stdin, stdout and stderr on nothing, and have stdout print names that
-    its encoding does not know.
+    """Open closed standard streams on the null device, and let stdout escape characters that its
+    encoding lacks.
 
-    Who starts a command may close its streams. The next file that is opened gets such a number,
-    so whatever a library wrote to stderr would be written into a result. And a name that cannot be
-    printed is no reason to fail after its file is written.
+    A command can be started with its streams closed. The next file that it opened would get the
+    number of stderr, and warnings of a library would be written into a result. A name that cannot
+    be printed must not fail a command after its file is written.
     """
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -83,8 +83,9 @@ def complete_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def nobody_reads() -> None:
-    """Whoever read stdout has had enough (``| head``): what is still printed goes nowhere, and work
-    and exit status are what they would be."""
+def ignore_broken_pipe() -> None:
+    """Send what is still printed to the null device, when the reader of stdout has ended, as
+    ``| head`` does. The command goes on, and its exit status stays the same.
+    """
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -37,15 +37,18 @@ from quorum_attention.units import (
     format_seconds,
 )
 
-# What a Python process allocates beside the call's tensors while it runs, on the CPU.
+# A Python process on the CPU allocates so much beside the call's tensors.
 _PROCESS_BYTES = 2 << 20
 _NO_PICTURE = f"none, for want of matplotlib; {install_hint('draw')}"
-# There is no second call after so long a first one, nor torch's call without a limit.
+# A longer first call is not repeated. A longer call of torch without a limit is not made.
 PATIENCE_SECONDS = 45.0
 _SHORT = {"out": "out", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 _ACCEPTED = {
-    torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 1e-4, torch.float64: 1e-10,
-}  # fmt: skip
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+    torch.float32: 1e-4,
+    torch.float64: 1e-10,
+}
 
 
 def add_to(commands: Any) -> None:
@@ -60,21 +63,28 @@ def add_to(commands: Any) -> None:
         shared.KV_HEADS,
         shared.HEAD_DIM,
         shared.DTYPE,
-        ("--budget", shared.bytes_of, "memory limit of both methods, e.g. 64MiB (default: too "
-         "little for torch)"),
+        (
+            "--budget",
+            shared.bytes_of,
+            "memory limit of both methods, e.g. 64MiB (default: too little for torch)",
+        ),
         shared.DEVICE,
         ("--qkv", shared.name_of, "safetensors file with query, key and value (default: random)"),
         ("--forward-only", None, "compute no gradients"),
-        ("--draw FILE", str, "write a picture of the call (.png, .svg)",
-         "quorum-attention-out/recover.png"),
+        (
+            "--draw FILE",
+            str,
+            "write a picture of the call (.png, .svg)",
+            "quorum-attention-out/recover.png",
+        ),
         shared.JSON,
-    )  # fmt: skip
+    )
     parser.epilog = shared.GLOSSARY
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """The call that is made; random inputs are on the device "meta" here."""
+    """The call to measure. Random inputs are on the device "meta" here."""
 
     device: torch.device
     budget_bytes: int
@@ -87,50 +97,81 @@ class _Setting:
 
     @property
     def process_bytes(self) -> int:
-        """What the process gets of the limit: on a GPU only torch's allocator is limited."""
+        """The share of the limit that the process itself takes.
+
+        On a GPU only torch's allocator is limited.
+        """
         return _PROCESS_BYTES if self.device.type == "cpu" else 0
 
-    def plan(self, *, backward: bool, **how: Any) -> Plan:
-        """A plan of the call."""
+    def plan(self, *, backward: bool, **options: Any) -> Plan:
+        """A plan of one pass of the call."""
         *batch, heads, tokens, width = self.query.shape
         return plan(
-            tokens, n_keys=self.key.shape[-2], heads=heads, kv_heads=self.key.shape[-3],
-            head_dim=width, value_dim=self.value.shape[-1],
-            batch=max(1, torch.Size(batch).numel()), dtype=self.query.dtype,
-            is_causal=self.is_causal, device=self.device, backward=backward, **how,
-        )  # fmt: skip
+            tokens,
+            n_keys=self.key.shape[-2],
+            heads=heads,
+            kv_heads=self.key.shape[-3],
+            head_dim=width,
+            value_dim=self.value.shape[-1],
+            batch=max(1, torch.Size(batch).numel()),
+            dtype=self.query.dtype,
+            is_causal=self.is_causal,
+            device=self.device,
+            backward=backward,
+            **options,
+        )
 
     def measure(self, method: str, limited: bool, quiet: bool) -> Outcome:
         """Run a method in a process of its own."""
         *_, heads, tokens, width = self.query.shape
-        return run_child(Spec(
-            method, tokens, heads, self.key.shape[-3], width, str(self.query.dtype)[6:],
-            self.is_causal, self.backward, str(self.device), inputs=self.file,
-            limit_bytes=self.budget_bytes if limited else None,
-            budget_bytes=max(0, self.budget_bytes - self.process_bytes),
-            repeats=1, patience=PATIENCE_SECONDS, check=True, progress=not quiet,
-        ))  # fmt: skip
+        return run_child(
+            Spec(
+                method,
+                tokens,
+                heads,
+                self.key.shape[-3],
+                width,
+                str(self.query.dtype)[6:],
+                self.is_causal,
+                self.backward,
+                str(self.device),
+                inputs=self.file,
+                limit_bytes=self.budget_bytes if limited else None,
+                budget_bytes=max(0, self.budget_bytes - self.process_bytes),
+                repeats=1,
+                patience=PATIENCE_SECONDS,
+                check=True,
+                progress=not quiet,
+            )
+        )
 
 
 def _run(options: argparse.Namespace) -> int:
     Path(options.draw).parent.mkdir(parents=True, exist_ok=True)
-    with suppress(ImportError):  # then there is no picture, which is said at the end
+    with suppress(ImportError):  # without matplotlib there is no picture, as the last line says
         check_drawable(options.draw)
-    setting, quiet = _setting(options), options.json
+    setting = _setting(options)
+    quiet = options.json
     _refuse_too_small(setting)
     if not quiet:
         say(_headline(setting))
-    answers = {
+    outcomes = {
         "torch": setting.measure("sdpa", True, quiet),
         "Quorum Attention": setting.measure("quorum", True, quiet),
     }
-    if _affordable(setting):
-        answers["torch, no limit"] = setting.measure("sdpa", False, quiet)
-    errors = [error for (error,) in answers["Quorum Attention"].errors.values()]
-    recovered = bool(errors) and all(e < _ACCEPTED[setting.query.dtype] for e in errors)
-    picture = _draw(setting, answers, options.draw)
-    (_print_json if quiet else _print)(setting, answers, recovered, picture)
+    if _is_affordable(setting):
+        outcomes["torch, no limit"] = setting.measure("sdpa", False, quiet)
+    recovered = _is_exact(outcomes["Quorum Attention"], setting.query.dtype)
+    picture = _draw(setting, outcomes, options.draw)
+    show = _print_json if quiet else _print
+    show(setting, outcomes, recovered, picture)
     return 0 if recovered else 1
+
+
+def _is_exact(outcome: Outcome, dtype: torch.dtype) -> bool:
+    """Whether results were compared with float64, and all errors are small for their dtype."""
+    errors = [error for (error,) in outcome.errors.values()]
+    return bool(errors) and max(errors) < _ACCEPTED[dtype]
 
 
 def _refuse_too_small(setting: _Setting) -> None:
@@ -139,93 +180,121 @@ def _refuse_too_small(setting: _Setting) -> None:
     Raises:
         ValueError: names the smallest budget that works for both.
     """
-    process = setting.process_bytes
+    process_bytes = setting.process_bytes
+    budget = max(0, setting.budget_bytes - process_bytes)
+    inputs = "host" if setting.device.type == "cuda" else "device"
 
-    def planned(backward: bool) -> Plan:
-        return setting.plan(
-            backward=backward, budget=max(0, setting.budget_bytes - process), results_given=True,
-            inputs="host" if setting.device.type == "cuda" else "device",
-        )  # fmt: skip
+    def plan_pass(backward: bool) -> Plan:
+        return setting.plan(backward=backward, budget=budget, results_given=True, inputs=inputs)
 
     try:
-        planned(False) if not setting.backward else both_passes(planned)
+        if setting.backward:
+            both_passes(plan_pass)
+        else:
+            plan_pass(False)
     except BudgetError as error:
-        smallest = error.smallest_bytes or 0
-        parts = f" ({format_bytes(smallest)} for the call, {format_bytes(process)} for its process)"
-        raise ValueError(
+        call_bytes = error.smallest_bytes or 0
+        message = (
             f"--budget {format_bytes(setting.budget_bytes)} is too small for this call; the "
-            f"smallest that works is {format_least(smallest + process)}{parts if process else ''}"
-        ) from None
+            f"smallest that works is {format_least(call_bytes + process_bytes)}"
+        )
+        if process_bytes:
+            call, process = format_bytes(call_bytes), format_bytes(process_bytes)
+            message += f" ({call} for the call, {process} for its process)"
+        raise ValueError(message) from None
 
 
 def _setting(options: argparse.Namespace) -> _Setting:
     device = shared.default_device(options.device)
-    if options.qkv:
-        shared.refuse(options, "does not go with --qkv", tokens=None, heads=None, dtype=None)
-        given = read_inputs([options.qkv]).tensors
-        if "mask" in given:
-            raise ValueError(f"{options.qkv} has a mask, which this command does not take")
-        query, key, value = given["query"], given["key"], given["value"]
-    else:
-        heads, tokens = options.heads or 8, 262_144 if device.type == "cuda" else 16_384
-        size = options.tokens or tokens, options.head_dim
-        dtype = options.dtype or shared.default_dtype(device.type)
-        query, key, value = (
-            torch.empty((1, n, *size), dtype=dtype, device="meta")
-            for n in (heads, *[shared.kv_heads(heads, options.kv_heads)] * 2)
-        )
+    query, key, value = _read_qkv(options) if options.qkv else _empty_qkv(options, device)
     budget = options.budget
     if budget is None:
-        # The output and one log-sum-exp a row are what torch's forward needs at least.
-        least, share = (24 << 20, 0.75) if device.type == "cpu" else (64 << 20, 1.0)
+        # torch's forward needs at least the output and one log-sum-exp a row.
+        least_bytes, share = (24 << 20, 0.75) if device.type == "cpu" else (64 << 20, 1.0)
         out_bytes = math.prod(query.shape[:-1]) * value.shape[-1] * query.element_size()
-        budget = max(least, int(share * out_bytes))
-    return _Setting(device, budget, options.causal, not options.forward_only, options.qkv,
-                    query, key, value)  # fmt: skip
+        budget = max(least_bytes, int(share * out_bytes))
+    return _Setting(
+        device=device,
+        budget_bytes=budget,
+        is_causal=options.causal,
+        backward=not options.forward_only,
+        file=options.qkv,
+        query=query,
+        key=key,
+        value=value,
+    )
+
+
+def _read_qkv(options: argparse.Namespace) -> list[torch.Tensor]:
+    shared.refuse(options, "does not go with --qkv", tokens=None, heads=None, dtype=None)
+    tensors = read_inputs([options.qkv]).tensors
+    if "mask" in tensors:
+        raise ValueError(f"{options.qkv} has a mask, which this command does not take")
+    return [tensors["query"], tensors["key"], tensors["value"]]
+
+
+def _empty_qkv(options: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
+    """Query, key and value on the device "meta"."""
+    heads = options.heads or 8
+    kv_heads = shared.kv_heads(heads, options.kv_heads)
+    tokens = options.tokens or (262_144 if device.type == "cuda" else 16_384)
+    dtype = options.dtype or shared.default_dtype(device.type)
+    return [
+        torch.empty((1, n, tokens, options.head_dim), dtype=dtype, device="meta")
+        for n in (heads, kv_heads, kv_heads)
+    ]
 
 
 def _headline(setting: _Setting) -> str:
     *batch, heads, tokens, width = setting.query.shape
-    many = f"{' x '.join(map(str, batch))} x " if batch and batch != [1] else ""
-    kv = (
-        ""
-        if setting.key.shape[-3] == heads
-        else f" over {counted(setting.key.shape[-3], 'key/value head')}"
-    )
-    dtype = str(setting.query.dtype).removeprefix("torch.")
+    sizes = [counted(tokens, "token")]
+    batch_words = f"{' x '.join(map(str, batch))} x " if batch and batch != [1] else ""
+    head_words = f"{batch_words}{counted(heads, 'head')}"
+    kv_heads = setting.key.shape[-3]
+    if kv_heads != heads:
+        head_words += f" over {counted(kv_heads, 'key/value head')}"
+    sizes.append(f"{head_words} of {width}")
+    sizes.append(str(setting.query.dtype).removeprefix("torch."))
+    causal = "causal" if setting.is_causal else "not causal"
+    passes = "forward and backward" if setting.backward else "forward"
     return (
-        f"{counted(tokens, 'token')}, {many}{counted(heads, 'head')}{kv} of {width}, {dtype}, "
-        f"{'causal' if setting.is_causal else 'not causal'}, "
-        f"{'forward and backward' if setting.backward else 'forward'}, on "
-        f"{setting.device}; memory limit {format_bytes(setting.budget_bytes)}"
+        f"{', '.join(sizes)}, {causal}, {passes}, on {setting.device}; "
+        f"memory limit {format_bytes(setting.budget_bytes)}"
     )
 
 
-def _needed(setting: _Setting) -> tuple[int, float]:
-    """Bytes beyond its inputs (results and workspace), and seconds, that torch's call takes."""
-    passes = (False, True) if setting.backward else (False,)
-    plans = [setting.plan(backward=backward, levels=(), inputs="device") for backward in passes]
-    out = setting.query.nbytes if setting.backward else 0
-    peaks = (plans[0].peak_bytes, plans[-1].peak_bytes + out)
-    return max(peaks), sum(made.predicted_seconds for made in plans)
+def _torch_needs(setting: _Setting) -> tuple[int, float]:
+    """The bytes that torch's call takes beyond its inputs (results and workspace), and seconds."""
+    forward = setting.plan(backward=False, levels=(), inputs="device")
+    if not setting.backward:
+        return forward.peak_bytes, forward.predicted_seconds
+    backward = setting.plan(backward=True, levels=(), inputs="device")
+    # The forward's output stays for the backward.
+    backward_bytes = backward.peak_bytes + setting.query.nbytes
+    seconds = forward.predicted_seconds + backward.predicted_seconds
+    return max(forward.peak_bytes, backward_bytes), seconds
 
 
-def _affordable(setting: _Setting) -> bool:
-    """Whether torch's call without a limit, which is only for comparison, fits in memory and ends
-    soon."""
-    needed, seconds = _needed(setting)
-    needed += sum(t.nbytes for t in (setting.query, setting.key, setting.value, setting.query))
-    fits = 2 * needed < backend_of(setting.device).free_bytes(setting.device)
-    return bool(fits and seconds < PATIENCE_SECONDS)
+def _is_affordable(setting: _Setting) -> bool:
+    """Whether torch's call without a limit fits in memory and ends soon. The call is only there for
+    comparison.
+    """
+    needed_bytes, seconds = _torch_needs(setting)
+    needed_bytes += setting.query.nbytes + setting.key.nbytes + setting.value.nbytes
+    # The gradient of the output.
+    needed_bytes += setting.query.nbytes
+    free_bytes = backend_of(setting.device).free_bytes(setting.device)
+    return 2 * needed_bytes < free_bytes and seconds < PATIENCE_SECONDS
 
 
-def _draw(setting: _Setting, answers: dict[str, Outcome], path: str) -> str | None:
-    limited, ours, *free = answers.values()
-    worked = [one.peak_bytes or 0 for one in (limited, *free) if one.ok]
-    needed = worked[0] if worked else _needed(setting)[0]
+def _draw(setting: _Setting, outcomes: dict[str, Outcome], path: str) -> str | None:
+    """Write the picture. Returns its path, or None without matplotlib."""
+    limited, ours, *unlimited = outcomes.values()
+    torch_peaks = [outcome.peak_bytes or 0 for outcome in (limited, *unlimited) if outcome.ok]
+    torch_bytes = torch_peaks[0] if torch_peaks else _torch_needs(setting)[0]
     verb = "took" if limited.ok else "needs"
     bars = [
-        (f"torch {verb}", needed, limited.status, limited.ok),
+        (f"torch {verb}", torch_bytes, limited.status, limited.ok),
         ("Quorum Attention took", ours.peak_bytes or 0, ours.status, ours.ok),
     ]
     name = "backward" if ours.report.get("backward") else "forward"
@@ -233,68 +302,90 @@ def _draw(setting: _Setting, answers: dict[str, Outcome], path: str) -> str | No
     tokens = max(setting.query.shape[-2], setting.key.shape[-2])
     try:
         draw_recovery(
-            path, decomposition=Decomposition(tokens, tuple(levels)),
-            is_causal=setting.is_causal, budget_bytes=setting.budget_bytes, bars=bars,
+            path,
+            decomposition=Decomposition(tokens, tuple(levels)),
+            is_causal=setting.is_causal,
+            budget_bytes=setting.budget_bytes,
+            bars=bars,
             note=f"as the {name} was cut",
-        )  # fmt: skip
+        )
     except ImportError:
         return None
     return path
 
 
 def _print_json(
-    setting: _Setting, answers: dict[str, Outcome], recovered: bool, picture: str | None
+    setting: _Setting, outcomes: dict[str, Outcome], recovered: bool, picture: str | None
 ) -> None:
-    methods = [{"method": label, **asdict(answer)} for label, answer in answers.items()]
-    print_json({
-        "call": _headline(setting), "budget_bytes": setting.budget_bytes, "recovered": recovered,
-        "methods": methods, "picture": picture,
-    })  # fmt: skip
+    methods = [{"method": label, **asdict(outcome)} for label, outcome in outcomes.items()]
+    print_json(
+        {
+            "call": _headline(setting),
+            "budget_bytes": setting.budget_bytes,
+            "recovered": recovered,
+            "methods": methods,
+            "picture": picture,
+        }
+    )
 
 
 def _print(
-    setting: _Setting, answers: dict[str, Outcome], recovered: bool, picture: str | None
+    setting: _Setting, outcomes: dict[str, Outcome], recovered: bool, picture: str | None
 ) -> None:
-    """What failed, what came back, and the price."""
-    limited, ours, *_ = answers.values()
-    within = f"within {format_bytes(setting.budget_bytes)}"
+    """Print failures, results and costs."""
+    limited, ours, *_ = outcomes.values()
+    limit = f"within {format_bytes(setting.budget_bytes)}"
     if limited.ok:
         say(
-            f"torch {within}: worked, with {limited.memory}. There was "
+            f"torch {limit}: worked, with {limited.memory}. There was "
             f"nothing to recover. Try a smaller --budget."
         )
     else:
-        say(f"torch {within}: failed in its {limited.stage}: {limited.reason}")
+        say(f"torch {limit}: failed in its {limited.stage}: {limited.reason}")
     if ours.ok:
-        right = f"Matches float64 on sampled rows: {'yes' if recovered else 'NO'}."
-        say(f"Quorum Attention {within}: worked, with {ours.memory}. {right}")
-        errors = ", ".join(
-            f"{_SHORT[n]} {format_error(error)}" for n, (error,) in ours.errors.items()
-        )
-        say(f"relative errors: {errors}")
+        exact = f"Matches float64 on sampled rows: {'yes' if recovered else 'NO'}."
+        say(f"Quorum Attention {limit}: worked, with {ours.memory}. {exact}")
+        errors = [f"{_SHORT[n]} {format_error(error)}" for n, (error,) in ours.errors.items()]
+        say(f"relative errors: {', '.join(errors)}")
     else:
         stage = f" in its {ours.stage}" if ours.stage else ""
-        say(f"Quorum Attention {within}: failed{stage}: {ours.reason}")
-    worked = {label: answer for label, answer in answers.items() if answer.ok}
-    if worked:
-        figures = [_figures(answer) for answer in worked.values()]
-        show_table(["", *worked], [[name, *(one[name] for one in figures)] for name in figures[0]])
-    for name, part in ours.report.items():
-        if part:
-            levels = " x ".join(map(str, part["levels"])) or "none"
-            work = f"{counted(part['units'], 'unit')} of {counted(part['heads_per_group'], 'head')}"
-            say(f"{name}: levels {levels}, {work}, kernel {part['kernel']}")
+        say(f"Quorum Attention {limit}: failed{stage}: {ours.reason}")
+    _print_figures({label: outcome for label, outcome in outcomes.items() if outcome.ok})
+    for name, report in ours.report.items():
+        if report:
+            say(f"{name}: {_pass_words(report)}")
     say(f"picture: {picture or _NO_PICTURE}")
 
 
-def _figures(answer: Outcome) -> dict[str, str]:
-    """What a table shows of a method that worked."""
-    found, first = {"memory": answer.memory}, answer.first_seconds
+def _pass_words(report: dict[str, Any]) -> str:
+    """The cut of a pass."""
+    counts = [str(count) for count in report["levels"]]
+    levels = " x ".join(counts) or "none"
+    units = counted(report["units"], "unit")
+    heads = counted(report["heads_per_group"], "head")
+    return f"levels {levels}, {units} of {heads}, kernel {report['kernel']}"
+
+
+def _print_figures(outcomes: dict[str, Outcome]) -> None:
+    """Print a table of the methods that worked, a column each."""
+    if not outcomes:
+        return
+    columns = [_figures(outcome) for outcome in outcomes.values()]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    show_table(["", *outcomes], rows)
+
+
+def _figures(outcome: Outcome) -> dict[str, str]:
+    """The memory and the seconds of a method, in words."""
+    first_seconds = outcome.first_seconds
     passes = {
-        "forward": first[:1] + answer.forward_seconds,
-        "backward": first[1:] + answer.backward_seconds,
+        "forward": first_seconds[:1] + outcome.forward_seconds,
+        "backward": first_seconds[1:] + outcome.backward_seconds,
     }
+    figures = {"memory": outcome.memory}
     for name, times in passes.items():
-        for which, spent in zip_longest(("first", "second"), times) if times else ():
-            found[f"{which} {name}"] = "-" if spent is None else format_seconds(spent)
-    return found
+        if not times:
+            continue
+        for ordinal, seconds in zip_longest(("first", "second"), times):
+            figures[f"{ordinal} {name}"] = "-" if seconds is None else format_seconds(seconds)
+    return figures

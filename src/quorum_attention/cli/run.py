@@ -31,11 +31,21 @@ from quorum_attention.progress import progress_bar
 from quorum_attention.units import counted
 
 _amount = shared.number_of("a number of at least 0", lambda number: 0 <= number < 1e6)
-# What changes no number of the result, and may be another when a call is resumed.
-_ASIDE = (
-    "run", "command", "input", "output", "json", "resume", "restart", "keep_every",
-    "ray", "ray_workers", "ray_gpus", "ray_cpus",
-)  # fmt: skip
+# Options that change no number of the result. They may differ when a call is resumed.
+_WITHOUT_EFFECT = (
+    "run",
+    "command",
+    "input",
+    "output",
+    "json",
+    "resume",
+    "restart",
+    "keep_every",
+    "ray",
+    "ray_workers",
+    "ray_gpus",
+    "ray_cpus",
+)
 
 
 def add_to(commands: Any) -> None:
@@ -49,18 +59,24 @@ def add_to(commands: Any) -> None:
     masks.add_to(parser, files=True)
     shared.add(
         parser,
-        ("--scale", shared.number_of("a finite number"), "factor of the scores (default: head_dim "
-         "** -0.5)"),
+        (
+            "--scale",
+            shared.number_of("a finite number"),
+            "factor of the scores (default: head_dim ** -0.5)",
+        ),
         ("--out-dtype", shared.dtype_of, "dtype of out or of gradients (default: the query's)"),
         ("--lse", None, "write the log-sum-exp as well"),
         shared.KERNEL,
         ("--depth", shared.depth_of, "number of levels of cutting; 0: uncut", "auto"),
         ("--budget", shared.bytes_of, "device memory, e.g. 2GiB or 1e9 (default: what is free)"),
         shared.DEVICE,
-        ("--keep-every N", shared.count_of, "save progress every N key/value heads (default: "
-         "about five seconds' work)"),
+        (
+            "--keep-every N",
+            shared.count_of,
+            "save progress every N key/value heads (default: about five seconds' work)",
+        ),
         shared.JSON,
-    )  # fmt: skip
+    )
     shared.add(
         parser.add_mutually_exclusive_group(),
         ("--resume", None, "continue a stopped run; if there is none, start one"),
@@ -68,46 +84,67 @@ def add_to(commands: Any) -> None:
     )
     shared.add(
         parser.add_argument_group("on a Ray cluster"),
-        ("--ray ADDRESS", str, "local (a new cluster on this machine), HOST:PORT, or auto (one "
-         "that already runs here) (default: none)"),
+        (
+            "--ray ADDRESS",
+            str,
+            "local (a new cluster on this machine), HOST:PORT, or auto (one "
+            "that already runs here) (default: none)",
+        ),
         ("--ray-workers", shared.count_of, "units computed at a time (default: as many as fit)"),
         ("--ray-gpus", _amount, "GPUs for each unit (default: 1 if the cluster has any)"),
         ("--ray-cpus", _amount, "CPUs for each unit", 1.0),
-        ("--chunks", shared.count_of, "tasks of a head: 1, 7, 13, 21, ... (default: as many as "
-         "keep all workers busy)"),
-    )  # fmt: skip
+        (
+            "--chunks",
+            shared.count_of,
+            "tasks of a head: 1, 7, 13, 21, ... (default: as many as keep all workers busy)",
+        ),
+    )
     parser.epilog = shared.GLOSSARY
-    # Names are read wherever they stand: argparse takes only the first that stand together, and
-    # commands are parsed by ``parse_known_args``.
-    plainly = parser.parse_known_args
+    _intermix(parser)
 
-    def mixed(*given: Any) -> Any:
-        parser.parse_known_args = plainly  # which some versions of argparse call in turn
+
+def _intermix(parser: Any) -> None:
+    """Let a command's file names stand anywhere between its options.
+
+    argparse reads only the names that stand together, and parses commands by
+    ``parse_known_args``.
+    """
+    parse_known_args = parser.parse_known_args
+
+    def parse_intermixed(*arguments: Any) -> Any:
+        # Some versions of argparse call parse_known_args within.
+        parser.parse_known_args = parse_known_args
         try:
-            return parser.parse_known_intermixed_args(*given)
+            return parser.parse_known_intermixed_args(*arguments)
         finally:
-            parser.parse_known_args = mixed
+            parser.parse_known_args = parse_intermixed
 
-    parser.parse_known_args = mixed
+    parser.parse_known_args = parse_intermixed
 
 
 def _computer(options: argparse.Namespace) -> Compute:
-    """What computes the parts of the call."""
+    """The function that computes the parts of the call: here, or on Ray."""
     if options.ray is None:
         return compute_here
     from quorum_attention.ray import Farm
 
     def compute(run: FileRun, numbers: Sequence[int]) -> Iterator[int]:
-        call, report, parts = run.call, PoolPass(), {n: run.parts[n] for n in numbers}
+        parts = {number: run.parts[number] for number in numbers}
+        report = PoolPass()
         farm = Farm(
-            options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
-            num_gpus=options.ray_gpus, budget=options.budget,
-        )  # fmt: skip
+            options.ray,
+            workers=options.ray_workers,
+            num_cpus=options.ray_cpus,
+            num_gpus=options.ray_gpus,
+            budget=options.budget,
+        )
         with farm, progress_bar() as bar:
-            done = farm.by_parts(call, run.results, parts, chunks=options.chunks, report=report)
-            for count, number in enumerate(done, 1):
+            finished = farm.by_parts(
+                run.call, run.results, parts, chunks=options.chunks, report=report
+            )
+            for n_finished, number in enumerate(finished, 1):
                 yield number
-                bar(count, len(numbers), "parts on Ray")
+                bar(n_finished, len(numbers), "parts on Ray")
         if not options.json:
             say(str(report))
 
@@ -131,78 +168,118 @@ def _run(options: argparse.Namespace) -> int:
     device = shared.default_device(options.device)
     if options.kernel != "auto":
         get_kernel(options.kernel)
-    call_options = CallOptions(
-        budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
-    )
-    mask, is_causal, sources = masks.mask_of(options, inputs.tensors.get("mask"))
-    sources |= {f"the {role}": file for role, file in inputs.files.items()}
+    mask, is_causal, files = masks.mask_of(options, inputs.tensors.get("mask"))
+    files |= {f"the {role}": file for role, file in inputs.files.items()}
     _check_forward(options, inputs)
-    tensors = {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"}
     call = file_call(
-        call_options, tensors, mask, is_causal, options.scale, enable_gqa=True,
+        CallOptions(
+            budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
+        ),
+        {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"},
+        mask,
+        is_causal,
+        options.scale,
+        enable_gqa=True,
         out_dtype=options.out_dtype,
-    )  # fmt: skip
-    wanted = call.results(lse=options.lse)
-    output = output_of(options.output, wanted, _metadata(options))
-    output.check_apart(seen.path for seen in sources.values())
-    if inputs.unknown:
-        files, has = ", ".join(options.input), "has" if len(options.input) == 1 else "have"
-        warn(f"{files} also {has} {', '.join(inputs.unknown)}, which this command does not use")
+    )
+    results = call.results(lse=options.lse)
+    output = output_of(options.output, results, _metadata(options))
+    output.check_apart(file.path for file in files.values())
+    _warn_of_unknown(options, inputs)
     if not options.json:
-        where = device if options.ray is None else f"Ray ({options.ray})"
-        say(_headline(options, call, where))
+        say(_headline(call, device if options.ray is None else f"Ray ({options.ray})"))
     report = Report()
-    mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
-    arguments = {shared.option(n): value for n, value in _arguments(options).items()}
-    header = fingerprint(call, wanted, arguments, sources)
+    arguments = {shared.option(name): value for name, value in _arguments(options).items()}
     result = run_call(
-        call, output, header, sources.values(), report,
-        mode=mode, heads=options.keep_every, compute=_computer(options), say=warn,
-    )  # fmt: skip
-    _tell(options, inputs, call, report, result)
+        call,
+        output,
+        fingerprint(call, results, arguments, files),
+        files.values(),
+        report,
+        mode=_mode(options),
+        heads=options.keep_every,
+        compute=_computer(options),
+        say=warn,
+    )
+    if options.json:
+        _print_json(options, inputs, call, report, result)
+    else:
+        _print(options, report, result)
     return 0
 
 
-def _tell(
+def _mode(options: argparse.Namespace) -> Mode:
+    if options.resume:
+        return "resume"
+    return "restart" if options.restart else "new"
+
+
+def _warn_of_unknown(options: argparse.Namespace, inputs: Inputs) -> None:
+    """Name the tensors of the files that the command does not use."""
+    if not inputs.unknown:
+        return
+    files = ", ".join(options.input)
+    verb = "has" if len(options.input) == 1 else "have"
+    warn(f"{files} also {verb} {', '.join(inputs.unknown)}, which this command does not use")
+
+
+def _print_json(
     options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, result: RunResult
 ) -> None:
     settings, resumed_parts = result
     mask = call.whole.mask
     bias = None if mask is None else mask.bias
-    if options.json:
-        print_json({
-            "output": options.output, "is_causal": options.causal,
+    print_json(
+        {
+            "output": options.output,
+            "is_causal": options.causal,
             "mask": None if bias is None else list(bias.shape),
-            "keeps": _kept(call), "unknown": inputs.unknown, **report.to_dict(),
-            "total": report.total.to_dict(), "parts": settings.parts,
-            "resumed_parts": resumed_parts, "kv_heads_per_part": settings.heads,
+            "keeps": _mask_words(call),
+            "unknown": inputs.unknown,
+            **report.to_dict(),
+            "total": report.total.to_dict(),
+            "parts": settings.parts,
+            "resumed_parts": resumed_parts,
+            "kv_heads_per_part": settings.heads,
             "accumulators_in_file": settings.in_file,
-        })  # fmt: skip
-    else:
-        if options.ray is None:
-            if report.total.forwards + report.total.backwards > 1:
-                say(f"this run:\n{report.total}\nthe last of {counted(settings.parts, 'part')}:")
-            say(str(report))
-        say(f"wrote {options.output}")
+        }
+    )
+
+
+def _print(options: argparse.Namespace, report: Report, result: RunResult) -> None:
+    # Ray's report was printed when its parts were done.
+    if options.ray is None:
+        if report.total.forwards + report.total.backwards > 1:
+            parts = counted(result.settings.parts, "part")
+            say(f"this run:\n{report.total}\nthe last of {parts}:")
+        say(str(report))
+    say(f"wrote {options.output}")
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that a result depends on, as JSON has them. A file may be called otherwise
-    later: that there is one counts."""
-    found = {}
+    """The options that a result depends on, as JSON has them.
+
+    A file may have another name later, so an option that names one is True.
+    """
+    arguments: dict[str, Any] = {}
     for name, value in vars(options).items():
-        if name not in _ASIDE and value is not None:
-            said = True if name in masks.FILES else value
-            found[name] = said if isinstance(said, (bool, int, float)) else str(said)
-    return found
+        if name in _WITHOUT_EFFECT or value is None:
+            continue
+        if name in masks.FILES:
+            arguments[name] = True
+        elif isinstance(value, (bool, int, float)):
+            arguments[name] = value
+        else:
+            arguments[name] = str(value)
+    return arguments
 
 
 def _metadata(options: argparse.Namespace) -> dict[str, str]:
-    named = {"input": options.input, "output": options.output}
+    paths = {"input": options.input, "output": options.output}
     return {
         "format": "pt",
         "quorum_attention": quorum_attention.__version__,
-        "arguments": json.dumps({**named, **_arguments(options)}),
+        "arguments": json.dumps({**paths, **_arguments(options)}),
     }
 
 
@@ -210,27 +287,33 @@ def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
     """Refuse a backward of another call than the forward that wrote its output."""
     if not options.backward:
         return
-    file, now = inputs.files["out"].path, _arguments(options)
+    file = inputs.files["out"].path
     try:
-        before = dict(json.loads(metadata_of(file).get("arguments", "{}")))
+        forward = dict(json.loads(metadata_of(file).get("arguments", "{}")))
     except (ValueError, TypeError, RecursionError):  # a .npy file, or another program's
         return
-    for name in (*masks.NAMES, "scale") if "causal" in before else ():
-        if before.get(name) != now.get(name):
+    if "causal" not in forward:
+        return
+    backward = _arguments(options)
+    for name in (*masks.NAMES, "scale"):
+        if forward.get(name) != backward.get(name):
             raise ValueError(
-                f"{file} was written by a forward with {shared.option(name)} {before.get(name)}, "
-                f"and this is a backward with {now.get(name)}"
+                f"{file} was written by a forward with {shared.option(name)} {forward.get(name)}, "
+                f"and this is a backward with {backward.get(name)}"
             )
 
 
-def _headline(options: argparse.Namespace, call: FileCall, device: torch.device | str) -> str:
-    query, key = (" x ".join(map(str, call.tensors[name].shape)) for name in ("query", "key"))
-    dtype = str(call.tensors["query"].dtype).removeprefix("torch.")
+def _headline(call: FileCall, place: torch.device | str) -> str:
+    query = call.tensors["query"]
+    query_sizes = " x ".join(map(str, query.shape))
+    key_sizes = " x ".join(map(str, call.tensors["key"].shape))
+    dtype = str(query.dtype).removeprefix("torch.")
+    direction = "backward: " if call.backward else ""
     return (
-        f"{'backward: ' if call.backward else ''}queries {query}, keys {key}, {dtype}, "
-        f"{_kept(call)}, on {device}"
+        f"{direction}queries {query_sizes}, keys {key_sizes}, {dtype}, "
+        f"{_mask_words(call)}, on {place}"
     )
 
 
-def _kept(call: FileCall) -> str:
+def _mask_words(call: FileCall) -> str:
     return mask_words(call.whole.mask, call.shape.is_causal) or "all pairs"

@@ -1,0 +1,165 @@
+"""``estimate --model``: what a training step of a model needs, by part."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+
+import torch
+
+from quorum_attention.cli import masks
+from quorum_attention.cli import options as shared
+from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.recipes.layer_bytes import returned_bytes
+from quorum_attention.recipes.model_shape import ModelShape, read_shape
+from quorum_attention.recipes.offload import host_room, page_locked_share
+from quorum_attention.recipes.remedies import advice, longest_that_fits, switch_until_it_fits
+from quorum_attention.recipes.step_estimate import DEFAULT_WORKSPACE, StepMemory, step_memory
+from quorum_attention.recipes.switches import SWITCHES
+from quorum_attention.recipes.training import OPTIMIZERS, Training
+from quorum_attention.units import counted, format_bytes
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that go with ``--model``."""
+    shared.add(
+        parser,
+        (
+            "--model CONFIG.json",
+            str,
+            "a model's config.json from Hugging Face: estimate a "
+            "training step of it (default: one attention call)",
+        ),
+        (
+            "--memory",
+            shared.bytes_of,
+            "with --model: memory of the device; only the switches that "
+            "are needed to fit are on (default: all)",
+        ),
+        (
+            "--host-memory",
+            shared.bytes_of,
+            "with --model: memory of the host, of which five sixths "
+            "may be page-locked (default: what is free on this machine)",
+        ),
+        (
+            "--optimizer",
+            OPTIMIZERS,
+            "with --model: adamw keeps two states in the weights' "
+            "dtype; adamw-fp32 two, and the weights, in float32 (default: adamw)",
+            "adamw",
+        ),
+        (
+            "--lora RANK",
+            shared.count_of,
+            "with --model: train adapters of this rank on all linear "
+            "layers, the rest frozen (default: all weights)",
+        ),
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """The command, with ``--model``.
+
+    Raises:
+        ValueError: sizes of a call were given as well; or the file is no configuration.
+    """
+    shared.refuse(
+        options,
+        "does not go with --model",
+        heads=None,
+        kv_heads=None,
+        head_dim=64,
+        kernel="auto",
+        **masks.NOT_GIVEN,
+    )
+    shape = read_shape(options.model)
+    training = Training(
+        options.tokens,
+        options.batch,
+        options.dtype or torch.bfloat16,
+        options.optimizer,
+        options.lora,
+        options.budget,
+        options.device or best_device().type,
+    )
+    host = host_room() if options.host_memory is None else page_locked_share(options.host_memory)
+    fits = None
+    longest = None
+    if options.memory is None:
+        needs = _all_switched_on(shape, training)
+    else:
+        needs, fits = switch_until_it_fits(shape, training, options.memory)
+        if not fits or needs.host_bytes > host:
+            longest = longest_that_fits(shape, training, options.memory, host)
+    if options.json:
+        print_json(
+            {
+                "model": asdict(shape),
+                "memory_bytes": options.memory,
+                "fits": fits,
+                "host_memory_bytes": host,
+                "host_suffices": needs.host_bytes <= host,
+                "longest_tokens": longest,
+                **needs.to_dict(),
+            }
+        )
+        return
+    _show(options, shape, needs)
+    if needs.host_bytes:
+        say(_host_words(needs.host_bytes, host))
+    if fits is not None:
+        say(advice(needs, fits, options.memory))
+    if longest is not None:
+        say(_longest_words(longest, options.memory, host))
+
+
+def _all_switched_on(shape: ModelShape, training: Training) -> StepMemory:
+    """A step on a device of any size."""
+    budget = training.budget
+    if budget is None:
+        budget = DEFAULT_WORKSPACE + returned_bytes(shape, training, backward=True)
+    return step_memory(shape, replace(training, budget=budget, on=SWITCHES))
+
+
+def _host_words(needed: int, host: int) -> str:
+    words = f"in host memory: {format_bytes(needed)}; {format_bytes(host)} may be page-locked"
+    if needed <= host:
+        return f"{words}: that suffices"
+    return (
+        f"{words}: that does not suffice, so attention is computed again, or the step does not fit"
+    )
+
+
+def _longest_words(longest: int, memory: int, host: int) -> str:
+    where = f"in {format_bytes(memory)}, with {format_bytes(host)} of the host's"
+    if longest == 0:
+        return f"no shorter text fits {where}"
+    return f"the longest text that fits {where}: {counted(longest, 'token')}"
+
+
+def _show(options: argparse.Namespace, shape: ModelShape, needs: StepMemory) -> None:
+    title = (
+        f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training step of "
+        f"{options.batch} x {counted(options.tokens, 'token')}"
+    )
+    switched = "all on" if options.memory is None else "these on"
+    rows = [
+        [
+            p.name,
+            format_bytes(p.plain_bytes),
+            format_bytes(p.bytes),
+            p.switch if p.switch in needs.on else "",
+        ]
+        for p in needs.parts
+    ]
+    totals = [format_bytes(needs.plain_bytes), format_bytes(needs.peak_bytes)]
+    rows.append(["peak of the step", *totals, ""])
+    columns = ["part", "as it comes", switched, "switched on"]
+    show_table(columns, rows, title=title, words=("switched on",))
+    say(
+        "The peak is what is always there plus the larger of one layer and the loss. CUDA's "
+        "context and what a trainer keeps come on top. The budget of attention includes its "
+        "results. docs/long-context.md explains the switches."
+    )
