@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from quorum_attention.bench.methods import (
     RESULTS,
     CallTensors,
     ForwardResult,
+    Method,
     exact_results,
 )
 from quorum_attention.bench.verification import sampled_errors
@@ -98,10 +99,12 @@ def run_child(spec: Spec, timeout: float | None = None) -> Outcome:
 
 def _failure(status: int, stderr: str) -> Outcome:
     """The measurement of a process that ended without one."""
-    how = f"signal {-status}" if status < 0 else f"status {status}"
-    reason = f"its process ended with {how} and no answer"
-    last_lines = stderr.strip().splitlines()[-1:]
-    return Outcome(FAILED, ": ".join([reason, *last_lines]))
+    ending = f"signal {-status}" if status < 0 else f"status {status}"
+    reason = f"its process ended with {ending} and no answer"
+    lines = stderr.strip().splitlines()
+    if lines:
+        reason = f"{reason}: {lines[-1]}"
+    return Outcome(FAILED, reason)
 
 
 def main(spec: str) -> None:
@@ -149,10 +152,11 @@ def _measure_errors(spec: Spec, seed: int, measurement: Outcome) -> None:
     """Measure the errors of one draw against float64."""
     method = METHODS[spec.method]
     call = _drawn_call(spec, method.on_device, seed)
-    result = method.forward(call)
-    results = [result.out.detach(), *method.backward(call, result)]
-    for name, computed, exact in zip(RESULTS, results, exact_results(call), strict=True):
-        difference = computed.to(exact.device).double() - exact
+    forward = method.forward(call)
+    grads = method.backward(call, forward)
+    results = [forward.out.detach(), *grads]
+    for name, result, exact in zip(RESULTS, results, exact_results(call), strict=True):
+        difference = result.to(exact.device).double() - exact
         error = float(difference.norm() / exact.norm())
         measurement.errors.setdefault(name, []).append(error)
 
@@ -202,36 +206,41 @@ class _NormalTensors:
         return tensor
 
 
+@dataclass(frozen=True)
 class _Timing:
     """Times the calls of a measurement."""
 
-    def __init__(
-        self, spec: Spec, measurement: Outcome, report_progress: ReportProgress | None
-    ) -> None:
-        self._spec = spec
-        self._method = METHODS[spec.method]
-        self._measurement = measurement
-        self._report_progress = report_progress
-        self._device = torch.device(spec.device)
+    spec: Spec
+    measurement: Outcome
+    report_progress: ReportProgress | None
+
+    @property
+    def method(self) -> Method:
+        """The method that computes the calls."""
+        return METHODS[self.spec.method]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes the calls."""
+        return torch.device(self.spec.device)
 
     def run(self) -> None:
         """Time the calls, under the limit of memory if there is one, and check sampled rows."""
-        spec = self._spec
-        measurement = self._measurement
-        if self._device.type == "cpu":
+        spec = self.spec
+        measurement = self.measurement
+        if self.device.type == "cpu":
             warm_up()
         self._run_small_calls()
         measurement.stage = "inputs"
-        # What torch needs on the device is there before anything is limited, and what is written
-        # too.
-        call = _drawn_call(spec, self._method.on_device)
-        streams = self._method.is_ours and not self._method.on_device
-        if streams and (spec.check or self._device.type != "cpu"):
+        # Inputs that torch reads and results that are streamed are allocated before the limit.
+        call = _drawn_call(spec, self.method.on_device)
+        streams = self.method.is_ours and not self.method.on_device
+        if streams and (spec.check or self.device.type != "cpu"):
             call.allocate_results()
         gc.collect()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        peak = PeakMemory(self._device)
+        peak = PeakMemory(self.device)
         try:
             with peak:
                 if spec.limit_bytes is not None:
@@ -239,19 +248,19 @@ class _Timing:
                 self._run_calls(call)
         finally:
             measurement.peak_bytes = peak.peak_bytes
-        if spec.check and self._method.is_ours:
+        if spec.check and self.method.is_ours:
             measurement.errors = _sampled_errors(call, spec.is_causal)
 
     def _run_small_calls(self) -> None:
         """Make the call with few tokens, so that libraries are ready when it is timed."""
-        spec = self._spec
+        spec = self.spec
         small = replace(
             spec,
             tokens=min(spec.tokens, WARM_TOKENS),
             repeats=min(spec.repeats, 1),
             inputs=None,
         )
-        call = _drawn_call(small, self._method.on_device)
+        call = _drawn_call(small, self.method.on_device)
         call.options["budget"] = None if spec.budget_bytes is None else _WARM_BUDGET
         _Timing(small, Outcome(), None)._run_calls(call)
 
@@ -259,21 +268,21 @@ class _Timing:
         """Make a first call and, as long as they do not take too long, ``repeats`` others."""
         start = time.perf_counter()
         self._run_first_call(call)
-        for _ in range(self._spec.repeats):
-            if time.perf_counter() - start > self._spec.patience:
+        for _ in range(self.spec.repeats):
+            if time.perf_counter() - start > self.spec.patience:
                 return
             seconds = self._run_call(call, "second ")
-            self._measurement.forward_seconds += seconds[:1]
-            self._measurement.backward_seconds += seconds[1:]
+            self.measurement.forward_seconds += seconds[:1]
+            self.measurement.backward_seconds += seconds[1:]
 
     def _run_first_call(self, call: CallTensors) -> None:
         """Make the first call. Its report times every stage, which takes time."""
         report = Report()
         call.options["report"] = report
-        self._measurement.first_seconds = self._run_call(call, "")
+        self.measurement.first_seconds = self._run_call(call, "")
         call.options["report"] = None
-        if self._method.is_ours:
-            self._measurement.report = report.to_dict()
+        if self.method.is_ours:
+            self.measurement.report = report.to_dict()
 
     def _run_call(self, call: CallTensors, prefix: str) -> list[float]:
         """Make one call; the seconds of its forward and, if there is one, its backward.
@@ -283,15 +292,15 @@ class _Timing:
         Args:
             prefix: of the stages' names.
         """
-        if self._report_progress is not None:
-            show = self._report_progress
+        if self.report_progress is not None:
+            show = self.report_progress
             call.options["progress"] = lambda done, total, label: show(done, total, prefix + label)
         stage = self._start_stage(f"{prefix}forward")
-        result = self._method.forward(call)
+        result = self.method.forward(call)
         seconds = [self._seconds_since(stage)]
         if call.grad is not None:
             stage = self._start_stage(f"{prefix}backward")
-            self._method.backward(call, result)
+            self.method.backward(call, result)
             seconds.append(self._seconds_since(stage))
         _store_lse(call, result)
         del result
@@ -299,12 +308,12 @@ class _Timing:
         return seconds
 
     def _start_stage(self, name: str) -> float:
-        backend_of(self._device).synchronize(self._device)
-        self._measurement.stage = name
+        backend_of(self.device).synchronize(self.device)
+        self.measurement.stage = name
         return time.perf_counter()
 
     def _seconds_since(self, start: float) -> float:
-        backend_of(self._device).synchronize(self._device)
+        backend_of(self.device).synchronize(self.device)
         return time.perf_counter() - start
 
 

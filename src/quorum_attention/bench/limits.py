@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
@@ -25,11 +26,13 @@ def data_bytes() -> int:
 def warm_up() -> None:
     """Start torch's thread pools, whose stacks count as data, before anything is measured."""
     # Enough elements that every thread gets some.
-    torch.ones(torch.get_num_threads() << 17, device="cpu").add_(1.0)
+    n_elements = torch.get_num_threads() << 17
+    torch.ones(n_elements, device="cpu").add_(1.0)
     small = torch.randn(1, 2, 256, 16, requires_grad=True, device="cpu")
-    out = torch.nn.functional.scaled_dot_product_attention(small, small, small)
-    # The first gradient that is handed over imports torch's symbolic shapes: 30 MiB.
-    torch.autograd.grad(out, small, torch.ones_like(out))
+    out = scaled_dot_product_attention(small, small, small)
+    # The first upstream gradient makes autograd import torch's symbolic shapes: 30 MiB.
+    grad_out = torch.ones_like(out)
+    torch.autograd.grad(out, small, grad_out)
 
 
 def is_limit_error(error: BaseException | None) -> bool:
@@ -56,9 +59,11 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.backend = device, backend_of(device)
+        self.device = device
+        self.backend = backend_of(device)
         self.peak_bytes: int | None = None
-        self._before = self._highest = 0
+        self._before = 0
+        self._highest = 0
         self._counted: Callable[[], int] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -71,7 +76,9 @@ class PeakMemory:
         self._counted = self.backend.count_peak(self.device)
         if self._counted is None:
             self._is_sampled = try_start(self._thread)
-            self._before = self._highest = data_bytes()  # with the sampler's own stack
+            # The stack of the sampling thread is in use by now.
+            self._before = data_bytes()
+            self._highest = self._before
         return self
 
     def limit(self, extra_bytes: int) -> None:

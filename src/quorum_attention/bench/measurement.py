@@ -15,7 +15,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Spec:
-    """What to measure.
+    """The call and the method to measure.
 
     Attributes:
         method: a name of ``METHODS``.

@@ -50,7 +50,7 @@ class CallTensors:
 
 
 class ForwardResult(NamedTuple):
-    """What a forward leaves for the backward.
+    """The output of a forward, and what its backward reads.
 
     Attributes:
         out: the output.

@@ -39,12 +39,11 @@ def sampled_errors(
     for head in range(len(query)):
         _add_forward_errors(sums, forward, head)
     if grad_out is not None:
-        grad_out = grad_out.flatten(0, -3)
-        grad_query, grad_key, grad_value = (grad.flatten(0, -3) for grad in grads)
+        backward = _Backward(grad_out.flatten(0, -3), *(grad.flatten(0, -3) for grad in grads))
         for head in range(len(query)):
-            _add_query_error(sums, forward, head, grad_out, grad_query)
+            _add_query_error(sums, forward, backward, head)
         for key_head in range(len(key)):
-            _add_key_errors(sums, forward, key_head, grad_out, grad_key, grad_value)
+            _add_key_errors(sums, forward, backward, key_head)
     return sums.relative()
 
 
@@ -79,6 +78,15 @@ class _Forward(NamedTuple):
         return scores.masked_fill(columns > rows[:, None], -torch.inf)
 
 
+class _Backward(NamedTuple):
+    """The gradients of a forward; batch entries and heads are one dimension."""
+
+    grad_out: Tensor  # (b h, n, d_v)
+    grad_query: Tensor  # (b h, n, d)
+    grad_key: Tensor  # (b h_kv, m, d)
+    grad_value: Tensor  # (b h_kv, m, d_v)
+
+
 def _evenly_spread(n_tokens: int, n_samples: int) -> Tensor:
     """Positions at even distances, the first and the last among them."""
     places = torch.linspace(0, n_tokens - 1, n_samples, dtype=torch.float64, device="cpu")
@@ -107,45 +115,49 @@ class _ErrorSums:
         }
 
 
-def _sampled_rows(forward: _Forward, head: int, query_rows: Tensor) -> tuple[Tensor, Tensor]:
+def _sampled_rows(forward: _Forward, head: int, queries: Tensor) -> tuple[Tensor, Tensor]:
     """The scores and the output of sampled queries of a head, (rows, m) and (rows, d_v)."""
-    key = forward.key[head // forward.group].double()
-    value = forward.value[head // forward.group].double()
+    key_head = head // forward.group
+    key = forward.key[key_head].double()
+    value = forward.value[key_head].double()
+    rows = forward.sampled_queries()
     columns = torch.arange(key.shape[0], device="cpu")
-    scores = forward.scores(query_rows, forward.sampled_queries(), key, columns)
-    return scores, scores.softmax(1) @ value
+    scores = forward.scores(queries, rows, key, columns)
+    weights = scores.softmax(1)
+    return scores, weights @ value
 
 
 def _add_forward_errors(sums: _ErrorSums, forward: _Forward, head: int) -> None:
     rows = forward.sampled_queries()
-    scores, exact_out = _sampled_rows(forward, head, forward.query[head][rows].double())
+    queries = forward.query[head][rows].double()
+    scores, exact_out = _sampled_rows(forward, head, queries)
     exact_lse = scores.logsumexp(1)
-    sums.add("lse", forward.lse[head][rows], exact_lse)
-    sums.add("out", forward.out[head][rows], exact_out)
+    lse = forward.lse[head][rows]
+    out = forward.out[head][rows]
+    sums.add("lse", lse, exact_lse)
+    sums.add("out", out, exact_out)
 
 
-def _add_query_error(
-    sums: _ErrorSums, forward: _Forward, head: int, grad_out: Tensor, grad_query: Tensor
-) -> None:
+def _add_query_error(sums: _ErrorSums, forward: _Forward, backward: _Backward, head: int) -> None:
     rows = forward.sampled_queries()
-    query_rows = forward.query[head][rows].double().requires_grad_()
-    _, exact_out = _sampled_rows(forward, head, query_rows)
-    exact_out.backward(grad_out[head][rows].double())
-    sums.add("grad_query", grad_query[head][rows], query_rows.grad)
+    queries = forward.query[head][rows].double()
+    queries.requires_grad_()
+    _, exact_out = _sampled_rows(forward, head, queries)
+    grad_out = backward.grad_out[head][rows].double()
+    exact_out.backward(grad_out)
+    grad_query = backward.grad_query[head][rows]
+    sums.add("grad_query", grad_query, queries.grad)
 
 
 def _add_key_errors(
-    sums: _ErrorSums,
-    forward: _Forward,
-    key_head: int,
-    grad_out: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
+    sums: _ErrorSums, forward: _Forward, backward: _Backward, key_head: int
 ) -> None:
-    """Add the errors of sampled keys and values: query heads that share a key head add up."""
+    """Add the errors of sampled keys and values. Query heads that share a key head add up."""
     columns = forward.sampled_keys()
-    keys = forward.key[key_head][columns].double().requires_grad_()
-    values = forward.value[key_head][columns].double().requires_grad_()
+    keys = forward.key[key_head][columns].double()
+    values = forward.value[key_head][columns].double()
+    keys.requires_grad_()
+    values.requires_grad_()
     first_head = key_head * forward.group
     all_rows = torch.arange(forward.query.shape[1], device="cpu")
     for head in range(first_head, first_head + forward.group):
@@ -153,10 +165,14 @@ def _add_key_errors(
             query = forward.query[head][rows].double()
             out = forward.out[head][rows].double()
             lse = forward.lse[head][rows]
-            upstream = grad_out[head][rows].double()
-            weights = torch.exp(forward.scores(query, rows, keys, columns) - lse[:, None])
-            delta = (upstream * out).sum(1, keepdim=True)
+            grad_out = backward.grad_out[head][rows].double()
+            scores = forward.scores(query, rows, keys, columns)
+            weights = torch.exp(scores - lse[:, None])
+            delta = (grad_out * out).sum(1, keepdim=True)
+            grad_weights = grad_out @ values.mT
             # With output and log-sum-exp held as they are, this has the gradients of the call.
-            (weights * (upstream @ values.mT - delta)).sum().backward()
-    sums.add("grad_key", grad_key[key_head][columns], keys.grad)
-    sums.add("grad_value", grad_value[key_head][columns], values.grad)
+            (weights * (grad_weights - delta)).sum().backward()
+    grad_key = backward.grad_key[key_head][columns]
+    grad_value = backward.grad_value[key_head][columns]
+    sums.add("grad_key", grad_key, keys.grad)
+    sums.add("grad_value", grad_value, values.grad)

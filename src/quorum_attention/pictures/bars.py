@@ -29,12 +29,14 @@ def draw_bars(axes: Any, bars: Sequence[Bar], least_length: float = 0.0) -> None
     """Draw bars from top to bottom.
 
     Args:
-        least_length: fits into ``axes``, too.
+        least_length: a length that fits into ``axes`` although no bar may have it.
     """
     remove_frame(axes)
-    longest = max([least_length, _LEAST_LENGTH, *(bar.length for bar in bars)])
+    lengths = [bar.length for bar in bars]
+    longest = max(least_length, _LEAST_LENGTH, *lengths)
+    n_rows = max(_LEAST_ROWS, len(bars))
     axes.set_xlim(0, longest * _MARGIN)
-    axes.set_ylim(max(_LEAST_ROWS, len(bars)) - 0.4, -0.6)
+    axes.set_ylim(n_rows - 0.4, -0.6)
     for place, bar in enumerate(bars):
         axes.barh(place, bar.length, height=_BAR_HEIGHT, color=[bar.colour], zorder=2)
         _write(axes, place + _LABEL_OFFSET, bar.label, INK, 10.5)

@@ -102,11 +102,11 @@ def _task_explanation(pairs: Pairs) -> str:
     return text
 
 
-def summary_of(decomposition: Decomposition, kept: str, n_tasks: int | None = None) -> str:
+def summary_of(decomposition: Decomposition, words: str, n_tasks: int | None = None) -> str:
     """The title of a picture of ``decomposition``.
 
     Args:
-        kept: the kept pairs in words; "" for all.
+        words: the kept pairs; "" for all.
         n_tasks: of the call, where it is not the decomposition's number.
     """
     parts = [counted(decomposition.n_tokens, "token")]
@@ -116,15 +116,15 @@ def summary_of(decomposition: Decomposition, kept: str, n_tasks: int | None = No
         parts += [f"{chunks} chunks", tasks]
     else:
         parts.append("one uncut task")
-    if kept:
-        parts.append(kept)
+    if words:
+        parts.append(words)
     return ", ".join(parts)
 
 
 def draw_all_pairs(figure: Any, decomposition: Decomposition, pairs: Pairs, title: str) -> None:
     """Draw the score square in the left half of ``figure``, in about ``MAX_BLOCKS`` blocks."""
-    left, _, _, _ = LEFT_HALF
-    figure.text(left, 0.952, title, color=INK, size=15, weight="bold")
+    x = LEFT_HALF[0]
+    figure.text(x, 0.952, title, color=INK, size=15, weight="bold")
     axes = figure.add_axes(LEFT_HALF)
     drawn = with_fewer_levels(decomposition, MAX_BLOCKS, pairs.is_causal)
     n_rows = max(1, min(pairs.n_queries, drawn.n_tokens))
@@ -137,10 +137,10 @@ def draw_all_pairs(figure: Any, decomposition: Decomposition, pairs: Pairs, titl
     axes.set_aspect("equal" if is_squarish else "auto", anchor="NW")
     edges = [0, *(span.stop for span in drawn.as_one_task().spans)]
     _number_chunks(axes, edges, n_rows, n_columns)
-    note = _pairs_note(drawn, decomposition)
+    note = _pairs_note(drawn, decomposition.depth)
     write_heading(axes, "All pairs of a query and a key", note)
     text = _pairs_explanation(drawn, pairs)
-    write_explanation(figure, left, EXPLANATION_TOP, COLUMNS_OF_HALF, text)
+    write_explanation(figure, x, EXPLANATION_TOP, COLUMNS_OF_HALF, text)
 
 
 def _add_blocks(axes: Any, decomposition: Decomposition, pairs: Pairs) -> None:
@@ -164,27 +164,30 @@ def _add_blocks(axes: Any, decomposition: Decomposition, pairs: Pairs) -> None:
     axes.add_collection(collection)
 
 
-def _pairs_note(drawn: Decomposition, decomposition: Decomposition) -> str:
-    if not drawn.levels:
+def _pairs_note(decomposition: Decomposition, depth_of_call: int) -> str:
+    """A note on the drawn levels, which may be fewer than those of the call."""
+    if not decomposition.levels:
         return "one call computes every pair"
     note = "each pair in exactly one task: its colour says which"
-    if drawn.depth < decomposition.depth:
-        note += f"; {drawn.depth} of {decomposition.depth} levels of cutting drawn"
+    if decomposition.depth < depth_of_call:
+        note += f"; {decomposition.depth} of {depth_of_call} levels of cutting drawn"
     return note
 
 
-def _pairs_explanation(drawn: Decomposition, pairs: Pairs) -> str:
+def _pairs_explanation(decomposition: Decomposition, pairs: Pairs) -> str:
     text = "Each point is one pair: its row is the query, its column the key. "
     if pairs.verdict is not None or pairs.is_causal:
         text += "Empty: pairs that the mask leaves out. "
-    if not drawn.levels:
+    if not decomposition.levels:
         return text
-    second_cut = f", cuts those into {drawn.levels[1]} again," if drawn.depth > 1 else ""
-    text += (
-        f"The tokens are cut into {drawn.levels[0]} chunks; a task loads a few of them{second_cut} "
-        "and computes the pairs in its colour. All tasks together compute every pair once."
+    second_cut = ""
+    if decomposition.depth > 1:
+        second_cut = f", cuts those into {decomposition.levels[1]} again,"
+    return (
+        f"{text}The tokens are cut into {decomposition.levels[0]} chunks; a task loads a few of "
+        f"them{second_cut} and computes the pairs in its colour. All tasks together compute every "
+        "pair once."
     )
-    return text
 
 
 def _number_chunks(axes: Any, edges: list[int], n_rows: int, n_columns: int) -> None:
@@ -236,8 +239,10 @@ class _TaskCells:
         for row_number, row in enumerate(task.spans):
             n_columns = row_number + 1 if pairs.is_causal else len(task.spans)
             for column_number, column in enumerate(task.spans[:n_columns]):
-                shift = (starts[column_number] - column.start, starts[row_number] - row.start)
-                self._add(row, column, shift, is_diagonal=row_number == column_number)
+                across = starts[column_number] - column.start
+                down = starts[row_number] - row.start
+                is_diagonal = row_number == column_number
+                self._add(row, column, (across, down), is_diagonal=is_diagonal)
 
     def _add(self, row: Span, column: Span, shift: tuple[int, int], *, is_diagonal: bool) -> None:
         """Add the pairs of two spans, moved by ``shift``."""

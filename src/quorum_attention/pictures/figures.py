@@ -69,11 +69,11 @@ def check_drawable(path: str | PathLike[str]) -> Path:
 def _picture_format(figure: Any, path: str | PathLike[str]) -> str:
     """The picture format by the ending of ``path``; PNG without an ending."""
     ending = os.path.splitext(path)[1].removeprefix(".").lower() or "png"
-    known = figure.canvas.get_supported_filetypes()
-    if ending not in known:
-        formats = ", ".join(sorted(known))
+    formats = figure.canvas.get_supported_filetypes()
+    if ending not in formats:
         raise ValueError(
-            f"{os.fspath(path)!r} must end in one of {formats}, for the picture's format"
+            f"{os.fspath(path)!r} must end in one of {', '.join(sorted(formats))}, "
+            "for the picture's format"
         )
     return ending
 
@@ -109,15 +109,15 @@ def write_heading(axes: Any, title: str, note: str = "") -> None:
     )
 
 
-def write_explanation(figure: Any, left: float, top: float, columns: int, text: str) -> None:
+def write_explanation(figure: Any, x: float, top: float, columns: int, text: str) -> None:
     """Write what a picture shows, for someone who sees one for the first time.
 
     Args:
-        left, top: where the text begins, in shares of the figure.
+        x, top: where the text begins, in shares of the figure.
         columns: characters of a line.
     """
     lines = textwrap.fill(text, columns)
-    figure.text(left, top, lines, color=SOFT, size=9.5, va="top", linespacing=1.45)
+    figure.text(x, top, lines, color=SOFT, size=9.5, va="top", linespacing=1.45)
 
 
 def colour_at(turn: float, lightness: float = 0.67) -> Colour:

@@ -21,16 +21,23 @@ Point = tuple[float, float]
 
 def corners(block: Rectangle) -> list[Point]:
     """The corners of a kept block; x is the key, y the query."""
-    top: list[Point] = [(block.key_start, block.query_start)]
-    if not block.causal:
-        top.append((block.key_stop, block.query_start))
-    return [*top, (block.key_stop, block.query_stop), (block.key_start, block.query_stop)]
+    left = block.key_start
+    right = block.key_stop
+    top = block.query_start
+    bottom = block.query_stop
+    lower = [(right, bottom), (left, bottom)]
+    if block.causal:
+        return [(left, top), *lower]
+    return [(left, top), (right, top), *lower]
 
 
 def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Rectangle]:
-    """The kept pairs of ``task``, in positions of the whole call: its rectangles, cut where its
-    tokens have gaps, under the mask as ``kept_blocks`` draws it."""
-    for rectangle in task.rectangles(pairs.is_causal, pairs.n_queries, pairs.n_keys):
+    """The kept pairs of ``task``, in positions of the whole call.
+
+    The task's rectangles are cut where its tokens have gaps. ``kept_blocks`` draws the mask.
+    """
+    rectangles = task.rectangles(pairs.is_causal, pairs.n_queries, pairs.n_keys)
+    for rectangle in rectangles:
         for queries, keys, causal in task.contiguous(rectangle):
             part = Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
             yield from kept_blocks(part, pairs, cell)

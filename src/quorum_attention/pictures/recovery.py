@@ -55,8 +55,8 @@ def draw_recovery(
     figure = new_figure(*SIZE_OF_HALVES)
     pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
     kind = "causal" if is_causal else ""
-    kept = ", ".join(filter(None, [kind, note]))
-    draw_all_pairs(figure, decomposition, pairs, summary_of(decomposition, kept))
+    words = ", ".join(filter(None, [kind, note]))
+    draw_all_pairs(figure, decomposition, pairs, summary_of(decomposition, words))
     axes = figure.add_axes(_RIGHT_HALF)
     draw_bars(axes, [_memory_bar(*bar) for bar in bars], budget_bytes)
     axes.axvline(budget_bytes, color=INK, linewidth=1.4, linestyle=_DASHES, zorder=3)

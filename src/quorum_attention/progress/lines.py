@@ -22,16 +22,21 @@ class Lines:
         self._last: dict[str, tuple[float, float]] = {}
 
     def update(self, done: int, total: int, label: str) -> None:
-        """Write a line, if there was none for a while and there is something to say."""
-        now, share = time.monotonic(), done / max(1, total)
-        when, told = self._last.get(label, (self._opened, 0.0))
-        waited = now - when
-        if waited < _SECONDS or (share - told < _SHARE and share < 1 and waited < _PATIENCE):
+        """Write a line, if the last one is old and enough was done since, or it is very old."""
+        now = time.monotonic()
+        share = done / max(1, total)
+        last_time, last_share = self._last.get(label, (self._opened, 0.0))
+        waited = now - last_time
+        gained = share - last_share
+        if waited < _SECONDS:
+            return
+        if gained < _SHARE and share < 1 and waited < _PATIENCE:
             return
         text = f"{label}: {done} of {total} after {now - self._opened:.0f} s"
-        if label in self._last and told < share < 1:
-            text += f", about {waited * (1 - share) / (share - told):.0f} s left"
-        self._last[label] = now, share
+        if label in self._last and gained > 0 and share < 1:
+            seconds_left = waited * (1 - share) / gained
+            text += f", about {seconds_left:.0f} s left"
+        self._last[label] = (now, share)
         line(text)
 
 
