@@ -37,7 +37,7 @@ def test_a_planted_error_is_found_and_located(name: str) -> None:
     wrong = [case for case in found.cases if case.verdict == "not exact"]
     assert wrong or found.broken
     for case in wrong:
-        assert case.worst()[1] > case.limit
+        assert case.largest_error > case.limit
         assert case.rows
         assert {result for result, *_ in case.rows} <= set(case.errors)
     for sentence in found.broken:

@@ -189,11 +189,13 @@ class _NormalTensors:
     """Draws normally distributed tensors, on the device or in (page-locked) host memory."""
 
     def __init__(self, spec: Spec, on_device: bool, seed: int) -> None:
+        device = torch.device(spec.device)
+        self._device = device
         self._dtype = getattr(torch, spec.dtype)
-        self._device = torch.device(spec.device)
-        self._place = self._device if on_device else torch.device("cpu")
-        self._is_pinned = not on_device and self._device.type != "cpu"
-        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._place = device if on_device else torch.device("cpu")
+        self._is_pinned = not on_device and device.type != "cpu"
+        self._generator = torch.Generator(device)
+        self._generator.manual_seed(seed)
 
     def __call__(self, *shape: int) -> torch.Tensor:
         """A tensor (b, h, n, d)."""

@@ -34,57 +34,59 @@ def sampled_errors(
         grad_out, grads: the upstream gradient, and the gradients of query, key and value.
     """
     query, key, value = (tensor.flatten(0, -3) for tensor in inputs)
-    forward = _Forward(query, key, value, out.flatten(0, -3), lse.flatten(0, -2), is_causal)
+    out = out.flatten(0, -3)
+    lse = lse.flatten(0, -2)
+    group = len(query) // len(key)
+    heads = [
+        _Head(query[h], key[h // group], value[h // group], out[h], lse[h], is_causal)
+        for h in range(len(query))
+    ]
     sums = _ErrorSums()
-    for head in range(len(query)):
-        _add_forward_errors(sums, forward, head)
-    if grad_out is not None:
-        backward = _Backward(grad_out.flatten(0, -3), *(grad.flatten(0, -3) for grad in grads))
-        for head in range(len(query)):
-            _add_query_error(sums, forward, backward, head)
-        for key_head in range(len(key)):
-            _add_key_errors(sums, forward, backward, key_head)
+    for head in heads:
+        _add_forward_errors(sums, head)
+    if grad_out is None:
+        return sums.relative()
+    grad_out = grad_out.flatten(0, -3)
+    grad_query, grad_key, grad_value = (grad.flatten(0, -3) for grad in grads)
+    for h, head in enumerate(heads):
+        _add_query_error(sums, head, grad_out[h], grad_query[h])
+    for key_head in range(len(key)):
+        sharing = slice(key_head * group, (key_head + 1) * group)
+        key_grads = (grad_key[key_head], grad_value[key_head])
+        _add_key_errors(sums, heads[sharing], grad_out[sharing], *key_grads)
     return sums.relative()
 
 
-class _Forward(NamedTuple):
-    """A forward whose rows are sampled; batch entries and heads are one dimension."""
+class _Head(NamedTuple):
+    """A query head of a forward, with the key head that it reads."""
 
-    query: Tensor  # (b h, n, d)
-    key: Tensor  # (b h_kv, m, d)
-    value: Tensor  # (b h_kv, m, d_v)
-    out: Tensor  # (b h, n, d_v)
-    lse: Tensor  # (b h, n)
+    query: Tensor  # (n, d)
+    key: Tensor  # (m, d)
+    value: Tensor  # (m, d_v)
+    out: Tensor  # (n, d_v)
+    lse: Tensor  # (n,)
     is_causal: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return len(self.query) // len(self.key)
 
     def sampled_queries(self) -> Tensor:
         """Positions of sampled queries."""
-        return _evenly_spread(self.query.shape[1], _SAMPLED_QUERIES)
+        return _evenly_spread(len(self.query), _SAMPLED_QUERIES)
 
     def sampled_keys(self) -> Tensor:
         """Positions of sampled keys."""
-        return _evenly_spread(self.key.shape[1], _SAMPLED_KEYS)
+        return _evenly_spread(len(self.key), _SAMPLED_KEYS)
 
-    def scores(self, queries: Tensor, rows: Tensor, keys: Tensor, columns: Tensor) -> Tensor:
+    def scores(self, query: Tensor, rows: Tensor, key: Tensor, columns: Tensor) -> Tensor:
         """Scores of queries at positions ``rows`` and keys at positions ``columns``."""
-        scores: Tensor = queries @ keys.mT * queries.shape[-1] ** -0.5
+        scores: Tensor = query @ key.mT * query.shape[-1] ** -0.5
         if not self.is_causal:
             return scores
         return scores.masked_fill(columns > rows[:, None], -torch.inf)
 
-
-class _Backward(NamedTuple):
-    """The gradients of a forward; batch entries and heads are one dimension."""
-
-    grad_out: Tensor  # (b h, n, d_v)
-    grad_query: Tensor  # (b h, n, d)
-    grad_key: Tensor  # (b h_kv, m, d)
-    grad_value: Tensor  # (b h_kv, m, d_v)
+    def exact_rows(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores and the output of queries at positions ``rows``, (rows, m) and (rows, d_v)."""
+        columns = torch.arange(len(self.key), device="cpu")
+        scores = self.scores(query, rows, self.key.double(), columns)
+        return scores, scores.softmax(1) @ self.value.double()
 
 
 def _evenly_spread(n_tokens: int, n_samples: int) -> Tensor:
@@ -115,64 +117,49 @@ class _ErrorSums:
         }
 
 
-def _sampled_rows(forward: _Forward, head: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores and the output of sampled queries of a head, (rows, m) and (rows, d_v)."""
-    key_head = head // forward.group
-    key = forward.key[key_head].double()
-    value = forward.value[key_head].double()
-    rows = forward.sampled_queries()
-    columns = torch.arange(key.shape[0], device="cpu")
-    scores = forward.scores(queries, rows, key, columns)
-    weights = scores.softmax(1)
-    return scores, weights @ value
-
-
-def _add_forward_errors(sums: _ErrorSums, forward: _Forward, head: int) -> None:
-    rows = forward.sampled_queries()
-    queries = forward.query[head][rows].double()
-    scores, exact_out = _sampled_rows(forward, head, queries)
+def _add_forward_errors(sums: _ErrorSums, head: _Head) -> None:
+    rows = head.sampled_queries()
+    scores, exact_out = head.exact_rows(head.query[rows].double(), rows)
     exact_lse = scores.logsumexp(1)
-    lse = forward.lse[head][rows]
-    out = forward.out[head][rows]
-    sums.add("lse", lse, exact_lse)
-    sums.add("out", out, exact_out)
+    sums.add("lse", head.lse[rows], exact_lse)
+    sums.add("out", head.out[rows], exact_out)
 
 
-def _add_query_error(sums: _ErrorSums, forward: _Forward, backward: _Backward, head: int) -> None:
-    rows = forward.sampled_queries()
-    queries = forward.query[head][rows].double()
-    queries.requires_grad_()
-    _, exact_out = _sampled_rows(forward, head, queries)
-    grad_out = backward.grad_out[head][rows].double()
-    exact_out.backward(grad_out)
-    grad_query = backward.grad_query[head][rows]
-    sums.add("grad_query", grad_query, queries.grad)
+def _add_query_error(sums: _ErrorSums, head: _Head, grad_out: Tensor, grad_query: Tensor) -> None:
+    rows = head.sampled_queries()
+    query = head.query[rows].double().requires_grad_()
+    _, exact_out = head.exact_rows(query, rows)
+    exact_out.backward(grad_out[rows].double())
+    sums.add("grad_query", grad_query[rows], query.grad)
 
 
 def _add_key_errors(
-    sums: _ErrorSums, forward: _Forward, backward: _Backward, key_head: int
+    sums: _ErrorSums,
+    heads: Sequence[_Head],
+    grad_out: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
 ) -> None:
-    """Add the errors of sampled keys and values. Query heads that share a key head add up."""
-    columns = forward.sampled_keys()
-    keys = forward.key[key_head][columns].double()
-    values = forward.value[key_head][columns].double()
-    keys.requires_grad_()
-    values.requires_grad_()
-    first_head = key_head * forward.group
-    all_rows = torch.arange(forward.query.shape[1], device="cpu")
-    for head in range(first_head, first_head + forward.group):
+    """Add the errors of sampled keys and values of a key head.
+
+    Args:
+        heads: the query heads that share the key head. Their gradients add up.
+        grad_out: (heads, n, d_v).
+        grad_key, grad_value: (m, d) and (m, d_v).
+    """
+    first = heads[0]
+    columns = first.sampled_keys()
+    key = first.key[columns].double().requires_grad_()
+    value = first.value[columns].double().requires_grad_()
+    all_rows = torch.arange(len(first.query), device="cpu")
+    for head, head_grad_out in zip(heads, grad_out, strict=True):
         for rows in all_rows.split(_QUERIES_AT_A_TIME):
-            query = forward.query[head][rows].double()
-            out = forward.out[head][rows].double()
-            lse = forward.lse[head][rows]
-            grad_out = backward.grad_out[head][rows].double()
-            scores = forward.scores(query, rows, keys, columns)
-            weights = torch.exp(scores - lse[:, None])
-            delta = (grad_out * out).sum(1, keepdim=True)
-            grad_weights = grad_out @ values.mT
+            scores = head.scores(head.query[rows].double(), rows, key, columns)
+            weights = torch.exp(scores - head.lse[rows, None])
+            upstream = head_grad_out[rows].double()
+            grad_weights = upstream @ value.mT
+            delta = (upstream * head.out[rows].double()).sum(1, keepdim=True)
             # With output and log-sum-exp held as they are, this has the gradients of the call.
             (weights * (grad_weights - delta)).sum().backward()
-    grad_key = backward.grad_key[key_head][columns]
-    grad_value = backward.grad_value[key_head][columns]
-    sums.add("grad_key", grad_key, keys.grad)
-    sums.add("grad_value", grad_value, values.grad)
+    sums.add("grad_key", grad_key[columns], key.grad)
+    sums.add("grad_value", grad_value[columns], value.grad)

@@ -30,7 +30,7 @@ from quorum_attention.quorums import quorum_size
 from quorum_attention.units import counted
 
 _LEVELS: tuple[tuple[int, ...], ...] = ((3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3))
-_LEVELS_OF_OTHER_SIZES = ((3,),)
+_LEVELS_OF_VARIANTS = ((3,),)
 # Laws are tried on calls of at most so many tokens.
 _TOKENS_OF_LAWS = 101
 _MOST_ROWS_SHOWN = 5
@@ -63,8 +63,7 @@ def check_kernel(
     counts and both layouts, with heads and batch entries together and one by one, at a prime
     length. Errors that no cut shows are tested too: a call is repeated, views of larger tensors
     give the same, the backward is compared with differences of the forward, and the scale must
-    have an effect. Results may differ only by
-    rounding, as much as dtype and scores explain.
+    have an effect. Results may differ only by rounding, as much as dtype and scores explain.
 
     Args:
         kernel: name of a registered kernel, or an ``InnerKernel``.
@@ -78,7 +77,7 @@ def check_kernel(
         scale_of_inputs: factor of the normally distributed inputs.
         seed: random seed of the inputs.
         progress: True for a progress bar (plain lines in files), or a callable
-            (done, total, label), which is told of each call that has been compared.
+            (done, total, label), which is called after each call that was compared.
 
     Returns:
         a ``CheckResult``: verdict, errors, first wrong rows, and laws that are broken.
@@ -113,12 +112,12 @@ def check_kernel(
     with _progress_of(progress) as report_progress:
         check = _Check(CheckResult(kernel.name), kernel, seed, factor, report_progress)
         calls = check.accepted_kinds(sizes, is_causal)
-        asked = [_Comparison("", call, levels) for call in calls]
-        others = check.other_sizes(calls) if other_sizes else []
-        check.n_cases = sum(comparison.n_cuts for comparison in (*asked, *others))
-        for comparison in asked:
+        comparisons = [_Comparison("", call, levels) for call in calls]
+        variants = check.variants(calls) if other_sizes else []
+        check.n_cases = sum(comparison.n_cuts for comparison in (*comparisons, *variants))
+        for comparison in comparisons:
             check.compare(comparison)
-        for comparison in others:
+        for comparison in variants:
             check.attempt(comparison.name, partial(check.compare, comparison))
         for call in calls:
             check.try_all_laws(call.shortened(_TOKENS_OF_LAWS), groups_heads=other_sizes)
@@ -150,7 +149,7 @@ def _checked_levels(levels: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _progress_of(progress: Any) -> AbstractContextManager[Any]:
-    """A context that gives what is told of progress, or None."""
+    """A context that gives the callable that shows progress, or None."""
     if callable(progress):
         return nullcontext(progress)
     return progress_bar() if switch(progress, "progress") else nullcontext()
@@ -228,15 +227,14 @@ class _Check:
             raise NotImplementedError(f"kernel {name!r} cannot run these calls: {reasons}")
         return accepted
 
-    def other_sizes(self, calls: Sequence[CheckSizes]) -> list[_Comparison]:
+    def variants(self, calls: Sequence[CheckSizes]) -> list[_Comparison]:
         """Calls of other sizes that the kernel takes, with a few cuts."""
-        first = calls[0]
         comparisons = []
-        for name, sizes in _named_other_sizes(first, self.kernel).items():
+        for name, sizes in _named_variants(calls[0], self.kernel).items():
             for call in calls:
-                other = replace(sizes, is_causal=call.is_causal)
-                if self.kernel.refusal(other) is None:
-                    comparisons.append(_Comparison(name, other, _LEVELS_OF_OTHER_SIZES))
+                variant = replace(sizes, is_causal=call.is_causal)
+                if self.kernel.refusal(variant) is None:
+                    comparisons.append(_Comparison(name, variant, _LEVELS_OF_VARIANTS))
         return comparisons
 
     def compare(self, comparison: _Comparison) -> None:
@@ -277,7 +275,7 @@ class _Check:
                 self.result.broken.append(sentence)
 
     def attempt(self, name: str, attempt: Callable[[], str | None]) -> str | None:
-        """Try what a kernel may refuse in words of its own, which is no error."""
+        """Run ``attempt``. An error is noted as skipped: a kernel may refuse a call."""
         try:
             return attempt()
         except Exception as error:
@@ -289,22 +287,22 @@ class _Check:
         return None
 
 
-def _named_other_sizes(sizes: CheckSizes, kernel: InnerKernel) -> dict[str, CheckSizes]:
+def _named_variants(sizes: CheckSizes, kernel: InnerKernel) -> dict[str, CheckSizes]:
     """Sizes that differ in one way from those asked for, by what differs."""
     length = min(sizes.n_queries, sizes.n_keys)
     fewer = max(1, 2 * length // 3)
     wide = sizes.value_dim + 8
-    named = {
+    variants = {
         _lengths(fewer, length): replace(sizes, n_queries=fewer, n_keys=length),
         _lengths(length, fewer): replace(sizes, n_queries=length, n_keys=fewer),
         f"values of {wide}": replace(sizes, value_dim=wide),
     }
     if not is_wide(sizes.dtype):
         # A wider dtype shows errors that are smaller than 16-bit rounding.
-        named["in a wider dtype"] = sizes.in_widest_dtype(kernel)
+        variants["in a wider dtype"] = sizes.in_widest_dtype(kernel)
     grouped = sizes.with_grouped_heads()
-    named[f"{counted(grouped.heads, 'head')} over {grouped.kv_heads}"] = grouped
-    return {name: other for name, other in named.items() if other != sizes}
+    variants[f"{counted(grouped.heads, 'head')} over {grouped.kv_heads}"] = grouped
+    return {name: variant for name, variant in variants.items() if variant != sizes}
 
 
 def _lengths(n_queries: int, n_keys: int) -> str:

@@ -32,7 +32,7 @@ Law = Callable[[InnerKernel, CheckSizes, int], str]
 
 # The least change of an output that counts as one.
 _CLEAR_CHANGE = 1e-2
-# What surrounds the views of a larger tensor.
+# The value of the elements around the views of a larger tensor.
 _SURROUNDINGS = 7.0
 _DIRECTIONS = 3
 # Steps along an input, as shares of its size, and how much slopes may differ: by the error of a
@@ -83,8 +83,10 @@ def views_give_the_same(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> st
 def _as_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside a larger one, whose other elements are quite different."""
     batch, heads, tokens, width = tensor.shape
-    larger = tensor.new_full((batch, heads + 1, tokens + 5, width + 8), _SURROUNDINGS)
-    view = larger[:, :heads, 2 : tokens + 2, :width]
+    larger_shape = (batch, heads + 1, tokens + 5, width + 8)
+    larger = tensor.new_full(larger_shape, _SURROUNDINGS)
+    stop = tokens + 2
+    view = larger[:, :heads, 2:stop, :width]
     return view.copy_(tensor)
 
 
@@ -192,12 +194,15 @@ class _Slope:
     def _change(self, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The change of the result by key head, and of the input after rounding, between one step
         forward and one step back."""
+        dtype = self._sizes.dtype
         tensor = self._inputs[self._index].double()
-        above = (tensor + step).to(self._sizes.dtype)
-        below = (tensor - step).to(self._sizes.dtype)
-        difference = self._output(above) - self._output(below)
+        above = (tensor + step).to(dtype)
+        below = (tensor - step).to(dtype)
+        output_change = self._output(above) - self._output(below)
         grad_out = self._inputs.grad_out.double()
-        return self._by_key_head(difference * grad_out), above.double() - below.double()
+        result_change = self._by_key_head(output_change * grad_out)
+        input_change = above.double() - below.double()
+        return result_change, input_change
 
     def _output(self, tensor: torch.Tensor) -> torch.Tensor:
         three = list(self._inputs[:3])
@@ -208,12 +213,15 @@ class _Slope:
         self, grad: torch.Tensor, moved: torch.Tensor, measured: torch.Tensor
     ) -> torch.Tensor:
         """The expected size of a sum by key head: a gradient times random steps."""
-        count = self._by_key_head(torch.ones_like(moved))
+        ones = torch.ones_like(moved)
+        counts = self._by_key_head(ones)
         grad_squares = self._by_key_head(grad.square())
         step_squares = self._by_key_head(moved.square())
-        scale = torch.maximum((grad_squares / count * step_squares).sqrt(), measured.abs())
+        sizes = (grad_squares / counts * step_squares).sqrt()
+        sizes = torch.maximum(sizes, measured.abs())
         # Heads whose gradient is 0 have no size of their own.
-        return scale.clamp_min(float(scale.max()) * 1e-4).clamp_min(1e-300)
+        smallest = float(sizes.max()) * 1e-4
+        return sizes.clamp_min(smallest).clamp_min(1e-300)
 
     def _by_key_head(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums by batch entry and key head."""

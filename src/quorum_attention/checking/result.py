@@ -1,4 +1,4 @@
-"""What ``check_kernel`` found, as data and in words."""
+"""The result of ``check_kernel``, as data and in words."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class CaseResult:
     limit: float
     rows: tuple[tuple[str, int, int, int], ...]
 
-    def worst(self) -> tuple[str, float]:
-        """The result with the largest error, and that error."""
-        return max(self.errors.items(), key=lambda item: item[1])
+    @property
+    def largest_error(self) -> float:
+        """The largest error of all results."""
+        return max(self.errors.values())
 
     def __str__(self) -> str:
         levels = " x ".join(map(str, self.levels))
@@ -54,13 +55,13 @@ class CaseResult:
 
 @dataclass(slots=True, repr=False)
 class CheckResult:
-    """What ``check_kernel`` found.
+    """The result of ``check_kernel``.
 
     Attributes:
         kernel: the kernel's name.
         cases: every cut that was tried.
-        broken: what is wrong with uncut calls, in words.
-        skipped: what could not be tried, and why.
+        broken: a sentence for each law that uncut calls break.
+        skipped: tests that could not be made, and why.
     """
 
     kernel: str
@@ -107,17 +108,19 @@ def _worst_of_each_kind(cases: Iterable[CaseResult]) -> list[CaseResult]:
     """The case with the largest error of each kind of cut."""
     worst: dict[tuple[bool, bool, str], CaseResult] = {}
     for case in cases:
-        kind = (bool(case.levels), case.heads_per_group is not None, case.sizes)
-        if kind not in worst or case.worst()[1] > worst[kind].worst()[1]:
+        cuts_tokens = bool(case.levels)
+        cuts_heads = case.heads_per_group is not None
+        kind = (cuts_tokens, cuts_heads, case.sizes)
+        if kind not in worst or case.largest_error > worst[kind].largest_error:
             worst[kind] = case
     return list(worst.values())
 
 
 def _describe(case: CaseResult) -> str:
     """The largest error of a case and where it is."""
-    name, error = case.worst()
-    rows = ", ".join(f"{result}[{b}, {h}, {row}]" for result, b, h, row in case.rows)
+    name = max(case.errors, key=case.errors.__getitem__)
+    rows = [f"{result}[{batch}, {head}, {row}]" for result, batch, head, row in case.rows]
     return (
-        f"{case}: {name} has a relative error of {format_error(error)} (rounding: at most "
-        f"{case.limit:.1e}); first wrong rows {rows}"
+        f"{case}: {name} has a relative error of {format_error(case.largest_error)} (rounding: at "
+        f"most {case.limit:.1e}); first wrong rows {', '.join(rows)}"
     )

@@ -28,12 +28,12 @@ def rounding_limit(
 
     Rounding changes a score s by ``eps |s|``, and the weight of its key by the same factor.
     """
-    finite_lse = lse[lse.isfinite()].abs()
-    largest_lse = float(finite_lse.max()) if finite_lse.numel() else 0.0
+    largest_lse = _largest_finite(lse)
     largest_score = abs(scale) * _largest_norm(query) * _largest_norm(key)
+    largest = max(largest_lse, largest_score)
     eps = torch.finfo(query.dtype).eps
     ulps = _ULPS if is_wide(query.dtype) else _ULPS_16_BITS
-    return ulps * eps * (1.0 + max(largest_lse, largest_score))
+    return ulps * eps * (1.0 + largest)
 
 
 def _largest_norm(tensor: torch.Tensor) -> float:
@@ -63,9 +63,13 @@ def exceeds(result: torch.Tensor, expected: torch.Tensor, share: float) -> bool:
 
 def largest_magnitude(tensor: torch.Tensor) -> float:
     """The largest finite magnitude; 1 if that is 0."""
+    return _largest_finite(tensor) or 1.0
+
+
+def _largest_finite(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude; 0 without one."""
     finite = tensor[tensor.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    return largest or 1.0
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def is_repetition(result: torch.Tensor, repeated: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class _MarkdownFile:
-    """The report in Markdown, which is written anew after each section.
+    """The report in Markdown. Each section writes the whole file anew.
 
     Attributes:
         path: of the file.
@@ -101,16 +101,19 @@ class _MarkdownFile:
 
     def __init__(self, path: Path, run: dict[str, Any]) -> None:
         self.path = path
-        about = {"device": run["machine"], **run["versions"], "date": run["date"]}
-        self._lines = ["# Benchmark report", "", ", ".join(map(" ".join, about.items())), ""]
+        facts = {"device": run["machine"], **run["versions"], "date": run["date"]}
+        origin = ", ".join(f"{name} {value}" for name, value in facts.items())
+        self._lines = ["# Benchmark report", "", origin, ""]
 
     def add(self, section: Section) -> None:
         """Add a section, and write the file."""
-        rows = [section.columns, ["---"] * len(section.columns), *section.rows]
+        rule = ["---"] * len(section.columns)
+        rows = [" | ".join(row) for row in (section.columns, rule, *section.rows)]
         self._lines += [f"## {section.title}", "", section.text, ""]
-        self._lines += [f"| {' | '.join(row)} |" for row in rows]
+        self._lines += [f"| {row} |" for row in rows]
         self._lines.append("")
-        write_text(self.path, "\n".join(self._lines))
+        text = "\n".join(self._lines)
+        write_text(self.path, text)
 
 
 def _complete(options: argparse.Namespace) -> None:

@@ -279,12 +279,14 @@ def _is_affordable(setting: _Setting) -> bool:
     """Whether torch's call without a limit fits in memory and ends soon. The call is only there for
     comparison.
     """
-    needed_bytes, seconds = _torch_needs(setting)
-    needed_bytes += setting.query.nbytes + setting.key.nbytes + setting.value.nbytes
-    # The gradient of the output.
-    needed_bytes += setting.query.nbytes
-    free_bytes = backend_of(setting.device).free_bytes(setting.device)
-    return 2 * needed_bytes < free_bytes and seconds < PATIENCE_SECONDS
+    call_bytes, seconds = _torch_needs(setting)
+    query_bytes = setting.query.nbytes
+    grad_out_bytes = query_bytes
+    input_bytes = query_bytes + setting.key.nbytes + setting.value.nbytes + grad_out_bytes
+    backend = backend_of(setting.device)
+    free_bytes = backend.free_bytes(setting.device)
+    fits = 2 * (call_bytes + input_bytes) < free_bytes
+    return fits and seconds < PATIENCE_SECONDS
 
 
 def _draw(setting: _Setting, outcomes: dict[str, Outcome], path: str) -> str | None:

@@ -55,7 +55,7 @@ def draw_coverage(
     path: str | PathLike[str],
     *,
     tasks: Sequence[Task] | None = None,
-    kept: str = "",
+    mask_words: str = "",
 ) -> None:
     """Write a picture of ``decomposition``: every kept block by owner, and one task's mask.
 
@@ -64,14 +64,14 @@ def draw_coverage(
         pairs: which pairs the call keeps.
         path: the file; its ending is the format (.png, .svg, .pdf).
         tasks: the trimmed tasks, where tasks are trimmed under the mask.
-        kept: ``pairs`` in words, such as "causal, window 4096".
+        mask_words: ``pairs`` in words, such as "causal, window 4096".
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     figure = new_figure(*SIZE_OF_HALVES)
     n_tasks = None if tasks is None else len(tasks)
-    draw_all_pairs(figure, decomposition, pairs, summary_of(decomposition, kept, n_tasks))
+    draw_all_pairs(figure, decomposition, pairs, summary_of(decomposition, mask_words, n_tasks))
     axes = figure.add_axes(_RIGHT_HALF)
     task = _example_task(decomposition, tasks)
     _draw_task(axes, decomposition, pairs, task)
@@ -248,9 +248,10 @@ class _TaskCells:
         """Add the pairs of two spans, moved by ``shift``."""
         is_causal = self._pairs.is_causal and is_diagonal
         block = Rectangle(row.start, row.stop, column.start, column.stop, is_causal)
-        cells = self.elsewhere if row.bits & column.bits else self.computed
-        for part in kept_blocks(block, self._pairs, self._cell):
-            cells.append(_moved_corners(part, shift))
+        is_elsewhere = bool(row.bits & column.bits)
+        cells = self.elsewhere if is_elsewhere else self.computed
+        parts = kept_blocks(block, self._pairs, self._cell)
+        cells.extend(_moved_corners(part, shift) for part in parts)
         if is_diagonal and row.bits == 0:
             self.owned.append(_moved_corners(block, shift))
 

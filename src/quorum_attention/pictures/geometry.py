@@ -21,14 +21,13 @@ Point = tuple[float, float]
 
 def corners(block: Rectangle) -> list[Point]:
     """The corners of a kept block; x is the key, y the query."""
-    left = block.key_start
-    right = block.key_stop
+    first_key = block.key_start
     top = block.query_start
     bottom = block.query_stop
-    lower = [(right, bottom), (left, bottom)]
-    if block.causal:
-        return [(left, top), *lower]
-    return [(left, top), (right, top), *lower]
+    points: list[Point] = [(first_key, top)]
+    if not block.causal:
+        points.append((block.key_stop, top))
+    return [*points, (block.key_stop, bottom), (first_key, bottom)]
 
 
 def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Rectangle]:

@@ -160,7 +160,7 @@ class Plan(InWords):
             self._call_pairs(),
             path,
             tasks=self._trimmed_tasks(),
-            kept=_mask_words(self),
+            mask_words=_mask_words(self),
         )
 
     def describe(self) -> str:
