@@ -16,16 +16,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 51,
-    "tangled functions": 11,
-    "vague names": 106,
-    "riddles": 24,
-    "tuples assigned to tuples": 39,
-    "formatter switched off": 39,
+    "packed functions": 29,
+    "tangled functions": 6,
+    "vague names": 46,
+    "riddles": 7,
+    "tuples assigned to tuples": 23,
+    "formatter switched off": 1,
     "class names defined twice": 0,
-    "records with several names": 2,
+    "records with several names": 1,
 }
-NODES_PER_LINE = 10.7
+NODES_PER_LINE = 10.6
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16

@@ -101,8 +101,9 @@ class _MarkdownFile:
 
     def __init__(self, path: Path, run: dict[str, Any]) -> None:
         self.path = path
-        facts = {"device": run["machine"], **run["versions"], "date": run["date"]}
-        origin = ", ".join(f"{name} {value}" for name, value in facts.items())
+        versions = [f"{name} {version}" for name, version in run["versions"].items()]
+        facts = [f"device {run['machine']}", *versions, f"date {run['date']}"]
+        origin = ", ".join(facts)
         self._lines = ["# Benchmark report", "", origin, ""]
 
     def add(self, section: Section) -> None:

@@ -248,8 +248,9 @@ class _TaskCells:
         """Add the pairs of two spans, moved by ``shift``."""
         is_causal = self._pairs.is_causal and is_diagonal
         block = Rectangle(row.start, row.stop, column.start, column.stop, is_causal)
-        is_elsewhere = bool(row.bits & column.bits)
-        cells = self.elsewhere if is_elsewhere else self.computed
+        cells = self.computed
+        if row.bits & column.bits:
+            cells = self.elsewhere
         parts = kept_blocks(block, self._pairs, self._cell)
         cells.extend(_moved_corners(part, shift) for part in parts)
         if is_diagonal and row.bits == 0:
