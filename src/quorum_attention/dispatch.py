@@ -145,7 +145,7 @@ def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashabl
     compute_device = query.device if backend.own_memory else best_device()
     if compute_device.type != device_type and capturing(compute_device):
         return None  # it is refused
-    recorded = _is_grad_enabled() and _needs_grad(query, key, value)
+    recorded = _is_grad_enabled() and _needs_grad(query, key, value, arguments.attn_mask)
     n_keys_vary = False
     if compute_device.type == "cpu" and not (recorded or arguments.is_causal or mask_key):
         n_keys_vary = 0 < key.shape[2] == value.shape[2]
@@ -167,9 +167,11 @@ def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashabl
     )
 
 
-def _needs_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Tell whether one of the inputs requires a gradient."""
-    return query.requires_grad or key.requires_grad or value.requires_grad
+def _needs_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> bool:
+    """Tell whether one of the inputs, or a mask that is a tensor, requires a gradient."""
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return True
+    return isinstance(mask, torch.Tensor) and mask.requires_grad
 
 
 def _is_cacheable(arguments: Arguments) -> bool:
@@ -237,9 +239,9 @@ def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
     if mask is None:
         return ()
     if _is_plain(mask):
-        if mask.device != device or mask.requires_grad:
+        if mask.device != device:
             return None
-        return mask.shape, mask.stride(), mask.dtype
+        return mask.shape, mask.stride(), mask.dtype, mask.requires_grad
     if type(mask) is not Mask or not BACKENDS[device.type].own_memory:
         return None
     fields = mask.set_fields()

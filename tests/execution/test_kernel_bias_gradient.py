@@ -18,26 +18,29 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     GPU."""
     shapes: list[tuple[int, ...]] = []
 
-    def bias_gradient(self: Any, call: Any, saved: Any) -> torch.Tensor:
+    def backward(self: Any, call: Any, saved: Any) -> tuple[torch.Tensor, ...]:
         scores = call.query @ call.key.mT * call.scale + call.bias
         probabilities = (scores - saved.lse[..., None]).exp()
         products = saved.grad_out @ call.value.mT
         delta = (saved.grad_out * saved.out).sum(-1, keepdim=True)
         grad: torch.Tensor = probabilities * (products - delta)
         shapes.append(tuple(grad.shape))
-        return grad
+        return (*self.whole_backward(call, saved), grad)
 
-    monkeypatch.setattr(CpuKernel, "bias_gradient", bias_gradient)
+    monkeypatch.setattr(CpuKernel, "gives_bias_gradient", lambda _, shape: not shape.is_causal)
+    monkeypatch.setattr(CpuKernel, "whole_backward_with_bias", backward)
     return shapes
 
 
-def gradient(bias: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Of a bias, in a call of the same inputs every time."""
+def gradients(
+    bias: torch.Tensor, *, of_inputs: bool = True, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """Of a bias, and of query, key and value, in a call of the same inputs every time."""
     torch.manual_seed(0)
     query, key, value, grad_out = torch.randn(4, 5, 2, 7, 8).unbind()
-    out = qa.attention(query, key, value, bias, **options)
-    (grad,) = torch.autograd.grad(out, [bias], grad_out)
-    return grad
+    inputs = [tensor.detach().requires_grad_(of_inputs) for tensor in (query, key, value)]
+    out = qa.attention(*inputs, bias, **options)
+    return torch.autograd.grad(out, [bias, *inputs] if of_inputs else [bias], grad_out)
 
 
 @pytest.mark.parametrize(
@@ -45,23 +48,49 @@ def gradient(bias: torch.Tensor, **options: Any) -> torch.Tensor:
     [(5, 2, 7, 7), (1, 2, 7, 7), (2, 7, 7), (7, 7), (5, 1, 1, 7), (1, 1), (5, 1, 7, 1)],
     ids=str,
 )
-def test_it_is_that_of_tiles(shape: tuple[int, ...], calls: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("of_inputs", [True, False], ids=["all", "bias alone"])
+def test_it_is_that_of_tiles(
+    shape: tuple[int, ...], of_inputs: bool, calls: list[tuple[int, ...]]
+) -> None:
+    """Also in a call like an earlier one, which is not checked again."""
     bias = torch.randn(shape, requires_grad=True)
-    grad = gradient(bias)
-    assert calls == [(5, 2, 7, 7)]
     report = qa.Report()
-    tiles = gradient(bias, budget="64MiB", report=report)
-    assert len(calls) == 1
+    tiles = gradients(bias, of_inputs=of_inputs, budget="64MiB", report=report)
+    assert not calls
     assert report.backward is not None
     assert "tile by tile" in report.mask_gradient[0]
-    assert error(grad, tiles) < 1e-5
+    for n_calls in (1, 2, 3):
+        grads = gradients(bias, of_inputs=of_inputs)
+        assert calls == [(5, 2, 7, 7)] * n_calls
+        for grad, expected in zip(grads, tiles, strict=True):
+            assert error(grad, expected) < 1e-5
+
+
+def test_out_of_memory_it_is_computed_by_tiles(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel call that ran out of memory is no error: the backward is planned instead."""
+    bias = torch.randn(2, 7, 7, requires_grad=True)
+    expected = gradients(bias)
+
+    def failing(self: Any, call: Any, saved: Any) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(CpuKernel, "whole_backward_with_bias", failing)
+    for grad, other in zip(gradients(bias), expected, strict=True):
+        assert error(grad, other) < 1e-5
+    assert len(calls) == 1
 
 
 def test_other_calls_have_tiles(calls: list[tuple[int, ...]]) -> None:
-    """Of several batch dimensions, causal, and with dropout."""
+    """Calls of several batch dimensions, causal ones, those with dropout, and backwards that are
+    not asked for the gradient of the mask."""
     bias = torch.randn(7, 7, requires_grad=True)
-    gradient(bias, is_causal=True)
-    gradient(bias, dropout_p=0.1)
+    gradients(bias, is_causal=True)
+    gradients(bias, dropout_p=0.1)
     rows = torch.randn(2, 3, 2, 7, 8)
     qa.attention(rows, rows, rows, bias).sum().backward()
+    out, lse = qa.attention_with_lse(rows[0], rows[0], rows[0], bias)
+    grads = qa.attention_backward(out.detach(), rows[0], rows[0], rows[0], out, lse, bias)
+    assert len(grads) == 3
     assert not calls

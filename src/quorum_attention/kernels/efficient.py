@@ -10,7 +10,7 @@ from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.dead_rows import BASE_TWO_LOWEST
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
-from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
+from quorum_attention.kernels.operator_call import Call, Four, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
     operator_refusal,
@@ -64,22 +64,21 @@ class EfficientKernel(RectangleKernel):
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
-        head_dim = call.query.shape[-1]
-        value_dim = call.value.shape[-1]
-        gradients = _gradients(call, saved)
-        grad_query, grad_key, grad_value = gradients[:3]
-        return (
-            grad_query[..., :head_dim],
-            grad_key[..., :head_dim],
-            grad_value[..., :value_dim],
-        )
+        grad_query, grad_key, grad_value, _ = _gradients(call, saved)
+        return grad_query, grad_key, grad_value
 
-    def bias_gradient(self, call: Call, saved: Saved) -> torch.Tensor | None:
-        """See ``Kernel.bias_gradient``. It is in the inputs' dtype: in fp16 it might overflow, and
-        fp32 products may be rounded."""
-        if call.query.dtype != torch.bfloat16 or call.is_causal or self.is_cut(call):
-            return None
-        return _gradients(with_positive_scale(call)[0], saved, of_bias=True)[3]
+    def gives_bias_gradient(self, shape: CallShape) -> bool:
+        """See ``Kernel.gives_bias_gradient``. The gradient of a bias is in the inputs' dtype: in
+        fp16 it might overflow, and fp32 products may be rounded."""
+        return shape.dtype == torch.bfloat16 and not shape.is_causal and not self.is_cut(shape)
+
+    def whole_backward_with_bias(self, call: Call, saved: Saved) -> Four:
+        """See ``Kernel.whole_backward_with_bias``."""
+        scaled_call, query_factor = with_positive_scale(call)
+        grad_query, grad_key, grad_value, grad_bias = _gradients(scaled_call, saved, of_bias=True)
+        if query_factor != 1:
+            grad_query.mul_(query_factor)
+        return grad_query, grad_key, grad_value, grad_bias
 
     def _sizes(self, shape: CallShape, extent: Extent) -> OperatorSizes:
         if shape.bias is not None:
@@ -193,29 +192,33 @@ def _input_copies_bytes(sizes: OperatorSizes) -> int:
     return numbers * sizes.itemsize + sizes.aligned_bias_bytes
 
 
-def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> tuple[torch.Tensor, ...]:
-    """Return the operator's gradients of query, key and value, with padded columns, and of the
-    bias."""
+def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> Four:
+    """Return the operator's gradients of query, key, value and, if wanted, of the bias."""
     query = call.query
+    head_dim = query.shape[-1]
     value_dim = call.value.shape[-1]
     if not (saved.out.device == saved.lse.device == query.device):
         # The operator does not look, and reads what is no memory of the GPU's.
         raise RuntimeError(f"out and lse must be on {query.device}")
     seed = torch.zeros((), dtype=torch.int64, device=query.device)
-    gradients: tuple[torch.Tensor, ...] = (
-        torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            _with_whole_rows(saved.grad_out),
-            *_readable_inputs(call),
-            _expanded_bias(call),
-            # Delta is computed with a row stride of heads x dimension, whatever the real one is.
-            token_major(pad_last(saved.out, _padded_dim(value_dim, saved.out.element_size()))),
-            _padded_lse(saved.lse),
-            seed,
-            seed,
-            0.0,  # dropout
-            [True, True, True, of_bias],
-            call.is_causal,
-            scale=call.scale,
-        )
+    gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        _with_whole_rows(saved.grad_out),
+        *_readable_inputs(call),
+        _expanded_bias(call),
+        # Delta is computed with a row stride of heads x dimension, whatever the real one is.
+        token_major(pad_last(saved.out, _padded_dim(value_dim, saved.out.element_size()))),
+        _padded_lse(saved.lse),
+        seed,
+        seed,
+        0.0,  # dropout
+        [True, True, True, of_bias],
+        call.is_causal,
+        scale=call.scale,
     )
-    return gradients
+    grad_query, grad_key, grad_value, grad_bias = gradients
+    return (
+        grad_query[..., :head_dim],
+        grad_key[..., :head_dim],
+        grad_value[..., :value_dim],
+        grad_bias,
+    )

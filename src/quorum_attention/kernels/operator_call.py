@@ -20,6 +20,9 @@ OutLse = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value, or their gradients."""
 
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The gradients of query, key, value and bias."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

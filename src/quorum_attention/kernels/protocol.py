@@ -17,7 +17,7 @@ from quorum_attention.decomposition import Pairs
 from quorum_attention.kernels.call_shape import CallShape, Extent, state_dtype
 from quorum_attention.kernels.masked.captured_tensors import tensors
 from quorum_attention.kernels.merge import empty_
-from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, whole_task
+from quorum_attention.kernels.operator_call import Call, Four, OutLse, Saved, Three, whole_task
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.task_tensors import Gradients, Indices, Statistics, TaskTensors
 
@@ -157,14 +157,6 @@ class Kernel(ABC):
         self.forward(whole_task(call), Statistics(out, lse))
         return out.to(call.stored or query.dtype), lse
 
-    def bias_gradient(self, call: Call, saved: Saved) -> torch.Tensor | None:
-        """Return the gradient of the bias of a whole call, before it is summed: (b, h, n, m).
-
-        Only of one that the kernel's own operator computes, within the digits of the bias's dtype.
-        None: it is computed tile by tile (execution/mask_gradient.py).
-        """
-        return None
-
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """Return the gradients of query, key and value, rounded once; lse is 0 in rows without
         keys.
@@ -183,6 +175,19 @@ class Kernel(ABC):
             grad_key.to(result_dtype),
             grad_value.to(result_dtype),
         )
+
+    def gives_bias_gradient(self, shape: CallShape) -> bool:
+        """Whether ``whole_backward_with_bias`` takes such a call: the kernel's operator computes
+        the gradient of a bias, within the digits of the bias's dtype.
+
+        Other gradients of a bias are computed tile by tile (execution/mask_gradient.py).
+        """
+        return False
+
+    def whole_backward_with_bias(self, call: Call, saved: Saved) -> Four:
+        """Return the gradients of query, key and value, as ``whole_backward`` does, and of the
+        bias before it is summed: (b, h, n, m)."""
+        raise NotImplementedError(f"kernel {self.name!r} computes no gradient of a bias")
 
     # --- What it reads, calls and keeps ------------------------------------------------------
 

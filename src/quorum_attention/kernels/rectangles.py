@@ -122,15 +122,8 @@ class RectangleKernel(CallsKernel):
         limit = self.masked_limit
         if shape.bias is not None and limit is not None and tokens > limit:
             return False
-        sizes = CallSizes(
-            entries=max(1, shape.batch),
-            key_heads=max(1, shape.kv_heads),
-            group=max(1, shape.queries_per_key_head),
-            queries=shape.n_queries or tokens,
-            keys=shape.n_keys or tokens,
-            width=shape.width,
-        )
-        _, key_heads = self.call_limits(backward=shape.needs_grad).largest(sizes)
+        limits = self.call_limits(backward=shape.needs_grad)
+        _, key_heads = limits.largest(_sizes_of(shape, tokens))
         return key_heads > 0
 
     def call_limits(self, *, backward: bool) -> CallLimits:
@@ -176,9 +169,9 @@ class RectangleKernel(CallsKernel):
             out.masked_fill_(dead.unsqueeze(-1), 0.0)
             lse.masked_fill_(dead, -torch.inf)
 
-    def is_cut(self, call: Call) -> bool:
+    def is_cut(self, shape: CallShape) -> bool:
         """Return whether a backward of a whole call is cut into parts."""
-        return len(_parts_within(self.backward_limits, call)) > 1
+        return len(call_parts(self.backward_limits, _sizes_of(shape))) > 1
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """Return the gradients of an uncut call; lse is 0 in rows without keys.
@@ -358,6 +351,18 @@ def _left_of_diagonal(r: Rectangle, n_runs: int) -> Iterator[Rectangle]:
             first_query = r.query_start + covered
             stop_query = r.query_start + stop
             yield Rectangle(first_query, stop_query, r.key_start, r.key_start + covered)
+
+
+def _sizes_of(shape: CallShape, tokens: int = 0) -> CallSizes:
+    """Return the sizes of a whole call; ``tokens`` stands for lengths that the shape lacks."""
+    return CallSizes(
+        entries=max(1, shape.batch),
+        key_heads=max(1, shape.kv_heads),
+        group=max(1, shape.queries_per_key_head),
+        queries=shape.n_queries or tokens,
+        keys=shape.n_keys or tokens,
+        width=shape.width,
+    )
 
 
 def _parts_within(limits: CallLimits, call: Call) -> tuple[CallPart, ...]:

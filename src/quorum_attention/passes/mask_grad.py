@@ -1,4 +1,4 @@
-"""The gradient of a call's additive mask, which is computed before the other gradients."""
+"""The gradient of a call's additive mask, tile by tile, before the other gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.allocate import empty
-from quorum_attention.execution.kernel_bias_gradient import fill_by_kernel
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.problem import Problem
 from quorum_attention.kernels.operator_call import Saved
@@ -53,16 +52,8 @@ def compute_mask_grad(
             torch.autograd.graph.increment_version(grads)
         upstream = Saved(backward_inputs.grad_out, backward_inputs.out, backward_inputs.lse)
         job = job_of(tensors, request, problem)
-        is_unlimited = request.options.available_bytes is None
-        if is_unlimited and fill_by_kernel(job, upstream, grads[0]):
-            _report(request, f"computed by kernel {problem.kernel.name}")
-            return grads
         recoveries = add_up_mask_gradient(job, upstream, grads[0], request.options.available_bytes)
-        _report(request, f"computed tile by tile, beside kernel {problem.kernel.name}", *recoveries)
+        if request.report is not None:
+            line = f"computed tile by tile, beside kernel {problem.kernel.name}"
+            request.report.mask_gradient = [line, *recoveries]
         return grads
-
-
-def _report(request: Request, *lines: str) -> None:
-    """Write to the report how the gradient of the mask was computed."""
-    if request.report is not None:
-        request.report.mask_gradient = list(lines)

@@ -16,11 +16,19 @@ from quorum_attention.call.validation import Tensors
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import Problem
-from quorum_attention.execution.routes.whole import Whole, single_kernel_call
+from quorum_attention.execution.routes.whole import (
+    Whole,
+    single_call_with_bias_gradient,
+    single_kernel_call,
+)
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.kernels.torch_private import no_grad_no_autocast
 from quorum_attention.passes.jobs import detach_view, job_of
+from quorum_attention.passes.mask_grad import allocate_mask_grad
 from quorum_attention.planner.decide import Decision
+
+# Most bytes of a mask's gradient before it is summed.
+_MOST_BYTES = 1 << 30
 
 
 def run_cached_call(
@@ -44,7 +52,7 @@ def cache_call(
     request: Request, backward_inputs: BackwardInputs | None, decision: Decision
 ) -> None:
     """Cache a decision for one kernel call, if the request serves later calls too."""
-    if request.decisions is not None and _is_single_kernel_call(decision, request):
+    if request.decisions is not None and is_single_kernel_call(decision, request):
         request.decisions[_pass_key(request, backward_inputs)] = decision.problem
 
 
@@ -59,17 +67,22 @@ def run_single_kernel_call(
 
     Args:
         results: the preallocated results, by the names of their states.
+        backward_inputs: None for a forward. If it wants the gradient of the mask, the kernel
+            computes that gradient (``gives_mask_grad``).
 
     Returns:
-        The results; None if the pass has to be planned, because memory ran out, or gradients in
-        16 bits are not finite.
+        The results, the gradient of the mask after the others; None if the pass has to be planned,
+        because memory ran out, or gradients in 16 bits are not finite.
     """
     job = job_of(tensors, request, problem, results, backward_inputs)
     device = request.options.device
     backend = backend_of(device)
     try:
         with backend.current(device), no_grad_no_autocast():
-            return single_kernel_call(job)
+            if backward_inputs is None or backward_inputs.grad_mask is False:
+                return single_kernel_call(job)
+            (grad_mask,) = allocate_mask_grad(tensors, backward_inputs)
+            return (*single_call_with_bias_gradient(job, grad_mask), grad_mask)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -82,10 +95,39 @@ def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hasha
     if backward_inputs is None:
         return None
     deterministic = torch._C._get_deterministic_algorithms()
-    return request.shape.columns, deterministic, registrations(), torch.get_num_threads()
+    wants_mask_grad = backward_inputs.grad_mask is not False
+    return (
+        request.shape.columns,
+        wants_mask_grad,
+        deterministic,
+        registrations(),
+        torch.get_num_threads(),
+    )
 
 
-def _is_single_kernel_call(decision: Decision, request: Request) -> bool:
+def gives_mask_grad(decision: Decision, request: Request, backward_inputs: BackwardInputs) -> bool:
+    """Tell whether a backward is one kernel call that also computes the gradient of the mask.
+
+    A call with a budget, or with a report of its own, has that gradient tile by tile, as planned.
+    """
+    options = request.options
+    if options.available_bytes is not None or options.watched:
+        return False
+    if backward_inputs.grad_mask is not True or backward_inputs.grads is not None:
+        return False
+    problem = decision.problem
+    if not is_single_kernel_call(decision, request) or not problem.place.in_place:
+        return False
+    shape = request.shape
+    if len(shape.batch_shape) != 1 or shape.columns or shape.dropout or problem.scaled:
+        return False
+    n_pairs = shape.batch * shape.heads * shape.n_queries * shape.n_keys
+    if n_pairs * shape.dtype.itemsize > _MOST_BYTES:
+        return False
+    return problem.kernel.gives_bias_gradient(problem.kernel_shape)
+
+
+def is_single_kernel_call(decision: Decision, request: Request) -> bool:
     """Tell whether a decision is for one kernel call, on a device with memory of its own if it has
     a plan."""
     if decision.plan is None:

@@ -20,7 +20,7 @@ from quorum_attention.passes.mask_grad import (
     mask_grad_bytes,
 )
 from quorum_attention.passes.one_call import run_cached_call
-from quorum_attention.passes.run_decision import run_decision
+from quorum_attention.passes.run_decision import run_decision, run_with_mask_grad
 
 _CASTS = "casts of the inputs"
 _GRADS = ("grad_query", "grad_key", "grad_value")
@@ -148,7 +148,11 @@ def _run_gradients(
         if results is not None:
             return results
     decision = decide_backward(tensors, request, backward_inputs)
+    results = run_with_mask_grad(tensors, request, decision, backward_inputs)
+    if results is not None:
+        return results
     grad_mask = compute_mask_grad(tensors, request, backward_inputs, decision.problem)
     preallocated = dict(zip(_GRADS, backward_inputs.grads or (), strict=False))
-    grads = run_decision(tensors, request, decision, preallocated, backward_inputs)
+    without_mask = backward_inputs._replace(grad_mask=False)
+    grads = run_decision(tensors, request, decision, preallocated, without_mask)
     return (*grads, *grad_mask)

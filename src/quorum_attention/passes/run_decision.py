@@ -17,7 +17,7 @@ from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.passes.jobs import computing_on, detach_view, job_of
-from quorum_attention.passes.one_call import cache_call, run_single_kernel_call
+from quorum_attention.passes.one_call import cache_call, gives_mask_grad, run_single_kernel_call
 from quorum_attention.planner.decide import Decision, with_plan
 from quorum_attention.planner.plan import Plan, log_cut
 
@@ -39,13 +39,11 @@ def run_decision(
         The results, in the order of their states.
     """
     cache_call(request, backward_inputs, decision)
-    problem = decision.problem
-    report = PassReport(problem.kernel.name)
     results = None
     if decision.plan is None:
-        begun = time.perf_counter()
-        results = run_single_kernel_call(tensors, request, problem, preallocated, backward_inputs)
-        report.seconds = time.perf_counter() - begun
+        results, report = _run_single_call(
+            tensors, request, decision, preallocated, backward_inputs
+        )
     if results is None:
         planned = with_plan(decision) if decision.plan is None else decision
         assert planned.plan is not None
@@ -53,10 +51,50 @@ def run_decision(
         results = _run_plan(
             tensors, request, planned.problem, planned.plan, preallocated, backward_inputs, report
         )
-    for total_report in request.reports_with_totals:
-        total_report.total.add(report, backward=backward_inputs is not None)
+    _add_to_totals(request, report, backward=backward_inputs is not None)
     ids_of_preallocated = [id(result) for result in preallocated.values()]
     return tuple([r if id(r) in ids_of_preallocated else detach_view(r) for r in results])
+
+
+def run_with_mask_grad(
+    tensors: Tensors, request: Request, decision: Decision, backward_inputs: BackwardInputs
+) -> tuple[torch.Tensor, ...] | None:
+    """Run a backward as one kernel call that also computes the gradient of the mask.
+
+    Returns:
+        The gradients of query, key, value and mask; None if the kernel does not compute the last
+        one, or memory ran out.
+    """
+    if not gives_mask_grad(decision, request, backward_inputs):
+        return None
+    cache_call(request, backward_inputs, decision)
+    results, report = _run_single_call(tensors, request, decision, {}, backward_inputs)
+    if results is None:
+        return None
+    _add_to_totals(request, report, backward=True)
+    return tuple(map(detach_view, results))
+
+
+def _run_single_call(
+    tensors: Tensors,
+    request: Request,
+    decision: Decision,
+    preallocated: Mapping[str, torch.Tensor],
+    backward_inputs: BackwardInputs | None,
+) -> tuple[tuple[torch.Tensor, ...] | None, PassReport]:
+    """Run a pass as one kernel call, and return its results, or None, with its report."""
+    problem = decision.problem
+    report = PassReport(problem.kernel.name)
+    begun = time.perf_counter()
+    results = run_single_kernel_call(tensors, request, problem, preallocated, backward_inputs)
+    report.seconds = time.perf_counter() - begun
+    return results, report
+
+
+def _add_to_totals(request: Request, report: PassReport, *, backward: bool) -> None:
+    """Add a pass to the totals of its call's reports."""
+    for total_report in request.reports_with_totals:
+        total_report.total.add(report, backward=backward)
 
 
 def _run_plan(

@@ -174,6 +174,29 @@ def single_kernel_call(job: PassJob) -> tuple[torch.Tensor, ...] | None:
     return None if parts is None else job.store_results(parts)
 
 
+def single_call_with_bias_gradient(
+    job: PassJob, grad_bias: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Computes a backward by one kernel call that returns the gradient of the bias, too.
+
+    Args:
+        job: as of ``single_kernel_call``; its backward is not scaled.
+        grad_bias: of the mask's shape; filled with that gradient, summed over what the mask spans.
+
+    Returns:
+        The gradients of query, key and value.
+    """
+    call = _call_of(job, None, job.tensors, job.shape.is_causal, _call_bias(job))
+    saved = _saved_of(job, job.tensors)
+    *gradients, grad_scores = job.kernel.whole_backward_with_bias(call, saved)
+    sizes = (1,) * (grad_scores.dim() - grad_bias.dim()) + tuple(grad_bias.shape)
+    summed = [dim for dim, size in enumerate(sizes) if size == 1 < grad_scores.shape[dim]]
+    if summed:
+        grad_scores = grad_scores.sum(dim=summed, keepdim=True, dtype=job.shape.state_dtype)
+    grad_bias.copy_(grad_scores.reshape(grad_bias.shape))
+    return job.store_results(gradients)
+
+
 def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
     """Whether a head group is the whole call, in one kernel call. Inputs that have no view
     (b, heads, n, d) are copied, if that takes less than a call for each run of entries along the
@@ -250,19 +273,7 @@ def _call_kernel(
         None if gradients that may have to be scaled are not finite.
     """
     inputs = _kernel_inputs(job, group)
-    joins_sinks = job.sinks is not None and not job.spec.backward
-    call = Call(
-        inputs["query"],
-        inputs["key"],
-        inputs["value"],
-        causal,
-        job.scale,
-        bias,
-        # Unrounded where the kernel can, because the sinks come after.
-        stored=job.shape.state_dtype if joins_sinks else job.problem.place.result_dtype,
-        dropout=job.dropout if group is None else job.group_dropout(group),
-        first_entry=0 if group is None else group.entry_numbers.start,
-    )
+    call = _call_of(job, group, inputs, causal, bias)
     if job.spec.backward:
         saved = _saved_of(job, inputs)
         gradients = job.kernel.whole_backward(call, saved)
@@ -274,6 +285,29 @@ def _call_kernel(
         sinks = job.sinks if group is None else job.sinks[group.query_heads]
         join_sinks_(out, lse, sinks)
     return out, lse
+
+
+def _call_of(
+    job: PassJob,
+    group: Group | None,
+    inputs: dict[str, torch.Tensor],
+    causal: bool,
+    bias: torch.Tensor | None,
+) -> Call:
+    """The kernel call of ``group``, or of the whole call for None."""
+    joins_sinks = job.sinks is not None and not job.spec.backward
+    return Call(
+        inputs["query"],
+        inputs["key"],
+        inputs["value"],
+        causal,
+        job.scale,
+        bias,
+        # Unrounded where the kernel can, because the sinks come after.
+        stored=job.shape.state_dtype if joins_sinks else job.problem.place.result_dtype,
+        dropout=job.dropout if group is None else job.group_dropout(group),
+        first_entry=0 if group is None else group.entry_numbers.start,
+    )
 
 
 def _kernel_inputs(job: PassJob, group: Group | None) -> dict[str, torch.Tensor]:
