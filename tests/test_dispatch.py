@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import quorum_attention as qa
 from quorum_attention import dispatch
 from quorum_attention.call.options import Arguments
-from quorum_attention.dispatch import cache_key
+from quorum_attention.dispatch import cache_key, is_plain_call
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
 
@@ -179,7 +179,8 @@ def small(heads: int = 4, kv_heads: int = 4, n_queries: int = 8, n_keys: int = 8
 
 
 def key_of(tensors: list[Any], **changes: Any) -> Any:
-    return cache_key(*tensors, Arguments(**changes))
+    arguments = Arguments(**changes)
+    return cache_key(*tensors, arguments) if is_plain_call(*tensors, arguments) else None
 
 
 def changed(which: int, change: Callable[[torch.Tensor], Any]) -> list[Any]:

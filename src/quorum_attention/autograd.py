@@ -204,7 +204,6 @@ def refuse_forward_mode() -> None:
     raise NotImplementedError(_REFUSED.format("forward-mode"))
 
 
-@uncompiled
 @restores_grad_and_autocast
 def attend(
     tensors: Tensors, request: Request, out: torch.Tensor | None

@@ -61,10 +61,23 @@ def attention_results(
     The request of an earlier call is used if there is one. A traced call becomes an operator where
     one can make it. All other calls are checked, and get a request of their own.
     """
-    call_key = None
     if not torch.compiler.is_dynamo_compiling():
+        return _uncompiled_results(query, key, value, arguments)
+    results = as_operator(query, key, value, arguments)
+    if results is not None:
+        return results
+    return dispatch_uncached(query, key, value, arguments, None)
+
+
+@uncompiled
+def _uncompiled_results(
+    query: Any, key: Any, value: Any, arguments: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) of a call that torch's compiler does not trace."""
+    call_key = None
+    if is_plain_call(query, key, value, arguments):
         if type(arguments.attn_mask) is Mask:
-            arguments = _with_mask_tensor(query, key, value, arguments)
+            arguments = _with_mask_tensor(query, key, arguments)
         call_key = cache_key(query, key, value, arguments)
     request = None if call_key is None else _CACHE.get(call_key)
     if request is not None:  # the call has no ``out``
@@ -115,29 +128,34 @@ def checked_request(
     return request_of(function, query, key, value, arguments)
 
 
-@uncompiled
-def cache_key(query: Any, key: Any, value: Any, arguments: Arguments) -> Hashable | None:
-    """Return the cache key of a call, or None if it is not cached (for example for its options).
+def is_plain_call(query: Any, key: Any, value: Any, arguments: Arguments) -> bool:
+    """Tell whether a call of plain tensors asks for attention and nothing more, and nothing is
+    active that would make it another call."""
+    if not _is_cacheable(arguments):
+        return False
+    for tensor in (query, key, value):
+        if not _is_plain(tensor) or tensor.dim() != 4:
+            return False
+    device_type = query.device.type
+    # Before sizes are looked at: under a trace they may be tensors.
+    return device_type in BACKENDS and not _has_settings_or_modes(device_type)
+
+
+def cache_key(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments
+) -> Hashable | None:
+    """Return the cache key of a plain call, or None if it is not cached (for its mask).
 
     Calls of one key differ in their numbers only, and on a CPU in how many keys they have where no
     gradients are recorded: a model that decodes has one more in every call.
     """
-    if not _is_cacheable(arguments):
-        return None
-    tensors = (query, key, value)
-    for tensor in tensors:
-        if not _is_plain(tensor) or tensor.dim() != 4:
-            return None
     device_type = query.device.type
-    # Before sizes are looked at: under a trace they may be tensors.
-    if device_type not in BACKENDS or _has_settings_or_modes(device_type):
-        return None
     mask_key = _mask_key(arguments.attn_mask, query.device)
     if mask_key is None:
         return None
     try:
         # Operators of a GPU want rows to begin at a multiple of a word.
-        starts = [tensor.data_ptr() % _WORD_BYTES for tensor in tensors]
+        starts = [tensor.data_ptr() % _WORD_BYTES for tensor in (query, key, value)]
     except RuntimeError:
         # A tensor of a transformation, even of one that is over, has no memory of its own.
         return None
@@ -251,32 +269,17 @@ def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
     return (mask.sides, *fields.items())
 
 
-@uncompiled
-def _with_mask_tensor(query: Any, key: Any, value: Any, arguments: Arguments) -> Arguments:
-    """Return the arguments with a tensor in place of a ``Mask`` of tokens.
+def _with_mask_tensor(query: torch.Tensor, key: torch.Tensor, arguments: Arguments) -> Arguments:
+    """Return the arguments of a plain call with a tensor in place of a ``Mask`` of tokens.
 
-    They are replaced in short calls on a GPU that ask for attention and nothing more.
+    They are replaced in short calls on a GPU.
     """
     mask = arguments.attn_mask
-    if not isinstance(mask, Mask) or not _asks_for_nothing_more(arguments):
-        return arguments
-    if not all(_is_plain(tensor) and tensor.dim() == 4 for tensor in (query, key, value)):
-        return arguments
     device = query.device
-    if device.type not in BACKENDS or key.device != device:
-        return arguments
-    if _has_settings_or_modes(device.type) or capturing(device):
+    if not isinstance(mask, Mask) or key.device != device or capturing(device):
         return arguments
     short_mask = short_mask_tensor(mask, query, key)
     if short_mask is None:
         return arguments
     is_causal = arguments.is_causal or short_mask.is_causal
     return arguments._replace(attn_mask=short_mask.bias, is_causal=is_causal)
-
-
-def _asks_for_nothing_more(arguments: Arguments) -> bool:
-    """Tell whether a call has no options, no dropout and no tensor for its result."""
-    if not arguments.options.is_default or arguments.dropout_p != 0.0:
-        return False
-    # A value of another type is refused.
-    return arguments.out is None and type(arguments.is_causal) is bool

@@ -148,7 +148,10 @@ class Mask:
         fields = {}
         for name in FIELDS:
             value = getattr(self, name)
-            if _is_set(value):
+            if value is None or value is False:
+                continue
+            # By its length: torch's compiler knows no ``not`` of a tuple.
+            if not isinstance(value, tuple) or len(value) > 0:
                 fields[name] = value
         return fields
 
@@ -234,14 +237,6 @@ def _map_value(value: Any, name: str, change: Callable[[torch.Tensor, str], torc
 
 
 FIELDS = tuple(Mask.__dataclass_fields__)
-
-
-def _is_set(value: Any) -> bool:
-    """Tell whether a field has another value than its default."""
-    if value is None or value is False:
-        return False
-    # By its length: torch's compiler knows no ``not`` of a tuple.
-    return not isinstance(value, tuple) or len(value) > 0
 
 
 def _check_offset(offset: Any) -> None:

@@ -205,22 +205,21 @@ class PassJob:
     def store_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
         that the caller gave tensors for, or that have another dtype."""
+        problem = self.problem
+        shape = problem.shape
+        state_dtype = shape.state_dtype
+        result_dtype = problem.place.result_dtype
         results: list[torch.Tensor] = []
-        for state, part in zip(self.spec.states, parts, strict=True):
-            result = self._as_result(state, part)
+        for state, part in zip(problem.spec.states, parts, strict=True):
+            if len(shape.batch_shape) != 1:
+                part = part.reshape(state.tensor_shape(shape))
+            if state.name in self.results:
+                result = self.results[state.name].copy_(part)
+            else:
+                result = part.to(state_dtype if state.over is None else result_dtype)
             self.results[state.name] = result
             results.append(result)
         return tuple(results)
-
-    def _as_result(self, state: StateSpec, part: torch.Tensor) -> torch.Tensor:
-        """A kernel's own tensor of the whole call as the result of ``state``."""
-        if len(self.shape.batch_shape) != 1:
-            part = part.reshape(state.tensor_shape(self.shape))
-        preallocated = self.results.get(state.name)
-        if preallocated is not None:
-            return preallocated.copy_(part)
-        dtype = self.result_dtype(state)
-        return part if part.dtype == dtype else part.to(dtype)
 
     def count_repeats(self, times: int) -> None:
         """Add ``times`` to the report's count of repeated units."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
@@ -60,7 +58,7 @@ class EfficientKernel(RectangleKernel):
             scale=call.scale,
         )
         out, lse = results[:2]
-        return out[..., : call.value.shape[-1]], lse[..., : call.query.shape[2]]
+        return _first(out, call.value.shape[-1]), _first(lse, call.query.shape[2])
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
@@ -137,42 +135,49 @@ def _padded_dim(width: int, itemsize: int) -> int:
 
 
 def _with_whole_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, its rows padded to multiples of 16 bytes, with stride 0 in dimensions of
-    size 1."""
-    padded = pad_last(tensor, _padded_dim(tensor.shape[-1], tensor.element_size()))
-    return zero_unit_strides(padded)
+    """Return ``tensor`` with its rows padded to multiples of 16 bytes."""
+    width = tensor.shape[-1]
+    unit = _ROW_UNIT_BYTES // tensor.element_size()
+    return tensor if width % unit == 0 else pad_last(tensor, round_up(width, unit))
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as the operator reads it."""
+    return zero_unit_strides(_with_whole_rows(tensor))
 
 
 def _readable_inputs(call: Call) -> Three:
     """Return query, key and value as the operator reads them: its offsets of heads, and of keys
     within an entry, have 32 bits."""
-    query, key, value = call.inputs
-    return (
-        _with_whole_rows(_copied_if_far(query, (1,))),
-        _with_whole_rows(_copied_if_far(key, (1, 2))),
-        _with_whole_rows(_copied_if_far(value, (1, 2))),
-    )
+    query = call.query
+    if (query.shape[1] - 1) * query.stride(1) > INT32:
+        query = query.contiguous()
+    return _readable(query), _readable(_near(call.key)), _readable(_near(call.value))
 
 
-def _copied_if_far(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Return ``tensor``, or a copy in one piece where offsets along ``dims`` do not fit 32 bits."""
-    offset = sum((tensor.shape[dim] - 1) * tensor.stride(dim) for dim in dims)
-    return tensor if offset <= INT32 else tensor.contiguous()
+def _near(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``rows``, or a copy in one piece where offsets within an entry do not fit 32 bits."""
+    _, heads, n_rows, _ = rows.shape
+    _, head_step, row_step, _ = rows.stride()
+    offset = (heads - 1) * head_step + (n_rows - 1) * row_step
+    return rows if offset <= INT32 else rows.contiguous()
 
 
 def _expanded_bias(call: Call) -> torch.Tensor | None:
     if call.bias is None:
         return None
     n_keys = call.key.shape[2]
-    bias = zero_unit_strides(aligned_bias(call.bias, n_keys))
-    return bias.expand(*call.query.shape[:3], n_keys)
+    bias = aligned_bias(call.bias, n_keys)
+    return zero_unit_strides(bias.expand(*call.query.shape[:3], n_keys))
 
 
 def _padded_lse(lse: torch.Tensor) -> torch.Tensor:
     """Return lse with rows past the end as the operator's forward has them: +inf, because
     exp(s - inf) = 0."""
     missing = -lse.shape[-1] % _LSE_ROWS
-    return torch.nn.functional.pad(lse, (0, missing), value=torch.inf).contiguous()
+    if missing == 0:
+        return lse.contiguous()
+    return torch.constant_pad_nd(lse, (0, missing), torch.inf)
 
 
 def _input_copies_bytes(sizes: OperatorSizes) -> int:
@@ -200,13 +205,14 @@ def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> Four:
     if not (saved.out.device == saved.lse.device == query.device):
         # The operator does not look, and reads what is no memory of the GPU's.
         raise RuntimeError(f"out and lse must be on {query.device}")
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    # The seed of dropout, which is not read.
+    seed = torch.empty((), dtype=torch.int64, device=query.device)
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        _with_whole_rows(saved.grad_out),
+        _readable(saved.grad_out),
         *_readable_inputs(call),
         _expanded_bias(call),
         # Delta is computed with a row stride of heads x dimension, whatever the real one is.
-        token_major(pad_last(saved.out, _padded_dim(value_dim, saved.out.element_size()))),
+        token_major(_with_whole_rows(saved.out)),
         _padded_lse(saved.lse),
         seed,
         seed,
@@ -217,8 +223,13 @@ def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> Four:
     )
     grad_query, grad_key, grad_value, grad_bias = gradients
     return (
-        grad_query[..., :head_dim],
-        grad_key[..., :head_dim],
-        grad_value[..., :value_dim],
+        _first(grad_query, head_dim),
+        _first(grad_key, head_dim),
+        _first(grad_value, value_dim),
         grad_bias,
     )
+
+
+def _first(result: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the first ``width`` columns of a result, without those that were padded."""
+    return result if result.shape[-1] == width else result[..., :width]

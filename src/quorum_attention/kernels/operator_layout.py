@@ -14,6 +14,8 @@ def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
 
     Some operators require every stride to fit 32 bits, even those that are never used.
     """
+    if 1 not in tensor.shape[:-1]:
+        return tensor
     strides = list(tensor.stride())
     for dim, size in enumerate(tensor.shape[:-1]):
         if size == 1:

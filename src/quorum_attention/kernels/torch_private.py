@@ -145,11 +145,14 @@ class _NoGradNoAutocast:
         self._before.restore()
 
 
+_NOTHING_TO_DO = nullcontext()
+
+
 def no_grad_no_autocast() -> AbstractContextManager[object]:
     """Turn gradients off, and autocast, so that kernels compute in the dtypes of their inputs."""
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return _NoGradNoAutocast()
-    return nullcontext()
+    return _NOTHING_TO_DO
 
 
 def has_no_numbers(*tensors: object) -> bool:

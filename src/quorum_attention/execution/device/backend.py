@@ -19,6 +19,7 @@ from quorum_attention.execution.device.pinned_pool import PinnedPool
 from quorum_attention.execution.device.streams import KernelStreams
 from quorum_attention.units import counted
 
+_NOTHING_TO_DO = nullcontext()
 ROUNDING_BYTES = 512
 """Allocators round sizes up to multiples of this."""
 
@@ -90,7 +91,7 @@ class Backend:
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which kernels run on ``device`` unless told otherwise."""
-        return nullcontext()
+        return _NOTHING_TO_DO
 
     def clock(self) -> Clock:
         """A new clock that measures stages on it."""

@@ -165,12 +165,7 @@ def single_kernel_call(job: PassJob) -> tuple[torch.Tensor, ...] | None:
         The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
         to rows of their own.
     """
-    parts = _call_kernel(
-        job,
-        None,
-        job.shape.is_causal,
-        _call_bias(job),
-    )
+    parts = _call_kernel(job, None, job.problem.shape.is_causal, _call_bias(job))
     return None if parts is None else job.store_results(parts)
 
 
@@ -186,13 +181,13 @@ def single_call_with_bias_gradient(
     Returns:
         The gradients of query, key and value.
     """
-    call = _call_of(job, None, job.tensors, job.shape.is_causal, _call_bias(job))
+    call = _call_of(job, None, job.tensors, job.problem.shape.is_causal, _call_bias(job))
     saved = _saved_of(job, job.tensors)
-    *gradients, grad_scores = job.kernel.whole_backward_with_bias(call, saved)
+    *gradients, grad_scores = job.problem.kernel.whole_backward_with_bias(call, saved)
     sizes = (1,) * (grad_scores.dim() - grad_bias.dim()) + tuple(grad_bias.shape)
     summed = [dim for dim, size in enumerate(sizes) if size == 1 < grad_scores.shape[dim]]
     if summed:
-        grad_scores = grad_scores.sum(dim=summed, keepdim=True, dtype=job.shape.state_dtype)
+        grad_scores = grad_scores.sum(dim=summed, keepdim=True, dtype=job.problem.shape.state_dtype)
     grad_bias.copy_(grad_scores.reshape(grad_bias.shape))
     return job.store_results(gradients)
 
@@ -260,7 +255,7 @@ def _call_bias(job: PassJob) -> torch.Tensor | None:
     """The bias of the whole call; None if it has none."""
     if job.bias is None:
         return None
-    shape = job.shape
+    shape = job.problem.shape
     return job.bias.of_call(shape.bias_dtype, job.device, shape.batch_shape)
 
 
@@ -274,13 +269,13 @@ def _call_kernel(
     """
     inputs = _kernel_inputs(job, group)
     call = _call_of(job, group, inputs, causal, bias)
-    if job.spec.backward:
+    if job.problem.spec.backward:
         saved = _saved_of(job, inputs)
-        gradients = job.kernel.whole_backward(call, saved)
+        gradients = job.problem.kernel.whole_backward(call, saved)
         if not job.problem.scaled or capturing(job.device):
             return gradients
         return gradients if all_finite(gradients) else None
-    out, lse = job.kernel.whole_forward(call)
+    out, lse = job.problem.kernel.whole_forward(call)
     if job.sinks is not None:
         sinks = job.sinks if group is None else job.sinks[group.query_heads]
         join_sinks_(out, lse, sinks)
@@ -295,7 +290,7 @@ def _call_of(
     bias: torch.Tensor | None,
 ) -> Call:
     """The kernel call of ``group``, or of the whole call for None."""
-    joins_sinks = job.sinks is not None and not job.spec.backward
+    joins_sinks = job.sinks is not None and not job.problem.spec.backward
     return Call(
         inputs["query"],
         inputs["key"],
@@ -304,7 +299,7 @@ def _call_of(
         job.scale,
         bias,
         # Unrounded where the kernel can, because the sinks come after.
-        stored=job.shape.state_dtype if joins_sinks else job.problem.place.result_dtype,
+        stored=job.problem.shape.state_dtype if joins_sinks else job.problem.place.result_dtype,
         dropout=job.dropout if group is None else job.group_dropout(group),
         first_entry=0 if group is None else group.entry_numbers.start,
     )
@@ -315,9 +310,9 @@ def _kernel_inputs(job: PassJob, group: Group | None) -> dict[str, torch.Tensor]
     if group is not None:
         return {
             item.name: group_part(job.tensors[item.name], group, item.axis)
-            for item in job.spec.inputs
+            for item in job.problem.spec.inputs
         }
-    shape = job.shape
+    shape = job.problem.shape
     if len(shape.batch_shape) == 1:
         return job.tensors
     return {name: flatten_batch(tensor, shape) for name, tensor in job.tensors.items()}
@@ -326,18 +321,14 @@ def _kernel_inputs(job: PassJob, group: Group | None) -> dict[str, torch.Tensor]
 def _saved_of(job: PassJob, inputs: dict[str, torch.Tensor]) -> Saved:
     """The tensors of a backward after query, key and value, as its kernel reads them."""
     lse = inputs["lse"].to(job.device)
-    if not job.kernel.accepts_inf_lse:
-        lse = without_empty_rows(lse)
-    grad_out = as_kernel_readable(inputs["grad_out"], job.shape.dtype)
-    out = as_kernel_readable(inputs["out"], job.shape.dtype)
+    if not job.problem.kernel.accepts_inf_lse:
+        # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score - lse) is
+        # 0, not NaN.
+        lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
+    dtype = job.problem.shape.dtype
+    grad_out = as_kernel_readable(inputs["grad_out"], dtype)
+    out = as_kernel_readable(inputs["out"], dtype)
     return Saved(grad_out, out, lse)
-
-
-def without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
-    """``lse`` as operators take it."""
-    # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score - lse) is 0,
-    # not NaN.
-    return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
 
 
 def _compute_scaled(job: PassJob, schedule: Schedule, group: Group) -> None:

@@ -83,10 +83,9 @@ def cost_of_packed_calls(n_calls: int, pairs: int, shape: CallShape) -> int:
     return n_calls * call + (pairs + rows) * shape.heads
 
 
-def cost_of_bias(n_calls: int, shape: CallShape) -> int:
-    """The cost of calls with a bias, which compute all pairs."""
-    pairs = shape.batch * shape.n_queries * shape.n_keys
-    return n_calls * _DEVICE_BIAS_CALL + pairs * shape.heads
+def cost_of_bias(n_calls: int, n_pairs: int) -> int:
+    """The cost of calls with a bias, which compute all pairs of all heads."""
+    return n_calls * _DEVICE_BIAS_CALL + n_pairs
 
 
 def _count_runs(ids: Ids) -> Ids:

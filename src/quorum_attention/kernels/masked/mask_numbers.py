@@ -160,9 +160,14 @@ def _offset_rows(tensor: torch.Tensor, shape: CallShape) -> Ids:
     return offsets
 
 
+def spans_tokens(tensor: torch.Tensor, batch: int, n_tokens: int) -> bool:
+    """Whether a tensor has a number for each token, of each batch entry or of all."""
+    return tensor.shape in ((n_tokens,), (1, n_tokens), (batch, n_tokens))
+
+
 def _token_rows(tensor: torch.Tensor, name: str, batch: int, n_tokens: int, tokens: str) -> Ids:
     """A tensor with a number for each token, (1 or batch, n_tokens)."""
-    if tensor.shape not in ((n_tokens,), (1, n_tokens), (batch, n_tokens)):
+    if not spans_tokens(tensor, batch, n_tokens):
         raise ValueError(
             f"{name} must have shape ({n_tokens},) or ({batch}, {n_tokens}) for {batch} batch "
             f"entries (all batch dimensions as one) of {n_tokens} {tokens}, got "

@@ -6,19 +6,18 @@ no mask and makes no kernel for it. That would take longer than many calls take 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quorum_attention.arithmetic import round_up
-from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked import ways
 from quorum_attention.kernels.masked.costs import cost_of_bias
 from quorum_attention.kernels.masked.mask_fields import POSITIONS, is_of_tokens, relative_band
-from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
+from quorum_attention.kernels.masked.mask_numbers import spans_tokens
+from quorum_attention.kernels.masked.token_rules import PlaceRule, tables_on
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask
 
@@ -26,8 +25,7 @@ _ALL = slice(None)
 _WORD_BYTES = 16
 
 
-@dataclass(frozen=True)
-class MaskTensor:
+class MaskTensor(NamedTuple):
     """The additive mask that a call is given instead of a ``Mask``.
 
     Attributes:
@@ -39,45 +37,55 @@ class MaskTensor:
     is_causal: bool
 
 
+class _Sizes(NamedTuple):
+    """The sizes of a call: batch entries, queries and keys."""
+
+    batch: int
+    n_queries: int
+    n_keys: int
+
+
 def short_mask_tensor(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> MaskTensor | None:
     """The tensor of a mask; None where the mask has other fields or tensors elsewhere, where one
     does not fit, or where the call is too long.
 
     Args:
-        query, key: (batch, heads, n, head_dim), on one device.
+        query, key: (batch, heads, n, head_dim), on one device. No mode of torch is active.
     """
-    if query.device.type not in ways.DEVICES_FOR_BIAS or not _is_of_tokens_alone(mask):
+    device = query.device
+    if device.type not in ways.DEVICES_FOR_BIAS or not _is_of_tokens_alone(mask):
         return None
     batch, heads, n_queries, _ = query.shape
-    n_keys = key.shape[2]
-    shape = CallShape(
-        query.device.type,
-        query.dtype,
-        heads,
-        heads,
-        1,
-        1,
-        batch_shape=(batch,),
-        n_queries=n_queries,
-        n_keys=n_keys,
-    )
-    if not _fits(mask, shape, query.device):
+    sizes = _Sizes(batch, n_queries, key.shape[2])
+    n_pairs = batch * n_queries * sizes.n_keys
+    if cost_of_bias(1, n_pairs * heads) > ways.LITTLE or n_pairs * heads == 0:
         return None
-    band = relative_band(mask)
-    offset = mask.offset if isinstance(mask.offset, int) else 0
-    places = PlaceRule(band, (np.arange(n_queries) + offset)[None], mask.chunk)
-    is_causal = places.is_plain_causal and n_queries == n_keys
-    has_places = not (is_causal or places.keeps_all)
-    has_rows = has_places or mask.documents is not None
-    n_pairs = batch * (n_queries if has_rows else 1) * n_keys
-    if n_pairs * query.element_size() > ways.MOST_BYTES:
+    if not _fits(mask, sizes, device):
         return None
-    if cost_of_bias(1, shape) > ways.LITTLE:
+    places = _place_rule(mask, n_queries)
+    is_causal = places is not None and places.is_causal_call(sizes.n_keys)
+    if is_causal:
+        places = None
+    has_rows = places is not None or mask.documents is not None
+    n_numbers = n_pairs if has_rows else batch * sizes.n_keys
+    if n_numbers * query.element_size() > ways.MOST_BYTES:
         return None
-    rules = TokenRules(mask, n_keys, places)
-    rules.place_on(query.device)
-    is_kept = rules.kept(_ALL, _ALL, _ALL, query.device, by_places=has_places)
+    is_kept = tables_on(device, mask, sizes.n_keys).kept()
+    assert is_kept is not None  # a mask of tokens has ids, lengths or padding
+    if places is not None:
+        at_queries = torch.arange(n_queries, device=device).unsqueeze(0)
+        at_keys = torch.arange(sizes.n_keys, device=device).unsqueeze(0)
+        is_kept = is_kept & places.keeps(_ALL, at_queries, at_keys)
     return MaskTensor(_as_bias(is_kept.unsqueeze(1), query.dtype), is_causal)
+
+
+def _place_rule(mask: Mask, n_queries: int) -> PlaceRule | None:
+    """Which pairs a mask keeps by their positions; None: all."""
+    band = relative_band(mask)
+    if band.keeps_all and mask.chunk is None:
+        return None
+    offset = mask.offset if isinstance(mask.offset, int) else 0
+    return PlaceRule(band, (np.arange(n_queries) + offset)[None], mask.chunk)
 
 
 def _as_bias(is_kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -109,53 +117,43 @@ def _is_of_tokens_alone(mask: Mask) -> bool:
     return is_of_tokens(mask, allowed=POSITIONS)
 
 
-def _tensors(mask: Mask) -> Iterator[torch.Tensor]:
-    """The ids, lengths and padding of a mask."""
-    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-    for tensor in (*documents, mask.key_lengths, mask.key_padding):
-        if tensor is not None:
-            yield tensor
-
-
-def _fits(mask: Mask, shape: CallShape, device: torch.device) -> bool:
+def _fits(mask: Mask, sizes: _Sizes, device: torch.device) -> bool:
     """Whether the tensors of a mask are on a device, of the right sizes, and in range."""
-    if 0 in (shape.batch, shape.heads, shape.n_queries, shape.n_keys):
-        return False
-    for tensor in _tensors(mask):
+    of_query, of_key = _documents(mask)
+    tensors = (of_query, of_key, mask.key_lengths, mask.key_padding)
+    for tensor in tensors:
+        if tensor is None:
+            continue
         if type(tensor) is not torch.Tensor or tensor.device != device:
             return False
-    padding = mask.key_padding
-    if padding is not None and not _spans(padding, shape.batch, shape.n_keys):
+    batch, n_queries, n_keys = sizes
+    for ids in (of_key, mask.key_padding):
+        if ids is not None and not spans_tokens(ids, batch, n_keys):
+            return False
+    if of_query is not of_key:
+        assert of_query is not None
+        return spans_tokens(of_query, batch, n_queries) and _lengths_fit(mask, sizes)
+    if of_query is not None and n_queries != n_keys:
         return False
-    return _documents_fit(mask, shape) and _lengths_fit(mask, shape)
+    return _lengths_fit(mask, sizes)
 
 
-def _documents_fit(mask: Mask, shape: CallShape) -> bool:
-    """Whether each query and each key has an id, if any has."""
+def _documents(mask: Mask) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The ids of queries and of keys; None without documents."""
     documents = mask.documents
-    if documents is None:
-        return True
-    if not isinstance(documents, tuple):
-        is_square = shape.n_queries == shape.n_keys
-        return is_square and _spans(documents, shape.batch, shape.n_keys)
-    of_query, of_key = documents
-    if not _spans(of_query, shape.batch, shape.n_queries):
-        return False
-    return _spans(of_key, shape.batch, shape.n_keys)
+    if isinstance(documents, tuple):
+        of_query, of_key = documents
+        return of_query, of_key
+    return documents, documents
 
 
-def _lengths_fit(mask: Mask, shape: CallShape) -> bool:
+def _lengths_fit(mask: Mask, sizes: _Sizes) -> bool:
     """Whether each batch entry has a length, and as many keys. The host waits for the device."""
     lengths = mask.key_lengths
     if lengths is None:
         return True
-    if lengths.shape != (shape.batch,):
+    if lengths.shape != (sizes.batch,):
         return False
     shortest, longest = torch.stack(lengths.to(torch.int64).aminmax()).tolist()
-    is_in_range: bool = shortest >= 0 and longest <= shape.n_keys
+    is_in_range: bool = shortest >= 0 and longest <= sizes.n_keys
     return is_in_range
-
-
-def _spans(tensor: torch.Tensor, batch: int, n_tokens: int) -> bool:
-    """Whether a tensor has a number for each token."""
-    return tensor.shape in ((n_tokens,), (1, n_tokens), (batch, n_tokens))

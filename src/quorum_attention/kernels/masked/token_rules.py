@@ -54,6 +54,10 @@ class PlaceRule:
         numbers = np.arange(self.places.shape[1])
         return self.band.high == 0 and bool((self.places == numbers).all())
 
+    def is_causal_call(self, n_keys: int) -> bool:
+        """Whether a causal call of so many keys masks the same pairs."""
+        return self.places.shape[1] == n_keys and self.is_plain_causal
+
     def keeps(self, entries: Tokens, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Which pairs are kept, (cells or 1, queries, keys).
 
@@ -108,7 +112,7 @@ class TokenRules:
 
     def __init__(self, mask: Mask, n_keys: int, places: PlaceRule) -> None:
         self._mask, self._n_keys, self.places = mask, n_keys, places
-        self._on_devices: dict[torch.device, _TokenTables] = {}
+        self._on_devices: dict[torch.device, TokenTables] = {}
 
     @property
     def has_documents(self) -> bool:
@@ -132,7 +136,7 @@ class TokenRules:
             device: where they are.
             by_places: whether the rule of places counts.
         """
-        is_kept = self._kept_by_tokens(entries, queries, keys, device)
+        is_kept = self._tables(device).at(entries, queries, keys).kept()
         if is_kept is not None and (self.places.keeps_all or not by_places):
             return is_kept
         at_queries = _positions(queries, self.places.places.shape[1], device)
@@ -140,36 +144,15 @@ class TokenRules:
         kept_by_places = self.places.keeps(entries, at_queries, at_keys)
         return kept_by_places if is_kept is None else kept_by_places & is_kept
 
-    def _kept_by_tokens(
-        self, entries: Tokens, queries: Tokens, keys: Tokens, device: torch.device
-    ) -> torch.Tensor | None:
-        """Which pairs have equal ids, and a key that is there; None: all."""
-        tables = self._tables(device)
-        is_kept: torch.Tensor | None = None
-        if tables.query_ids is not None and tables.key_ids is not None:
-            query_ids = _rows_at(tables.query_ids, entries, queries)
-            key_ids = _rows_at(tables.key_ids, entries, keys)
-            is_kept = query_ids[..., None] == key_ids[:, None]
-        if tables.is_there is not None:
-            is_there = _rows_at(tables.is_there, entries, keys)[:, None]
-            is_kept = is_there if is_kept is None else is_kept & is_there
-        return is_kept
-
-    def place_on(self, device: torch.device) -> None:
-        """Copy what the mask says of tokens to a device, unless it is there. No mode of torch may
-        be active."""
-        if device not in self._on_devices:
-            self._on_devices[device] = _tables_on(device, self._mask, self._n_keys)
-
-    def _tables(self, device: torch.device) -> _TokenTables:
+    def _tables(self, device: torch.device) -> TokenTables:
         if device not in self._on_devices:
             with no_torch_modes():
-                self.place_on(device)
+                self._on_devices[device] = tables_on(device, self._mask, self._n_keys)
         return self._on_devices[device]
 
 
 @dataclass(frozen=True, eq=False)
-class _TokenTables:
+class TokenTables:
     """The tensors of a mask on a device.
 
     Attributes:
@@ -181,8 +164,32 @@ class _TokenTables:
     key_ids: torch.Tensor | None
     is_there: torch.Tensor | None
 
+    def at(self, entries: Tokens, queries: Tokens, keys: Tokens) -> TokenTables:
+        """The tables of the tokens of cells, (cells or 1, tokens)."""
+        query_ids = self.query_ids
+        key_ids = self.key_ids
+        is_there = self.is_there
+        if query_ids is not None and key_ids is not None:
+            query_ids = _rows_at(query_ids, entries, queries)
+            key_ids = _rows_at(key_ids, entries, keys)
+        if is_there is not None:
+            is_there = _rows_at(is_there, entries, keys)
+        return TokenTables(query_ids, key_ids, is_there)
 
-def _tables_on(device: torch.device, mask: Mask, n_keys: int) -> _TokenTables:
+    def kept(self) -> torch.Tensor | None:
+        """Which pairs have equal ids, and a key that is there, (entries, queries or 1, keys); None:
+        all."""
+        is_kept: torch.Tensor | None = None
+        if self.query_ids is not None and self.key_ids is not None:
+            is_kept = self.query_ids[..., None] == self.key_ids[:, None]
+        if self.is_there is not None:
+            is_there = self.is_there[:, None]
+            is_kept = is_there if is_kept is None else is_kept & is_there
+        return is_kept
+
+
+def tables_on(device: torch.device, mask: Mask, n_keys: int) -> TokenTables:
+    """The tables of a mask. No mode of torch may be active."""
     query_ids: torch.Tensor | None = None
     key_ids: torch.Tensor | None = None
     if mask.documents is not None:
@@ -198,7 +205,7 @@ def _tables_on(device: torch.device, mask: Mask, n_keys: int) -> _TokenTables:
     if mask.key_padding is not None:
         padding = _with_entries(mask.key_padding, device)
         is_there = padding if is_there is None else is_there & padding
-    return _TokenTables(query_ids, key_ids, is_there)
+    return TokenTables(query_ids, key_ids, is_there)
 
 
 def _with_entries(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

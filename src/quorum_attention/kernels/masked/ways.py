@@ -29,7 +29,8 @@ def fastest_way(
     """
     pair_bias = _bias_of(rules, by_query, by_key, shape) if biases else None
     if pair_bias is not None:
-        bias_cost = cost_of_bias(pair_bias.calls(shape, shape.batch), shape)
+        n_pairs = shape.batch * shape.heads * shape.n_queries * shape.n_keys
+        bias_cost = cost_of_bias(pair_bias.calls(shape, shape.batch), n_pairs)
         if bias_cost <= LITTLE:
             return pair_bias
     blocks = blocks_of(by_query, by_key, shape)
@@ -49,7 +50,7 @@ def _bias_of(rules: TokenRules, by_query: Ids, by_key: Ids, shape: CallShape) ->
     if shape.device_type not in DEVICES_FOR_BIAS:
         return None
     places = rules.places
-    is_causal = places.is_plain_causal and shape.n_queries == shape.n_keys
+    is_causal = places.is_causal_call(shape.n_keys)
     has_places = not (is_causal or places.keeps_all)
     n_rows = max(len(by_query), len(by_key), len(places.places) if has_places else 1)
     pair_bias = PairBias(
