@@ -150,16 +150,22 @@ def _readable_inputs(call: Call) -> Three:
     """Return query, key and value as the operator reads them: its offsets of heads, and of keys
     within an entry, have 32 bits."""
     query = call.query
-    if (query.shape[1] - 1) * query.stride(1) > INT32:
+    last_head = query.shape[1] - 1
+    if last_head * query.stride(1) > INT32:
         query = query.contiguous()
-    return _readable(query), _readable(_near(call.key)), _readable(_near(call.value))
+    return (
+        _readable(query),
+        _readable(_near(call.key)),
+        _readable(_near(call.value)),
+    )
 
 
 def _near(rows: torch.Tensor) -> torch.Tensor:
     """Return ``rows``, or a copy in one piece where offsets within an entry do not fit 32 bits."""
     _, heads, n_rows, _ = rows.shape
     _, head_step, row_step, _ = rows.stride()
-    offset = (heads - 1) * head_step + (n_rows - 1) * row_step
+    offset = (heads - 1) * head_step
+    offset += (n_rows - 1) * row_step
     return rows if offset <= INT32 else rows.contiguous()
 
 

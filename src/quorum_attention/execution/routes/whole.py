@@ -181,15 +181,21 @@ def single_call_with_bias_gradient(
     Returns:
         The gradients of query, key and value.
     """
-    call = _call_of(job, None, job.tensors, job.problem.shape.is_causal, _call_bias(job))
+    call = _call_of(job, None, job.tensors, job.shape.is_causal, _call_bias(job))
     saved = _saved_of(job, job.tensors)
-    *gradients, grad_scores = job.problem.kernel.whole_backward_with_bias(call, saved)
-    sizes = (1,) * (grad_scores.dim() - grad_bias.dim()) + tuple(grad_bias.shape)
-    summed = [dim for dim, size in enumerate(sizes) if size == 1 < grad_scores.shape[dim]]
-    if summed:
-        grad_scores = grad_scores.sum(dim=summed, keepdim=True, dtype=job.problem.shape.state_dtype)
-    grad_bias.copy_(grad_scores.reshape(grad_bias.shape))
+    *gradients, grad_scores = job.kernel.whole_backward_with_bias(call, saved)
+    _sum_into(grad_bias, grad_scores, job.shape.state_dtype)
     return job.store_results(gradients)
+
+
+def _sum_into(total: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype) -> None:
+    """Write ``scores`` (b, h, n, m) to a tensor that broadcasts to them, summed in ``dtype``."""
+    n_missing = scores.dim() - total.dim()
+    sizes = (1,) * n_missing + tuple(total.shape)
+    dims = [dim for dim, size in enumerate(sizes) if size < scores.shape[dim]]
+    if dims:
+        scores = scores.sum(dim=dims, keepdim=True, dtype=dtype)
+    total.copy_(scores.reshape(total.shape))
 
 
 def _is_one_call(schedule: Schedule, problem: Problem) -> bool:

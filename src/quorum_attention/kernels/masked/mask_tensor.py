@@ -58,7 +58,7 @@ def short_mask_tensor(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> Mas
     batch, heads, n_queries, _ = query.shape
     sizes = _Sizes(batch, n_queries, key.shape[2])
     n_pairs = batch * n_queries * sizes.n_keys
-    if cost_of_bias(1, n_pairs * heads) > ways.LITTLE or n_pairs * heads == 0:
+    if n_pairs * heads == 0 or cost_of_bias(1, n_pairs * heads) > ways.LITTLE:
         return None
     if not _fits(mask, sizes, device):
         return None
@@ -70,13 +70,21 @@ def short_mask_tensor(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> Mas
     n_numbers = n_pairs if has_rows else batch * sizes.n_keys
     if n_numbers * query.element_size() > ways.MOST_BYTES:
         return None
-    is_kept = tables_on(device, mask, sizes.n_keys).kept()
-    assert is_kept is not None  # a mask of tokens has ids, lengths or padding
-    if places is not None:
-        at_queries = torch.arange(n_queries, device=device).unsqueeze(0)
-        at_keys = torch.arange(sizes.n_keys, device=device).unsqueeze(0)
-        is_kept = is_kept & places.keeps(_ALL, at_queries, at_keys)
+    is_kept = _kept_pairs(mask, places, sizes, device)
     return MaskTensor(_as_bias(is_kept.unsqueeze(1), query.dtype), is_causal)
+
+
+def _kept_pairs(
+    mask: Mask, places: PlaceRule | None, sizes: _Sizes, device: torch.device
+) -> torch.Tensor:
+    """Which pairs ids, lengths, padding and ``places`` keep, (batch or 1, queries or 1, keys)."""
+    is_kept = tables_on(device, mask, sizes.n_keys).kept_pairs()
+    assert is_kept is not None  # a mask of tokens has ids, lengths or padding
+    if places is None:
+        return is_kept
+    at_queries = torch.arange(sizes.n_queries, device=device).unsqueeze(0)
+    at_keys = torch.arange(sizes.n_keys, device=device).unsqueeze(0)
+    return is_kept & places.keeps(_ALL, at_queries, at_keys)
 
 
 def _place_rule(mask: Mask, n_queries: int) -> PlaceRule | None:
@@ -120,22 +128,29 @@ def _is_of_tokens_alone(mask: Mask) -> bool:
 def _fits(mask: Mask, sizes: _Sizes, device: torch.device) -> bool:
     """Whether the tensors of a mask are on a device, of the right sizes, and in range."""
     of_query, of_key = _documents(mask)
-    tensors = (of_query, of_key, mask.key_lengths, mask.key_padding)
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) is not torch.Tensor or tensor.device != device:
+    padding = mask.key_padding
+    for tensor in (of_query, of_key, mask.key_lengths, padding):
+        if tensor is not None and not _is_plain_on(device, tensor):
             return False
-    batch, n_queries, n_keys = sizes
-    for ids in (of_key, mask.key_padding):
-        if ids is not None and not spans_tokens(ids, batch, n_keys):
-            return False
-    if of_query is not of_key:
-        assert of_query is not None
-        return spans_tokens(of_query, batch, n_queries) and _lengths_fit(mask, sizes)
-    if of_query is not None and n_queries != n_keys:
+    if padding is not None and not spans_tokens(padding, sizes.batch, sizes.n_keys):
         return False
-    return _lengths_fit(mask, sizes)
+    return _documents_fit(mask, sizes) and _lengths_fit(mask, sizes)
+
+
+def _is_plain_on(device: torch.device, tensor: torch.Tensor) -> bool:
+    """Whether a tensor of torch's own class is on a device."""
+    return type(tensor) is torch.Tensor and tensor.device == device
+
+
+def _documents_fit(mask: Mask, sizes: _Sizes) -> bool:
+    """Whether each query and each key has an id, if any has."""
+    of_query, of_key = _documents(mask)
+    if of_query is None or of_key is None:
+        return True
+    if not spans_tokens(of_query, sizes.batch, sizes.n_queries):
+        return False
+    # One tensor is of queries and of keys.
+    return spans_tokens(of_key, sizes.batch, sizes.n_keys)
 
 
 def _documents(mask: Mask) -> tuple[torch.Tensor | None, torch.Tensor | None]:

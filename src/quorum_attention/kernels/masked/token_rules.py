@@ -136,7 +136,7 @@ class TokenRules:
             device: where they are.
             by_places: whether the rule of places counts.
         """
-        is_kept = self._tables(device).at(entries, queries, keys).kept()
+        is_kept = self._tables(device).at(entries, queries, keys).kept_pairs()
         if is_kept is not None and (self.places.keeps_all or not by_places):
             return is_kept
         at_queries = _positions(queries, self.places.places.shape[1], device)
@@ -176,7 +176,7 @@ class TokenTables:
             is_there = _rows_at(is_there, entries, keys)
         return TokenTables(query_ids, key_ids, is_there)
 
-    def kept(self) -> torch.Tensor | None:
+    def kept_pairs(self) -> torch.Tensor | None:
         """Which pairs have equal ids, and a key that is there, (entries, queries or 1, keys); None:
         all."""
         is_kept: torch.Tensor | None = None
