@@ -192,7 +192,10 @@ def _sum_into(total: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype) -> 
     """Write ``scores`` (b, h, n, m) to a tensor that broadcasts to them, summed in ``dtype``."""
     n_missing = scores.dim() - total.dim()
     sizes = (1,) * n_missing + tuple(total.shape)
-    dims = [dim for dim, size in enumerate(sizes) if size < scores.shape[dim]]
+    dims: list[int] = []
+    for dim, size in enumerate(sizes):
+        if size < scores.shape[dim]:
+            dims.append(dim)
     if dims:
         scores = scores.sum(dim=dims, keepdim=True, dtype=dtype)
     total.copy_(scores.reshape(total.shape))
