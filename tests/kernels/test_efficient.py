@@ -1,0 +1,110 @@
+"""The memory-efficient kernel beside its operator, written out in torch: what it is handed, and
+what it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor  # looks at the operators, which a test replaces
+
+from quorum_attention.kernels.efficient import EfficientKernel
+from quorum_attention.kernels.operator_call import Call, Saved
+
+_PREFIX = "_scaled_dot_product_efficient_attention"
+
+
+def _check_readable(tensor: torch.Tensor) -> None:
+    """The operator refuses rows that are no whole words, and strides beyond 32 bits even in
+    dimensions of size 1."""
+    assert tensor.shape[-1] * tensor.element_size() % 16 == 0
+    assert tensor.stride(-1) == 1
+    for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
+        assert stride == 0 if size == 1 else stride * tensor.element_size() % 16 == 0
+
+
+def _forward(query, key, value, bias, _lse, _p, causal, *, scale):  # type: ignore[no-untyped-def]
+    for tensor in (query, key, value):
+        _check_readable(tensor)
+    out, lse = _attention(query, key, value, bias, causal, scale)
+    missing = -lse.shape[-1] % 32
+    return out, torch.nn.functional.pad(lse, (0, missing), value=torch.inf), None, None
+
+
+def _backward(
+    grad_out, query, key, value, bias, out, lse, _seed, _offset, _p, wanted, causal, *, scale
+):  # type: ignore[no-untyped-def]
+    for tensor in (grad_out, query, key, value):
+        _check_readable(tensor)
+    n = out.shape[2]
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.is_contiguous()
+    assert lse.shape[-1] % 32 == 0
+    assert bool((lse[..., n:] == torch.inf).all())
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    scores_bias = None if bias is None else bias.double().requires_grad_()
+    exact, exact_lse = _attention(*leaves, scores_bias, causal, scale)
+    torch.testing.assert_close(exact_lse.float(), lse[..., :n])
+    of_bias = wanted[3]
+    inputs = [*leaves, scores_bias] if of_bias else leaves
+    grads = torch.autograd.grad(exact, inputs, grad_out.double())
+    rounded = [grad.to(query.dtype) for grad in grads]
+    return (*rounded, *[None] * (4 - len(rounded)))
+
+
+def _attention(query, key, value, bias, causal, scale):  # type: ignore[no-untyped-def]
+    scores = query @ key.mT * scale
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> EfficientKernel:
+    monkeypatch.setattr(torch.ops.aten, _PREFIX, _forward, raising=False)
+    monkeypatch.setattr(torch.ops.aten, f"{_PREFIX}_backward", _backward, raising=False)
+    return EfficientKernel()
+
+
+def _rows(batch: int, heads: int, n: int, width: int, order: str) -> torch.Tensor:
+    """Rows head after head, token after token, or with gaps that a dimension of one entry has."""
+    if order == "heads":
+        return torch.randn(batch, heads, n, width)
+    by_token = torch.randn(batch, n, heads, width).transpose(1, 2)
+    if order == "tokens":
+        return by_token
+    return by_token.as_strided(by_token.shape, [2**40 if batch == 1 else 1, *by_token.stride()[1:]])
+
+
+@pytest.mark.parametrize("order", ["heads", "tokens", "far"])
+@pytest.mark.parametrize("sizes", [(1, 3, 32, 32), (2, 1, 1, 7), (2, 3, 49, 20), (1, 1, 64, 64)])
+@pytest.mark.parametrize("widths", [(16, 16), (16, 5), (6, 16)])
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_it_hands_over_what_the_operator_reads(
+    kernel: EfficientKernel, order: str, sizes: tuple[int, ...], widths: tuple[int, int],
+    scale: float,
+) -> None:  # fmt: skip
+    """With a bias, whose gradient comes with the others."""
+    batch, heads, n, m = sizes
+    if order == "far" and batch > 1:
+        batch = 1
+    query, key = (_rows(batch, heads, rows, widths[0], order) for rows in (n, m))
+    value, grad_out = (_rows(batch, heads, rows, widths[1], order) for rows in (m, n))
+    bias = torch.randn(1, heads, n, m)
+    call = Call(query, key, value, False, scale, bias)
+    out, lse = kernel.whole_forward(call)
+    leaves = [t.double().requires_grad_() for t in (query, key, value, bias)]
+    exact, exact_lse = _attention(*leaves, False, scale)
+    torch.testing.assert_close((out.double(), lse.double()), (exact, exact_lse), atol=1e-4, rtol=0)
+    wanted = list(torch.autograd.grad(exact, leaves, grad_out.double()))
+    saved = Saved(grad_out, out, lse)
+    grads: Any = kernel.whole_backward_with_bias(call, saved)
+    others = kernel.whole_backward(call, saved)
+    summed = grads[3].sum(0, keepdim=True)
+    for grad, expected in zip((*grads[:3], summed), wanted, strict=True):
+        torch.testing.assert_close(grad.double(), expected, atol=1e-4, rtol=0)
+    for grad, other in zip(grads[:3], others, strict=True):
+        assert torch.equal(grad, other)
