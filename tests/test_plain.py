@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
     "packed functions": 29,
-    "tangled functions": 6,
+    "tangled functions": 5,
     "vague names": 46,
     "riddles": 7,
     "tuples assigned to tuples": 23,
