@@ -144,7 +144,7 @@ class Interrupt(KeyboardInterrupt):
 def interrupted(soak: Soak) -> None:
     """A call interrupted at a random instant leaves its inputs alone, and the next is right."""
     import torch
-    from random_calls.call import Done, perform
+    from random_calls.call import CallResults, perform
     from random_calls.run import Verdict, check
     from random_calls.tensors import make
 
@@ -160,13 +160,14 @@ def interrupted(soak: Soak) -> None:
         soak.judge("interrupted", check(case, soak.device))
         took = (time.perf_counter() - began) / 2
         lives = torch.device(soak.device if case.residency == "device" else "cpu")
-        made, done = make(case, lives), Done()
+        inputs = make(case, lives)
+        results = CallResults()
         # A call that is refused is refused again.
         try:
             with contextlib.suppress(NotImplementedError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 signal.setitimer(signal.ITIMER_REAL, max(1e-5, soak.draw.random() * took))
-                perform(case, made, torch.device(soak.device), done)
+                perform(case, inputs, torch.device(soak.device), results)
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except Interrupt:
             soak.calls["interrupts"] += 1
@@ -175,7 +176,7 @@ def interrupted(soak: Soak) -> None:
         again = Verdict(case)
         if soak.device != "cpu":
             torch.cuda.synchronize()
-        for memory in (*made.kept, *done.targets):
+        for memory in (*inputs.read_only, *results.targets):
             if memory.changed():
                 again.add("an interrupt changed memory of others", memory.name)
         soak.judge("interrupted", again if again.wrong else check(case, soak.device))

@@ -16,7 +16,7 @@ from helpers.plans import passing, unpinned
 import quorum_attention as qa
 from random_calls.case import Case, Orders
 from random_calls.kernels import kernel_of
-from random_calls.tensors import DTYPES, Made, Memory, target
+from random_calls.tensors import DTYPES, CallInputs, Memory, target
 
 # Where no calibration is, and never one of whoever runs this.
 if "QUORUM_ATTENTION_CACHE" not in os.environ:
@@ -28,166 +28,266 @@ GRADIENTS = ("grad_query", "grad_key", "grad_value")
 
 
 @dataclass
-class Done:
-    """What a call returned.
+class CallResults:
+    """What a call returned, as far as it came.
 
     Attributes:
-        results: "out", "lse", "grad_query", ...; ``targets``: the preallocated ones.
-        untaken: what came back that is not what was handed over as ``out=`` or ``grads=``.
+        results: "out", "lse", "grad_query", ...
+        targets: the tensors that were preallocated for results.
+        report: the report of the call, if the case asks for one.
+        misplaced: names of results that came back in other memory than was handed over as ``out=``
+            or ``grads=``.
     """
 
     results: dict[str, torch.Tensor] = field(default_factory=dict)
     targets: list[Memory] = field(default_factory=list)
     report: qa.Report | None = None
-    untaken: list[str] = field(default_factory=list)
+    misplaced: list[str] = field(default_factory=list)
 
-    def target(self, name: str, like: torch.Tensor, dtype: str | None, case: Case) -> Any:
+    def allocate(self, name: str, like: torch.Tensor, dtype: str | None, case: Case) -> Any:
         """A preallocated result of the shape and on the device of ``like``."""
-        dtype_, layout = DTYPES[dtype or case.dtype], case.results.layout
-        self.targets.append(target(name, tuple(like.shape), dtype_, layout, like.device))
-        return self.targets[-1].view
+        result_dtype = DTYPES[dtype or case.dtype]
+        memory = target(name, tuple(like.shape), result_dtype, case.results.layout, like.device)
+        self.targets.append(memory)
+        return memory.view
 
-    def take(self, name: str, result: torch.Tensor, target: Any) -> None:
+    def note_if_misplaced(self, name: str, result: torch.Tensor, target: Any) -> None:
         if result.data_ptr() != target.data_ptr():
-            self.untaken.append(name)
+            self.misplaced.append(name)
 
 
-def perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
-    """Make the call; ``done`` is filled as it goes, so that it can be looked at after an error."""
-    kernel = kernel_of(case, made.query.device)
-    done.report = qa.Report() if case.reported else None
-    call: dict[str, Any] = {
-        "attn_mask": made.attn_mask(made.mask), "is_causal": case.is_causal, "scale": case.scale,
-        "enable_gqa": case.heads != case.kv_heads, "kernel": kernel, "report": done.report,
-    }  # fmt: skip
-    if case.dropout:
-        call |= {"dropout_p": case.dropout, "dropout_seed": case.seed}
-    forward, backward = dict(call), dict(call)
-    if case.results.given:
-        # As large as grad_out, whatever that is a view of.
-        like = made.query.new_empty(made.grad_out.shape)
-        forward["out"] = done.target("out", like, case.results.out, case)
-    elif case.results.out is not None:
-        forward["out_dtype"] = DTYPES[case.results.out]
-    inputs = (made.query, made.key, made.value)
-    three: list[Any] = [_handed(t, how) for t, how in zip(inputs, case.layouts, strict=False)]
-    if case.route == "autograd":
-        three = [t.detach().requires_grad_(w) for t, w in zip(inputs, case.wanted, strict=True)]
-        learned = _learned(case, made)
-        forward["attn_mask"] = made.attn_mask(learned.get("grad_mask", made.mask))
-        if "grad_sinks" in learned:
-            forward["attn_mask"] = replace(forward["attn_mask"], sinks=learned["grad_sinks"])
-    alone = case.without_lse and case.route != "pair"
+def perform(case: Case, inputs: CallInputs, device: torch.device, results: CallResults) -> None:
+    """Make the call; ``results`` is filled as it goes, so that an error leaves what came before."""
+    results.report = qa.Report() if case.reported else None
+    _Performance(case, inputs, device, results).run()
 
-    def attend(**orders: Any) -> tuple[torch.Tensor, ...]:
-        if alone:
-            return (qa.attention(*three, **forward, **orders),)
-        return qa.attention_with_lse(*three, **forward, **orders)
 
-    orders = _orders(case, case.orders, made, device, kernel, backward=False)
-    results = _within_budget(case.orders, case, orders, "forward", attend)
-    done.results |= dict(zip(("out", "lse"), results, strict=False))
-    if case.results.given:
-        done.take("out", results[0], forward["out"])
-    if case.route == "forward":
-        return
-    if case.route == "autograd":
-        asked = {n: t for n, t in zip(GRADIENTS, three, strict=True) if t.requires_grad}
-        asked |= learned
-        upstream = [made.grad_out.to(results[0].device)]
-        if made.grad_lse is not None:
-            upstream.append(made.grad_lse.to(results[1].device))
-        grads = torch.autograd.grad(results[: len(upstream)], [*asked.values()], upstream)
-        done.results |= dict(zip(asked, grads, strict=True))
-        return
-    names = GRADIENTS
-    if case.results.given:
-        backward["grads"] = tuple(
-            done.target(n, t, case.results.grads, case) for n, t in zip(names, inputs, strict=True)
-        )
-    if case.mask_grad:
-        names, backward["grad_mask"] = (*names, "grad_mask"), True
+class _Performance:
+    """One call of a case: forward, and the backward by the case's route.
+
+    Attributes:
+        kernel: what is handed over as ``kernel=``.
+        qkv: query, key and value as they are handed over.
+        arguments: keywords that forward and backward have in common.
+        leaves: tensors that autograd differentiates with respect to, by names of their gradients.
+    """
+
+    def __init__(
+        self, case: Case, inputs: CallInputs, device: torch.device, results: CallResults
+    ) -> None:
+        self.case = case
+        self.inputs = inputs
+        self.device = device
+        self.results = results
+        self.kernel = kernel_of(case, inputs.query.device)
+        self.arguments = self._common_arguments()
+        self.leaves: dict[str, torch.Tensor] = {}
+        self.qkv: list[Any] = [
+            _as_handed_over(tensor, layout)
+            for tensor, layout in zip(inputs.qkv, case.layouts, strict=False)
+        ]
+
+    def run(self) -> None:
+        outputs = self._forward()
+        if self.case.route == "autograd":
+            self._differentiate(outputs)
+        if self.case.route == "pair":
+            self._backward(outputs)
+
+    def _common_arguments(self) -> dict[str, Any]:
+        case = self.case
+        arguments: dict[str, Any] = {
+            "attn_mask": self.inputs.attn_mask(self.inputs.mask),
+            "is_causal": case.is_causal,
+            "scale": case.scale,
+            "enable_gqa": case.heads != case.kv_heads,
+            "kernel": self.kernel,
+            "report": self.results.report,
+        }
+        if case.dropout:
+            arguments["dropout_p"] = case.dropout
+            arguments["dropout_seed"] = case.seed
+        return arguments
+
+    def _forward(self) -> tuple[torch.Tensor, ...]:
+        """(out, lse), or (out,) if the case asks for no lse."""
+        case = self.case
+        arguments = dict(self.arguments)
         if case.results.given:
+            # As large as grad_out, whatever that is a view of.
+            like = self.inputs.query.new_empty(self.inputs.grad_out.shape)
+            arguments["out"] = self.results.allocate("out", like, case.results.out, case)
+        elif case.results.out is not None:
+            arguments["out_dtype"] = DTYPES[case.results.out]
+        if case.route == "autograd":
+            self._make_leaves()
+            arguments["attn_mask"] = self._mask_of_leaves()
+        without_lse = case.without_lse and case.route != "pair"
+
+        def attend(**settings: Any) -> tuple[torch.Tensor, ...]:
+            if without_lse:
+                return (qa.attention(*self.qkv, **arguments, **settings),)
+            return qa.attention_with_lse(*self.qkv, **arguments, **settings)
+
+        settings = self._settings(case.orders, backward=False)
+        outputs = _within_budget(case.orders, case, settings, "forward", attend)
+        self.results.results |= dict(zip(("out", "lse"), outputs, strict=False))
+        if case.results.given:
+            self.results.note_if_misplaced("out", outputs[0], arguments["out"])
+        return outputs
+
+    def _make_leaves(self) -> None:
+        """Replace query, key, value, mask and sinks by leaves that ask for gradients, as far as the
+        case wants gradients."""
+        case = self.case
+        inputs = self.inputs
+        self.qkv = [
+            tensor.detach().requires_grad_(is_wanted)
+            for tensor, is_wanted in zip(inputs.qkv, case.requires_grad, strict=True)
+        ]
+        for name, tensor in zip(GRADIENTS, self.qkv, strict=True):
+            if tensor.requires_grad:
+                self.leaves[name] = tensor
+        if case.mask_grad and inputs.mask is not None:
+            self.leaves["grad_mask"] = inputs.mask.detach().requires_grad_()
+        if inputs.rules is not None and inputs.rules.sinks is not None:
+            self.leaves["grad_sinks"] = inputs.rules.sinks.detach().requires_grad_()
+
+    def _mask_of_leaves(self) -> torch.Tensor | qa.Mask | None:
+        attn_mask = self.inputs.attn_mask(self.leaves.get("grad_mask", self.inputs.mask))
+        if "grad_sinks" not in self.leaves:
+            return attn_mask
+        return replace(attn_mask, sinks=self.leaves["grad_sinks"])
+
+    def _differentiate(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """The backward by autograd."""
+        upstream = [self.inputs.grad_out.to(outputs[0].device)]
+        if self.inputs.grad_lse is not None:
+            upstream.append(self.inputs.grad_lse.to(outputs[1].device))
+        differentiated = outputs[: len(upstream)]
+        gradients = torch.autograd.grad(differentiated, [*self.leaves.values()], upstream)
+        self.results.results |= dict(zip(self.leaves, gradients, strict=True))
+
+    def _backward(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """The backward by ``attention_backward``."""
+        case = self.case
+        names, targets, arguments = self._backward_arguments()
+
+        def differentiate(**settings: Any) -> tuple[torch.Tensor, ...]:
+            upstream = self.inputs.grad_out
+            return qa.attention_backward(upstream, *self.qkv, *outputs, **arguments, **settings)
+
+        orders = case.orders if case.backward_orders is None else case.backward_orders
+        settings = self._settings(orders, backward=True)
+        gradients = _within_budget(orders, case, settings, "backward", differentiate)
+        self.results.results |= dict(zip(names, gradients, strict=True))
+        for name, gradient in zip(names, gradients, strict=True):
+            if name in targets:
+                self.results.note_if_misplaced(name, gradient, targets[name])
+
+    def _backward_arguments(self) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+        """(names of the gradients in their order, preallocated gradients by name, keywords)."""
+        case = self.case
+        inputs = self.inputs
+        names = list(GRADIENTS)
+        targets: dict[str, Any] = {}
+        arguments = dict(self.arguments)
+        if case.results.given:
+            for name, tensor in zip(GRADIENTS, inputs.qkv, strict=True):
+                targets[name] = self.results.allocate(name, tensor, case.results.grads, case)
+            arguments["grads"] = tuple(targets.values())
+        if case.mask_grad:
+            names.append("grad_mask")
+            arguments["grad_mask"] = True
+        if case.mask_grad and case.results.given:
             # As large as ``grads``, in another order of dimensions.
-            of_mask = torch.empty_like(made.mask.mT, memory_format=torch.contiguous_format).mT
-            backward["grad_mask"] = of_mask
-    if case.rules is not None and case.rules.sinks:
-        names, backward["grad_sinks"] = (*names, "grad_sinks"), True
-    if made.grad_lse is not None:
-        backward["grad_lse"] = made.grad_lse
+            transposed = torch.empty_like(inputs.mask.mT, memory_format=torch.contiguous_format)
+            targets["grad_mask"] = transposed.mT
+            arguments["grad_mask"] = targets["grad_mask"]
+        if case.rules is not None and case.rules.sinks:
+            names.append("grad_sinks")
+            arguments["grad_sinks"] = True
+        if inputs.grad_lse is not None:
+            arguments["grad_lse"] = inputs.grad_lse
+        return names, targets, arguments
 
-    def differentiate(**orders: Any) -> tuple[torch.Tensor, ...]:
-        return qa.attention_backward(made.grad_out, *three, *results, **backward, **orders)
+    def _settings(self, orders: Orders, *, backward: bool) -> dict[str, Any]:
+        """Keywords of how a pass is cut: its depth, its plan, or none."""
+        case = self.case
+        if orders.how == "depth":
+            return {"depth": orders.depth}
+        is_trivial = 0 in (*case.batch, case.heads, case.n_queries, case.n_keys)
+        if orders.how != "plan" or is_trivial:
+            return {}
+        n_shared = case.heads // case.kv_heads
+        heads_per_group = orders.one_group_of
+        if heads_per_group is not None:
+            whole_groups = min(case.heads, heads_per_group) // n_shared * n_shared
+            heads_per_group = max(n_shared, whole_groups)
+        plan = self._plan(orders, heads_per_group, backward=backward)
+        if orders.passing is None:
+            return {"plan": plan if orders.pinned else unpinned(plan)}
+        kernel = None if isinstance(self.kernel, str) else self.kernel
+        kv_heads = (heads_per_group or case.heads) // n_shared
+        n_cap = orders.n_cap or 2
+        return {"plan": passing(plan, *orders.passing, group=kv_heads, n_cap=n_cap, kernel=kernel)}
 
-    said = case.orders if case.backward_orders is None else case.backward_orders
-    orders = _orders(case, said, made, device, kernel, backward=True)
-    grads = _within_budget(said, case, orders, "backward", differentiate)
-    done.results |= dict(zip(names, grads, strict=True))
-    if case.results.given:
-        of_mask = [backward["grad_mask"]] if case.mask_grad else []
-        for name, grad, given in zip(names, grads, (*backward["grads"], *of_mask), strict=False):
-            done.take(name, grad, given)
+    def _plan(self, orders: Orders, heads_per_group: int | None, *, backward: bool) -> qa.Plan:
+        case = self.case
+        placement: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            placement["device"] = "cuda"
+            placement["inputs"] = "device" if self.inputs.query.is_cuda else "host"
+        return qa.plan(
+            case.n_queries,
+            n_keys=case.n_keys,
+            heads=case.heads,
+            kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            value_dim=case.value_dim,
+            batch=math.prod(case.batch),
+            dtype=DTYPES[case.dtype],
+            is_causal=case.is_causal,
+            levels=orders.levels,
+            layout=orders.layout,
+            tile=orders.tile,
+            n_cap=orders.n_cap,
+            accumulator=orders.accumulator,
+            heads_per_group=heads_per_group,
+            over_inputs=orders.over_inputs,
+            streams=orders.streams,
+            kernel=self.kernel,
+            backward=backward,
+            dropout_p=case.dropout,
+            attn_mask=self.inputs.rules,
+            **placement,
+        )
 
 
-def _learned(case: Case, made: Made) -> dict[str, torch.Tensor]:
-    """The leaves of the mask that get gradients, by the names of these."""
-    leaves: dict[str, torch.Tensor] = {}
-    if case.mask_grad and made.mask is not None:
-        leaves["grad_mask"] = made.mask.detach().requires_grad_()
-    if made.rules is not None and made.rules.sinks is not None:
-        leaves["grad_sinks"] = made.rules.sinks.detach().requires_grad_()
-    return leaves
-
-
-def _handed(tensor: torch.Tensor, layout: str) -> Any:
-    """A NumPy array where a case says so."""
+def _as_handed_over(tensor: torch.Tensor, layout: str) -> Any:
+    """A NumPy array if the layout says so and NumPy has the dtype."""
     if layout == "array" and not tensor.is_cuda and tensor.dtype != torch.bfloat16:
         return tensor.numpy()
     return tensor
 
 
-def _orders(
-    case: Case, orders: Orders, made: Made, device: torch.device, kernel: Any, *, backward: bool
-) -> dict[str, Any]:
-    if orders.how == "depth":
-        return {"depth": orders.depth}
-    trivial = 0 in (*case.batch, case.heads, case.n_queries, case.n_keys)
-    if orders.how != "plan" or trivial:
-        return {}
-    more: dict[str, Any] = {}
-    if device.type == "cuda":
-        more = {"device": "cuda", "inputs": "device" if made.query.is_cuda else "host"}
-    group = orders.one_group_of
-    shared = case.heads // case.kv_heads
-    if group is not None:
-        group = max(shared, min(case.heads, group // shared * shared))
-    batch = math.prod(case.batch)
-    plan = qa.plan(
-        case.n_queries, n_keys=case.n_keys, heads=case.heads, kv_heads=case.kv_heads,
-        head_dim=case.head_dim, value_dim=case.value_dim, batch=batch, dtype=DTYPES[case.dtype],
-        is_causal=case.is_causal, levels=orders.levels, layout=orders.layout, tile=orders.tile,
-        n_cap=orders.n_cap, accumulator=orders.accumulator, heads_per_group=group,
-        over_inputs=orders.over_inputs, streams=orders.streams, kernel=kernel,
-        backward=backward, dropout_p=case.dropout, attn_mask=made.rules, **more,
-    )  # fmt: skip
-    if orders.passing is not None:
-        heads, own = (group or case.heads) // shared, None if isinstance(kernel, str) else kernel
-        rows, n_cap = orders.passing, orders.n_cap or 2
-        return {"plan": passing(plan, *rows, group=heads, n_cap=n_cap, kernel=own)}
-    return {"plan": plan if orders.pinned else unpinned(plan)}
-
-
 def _within_budget(
-    said: Orders, case: Case, orders: dict[str, Any], which: str, call: Callable[..., Any]
+    orders: Orders,
+    case: Case,
+    settings: dict[str, Any],
+    pass_name: str,
+    attend: Callable[..., Any],
 ) -> Any:
-    """The call's result, some of its allocations made to fail; with a budget some times the
-    smallest that it says works."""
-    if said.how == "budget":
+    """The call's result, with some allocations made to fail if the case says so.
+
+    The budget of a case that has one is a multiple of the smallest that the call itself names.
+    """
+    if orders.how == "budget":
         try:
-            return call(**orders, budget=1)
+            return attend(**settings, budget=1)
         except qa.BudgetError as error:
-            orders["budget"] = int(error.smallest_bytes * said.room)
-    if case.failure is None or case.failure[0] != which:
-        return call(**orders)
+            settings["budget"] = int(error.smallest_bytes * orders.room)
+    if case.failure is None or case.failure[0] != pass_name:
+        return attend(**settings)
     with FailingAllocations(*case.failure[1:]):
-        return call(**orders)
+        return attend(**settings)

@@ -108,7 +108,7 @@ class Case:
         route: "autograd", "pair" (attention_with_lse, then attention_backward), "forward".
         layouts: of query, key, value and grad_out.
         content: of the inputs; ``grad`` of grad_out, in ``grad_dtype`` (None: the result's).
-        wanted: which of query, key, value require a gradient ("autograd").
+        requires_grad: which of query, key, value require a gradient ("autograd").
         failure: (pass, first, count): those allocations fail.
         residency: "device" or "host", where the accelerator's memory is another.
         reported: whether a report is filled.
@@ -136,7 +136,7 @@ class Case:
     grad: str = "normal"
     grad_dtype: str | None = None
     route: str = "pair"
-    wanted: tuple[bool, bool, bool] = (True, True, True)
+    requires_grad: tuple[bool, bool, bool] = (True, True, True)
     kernel: str = "auto"
     scores: Scores = field(default_factory=Scores)
     orders: Orders = field(default_factory=Orders)

@@ -187,7 +187,7 @@ class _Drawing:
             is_causal=sometimes(0.55), scale=scale, mask=mask, rules=rules,
             layouts=tuple("plain" if sometimes(0.35) else one_of(_LAYOUTS) for _ in range(4)),
             content=content, grad=grad, grad_dtype="float32" if wide else None,
-            route=route, wanted=self.wanted(), kernel=kernel, scores=scores, orders=orders,
+            route=route, requires_grad=self.requires_grad(), kernel=kernel, scores=scores, orders=orders,
             backward_orders=again, results=results, failure=failure,
             residency=r.choice(["device", "host"]), reported=sometimes(0.7), mask_grad=mask_grad,
             lse_grad=lse_grad,
@@ -287,7 +287,7 @@ class _Drawing:
         wide = self.sometimes(0.1) and dtype in ("float16", "bfloat16")
         return Results(out="float32") if wide else Results()
 
-    def wanted(self) -> tuple[bool, ...]:
+    def requires_grad(self) -> tuple[bool, ...]:
         if self.sometimes(0.85):
             return True, True, True
         found = tuple(self.sometimes(0.5) for _ in range(3))

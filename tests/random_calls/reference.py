@@ -18,7 +18,7 @@ from random_calls.forward_bounds import ForwardBounds
 from random_calls.fp16_division import divisor, grad_s_limit, sum_divisor
 from random_calls.head_groups import sum_of_group
 from random_calls.rounding import rounding_of
-from random_calls.tensors import DTYPES, Made, slopes_of
+from random_calls.tensors import DTYPES, CallInputs, slopes_of
 
 # Pairs of queries and keys from which on a GPU is the quicker one: it takes 3 ms of any case on an
 # H200, a core beside it 2 ms of 5,000 pairs, 7 of 60,000 and 20 of 145,000.
@@ -65,7 +65,7 @@ class Reference:
         grad_out: dO in float64, (b, h, n, dv).
     """
 
-    def __init__(self, case: Case, inputs: Made, where: torch.device | None = None) -> None:
+    def __init__(self, case: Case, inputs: CallInputs, where: torch.device | None = None) -> None:
         """Compute the forward; on the device of the inputs unless ``where`` is another."""
         self.case = case
         self.inputs = inputs if where is None else inputs.on(where)

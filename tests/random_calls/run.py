@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import quorum_attention as qa
-from random_calls.call import GRADIENTS, Done, perform
+from random_calls.call import GRADIENTS, CallResults, perform
 from random_calls.case import Case
 from random_calls.draw import draw
 from random_calls.reference import BoundedResult, Reference, place
-from random_calls.tensors import DTYPES, Made, make
+from random_calls.tensors import DTYPES, CallInputs, make
 from random_calls.yardstick import Cut, Yardstick, neighbour
 
 # Times the larger of the bound and torch's own largest error in the head.
@@ -31,7 +31,7 @@ class Verdict:
     """What became of a case.
 
     Attributes:
-        outcome: "right", "refused", "ran out" (of memory, where allocations were made to fail),
+        outcome: "right", "refused", "ran out" (of memory, where allocations were inputs to fail),
             "wrong".
         wrong: one line for everything that is: its kind, a colon, and words.
         refusal: the message, its numbers taken out.
@@ -70,10 +70,10 @@ def check_seed(seed: int, device: str = "cpu", **options: Any) -> Verdict:
 
 def check(case: Case, device: str = "cpu") -> Verdict:
     """Make the call of a case and hold it against float64."""
-    verdict, compute, done = Verdict(case), torch.device(device), Done()
-    made = make(case, compute if case.residency == "device" else torch.device("cpu"))
+    verdict, compute, done = Verdict(case), torch.device(device), CallResults()
+    inputs = make(case, compute if case.residency == "device" else torch.device("cpu"))
     try:
-        _perform(case, made, compute, done)
+        _perform(case, inputs, compute, done)
         if compute.type == "cuda":
             torch.cuda.synchronize(compute)
     except qa.BudgetError as error:
@@ -96,12 +96,12 @@ def check(case: Case, device: str = "cpu") -> Verdict:
         if is_lost(compute):
             return verdict
     if verdict.outcome == "right":
-        _compare(verdict, made, done, compute)
-    for name in [one.name for one in made.kept if one.changed()]:
+        _compare(verdict, inputs, done, compute)
+    for name in [one.name for one in inputs.read_only if one.changed()]:
         verdict.add("input changed", name)
     for name in [target.name for target in done.targets if target.changed()]:
         verdict.add("memory of others changed", name)
-    for name in done.untaken:
+    for name in done.misplaced:
         verdict.add("not where it was asked for", name)
     return verdict
 
@@ -116,10 +116,12 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-def _perform(case: Case, made: Made, compute: torch.device, done: Done) -> Done:
+def _perform(
+    case: Case, inputs: CallInputs, compute: torch.device, done: CallResults
+) -> CallResults:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        perform(case, made, compute, done)
+        perform(case, inputs, compute, done)
     return done
 
 
@@ -133,7 +135,9 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:300]
 
 
-def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) -> None:
+def _compare(
+    verdict: Verdict, inputs: CallInputs, done: CallResults, compute: torch.device
+) -> None:
     case, results = verdict.case, done.results
     if done.report is not None:
         for one in (done.report.forward, done.report.backward):
@@ -143,30 +147,30 @@ def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) ->
     given = case.results.given and case.route == "pair"
     asked = {
         "out": DTYPES[case.results.out or case.dtype],
-        "grad_mask": None if made.mask is None else made.mask.dtype,
+        "grad_mask": None if inputs.mask is None else inputs.mask.dtype,
         "grad_sinks": DTYPES[case.dtype],
         **dict.fromkeys(GRADIENTS, DTYPES[(case.results.grads if given else None) or case.dtype]),
     }
-    for name, off in _judged(case, made, done, compute):
+    for name, off in _judged(case, inputs, done, compute):
         dtype = results[name].dtype
         if dtype != asked.get(name, dtype):
             verdict.add("dtype", f"{name} is {dtype}, not {asked[name]}")
-        if off and not (off.plausible and not _happens_again(case, made, name, compute)):
+        if off and not (off.plausible and not _happens_again(case, inputs, name, compute)):
             verdict.add(f"{name} {off.kind}", off.words)
 
 
 def _judged(
-    case: Case, made: Made, done: Done, compute: torch.device, only: str = ""
+    case: Case, inputs: CallInputs, done: CallResults, compute: torch.device, only: str = ""
 ) -> Iterator[tuple[str, Off | None]]:
     """Each result, or one, and what is wrong with it."""
     results, where = done.results, place(case, compute)
     gradients = [name for name in results if name.startswith("grad")]
     dtypes = (results["out"].dtype, results[only or (gradients or ["out"])[0]].dtype)
-    reference = Reference(case, made, where)
+    reference = Reference(case, inputs, where)
     wanted = reference.forward(dtypes[0])
     if case.route != "forward":
         wanted |= reference.backward(dtypes[1], dtypes[0])
-    yardstick = Yardstick(case, made, dtypes, compute, lambda: _cut(case, made, compute, done))
+    yardstick = Yardstick(case, inputs, dtypes, compute, lambda: _cut(case, inputs, compute, done))
     for name in [only] if only else results:
         yield name, judge(name, results[name].detach().to(where), wanted[name], yardstick)
 
@@ -241,7 +245,7 @@ def _where(
     return words if ratio is None else f"{words}, {float(ratio.max()):.3g} times the bound"
 
 
-def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> bool:
+def _happens_again(case: Case, inputs: CallInputs, name: str, compute: torch.device) -> bool:
     """Whether a result is as far off in most of its neighbours, by their own references.
 
     Rows that are all alike are rounded alike: their sum is a single draw of a rounding, and so is
@@ -251,16 +255,16 @@ def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> 
     """
     case, found = replace(case, failure=None), 0
     for number in range(_AGAIN):
-        other = neighbour(case, made, 100 + number)
-        done = _perform(case, other, compute, Done())
+        other = neighbour(case, inputs, 100 + number)
+        done = _perform(case, other, compute, CallResults())
         ((_, off),) = _judged(case, other, done, compute, name)
         found += off is not None
     return found > _AGAIN // 2
 
 
-def _cut(case: Case, made: Made, compute: torch.device, done: Done) -> Cut | None:
+def _cut(case: Case, inputs: CallInputs, compute: torch.device, done: CallResults) -> Cut | None:
     """How the forward of a call was cut; it is made again where it was not reported."""
     if done.report is None:
-        done = _perform(replace(case, reported=True, failure=None), made, compute, Done())
+        done = _perform(replace(case, reported=True, failure=None), inputs, compute, CallResults())
     ran = done.report.forward
     return None if ran is None else (ran.kernel, ran.levels)

@@ -12,6 +12,8 @@ from random_calls.case import Case, Mask, Rules
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
+NAMES = ("query", "key", "value")
+
 
 @dataclass
 class Memory:
@@ -34,14 +36,14 @@ class Memory:
 
 
 @dataclass
-class Made:
+class CallInputs:
     """Everything a call is handed.
 
     Attributes:
         query, key, value, grad_out, mask: as handed over (strided views).
         grad_lse: the upstream gradient of the log-sum-exp, or None.
         rules: the ``Mask`` without its bias, or None.
-        kept: what may only be read.
+        read_only: memory of which nothing may change.
     """
 
     query: torch.Tensor
@@ -49,15 +51,19 @@ class Made:
     value: torch.Tensor
     grad_out: torch.Tensor
     mask: torch.Tensor | None
-    kept: list[Memory]
+    read_only: list[Memory]
     grad_lse: torch.Tensor | None = None
     rules: qa.Mask | None = None
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query, self.key, self.value
 
     def attn_mask(self, bias: torch.Tensor | None) -> torch.Tensor | qa.Mask | None:
         """What a call is handed as ``attn_mask`` if ``bias`` is the tensor."""
         return bias if self.rules is None else replace(self.rules, bias=bias)
 
-    def on(self, device: torch.device) -> Made:
+    def on(self, device: torch.device) -> CallInputs:
         """The same numbers on a device."""
         if self.query.device == device:
             return self
@@ -74,46 +80,59 @@ def slopes_of(heads: int) -> torch.Tensor:
     return torch.rand(heads, generator=torch.Generator().manual_seed(3)) * 0.2
 
 
-def make(case: Case, device: torch.device) -> Made:
+def make(case: Case, device: torch.device) -> CallInputs:
     """The inputs of a case, the same each time."""
-    g = torch.Generator().manual_seed(case.seed)
-    q, k, v = _contents(case, g)
-    result = DTYPES[case.results.out or case.dtype]
-    grad = _gradient(case, g, DTYPES[case.grad_dtype] if case.grad_dtype else result)
+    generator = torch.Generator().manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    mask = None if case.mask is None else _mask(case, case.mask, g)
-    kept: list[Memory] = []
-    packed = case.layouts[:3].count("packed") >= 2 and q.shape == k.shape == v.shape
-    if packed:
-        # (..., tokens, 3, heads, width), as one projection makes them.
-        base = torch.stack([t.movedim(-3, -2) for t in (q, k, v)], dim=-3).to(device)
-        q, k, v = (base.select(-3, i).movedim(-2, -3) for i in range(3))
-        kept.append(Memory("query, key and value", base))
-    views = []
-    for name, tensor, layout in zip(
-        ("query", "key", "value", "grad_out"), (q, k, v, grad), case.layouts, strict=True
-    ):
-        if packed and name != "grad_out":
-            views.append(tensor)
-            continue
-        base, view = laid_out(tensor.to(device), layout)
-        kept.append(Memory(name, base))
-        views.append(view)
+    tensors = [tensor.to(dtype) for tensor in _contents(case, generator)]
+    result_dtype = DTYPES[case.results.out or case.dtype]
+    grad_dtype = DTYPES[case.grad_dtype] if case.grad_dtype else result_dtype
+    grad_out = _gradient(case, generator, grad_dtype)
+    mask = None if case.mask is None else _mask(case, case.mask, generator)
+    read_only: list[Memory] = []
+
+    shapes = {tensor.shape for tensor in tensors}
+    if case.layouts[:3].count("packed") >= 2 and len(shapes) == 1:
+        base, views = _packed(tensors, device)
+        read_only.append(Memory("query, key and value", base))
+    else:
+        views = []
+        for name, tensor, layout in zip(NAMES, tensors, case.layouts, strict=False):
+            base, view = laid_out(tensor.to(device), layout)
+            read_only.append(Memory(name, base))
+            views.append(view)
+    base, grad_out_view = laid_out(grad_out.to(device), case.layouts[3])
+    read_only.append(Memory("grad_out", base))
     if case.grad == "of a sum":
-        views[3] = grad.new_ones(()).to(device).expand(views[3].shape)
+        grad_out_view = grad_out.new_ones(()).to(device).expand(grad_out_view.shape)
     if mask is not None:
         assert case.mask is not None
         base, mask = laid_out(mask.to(device), case.mask.layout)
-        kept.append(Memory("attn_mask", base))
-    grad_lse = None
-    if case.lse_grad is not None:
-        state = torch.float64 if dtype == torch.float64 else torch.float32
-        own = torch.Generator().manual_seed(case.seed + 1)
-        grad_lse = case.lse_grad * torch.randn(q.shape[:-1], generator=own, dtype=state).to(device)
-        kept.append(Memory("grad_lse", grad_lse))
+        read_only.append(Memory("attn_mask", base))
+    grad_lse = _grad_lse(case, device)
+    if grad_lse is not None:
+        read_only.append(Memory("grad_lse", grad_lse))
     rules = None if case.rules is None else _rules(case, case.rules, device)
-    return Made(*views, mask, kept, grad_lse, rules)
+    return CallInputs(*views, grad_out_view, mask, read_only, grad_lse, rules)
+
+
+def _packed(
+    tensors: list[torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(memory, views of query, key and value): (..., tokens, 3, heads, width), as one projection
+    makes them."""
+    token_major = [tensor.movedim(-3, -2) for tensor in tensors]
+    base = torch.stack(token_major, dim=-3).to(device)
+    return base, [base.select(-3, i).movedim(-2, -3) for i in range(3)]
+
+
+def _grad_lse(case: Case, device: torch.device) -> torch.Tensor | None:
+    if case.lse_grad is None:
+        return None
+    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shape = (*case.batch, case.heads, case.n_queries)
+    return case.lse_grad * torch.randn(shape, generator=generator, dtype=dtype).to(device)
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:

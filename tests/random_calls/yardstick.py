@@ -25,7 +25,7 @@ from quorum_attention.decomposition import Decomposition
 from random_calls.call import GRADIENTS
 from random_calls.case import Case, Scores
 from random_calls.reference import BoundedResult, Reference, place
-from random_calls.tensors import DTYPES, Made
+from random_calls.tensors import DTYPES, CallInputs
 
 _NEIGHBOURS = 8
 # Others who are asked; after them cuDNN.
@@ -80,15 +80,15 @@ class Yardstick:
     def __init__(
         self,
         case: Case,
-        made: Made,
+        inputs: CallInputs,
         dtypes: tuple[torch.dtype, torch.dtype],
         compute: torch.device | None = None,
         cut: Callable[[], Cut | None] | None = None,
     ) -> None:
         # torch's gradients are those of the output alone.
-        made = replace(made if compute is None else made.on(compute), grad_lse=None)
-        self.case, self.made, self.dtypes = case, made, dtypes
-        self.where = place(case, made.query.device)
+        inputs = replace(inputs if compute is None else inputs.on(compute), grad_lse=None)
+        self.case, self.inputs, self.dtypes = case, inputs, dtypes
+        self.where = place(case, inputs.query.device)
         self._cut = cut
         self._errors: list[Results] = []
 
@@ -106,7 +106,7 @@ class Yardstick:
             yield largest
         if unlike:
             return
-        for number in range(_OTHERS + self.made.query.is_cuda):
+        for number in range(_OTHERS + self.inputs.query.is_cuda):
             while len(self._errors) <= number:
                 self._errors.append(self._more(len(self._errors)))
             found = self._errors[number].get(name)
@@ -121,7 +121,7 @@ class Yardstick:
             yield torch.maximum(largest, self._of_parts(name, wanted, cut))
 
     def _of_parts(self, name: str, wanted: BoundedResult, cut: Cut) -> torch.Tensor:
-        reference = Reference(self.case, self.made, self.where)
+        reference = Reference(self.case, self.inputs, self.where)
         exact = reference.gradients_with_delta_of(reference.exact.out)[name]
         out_of_parts = output_of_parts(reference, cut)
         rounded = reference.gradients_with_delta_of(out_of_parts)[name]
@@ -129,13 +129,13 @@ class Yardstick:
 
     def _more(self, number: int) -> Results:
         own = number in (0, 1, _OTHERS)
-        made = self.made if own else neighbour(self.case, self.made, number)
-        reference = Reference(self.case, made, self.where)
+        inputs = self.inputs if own else neighbour(self.case, self.inputs, number)
+        reference = Reference(self.case, inputs, self.where)
         wanted = reference.forward(self.dtypes[0])
         if self.case.route != "forward":
             wanted |= reference.backward(self.dtypes[1], self.dtypes[0])
         errors: Results = {}
-        for results in _others(self.case, made, number):
+        for results in _others(self.case, inputs, number):
             for name, found in results.items():
                 off = _head_errors(found, wanted[name])
                 errors[name] = torch.maximum(errors[name], off) if name in errors else off
@@ -154,7 +154,7 @@ def _head_errors(found: torch.Tensor, wanted: BoundedResult) -> torch.Tensor:
     return off.amax((-2, -1), keepdim=True) if off.numel() else off
 
 
-def neighbour(case: Case, made: Made, number: int) -> Made:
+def neighbour(case: Case, inputs: CallInputs, number: int) -> CallInputs:
     """The same with values and upstream gradients some per cent apart, a way for every number."""
     g = torch.Generator().manual_seed(case.seed * 100 + number)
 
@@ -163,12 +163,12 @@ def neighbour(case: Case, made: Made, number: int) -> Made:
         most = torch.finfo(t.dtype).max
         return (t.double() * by.to(t.device)).clamp(-most, most).to(t.dtype)
 
-    return replace(made, value=moved(made.value), grad_out=moved(made.grad_out))
+    return replace(inputs, value=moved(inputs.value), grad_out=moved(inputs.grad_out))
 
 
-def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
+def _others(case: Case, inputs: CallInputs, number: int) -> Iterator[Results]:
     """What others make of a case: what it costs little to ask first."""
-    ask = partial(_call, case, made)
+    ask = partial(_call, case, inputs)
     if number == _OTHERS:
         yield ask(_fused, by=[SDPBackend.CUDNN_ATTENTION])
         return
@@ -178,16 +178,16 @@ def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
             yield ask(_fa4)
     if number != 0:
         yield ask(_fused)
-        if made.query.is_cuda:
+        if inputs.query.is_cuda:
             # The same operator: what it rounds, how small its scale may be.
             yield ask(_fused, by=[SDPBackend.EFFICIENT_ATTENTION])
-        divided = _divided(made) if case.dtype == "float16" and case.route != "forward" else 0
+        divided = _divided(inputs) if case.dtype == "float16" and case.route != "forward" else 0
         if divided > 0:
             yield ask(_fused, divided=divided)
 
 
 def _call(
-    case: Case, made: Made, attend: Callable[..., torch.Tensor], *, divided: int = 0,
+    case: Case, inputs: CallInputs, attend: Callable[..., torch.Tensor], *, divided: int = 0,
     by: Sequence[SDPBackend] = _QUICK,
 ) -> Results:  # fmt: skip
     """Output and gradients, or nothing where such a call is not taken.
@@ -201,16 +201,18 @@ def _call(
     three = [
         # Rows between words are more than torch's own kernels for GPUs can take.
         t.detach().clone(memory_format=dense).requires_grad_(gradients)
-        for t in (made.query, made.key, made.value)
+        for t in (inputs.query, inputs.key, inputs.value)
     ]
-    only = sdpa_kernel(list(by)) if made.query.is_cuda else contextlib.nullcontext()
+    only = sdpa_kernel(list(by)) if inputs.query.is_cuda else contextlib.nullcontext()
     try:
         with warnings.catch_warnings(), only:
             warnings.simplefilter("ignore")
-            out = attend(case, made, *three).reshape(made.grad_out.shape).to(made.query.device)
+            out = (
+                attend(case, inputs, *three).reshape(inputs.grad_out.shape).to(inputs.query.device)
+            )
         found = {"out": out.detach()}
         if gradients:
-            upstream = (made.grad_out * 2.0**-divided).to(DTYPES[case.dtype])
+            upstream = (inputs.grad_out * 2.0**-divided).to(DTYPES[case.dtype])
             grads = torch.autograd.grad(out, three, upstream.clone(memory_format=dense))
             undone = (t.double() * 2.0**divided for t in grads)
             found |= dict(zip(GRADIENTS, undone if divided else grads, strict=True))
@@ -219,14 +221,14 @@ def _call(
     return found
 
 
-def _as_it_is(case: Case, made: Made, *three: torch.Tensor) -> torch.Tensor:
+def _as_it_is(case: Case, inputs: CallInputs, *three: torch.Tensor) -> torch.Tensor:
     """``scaled_dot_product_attention`` as it is called by default."""
     call = {"scale": _scale(case), "enable_gqa": case.heads != case.kv_heads}
-    mask, is_causal = _mask(case, made)
+    mask, is_causal = _mask(case, inputs)
     return scaled_dot_product_attention(*three, mask, 0.0, is_causal, **call)
 
 
-def _fused(case: Case, made: Made, query: torch.Tensor, *two: torch.Tensor) -> torch.Tensor:
+def _fused(case: Case, inputs: CallInputs, query: torch.Tensor, *two: torch.Tensor) -> torch.Tensor:
     """With values as wide as queries, as many key heads, four dimensions and dense rows, as its
     fused kernels ask for."""
     shared = case.heads // case.kv_heads if case.kv_heads else 1
@@ -236,7 +238,7 @@ def _fused(case: Case, made: Made, query: torch.Tensor, *two: torch.Tensor) -> t
         pad(t, (0, wide - t.shape[-1])).reshape(-1, *t.shape[-3:-1], wide).contiguous()
         for t in (query, *(t.repeat_interleave(shared, -3) for t in two))
     )
-    mask, is_causal = _mask(case, made)
+    mask, is_causal = _mask(case, inputs)
     if mask is not None:
         mask = mask.expand(*query.shape[:-1], case.n_keys)
         mask = mask.reshape(-1, *mask.shape[-3:])
@@ -244,7 +246,7 @@ def _fused(case: Case, made: Made, query: torch.Tensor, *two: torch.Tensor) -> t
     return out[..., : case.value_dim]
 
 
-def _fa4(case: Case, made: Made, *three: torch.Tensor) -> torch.Tensor:
+def _fa4(case: Case, inputs: CallInputs, *three: torch.Tensor) -> torch.Tensor:
     """FlashAttention-4's own call."""
     from flash_attn.cute import flash_attn_func
 
@@ -265,17 +267,19 @@ def _scale(case: Case) -> float:
     return case.head_dim**-0.5 if case.scale is None else case.scale
 
 
-def _divided(made: Made) -> int:
+def _divided(inputs: CallInputs) -> int:
     """By which power of two an fp16 gradient has to be divided, lest P dO or dS overflow."""
-    norms = (t.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for t in (made.grad_out, made.value))
+    norms = (
+        t.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for t in (inputs.grad_out, inputs.value)
+    )
     gradient, value = (float(t.max()) if t.numel() else 0.0 for t in norms)
     largest = gradient * max(2 * value, 2.0)
     return math.ceil(math.log2(largest)) - 15 if largest > 0 else 0
 
 
-def _mask(case: Case, made: Made) -> tuple[torch.Tensor | None, bool]:
+def _mask(case: Case, inputs: CallInputs) -> tuple[torch.Tensor | None, bool]:
     """Mask and causality as torch takes them: one or the other."""
-    mask, is_causal = made.mask, case.is_causal
+    mask, is_causal = inputs.mask, case.is_causal
     if mask is None and case.rules is None:
         return None, is_causal
     if mask is not None and mask.dtype != torch.bool:
@@ -284,23 +288,23 @@ def _mask(case: Case, made: Made) -> tuple[torch.Tensor | None, bool]:
         mask = mask.to(torch.float32 if case.dtype != "float64" else dtype)
         mask = mask.to(DTYPES[case.dtype]) if dtype == DTYPES[case.dtype] else mask
     if is_causal or case.rules is not None:
-        mask = _with_rules(case, made, mask)
+        mask = _with_rules(case, inputs, mask)
     if mask is not None and mask.is_cuda:
         mask = _in_whole_words(mask, case.n_keys)
     return mask, False
 
 
-def _with_rules(case: Case, made: Made, mask: torch.Tensor | None) -> torch.Tensor:
+def _with_rules(case: Case, inputs: CallInputs, mask: torch.Tensor | None) -> torch.Tensor:
     """The mask with what the rules and ``is_causal`` keep, (..., n, m)."""
     rows, columns = case.n_queries, case.n_keys
     kept = torch.ones(rows, columns, dtype=torch.bool)
     if case.is_causal:
         kept = kept.tril()
-    if made.rules is not None:
+    if inputs.rules is not None:
         sizes = math.prod(case.batch), case.heads, rows, columns
-        rules = equations.kept_by(made.rules, *sizes) & kept
+        rules = equations.kept_by(inputs.rules, *sizes) & kept
         kept = rules.reshape(*case.batch, *sizes[1:])
-    kept = kept.to(made.query.device)
+    kept = kept.to(inputs.query.device)
     if mask is None:
         return kept
     if mask.dtype == torch.bool:
