@@ -76,10 +76,10 @@ def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str])
     return sum(1 for text in texts if text and not text.startswith("#"))
 
 
-def complexity(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Count the ways through a function: one more for each branch and each ``and``, ``or``."""
+def complexity(body: list[ast.AST]) -> int:
+    """Count the ways through a function's body: one more for each branch, ``and`` and ``or``."""
     total = 1
-    for node in nodes(function):
+    for node in body:
         if isinstance(node, BRANCHES):
             total += 1
         if isinstance(node, ast.BoolOp):
@@ -107,9 +107,9 @@ def record_of(parameter: ast.arg) -> str | None:
     return name if name in RECORDS else None
 
 
-def riddles_in(tree: ast.Module, lines: list[str]) -> Iterator[tuple[int, str]]:
+def riddles_in(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[int, str]]:
     """Yield line and text of docstrings and comments whose first sentence hides its subject."""
-    for node in ast.walk(tree):
+    for node in tree_nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             docstring = ast.get_docstring(node) or ""
             if RIDDLE.match(docstring):
@@ -133,10 +133,11 @@ def census(package: Path = PACKAGE) -> tuple[Places, float]:
         file = path.relative_to(package).as_posix()
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines()
-        tree = ast.parse(text)
-        for count, place in (*places_in_text(tree, lines), *places_in_tree(tree, lines)):
+        tree_nodes = list(ast.walk(ast.parse(text)))
+        places_in_file = [*places_in_text(tree_nodes, lines), *places_in_tree(tree_nodes, lines)]
+        for count, place in places_in_file:
             places[count].append(f"{file}:{place}")
-        for node in ast.walk(tree):
+        for node in tree_nodes:
             if isinstance(node, ast.ClassDef):
                 files_of_class[node.name.strip("_")].add(file)
             if isinstance(node, ast.arg) and (record := record_of(node)):
@@ -153,18 +154,18 @@ def census(package: Path = PACKAGE) -> tuple[Places, float]:
     return places, n_nodes / n_lines
 
 
-def places_in_text(tree: ast.Module, lines: list[str]) -> Iterator[tuple[str, str]]:
+def places_in_text(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[str, str]]:
     """Yield count and place of riddles, and of lines that the formatter leaves alone."""
-    for number, sentence in riddles_in(tree, lines):
+    for number, sentence in riddles_in(tree_nodes, lines):
         yield "riddles", f"{number} {sentence[:80]}"
     for number, line in enumerate(lines, 1):
         if "# fmt: skip" in line:
             yield "formatter switched off", f"{number}"
 
 
-def places_in_tree(tree: ast.Module, lines: list[str]) -> Iterator[tuple[str, str]]:
+def places_in_tree(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[str, str]]:
     """Yield count and place of names, assignments and functions."""
-    for node in ast.walk(tree):
+    for node in tree_nodes:
         for name in names_in(node):
             if name.strip("_") in VAGUE:
                 yield "vague names", f"{node.lineno} {name}"
@@ -172,11 +173,13 @@ def places_in_tree(tree: ast.Module, lines: list[str]) -> Iterator[tuple[str, st
             yield "tuples assigned to tuples", f"{node.lineno}"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             height = lines_of(node, lines)
-            density = sum(1 for _ in nodes(node)) / max(1, height)
+            body = list(nodes(node))
+            density = len(body) / max(1, height)
             if height >= 4 and density > PACKED:
                 yield "packed functions", f"{node.lineno} {node.name} {density:.1f}"
-            if complexity(node) > TANGLED:
-                yield "tangled functions", f"{node.lineno} {node.name} {complexity(node)}"
+            n_ways = complexity(body)
+            if n_ways > TANGLED:
+                yield "tangled functions", f"{node.lineno} {node.name} {n_ways}"
 
 
 def is_tuple_to_tuple(assignment: ast.Assign) -> bool:

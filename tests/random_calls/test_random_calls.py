@@ -20,7 +20,8 @@ from random_calls.draw import draw
 from random_calls.run import check_seed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CALLS, AT_ONCE = 1000 if torch.cuda.is_available() else 400, 100
+CALLS = 1000 if torch.cuda.is_available() else 400
+AT_ONCE = 50
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What a call may say no to: the limits of a kernel that was asked for by name.
 REFUSALS = ("NotImplementedError: kernel '",)
