@@ -177,6 +177,9 @@ import os, torch
 from torch.nn.functional import scaled_dot_product_attention
 from quorum_attention import attention, devices
 if __name__ == "__main__":
+    # OpenMP's threads do not survive a fork: the forked process would wait for them in any of
+    # torch's operations that uses several.
+    torch.set_num_threads(1)
     query = torch.randn(1, 4, 3000, 16, requires_grad=True)
     leaf = query.detach().clone().requires_grad_()
     out = attention(query, query, query, devices=["cpu", "cpu"])
