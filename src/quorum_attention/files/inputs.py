@@ -29,7 +29,13 @@ BACKWARD = (*FORWARD, "grad_out", "out", "lse")
 
 
 class FileStatus(NamedTuple):
-    """What changes with a file."""
+    """The numbers by which a change of a file is noticed.
+
+    Attributes:
+        device, inode: which file it is.
+        size: in bytes.
+        time: of the last change, in nanoseconds.
+    """
 
     device: int
     inode: int
@@ -185,15 +191,27 @@ def _files_of(source: str) -> dict[Path, str | None]:
         ValueError: there is none.
     """
     path = Path(source)
-    name, _, named_path = source.partition("=")
-    is_named = name in _ROLES and "=" in source
+    name, equals_sign, named_path = source.partition("=")
+    is_named = bool(equals_sign) and name in _ROLES
     if not source or (is_named and not named_path):
         raise ValueError(f"an input has no file: its name is {source!r}")
     if is_named and not path.exists():
         return {Path(named_path): name}
-    if not path.is_dir():
-        return {path: path.stem if path.suffix == SUFFIX else None}
-    files = sorted(file for file in path.iterdir() if file.suffix == SUFFIX)
-    if not files:
-        raise ValueError(f"{source} is a folder without {SUFFIX} files")
-    return {file: file.stem for file in files}
+    if path.is_dir():
+        return _files_in(path)
+    return {path: path.stem if path.suffix == SUFFIX else None}
+
+
+def _files_in(folder: Path) -> dict[Path, str | None]:
+    """Return the .npy files of a folder, with the names of their tensors.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names: dict[Path, str | None] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix == SUFFIX:
+            names[path] = path.stem
+    if not names:
+        raise ValueError(f"{folder} is a folder without {SUFFIX} files")
+    return names

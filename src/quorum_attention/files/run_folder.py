@@ -44,7 +44,7 @@ Mode = Literal["new", "resume", "restart"]
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """What ``progress.json`` has.
+    """The content of ``progress.json``.
 
     Attributes:
         begun: when the run began.

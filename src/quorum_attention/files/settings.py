@@ -23,7 +23,7 @@ _MAX_HOST_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What is chosen once for all parts of a call.
+    """The choices that hold for all parts of a call.
 
     Attributes:
         heads: key/value heads of a part.
@@ -63,10 +63,13 @@ def choose_settings(call: FileCall, heads: int | None = None) -> RunSettings:
 def _heads_in_seconds(call: FileCall) -> int:
     """Return how many key/value heads take some seconds."""
     decisions, _ = _decide_parts(call, call.parts(1))
-    plans = [decision.plan for decision in decisions if decision.plan is not None]
-    seconds = max((plan.predicted_seconds for plan in plans), default=0.0)
-    heads = max(1, int(_PART_SECONDS / max(seconds, 1e-9)))
-    return min(heads, call.shape.batch * max(1, call.shape.kv_heads))
+    seconds_per_head = 1e-9
+    for decision in decisions:
+        if decision.plan is not None:
+            seconds_per_head = max(seconds_per_head, decision.plan.predicted_seconds)
+    n_heads = max(1, int(_PART_SECONDS / seconds_per_head))
+    n_all_heads = call.shape.batch * max(1, call.shape.kv_heads)
+    return min(n_heads, n_all_heads)
 
 
 def _decide_parts(call: FileCall, parts: Sequence[CallBlock]) -> tuple[list[Decision], bool]:
@@ -87,7 +90,8 @@ def _decide_parts(call: FileCall, parts: Sequence[CallBlock]) -> tuple[list[Deci
     except BudgetError:
         pass  # less memory is enough without accumulators in it
     else:
-        if not _fill_host_memory(call, decisions, len(parts)):
+        use_host_memory = any(_uses_host_memory(decision) for decision in decisions)
+        if not use_host_memory or not _fill_host_memory(call, len(parts)):
             return decisions, False
     return [_decide(call, part, in_file=True) for part in differing], True
 
@@ -100,15 +104,22 @@ def _differing_parts(call: FileCall, parts: Sequence[CallBlock]) -> list[CallBlo
     return [part for part in parts if not part.heads.start]
 
 
-def _fill_host_memory(call: FileCall, decisions: Sequence[Decision], n_parts: int) -> bool:
-    """Return whether the accumulators of a part take much of the host's memory."""
-    plans = [decision.plan for decision in decisions if decision.plan is not None]
-    in_host_memory = any(plan.schedule.route.accumulator == "host" for plan in plans)
-    if on_host(call.device) or not in_host_memory:
+def _uses_host_memory(decision: Decision) -> bool:
+    """Return whether a part has accumulators in host memory."""
+    plan = decision.plan
+    return plan is not None and plan.schedule.route.accumulator == "host"
+
+
+def _fill_host_memory(call: FileCall, n_parts: int) -> bool:
+    """Return whether accumulators of a part take much of the host's memory."""
+    if on_host(call.device):
         return False
-    n_elements = sum(math.prod(shape) for shape, _ in call.results(lse=True).values())
+    n_elements = 0
+    for shape, _ in call.results(lse=True).values():
+        n_elements += math.prod(shape)
     n_bytes = n_elements * call.shape.state_dtype.itemsize // n_parts
-    return n_bytes >= _MAX_HOST_SHARE * backend_of(HOST).free_bytes(HOST)
+    free_bytes = backend_of(HOST).free_bytes(HOST)
+    return n_bytes >= _MAX_HOST_SHARE * free_bytes
 
 
 def _decide(call: FileCall, block: CallBlock, *, in_file: bool) -> Decision:
