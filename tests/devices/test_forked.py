@@ -205,7 +205,7 @@ def test_the_backward_of_a_parents_call_in_a_fork(tmp_path: Path) -> None:
     """Workers of the forked process read its own memory: the parent's may have another call's."""
     (tmp_path / "program.py").write_text(_FORKED_BACKWARD)
     ran = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=200,
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=400,
         check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -227,7 +227,7 @@ def _print_json(
     options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, result: RunResult
 ) -> None:
     settings, resumed_parts = result
-    mask = call.whole.mask
+    mask = call.whole_call.mask
     bias = None if mask is None else mask.bias
     print_json(
         {
@@ -316,4 +316,4 @@ def _headline(call: FileCall, place: torch.device | str) -> str:
 
 
 def _mask_words(call: FileCall) -> str:
-    return mask_words(call.whole.mask, call.shape.is_causal) or "all pairs"
+    return mask_words(call.whole_call.mask, call.shape.is_causal) or "all pairs"

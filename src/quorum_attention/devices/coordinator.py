@@ -142,10 +142,11 @@ class Coordinator:
 
     def _finish_item(self, device: int, call_report: Report) -> None:
         """Note that a work item is done, and add its gradients."""
+        stop = time.perf_counter() - self._began
         item = self.queue.running.pop(device)
         start = item.start - self._began
-        stop = time.perf_counter() - self._began
-        self.report.ran.append(PartTiming(device, item.number, start, stop, call_report))
+        timing = PartTiming(device, item.number, start, stop, call_report)
+        self.report.ran.append(timing)
         buffers = self._sum_buffers.pop(device)
         if self.sums is not None:
             self.sums.add(item.block, buffers)
@@ -174,6 +175,10 @@ class Coordinator:
         """Return the error that says what was done, and why nobody does the rest."""
         n_done = len(self.report.ran)
         parts = counted(self.report.parts, "part")
-        reasons = "; ".join(self.report.history) or "all had ended before, or were closed"
+        reasons = "all had ended before, or were closed"
+        if self.report.history:
+            reasons = "; ".join(self.report.history)
         message = f"no device is left after {n_done} of {parts}: {reasons}{self._out_of_memory}"
-        return OutOfMemoryError(message) if self._out_of_memory else RuntimeError(message)
+        if self._out_of_memory:
+            return OutOfMemoryError(message)
+        return RuntimeError(message)

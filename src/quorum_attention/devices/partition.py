@@ -38,9 +38,9 @@ def block_of(shape: CallShape, entry: int, heads: Interval, rows: Interval) -> C
 
     The last rows have every key, so that the gradient of a key that no row sees is written as well.
     """
-    are_last_rows = rows.stop == shape.n_queries
     n_keys = shape.n_keys
-    if shape.is_causal and not shape.dropout and not are_last_rows:
+    has_last_rows = rows.stop == shape.n_queries
+    if shape.is_causal and not shape.dropout and not has_last_rows:
         n_keys = min(rows.stop, n_keys)
     entries = Interval(entry, entry + 1)
     return CallBlock(entries, heads, rows, Interval(0, n_keys))
@@ -48,10 +48,10 @@ def block_of(shape: CallShape, entry: int, heads: Interval, rows: Interval) -> C
 
 def is_whole(shape: CallShape, block: CallBlock) -> bool:
     """Return whether no other block contributes to the gradients of a block's keys."""
+    if block.rows != (0, shape.n_queries):
+        return False
     group_size = shape.queries_per_key_head
-    has_whole_groups = block.heads.start % group_size == block.heads.stop % group_size == 0
-    has_all_rows = block.rows == (0, shape.n_queries)
-    return has_whole_groups and has_all_rows
+    return all(edge % group_size == 0 for edge in block.heads)
 
 
 def pairs(shape: CallShape, block: CallBlock) -> int:

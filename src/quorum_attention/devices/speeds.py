@@ -26,8 +26,17 @@ def expected_speed(
     device = torch.device(device_name)
     measured = calibrated_flops(backend_of(device), model, dtype, head_dim)
     if measured is not None:
-        return measured[backward] / head_dim
-    typical = assumed_hardware(device, dtype, head_dim)
-    flops = typical.backward_flops if backward else typical.flops
-    relative = next((speed for part, speed in SPEEDS.items() if part in model), 1.0)
-    return relative * flops / head_dim
+        forward_flops, backward_flops = measured
+        flops = backward_flops if backward else forward_flops
+        return flops / head_dim
+    hardware = assumed_hardware(device, dtype, head_dim)
+    flops = hardware.backward_flops if backward else hardware.flops
+    return _relative_speed(model) * flops / head_dim
+
+
+def _relative_speed(model: str) -> float:
+    """Return the speed of a device relative to an H200; 1 if it is not known."""
+    for name, speed in SPEEDS.items():
+        if name in model:
+            return speed
+    return 1.0

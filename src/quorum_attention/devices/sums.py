@@ -56,11 +56,12 @@ class _HeadSum:
         while self.next_start in self.early:
             block, gradients = self.early.pop(self.next_start)
             for name, total in self.totals.items():
-                total[: block.keys.length] += gradients[name][0, 0]
-            if block.rows.stop == n_queries:
-                self.next_start = _BlockStart(block.heads.stop, 0)
-            else:
+                head_gradient = gradients[name][0, 0]  # (block's n_keys, width)
+                total[: block.keys.length] += head_gradient
+            if block.rows.stop < n_queries:
                 self.next_start = _BlockStart(block.heads.start, block.rows.stop)
+            else:
+                self.next_start = _BlockStart(block.heads.stop, 0)
 
 
 class GradientSums:
@@ -115,7 +116,8 @@ class GradientSums:
             self._call.cut_bias(self.bias, block).add_(gradients["grad_bias"])
         if "grad_key" not in gradients:
             return
-        key_head = _KeyHead(block.entries.start, self._call.key_heads(block).start)
+        first_key_head = self._call.key_heads(block).start
+        key_head = _KeyHead(block.entries.start, first_key_head)
         if key_head not in self._heads:
             self._heads[key_head] = self._empty_sum(key_head)
         head_sum = self._heads[key_head]
@@ -139,9 +141,12 @@ class GradientSums:
 
     def _empty_sum(self, key_head: _KeyHead) -> _HeadSum:
         """Return the sum of a head to which nothing has been added."""
-        totals = {name: _zeros(tensor.shape[-2:], tensor) for name, tensor in self._inputs.items()}
-        first_query_head = key_head.head * self._call.shape.queries_per_key_head
-        return _HeadSum(totals, _BlockStart(first_query_head, 0))
+        totals: Buffers = {}
+        for name, tensor in self._inputs.items():
+            totals[name] = _zeros(tensor.shape[-2:], tensor)
+        group_size = self._call.shape.queries_per_key_head
+        first_block = _BlockStart(key_head.head * group_size, 0)
+        return _HeadSum(totals, first_block)
 
 
 def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

@@ -82,16 +82,22 @@ class WorkerMappings:
             return handle.open()
         with handle.opened_file(os.O_RDWR) as file:
             # As long as it is mapped here, no other file has these numbers.
-            if handle.file not in self._mappings:
+            mapping = self._mappings.get(handle.file)
+            if mapping is None:
                 memory = mmap.mmap(file, 0)
-                self._mappings[handle.file] = _Mapping(memory, handle.path, self._pass_number)
-        return handle.tensor_in(self._mappings[handle.file].memory)
+                mapping = _Mapping(memory, handle.path, self._pass_number)
+                self._mappings[handle.file] = mapping
+        return handle.tensor_in(mapping.memory)
 
     def forget_gone(self) -> None:
         """Let go of files that the other process has no more; tensors that use them keep them."""
-        for file, mapping in list(self._mappings.items()):
-            if file_id_at(mapping.path) != file:
-                self._unlock(self._mappings.pop(file))
+        kept_mappings: dict[FileId, _Mapping] = {}
+        for file, mapping in self._mappings.items():
+            if file_id_at(mapping.path) == file:
+                kept_mappings[file] = mapping
+            else:
+                self._unlock(mapping)
+        self._mappings = kept_mappings
 
     def lock(self, handle: TensorHandle, *, is_result: bool = False) -> None:
         """Page-lock the file of a tensor that was opened, as a whole.
@@ -111,10 +117,13 @@ class WorkerMappings:
 
     def _may_lock(self, mapping: _Mapping, is_result: bool) -> bool:
         """Return whether a file is to be locked, and fits what may be locked."""
-        is_untouched = is_result and mapping.first_pass == self._pass_number
-        if mapping.is_locked or is_untouched or mapping.n_bytes < WORTH_LOCKING_BYTES:
+        if mapping.is_locked or mapping.n_bytes < WORTH_LOCKING_BYTES:
             return False
-        return self._locked_bytes() + mapping.n_bytes <= self._max_locked_bytes
+        is_first_use = mapping.first_pass == self._pass_number
+        if is_result and is_first_use:
+            return False
+        n_bytes = self._locked_bytes() + mapping.n_bytes
+        return n_bytes <= self._max_locked_bytes
 
     def _locked_bytes(self) -> int:
         return sum(mapping.n_bytes for mapping in self._mappings.values() if mapping.is_locked)

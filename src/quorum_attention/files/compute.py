@@ -76,12 +76,12 @@ def _compute_part(run: FileRun, block: CallBlock, options: CallOptions) -> None:
     targets = results | _scratch_tensors(run, results)
     if call.backward:
         grads = (targets["dq"], targets["dk"], targets["dv"])
-        check_forward(call.whole, block, inputs, options, run.settings.parts)
-        compute_block(call.whole, block, inputs, options, BlockResults(grads=grads))
+        check_forward(call.whole_call, block, inputs, options, run.settings.parts)
+        compute_block(call.whole_call, block, inputs, options, BlockResults(grads=grads))
     else:
         lse = targets["lse"] if lse_given(call, in_file=run.settings.in_file) else None
         block_results = BlockResults(targets["out"], lse)
-        _, computed_lse = compute_block(call.whole, block, inputs, options, block_results)
+        _, computed_lse = compute_block(call.whole_call, block, inputs, options, block_results)
         if lse is None:
             targets["lse"] = computed_lse
     for name, result in results.items():

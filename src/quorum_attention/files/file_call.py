@@ -31,7 +31,7 @@ class FileCall:
     Attributes:
         tensors: the tensors that it reads, by role: (*batch, heads, n, d), lse (*batch, heads,
             n_queries).
-        whole: the call that parts are blocks of.
+        whole_call: the call that parts are blocks of.
         out_dtype: the dtype of all results but the lse.
         backward: whether it gives gradients.
         options: its options.
@@ -39,7 +39,7 @@ class FileCall:
     """
 
     tensors: Mapping[str, torch.Tensor]
-    whole: WholeCall
+    whole_call: WholeCall
     out_dtype: torch.dtype
     backward: bool
     options: CallOptions
@@ -48,7 +48,7 @@ class FileCall:
     @property
     def shape(self) -> CallShape:
         """Its sizes."""
-        return self.whole.shape
+        return self.whole_call.shape
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +103,7 @@ class FileCall:
         all_keys = Interval(0, shape.n_keys)
         n_entries = max(1, heads // max(1, shape.kv_heads))
         return [
-            CallBlock(entries, self.whole.query_heads(kv_heads), all_rows, all_keys)
+            CallBlock(entries, self.whole_call.query_heads(kv_heads), all_rows, all_keys)
             for entries in split_at_multiples(Interval(0, shape.batch), n_entries)
             for kv_heads in split_at_multiples(Interval(0, shape.kv_heads), heads)
         ]
@@ -113,17 +113,18 @@ class FileCall:
 
         A part has some heads of one batch entry, or all heads of some entries.
         """
-        kv_heads = max(1, self.shape.kv_heads)
-        has_one_batch_dim = len(self.shape.batch_shape) == 1
-        if n_heads < kv_heads or not has_one_batch_dim:
-            return max(1, min(n_heads, kv_heads))
-        n_entries = min(n_heads // kv_heads, max(1, self.shape.batch))
-        return n_entries * kv_heads
+        shape = self.shape
+        heads_per_entry = max(1, shape.kv_heads)
+        has_one_batch_dim = len(shape.batch_shape) == 1
+        if n_heads >= heads_per_entry and has_one_batch_dim:
+            n_entries = min(n_heads // heads_per_entry, max(1, shape.batch))
+            return n_entries * heads_per_entry
+        return max(1, min(n_heads, heads_per_entry))
 
     def cut(self, tensors: Mapping[str, torch.Tensor], block: CallBlock) -> dict[str, torch.Tensor]:
         """Return a part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
         return {
-            name: self.whole.cut(tensor, block, of_keys=name in OF_KEYS)
+            name: self.whole_call.cut(tensor, block, of_keys=name in OF_KEYS)
             for name, tensor in tensors.items()
         }
 

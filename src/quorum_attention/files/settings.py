@@ -98,7 +98,7 @@ def _decide_parts(call: FileCall, parts: Sequence[CallBlock]) -> tuple[list[Deci
 
 def _differing_parts(call: FileCall, parts: Sequence[CallBlock]) -> list[CallBlock]:
     """Return the first part, or the first of each batch entry if a mask may tell entries apart."""
-    mask = call.whole.mask
+    mask = call.whole_call.mask
     if mask is None or not mask.is_structured:
         return list(parts[:1])
     return [part for part in parts if not part.heads.start]
@@ -130,7 +130,7 @@ def _decide(call: FileCall, block: CallBlock, *, in_file: bool) -> Decision:
     out_dtype = None if call.backward else call.out_dtype
     with torch.no_grad():
         tensors, request, backward_inputs = request_of_block(
-            call.whole, block, inputs, call.options, BlockResults(out_dtype=out_dtype)
+            call.whole_call, block, inputs, call.options, BlockResults(out_dtype=out_dtype)
         )
         if backward_inputs is not None:
             grads = (given_result, given_result, given_result)

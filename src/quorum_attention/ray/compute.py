@@ -86,14 +86,14 @@ class _UnitRun:
             for name, tensor in farm_pass.inputs.items()
         }
         bias = self._inputs.pop("bias", None)
-        mask = farm_pass.call.whole.mask
+        mask = farm_pass.call.whole_call.mask
         self._sinks: torch.Tensor | None = None
         if mask is not None:
             # A row's sink is counted once: where the states of its chunk are merged.
             self._sinks = mask.sinks
             sinks_of_calls = mask.sinks if unit.kind == "head" else None
             mask = replace(mask, bias=bias, sinks=sinks_of_calls)
-        self._call = replace(farm_pass.call.whole, mask=mask)
+        self._call = replace(farm_pass.call.whole_call, mask=mask)
         self._budget = self._choose_budget()
 
     def _choose_budget(self) -> int | None:

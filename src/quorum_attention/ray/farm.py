@@ -277,7 +277,9 @@ class Farm(AbstractContextManager["Farm"]):
         part_of_head = {
             (entry, head): number
             for number, block in parts.items()
-            for entry, head in product(range(*block.entries), range(*call.whole.key_heads(block)))
+            for entry, head in product(
+                range(*block.entries), range(*call.whole_call.key_heads(block))
+            )
         }
         result_bytes = sum(tensor.nbytes for tensor in results.values())
         n_chunks = choose_n_chunks(
@@ -296,16 +298,16 @@ class Farm(AbstractContextManager["Farm"]):
 
     def _sent_call(self, call: FileCall) -> FileCall:
         """Return a call as workers get it: without the tensors that are sent by themselves."""
-        mask = call.whole.mask
+        mask = call.whole_call.mask
         if mask is not None:
             mask = map_tensors(replace(mask, bias=None), lambda tensor, name: tensor.cpu())
-        whole_call = replace(call.whole, mask=mask)
+        whole_call = replace(call.whole_call, mask=mask)
         options = CallOptions(
             self._budget,
             depth=call.options.depth,
             kernel=call.options.kernel,
         )
-        return replace(call, tensors={}, whole=whole_call, options=options)
+        return replace(call, tensors={}, whole_call=whole_call, options=options)
 
     def _run(
         self, farm_pass: FarmPass, part_of_head: Mapping[Head, int], report: PoolPass
@@ -400,7 +402,7 @@ def _check_targets(
     specs = call.results(lse="lse" in targets)
     for name, (shape, dtype) in specs.items():
         check_tensor(targets[name], shape, name, device, dtype, for_writing=True)
-    mask = call.whole.mask
+    mask = call.whole_call.mask
     bias = None if mask is None else mask.bias
     check_no_overlap(targets, {**call.tensors, "attn_mask": bias})
 
@@ -426,7 +428,7 @@ def _input_handles(call: FileCall, mappings: Mappings) -> dict[str, torch.Tensor
         inputs[name] = tensor
         if tensor.numel():
             inputs[name] = _handle_of(name, tensor, mappings, writable=False)
-    mask = call.whole.mask
+    mask = call.whole_call.mask
     if mask is not None and mask.bias is not None:
         handle = handle_in_mapped_file(mask.bias, mappings, writable=False)
         inputs["bias"] = mask.bias.detach() if handle is None else handle

@@ -100,7 +100,7 @@ class FarmPass:
         layout = torch.empty_strided(
             target.shape, target.strides, dtype=target.dtype, device="meta"
         )
-        layout_of_block = self.call.whole.cut(layout, block, of_keys=name in OF_KEYS)
+        layout_of_block = self.call.whole_call.cut(layout, block, of_keys=name in OF_KEYS)
         with (
             target.opened_file(os.O_WRONLY) as descriptor,
             open(descriptor, "wb", 0, closefd=False) as file,
