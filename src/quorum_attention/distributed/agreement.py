@@ -43,8 +43,10 @@ def compare(group: dist.ProcessGroup, signature: CallSignature, *values: Any) ->
     for name in names:
         arguments = [rank_texts.get(name) for rank_texts in texts_of_ranks]
         if len(set(arguments)) > 1:
-            differences = [f"rank {rank} has {argument}" for rank, argument in enumerate(arguments)]
-            raise ValueError(f"the ranks do not agree on {name}: {', '.join(differences)}")
+            listed = ", ".join(
+                f"rank {rank} has {argument}" for rank, argument in enumerate(arguments)
+            )
+            raise ValueError(f"the ranks do not agree on {name}: {listed}")
     return list(values_of_ranks)
 
 

@@ -77,9 +77,14 @@ class RowSlice(NamedTuple):
         return self.head_slice.operand
 
     @property
+    def heads(self) -> Interval:
+        """The heads, numbered in the whole call."""
+        return self.head_slice.heads
+
+    @property
     def n_vectors(self) -> int:
         """The rows of all heads."""
-        return self.head_slice.heads.length * self.rows.length
+        return self.heads.length * self.rows.length
 
 
 class RowBytes(NamedTuple):
@@ -173,7 +178,11 @@ class Assignment:
             kv_heads = self.shape.kv_of(block.heads)
             keys = HeadSlice(Operand.KV, kv_heads)
             needed[keys] += block.keys
-        return {head_slice: tuple(union(needed[head_slice])) for head_slice in sorted(needed)}
+        merged: RowsNeeded = {}
+        for head_slice in sorted(needed):
+            rows = union(needed[head_slice])
+            merged[head_slice] = tuple(rows)
+        return merged
 
     @cached_property
     def row_slices(self) -> tuple[RowSlice, ...]:
@@ -196,8 +205,8 @@ class Assignment:
             pieces = chain.from_iterable(cut(run, edges) for run in rows)
             for piece in pieces:
                 owner = bisect_right(starts, piece.start) - 1
-                is_exclusive = not any(within(piece, shared_rows))
-                yield RowSlice(head_slice, piece, rank, stage, owner, is_exclusive)
+                is_shared = any(within(piece, shared_rows))
+                yield RowSlice(head_slice, piece, rank, stage, owner, not is_shared)
 
     @cached_property
     def keeps_inputs(self) -> bool:

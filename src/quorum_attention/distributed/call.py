@@ -101,29 +101,28 @@ class ShardedCall:
         blocks = self.assignment.blocks(self.rank, stage)
         results: RowsByHeads = {}
         for block in blocks:
-            queries = HeadSlice(Operand.QUERY, block.heads)
-            kv_heads = self.assignment.shape.kv_of(block.heads)
-            keys = HeadSlice(Operand.KV, kv_heads)
-            inputs = rows[queries].at(block.heads, [block.queries])
-            inputs |= rows[keys].at(kv_heads, block.keys)
-            parts = self._compute_block(block, inputs, mask_grads)
-            for operand, part in parts.items():
-                head_slice = HeadSlice(operand, part.heads)
+            for part in self._compute_block(block, rows, mask_grads):
                 if len(blocks) == 1:
-                    results[head_slice] = part
+                    results[part.head_slice] = part
                 else:
-                    add_rows(results, operand, rows[head_slice].rows, part)
+                    add_rows(results, rows[part.head_slice].rows, part)
         return results
 
     def _compute_block(
-        self, block: ShardBlock, inputs: NamedTensors, mask_grads: MaskParams
-    ) -> dict[Operand, GatheredRows]:
+        self, block: ShardBlock, rows: RowsByHeads, mask_grads: MaskParams
+    ) -> list[GatheredRows]:
         """Return the results of a block: those of its queries, and in a backward of its keys.
 
         Args:
-            inputs: query, key, value; for gradients grad_out, out and lse besides.
+            rows: query, key and value of the stage; for gradients grad_out, out and lse besides.
         """
         shape = self.whole_call.shape
+        queries = HeadSlice(Operand.QUERY, block.heads)
+        keys = HeadSlice(Operand.KV, self.assignment.shape.kv_of(block.heads))
+        inputs = {
+            **rows[queries].at(queries.heads, [block.queries]),
+            **rows[keys].at(keys.heads, block.keys),
+        }
         call_block = CallBlock(
             Interval(0, shape.batch),
             block.heads,
@@ -138,17 +137,16 @@ class ShardedCall:
             compute = partial(self._run_block, call_block, inputs, masked)
             out, lse = run_with_hook(compute)
             of_queries = {"out": out, "lse": lse.to(out.device)}
-            return {Operand.QUERY: GatheredRows(block.heads, (block.queries,), of_queries)}
+            return [GatheredRows(queries, (block.queries,), of_queries)]
         grads = self._run_block(call_block, inputs, masked, mask_grads)
         grad_query, grad_key, grad_value, *param_grads = grads
         self._add_mask_grads(mask_grads, call_block, param_grads)
         of_queries = {"grad_query": grad_query}
         of_keys = {"grad_key": grad_key, "grad_value": grad_value}
-        kv_heads = self.assignment.shape.kv_of(block.heads)
-        return {
-            Operand.QUERY: GatheredRows(block.heads, (block.queries,), of_queries),
-            Operand.KV: GatheredRows(kv_heads, block.keys, of_keys),
-        }
+        return [
+            GatheredRows(queries, (block.queries,), of_queries),
+            GatheredRows(keys, block.keys, of_keys),
+        ]
 
     def _run_block(
         self,

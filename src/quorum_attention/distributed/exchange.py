@@ -54,8 +54,7 @@ class Parcel:
     def cut(self) -> NamedTensors:
         """Return the tensors to be sent, views where they are."""
         assert self.rows is not None, "only the source has the rows"
-        heads = self.row_slice.head_slice.heads
-        parts = self.rows.at(heads, [self.row_slice.rows])
+        parts = self.rows.at(self.row_slice.heads, [self.row_slice.rows])
         return {name: parts[name] for name in self.specs}
 
 
@@ -209,12 +208,12 @@ def _specs_of(
     row_slice: RowSlice, rows: GatheredRows, dtype: torch.dtype | None = None
 ) -> dict[str, TensorSpec]:
     """Return the specs of tensors like those of ``rows``, for a row slice; in ``dtype``, if any."""
-    n_heads = row_slice.head_slice.heads.length
+    n_heads = row_slice.heads.length
     n_rows = row_slice.rows.length
     specs: dict[str, TensorSpec] = {}
     for name, tensor in rows.tensors.items():
         batch, _, _, *row_sizes = tensor.shape
-        shape = torch.Size((batch, n_heads, n_rows, *row_sizes))
+        shape = torch.Size([batch, n_heads, n_rows, *row_sizes])
         specs[name] = TensorSpec(shape, dtype or tensor.dtype)
     return specs
 

@@ -20,26 +20,33 @@ class GatheredRows:
     """Tensors of some rows, and of none between them, in ascending order.
 
     Attributes:
-        heads: positions in the whole call.
+        head_slice: heads, numbered in the whole call.
         rows: positions in the whole call, ascending and disjoint.
         tensors: by name, each (batch, heads, rows, ...).
     """
 
-    heads: Interval
+    head_slice: HeadSlice
     rows: tuple[Interval, ...]
     tensors: NamedTensors
 
     @classmethod
     def empty_like(
-        cls, heads: Interval, rows: tuple[Interval, ...], tensors: NamedTensors
+        cls, head_slice: HeadSlice, rows: tuple[Interval, ...], tensors: NamedTensors
     ) -> GatheredRows:
         """Return uninitialised rows; batch, dtypes and sizes of a row are those of ``tensors``."""
+        n_heads = head_slice.heads.length
         n_rows = counted(rows)
         allocated: NamedTensors = {}
         for name, tensor in tensors.items():
             batch, _, _, *row_sizes = tensor.shape
-            allocated[name] = tensor.new_empty((batch, heads.length, n_rows, *row_sizes))
-        return cls(heads, rows, allocated)
+            shape = (batch, n_heads, n_rows, *row_sizes)
+            allocated[name] = tensor.new_empty(shape)
+        return cls(head_slice, rows, allocated)
+
+    @property
+    def heads(self) -> Interval:
+        """The heads, numbered in the whole call."""
+        return self.head_slice.heads
 
     @property
     def device(self) -> torch.device:
@@ -85,21 +92,18 @@ Shards = dict[Operand, GatheredRows]
 """The rows of this rank."""
 
 
-def add_rows(
-    sums: RowsByHeads, operand: Operand, rows: tuple[Interval, ...], part: GatheredRows
-) -> None:
+def add_rows(sums: RowsByHeads, rows: tuple[Interval, ...], part: GatheredRows) -> None:
     """Add some rows to the sum of their heads, which is made where it is missing.
 
     Args:
         rows: all rows of the sum.
     """
-    head_slice = HeadSlice(operand, part.heads)
-    total = sums.get(head_slice)
-    if total is None:
-        total = GatheredRows.empty_like(part.heads, rows, part.tensors)
+    head_slice = part.head_slice
+    if head_slice not in sums:
+        total = GatheredRows.empty_like(head_slice, rows, part.tensors)
         _clear(total.tensors)
         sums[head_slice] = total
-    total.add(part)
+    sums[head_slice].add(part)
 
 
 def _clear(tensors: NamedTensors) -> None:

@@ -110,9 +110,11 @@ def _shards(call: ShardedCall, of_queries: NamedTensors, of_keys: NamedTensors) 
     """Return tensors of this rank's rows, with their positions."""
     shape = call.assignment.shape
     rows = (shape.shards[call.rank],)
+    queries = HeadSlice(Operand.QUERY, Interval(0, shape.heads))
+    keys = HeadSlice(Operand.KV, Interval(0, shape.kv_heads))
     return {
-        Operand.QUERY: GatheredRows(Interval(0, shape.heads), rows, of_queries),
-        Operand.KV: GatheredRows(Interval(0, shape.kv_heads), rows, of_keys),
+        Operand.QUERY: GatheredRows(queries, rows, of_queries),
+        Operand.KV: GatheredRows(keys, rows, of_keys),
     }
 
 
@@ -201,16 +203,15 @@ class _StagedPass:
         gathered: RowsByHeads = {}
         needed = self._call.assignment.rows_needed(self._call.rank, stage)
         for head_slice, rows in needed.items():
-            heads = head_slice.heads
             parts = arrived[head_slice]
             if len(parts) == 1:
                 _, tensors = parts[0]
-                gathered[head_slice] = GatheredRows(heads, rows, tensors)
+                gathered[head_slice] = GatheredRows(head_slice, rows, tensors)
                 continue
             shard = self._shards[head_slice.operand]
-            together = GatheredRows.empty_like(heads, rows, shard.tensors)
+            together = GatheredRows.empty_like(head_slice, rows, shard.tensors)
             for run, tensors in parts:
-                together.write(heads, run, tensors)
+                together.write(head_slice.heads, run, tensors)
             gathered[head_slice] = together
         return gathered
 
@@ -228,10 +229,12 @@ class _StagedPass:
     def _save(self, rows: RowsByHeads, results: RowsByHeads) -> None:
         """Keep gathered rows for the backward, with their output and log-sum-exp."""
         for head_slice, gathered in rows.items():
-            self.saved += gathered.tensors.values()
+            inputs = gathered.tensors
+            self.saved += inputs.values()
             if head_slice.operand == Operand.QUERY:
                 computed = results[head_slice].tensors
-                out = computed["out"].to(gathered.tensors["query"].dtype)
+                dtype = inputs["query"].dtype
+                out = computed["out"].to(dtype)
                 self.saved += [out, computed["lse"]]
 
     def _collect(self, returning: Iterable[Exchange]) -> None:
@@ -242,13 +245,12 @@ class _StagedPass:
             for row_slice, tensors in exchange.wait():
                 target = self._targets[row_slice.operand]
                 if row_slice.is_exclusive:
-                    target.write(row_slice.head_slice.heads, row_slice.rows, tensors)
+                    target.write(row_slice.heads, row_slice.rows, tensors)
                     continue
-                heads = row_slice.head_slice.heads
-                part = GatheredRows(heads, (row_slice.rows,), tensors)
-                add_rows(sums, row_slice.operand, target.rows, part)
+                part = GatheredRows(row_slice.head_slice, (row_slice.rows,), tensors)
+                add_rows(sums, target.rows, part)
                 summed.append(row_slice)
         for row_slice in summed:
-            heads = row_slice.head_slice.heads
-            total = sums[row_slice.head_slice].at(heads, [row_slice.rows])
-            self._targets[row_slice.operand].write(heads, row_slice.rows, total)
+            target = self._targets[row_slice.operand]
+            total = sums[row_slice.head_slice].at(row_slice.heads, [row_slice.rows])
+            target.write(row_slice.heads, row_slice.rows, total)

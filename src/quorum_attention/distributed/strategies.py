@@ -17,7 +17,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition.intervals import Interval, union
@@ -152,7 +151,8 @@ def _rows_by_work(shape: ShardedShape) -> list[list[Interval]]:
         _fill_up(shape.row_work, rows, spare, fair_pairs)
     # Rounding leaves a little.
     rows_of_ranks[0] += spare
-    return [union(run for run in rows if run.length) for rows in rows_of_ranks]
+    filled = [[run for run in rows if run.length] for rows in rows_of_ranks]
+    return [union(rows) for rows in filled]
 
 
 def _fill_up(work: RowWork, rows: list[Interval], source: deque[Interval], fair_pairs: int) -> None:
@@ -179,20 +179,28 @@ def quorum_tasks(shape: ShardedShape, n_chunks: int) -> Assignment:
     offsets = interest_set(quorum_size(n_chunks))
     blocks_of_ranks: list[list[ShardBlock]] = [[] for _ in shape.shards]
     for task, own_chunk in enumerate(chunks):
+        quorum: list[Interval] = []
+        for offset in offsets:
+            chunk = chunks[(task + offset) % n_chunks]
+            # The last chunks may be empty.
+            if chunk.length:
+                quorum.append(chunk)
         rank = task * shape.n_ranks // n_chunks
-        numbers = [(task + offset) % n_chunks for offset in offsets]
-        # The last chunks may be empty.
-        quorum = [chunks[number] for number in numbers if chunks[number].length]
         blocks_of_ranks[rank] += _task_blocks(shape, quorum, own_chunk)
-    shares = tuple(_in_stages(shape, blocks) for blocks in blocks_of_ranks)
-    return Assignment(f"quorums of {n_chunks} chunks", shape, shares)
+    shares = [_in_stages(shape, blocks) for blocks in blocks_of_ranks]
+    return Assignment(f"quorums of {n_chunks} chunks", shape, tuple(shares))
 
 
 def _chunks(shape: ShardedShape, n_chunks: int) -> list[Interval]:
     """Return all tokens in equal chunks of whole tiles, but for the last ones."""
-    chunk_rows = round_up(shape.n_tokens, n_chunks * shape.row_work.tile) // n_chunks
-    edges = [min(shape.n_tokens, chunk_rows * number) for number in range(n_chunks + 1)]
-    return [Interval(*ends) for ends in pairwise(edges)]
+    n_tokens = shape.n_tokens
+    chunk_rows = round_up(n_tokens, n_chunks * shape.row_work.tile) // n_chunks
+    chunks: list[Interval] = []
+    for number in range(n_chunks):
+        start = min(n_tokens, chunk_rows * number)
+        stop = min(n_tokens, start + chunk_rows)
+        chunks.append(Interval(start, stop))
+    return chunks
 
 
 def _task_blocks(
@@ -250,4 +258,5 @@ def _in_stages(shape: ShardedShape, blocks: Iterable[ShardBlock]) -> Stages:
     for block in blocks:
         kv_heads = shape.kv_of(block.heads)
         stages[kv_heads].append(block)
-    return tuple(tuple(stages[kv_heads]) for kv_heads in sorted(stages))
+    in_order = [tuple(stages[kv_heads]) for kv_heads in sorted(stages)]
+    return tuple(in_order)

@@ -62,13 +62,18 @@ def rows_of_chunk(shape: CallShape, chunk: int, n_chunks: int, n_rows: int) -> I
     """
     # A causal rule compares positions, so chunks of queries and keys begin at the same ones.
     n_positions = shape.n_tokens if shape.is_causal else n_rows
-    tile = _TILE if n_positions >= _MIN_TILES * n_chunks * _TILE else 1
-    all_tiles = n_chunks * tile
-    start = n_positions * chunk // all_tiles * tile
-    stop = n_positions * (chunk + 1) // all_tiles * tile
+    tile = 1
+    if n_positions >= _MIN_TILES * n_chunks * _TILE:
+        tile = _TILE
+    tile_of_all = n_chunks * tile
+    start = n_positions * chunk // tile_of_all * tile
+    stop = n_positions * (chunk + 1) // tile_of_all * tile
     if chunk + 1 == n_chunks:
         stop = n_rows
-    return Interval(min(start, n_rows), min(stop, n_rows))
+    return Interval(
+        min(start, n_rows),
+        min(stop, n_rows),
+    )
 
 
 def choose_n_chunks(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -232,15 +232,19 @@ class _UnitRun:
         state_bytes: list[int] = []
         for chunk in chunks:
             rows = self._read_rows(chunk)
-            row_bytes += sum(tensor.nbytes for tensor in rows.values())
             state = self._empty_state(chunk, meta)
-            state_bytes.append(sum(tensor.nbytes for tensor in state))
+            row_bytes += _nbytes(rows.values())
+            state_bytes.append(_nbytes(state))
         # The results of a call take as much as a state, and those of an addition beside them.
         taken = row_bytes + sum(state_bytes) + 3 * max(state_bytes)
         if taken > self._budget * _MAX_RESIDENT_SHARE:
             return HOST
         self._budget -= taken
         return self._device
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _keeps_nothing(shape: CallShape, block: CallBlock, masked: Masked) -> bool:

@@ -358,13 +358,16 @@ class Farm(AbstractContextManager["Farm"]):
         """Begin units while there is room for them."""
         while queue.waiting:
             # Twice as many as are computed at once: no worker waits for this process.
-            if len(running) >= (self._max_running or 2 * max(1, self._count_workers())):
+            most_running = self._max_running or 2 * max(1, self._count_workers())
+            if len(running) >= most_running:
                 return
             unit = queue.waiting.popleft()
-            is_merge = unit.kind == "merge"
-            cpus = max(1, self._cpus) if is_merge else self._cpus
-            function = self._remote(cpus, 0 if is_merge else self._gpus)
-            running[function.remote(sent_pass, unit)] = unit
+            if unit.kind == "merge":
+                function = self._remote(max(1, self._cpus), 0)
+            else:
+                function = self._remote(self._cpus, self._gpus)
+            reference = function.remote(sent_pass, unit)
+            running[reference] = unit
 
     def _count_workers(self) -> int:
         """Return how many workers the machines hold now."""

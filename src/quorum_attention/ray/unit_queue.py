@@ -47,8 +47,9 @@ class UnitQueue:
 
     def _count_states(self, task: FarmUnit) -> None:
         """Count the states that a task has left; chunks that have all of theirs are merged next."""
+        n_needed = quorum_size(self._n_chunks)
         for chunk in chunks_of_task(task.number, self._n_chunks):
             merge = task._replace(kind="merge", number=chunk)
             self._n_states[merge] += 1
-            if self._n_states[merge] == quorum_size(self._n_chunks):
+            if self._n_states[merge] == n_needed:
                 self.waiting.appendleft(merge)
