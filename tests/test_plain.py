@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 29,
-    "tangled functions": 5,
-    "vague names": 46,
-    "riddles": 7,
+    "packed functions": 26,
+    "tangled functions": 4,
+    "vague names": 45,
+    "riddles": 4,
     "tuples assigned to tuples": 23,
     "formatter switched off": 1,
     "class names defined twice": 0,
