@@ -28,6 +28,8 @@ from transformers import (
     TrainingArguments,
 )
 
+import quorum_attention as qa
+from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import long_context
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64}
@@ -213,6 +215,25 @@ def test_a_model_of_rewards(tmp_path: Path) -> None:
     """It has no logits of words, so its loss stays; the rest is changed."""
     base = tiny("llama", {**SIZES, "num_labels": 1}, AutoModelForSequenceClassification)
     assert_same_training(rewarding, base.train(), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [register, long_context])
+def test_selective_checkpoints(change: Callable[..., Any], tmp_path: Path) -> None:
+    """Those of TRL keep attention, by the name of its operator: it is computed once."""
+    model = tiny("llama", SIZES).train()
+    if change is long_context:
+        long_context(model, budget="64MiB")
+    else:
+        model.set_attn_implementation(register("quorum_selective", budget="64MiB"))
+    options = {**COMMON, "max_steps": 1, "gradient_accumulation_steps": 1}
+    options["gradient_checkpointing_kwargs"] = {"selective": True}
+    trainer = supervised(model, tmp_path, **options)
+    report = qa.Report()
+    with qa.using(report=report):
+        trainer.train()
+    assert report.total.forwards == SIZES["num_hidden_layers"]
+    assert report.total.backwards == SIZES["num_hidden_layers"]
 
 
 @pytest.mark.slow

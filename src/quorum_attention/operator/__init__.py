@@ -1,6 +1,7 @@
 """Attention as one operator of torch's: what a trace sees instead of Python that plans and runs.
 
-``torch.ops.quorum_attention.attention`` is the forward, ``attention_backward`` the gradients. Both
+``torch.ops.quorum_attention.attention`` is the forward, ``attention_backward`` the gradients. The
+forward is registered as ``quorum_attention::flash_attn``, which others' checkpoints recognise. Both
 know the shapes of their results (for fake tensors) and how many operations torch counts for them,
 the forward its derivative. They are used where a call is traced (torch.compile, torch.export,
 make_fx, fake tensors), where selective checkpoints choose among operators, or where operations are

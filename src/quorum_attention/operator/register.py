@@ -24,6 +24,9 @@ from quorum_attention.operator.shapes import (
 )
 
 _NAMESPACE = "quorum_attention"
+# Selective checkpoints of TRL and Axolotl keep the results of operators with these words in their
+# name, and compute all others again.
+_FORWARD = "flash_attn"
 # None in place of an empty list: packages of AOTInductor pass no empty lists on.
 _CALL = (
     "Tensor? seed, Tensor[]? parts, float dropout_p, float? scale, bool is_causal, "
@@ -32,8 +35,8 @@ _CALL = (
 # ``recorded``: whether gradients are recorded where the call is written; ``of_mask`` and
 # ``of_sinks``: whether those of mask and sinks are asked for.
 _FORWARD_SCHEMA = (
-    f"attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, {_CALL}, "
-    "bool recorded, bool of_mask) -> (Tensor out, Tensor lse, Tensor settings_number)"
+    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, "
+    f"{_CALL}, bool recorded, bool of_mask) -> (Tensor out, Tensor lse, Tensor settings_number)"
 )
 _BACKWARD_SCHEMA = (
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
@@ -121,11 +124,14 @@ def _register() -> library.Library:
     _define(operators, _FORWARD_SCHEMA, compute_forward, fake_forward)
     _define(operators, _BACKWARD_SCHEMA, compute_backward, fake_backward)
     register_derivative(
-        operators, "attention", _derivative, _save_for_backward, refuse_forward_mode, count_flops
+        operators, _FORWARD, _derivative, _save_for_backward, refuse_forward_mode, count_flops
     )
     register_derivative(
         operators, "attention_backward", refuse_second, None, refuse_forward_mode, count_flops
     )
+    # The name that calls, policies and exported programs have for it.
+    namespace = getattr(torch.ops, _NAMESPACE)
+    namespace.attention = getattr(namespace, _FORWARD)
     return operators
 
 
@@ -143,5 +149,5 @@ def _define(
 
 
 # torch registers an operator once in a process, and this module may be imported anew.
-if not hasattr(getattr(torch.ops, _NAMESPACE), "attention"):
+if not hasattr(getattr(torch.ops, _NAMESPACE), _FORWARD):
     _library = _register()

@@ -29,6 +29,8 @@ from helpers.models import (
 
 import quorum_attention as qa
 from quorum_attention.integrations.transformers import packing, register
+from quorum_attention.integrations.transformers.attention_function import attend
+from quorum_attention.integrations.transformers.options import ModelOptions
 
 TOKENS = 41
 
@@ -232,6 +234,19 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
     assert call(*longer, is_causal=False).shape == (1, 5, 2, 8)
     assert call(output_attentions=False, use_cache=True).shape == (2, 20, 4, 8)
     assert call(shift_labels=torch.zeros(2, 20), ignore_index=-1).shape == (2, 20, 4, 8)
+
+
+def test_keywords_that_the_user_knows_to_be_without_effect() -> None:
+    """A newer Transformers may give attentions keywords that this package has not seen."""
+    options = ModelOptions(ignore=("new_hint",))
+    tensors = [torch.randn(1, 2, 20, 8) for _ in range(3)]
+    out, _ = attend(options, torch.nn.Module(), *tensors, None, is_causal=True, new_hint=3)
+    assert out.shape == (1, 20, 2, 8)
+    refusal = r"newer_hint.*register\(ignore=\('newer_hint',\)\)"
+    with pytest.raises(NotImplementedError, match=refusal):
+        attend(options, torch.nn.Module(), *tensors, None, is_causal=True, newer_hint=3)
+    with pytest.raises(TypeError, match="ignore must be a tuple of names, got 'new_hint'"):
+        register("quorum_ignoring", ignore="new_hint")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])

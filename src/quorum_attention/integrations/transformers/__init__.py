@@ -41,6 +41,7 @@ def register(
     report: Report | ShardedReport | None = None,
     min_tokens: int | None = None,
     group: dist.ProcessGroup | None = None,
+    ignore: tuple[str, ...] = (),
 ) -> str:
     """Make this attention known to Transformers, for ``attn_implementation=name``.
 
@@ -64,6 +65,8 @@ def register(
             the whole sequence (your own, or from ``sharded_positions``). ``report`` is then a
             ``ShardedReport``; accumulator and min_tokens cannot be given (docs/distributed.md).
             After ``destroy_process_group`` the model's attention raises ``RuntimeError``.
+        ignore: keywords that a model gives its attention, and that change no result of it. Others
+            that are unknown, as of a newer Transformers, are refused by name.
 
     Returns:
         ``name``.
@@ -81,7 +84,9 @@ def register(
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group or None, got {shown(group)}")
     reference = None if group is None else GroupReference(weakref.ref(group))
-    options = ModelOptions(budget, kernel, depth, accumulator, report, min_tokens, reference)
+    options = ModelOptions(
+        budget, kernel, depth, accumulator, report, min_tokens, reference, ignore
+    )
     return _add(name, options)
 
 

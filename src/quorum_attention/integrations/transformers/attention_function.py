@@ -52,23 +52,29 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
-def refuse_effects(keywords: Mapping[str, Any], module: Any) -> None:
+def refuse_effects(keywords: Mapping[str, Any], module: Any, ignored: tuple[str, ...] = ()) -> None:
     """Refuse keywords that may change a result, and weights asked for behind the attention's back.
 
     Transformers collects the weights that layers return, and some models (GPT-2, OPT) do not tell
-    their attention.
+    their attention. Keywords named in ``ignored`` are taken to have no effect.
 
     Raises:
         NotImplementedError: names the keyword, and what to use instead.
     """
-    refused = [name for name, value in keywords.items() if _may_have_effect(name, value)]
+    refused = [
+        name
+        for name, value in keywords.items()
+        if name not in ignored and _may_have_effect(name, value)
+    ]
     is_traced = torch.compiler.is_compiling()
     if not is_traced and any("attentions" in name for name in recorded_outputs()):
         refused.append("output_attentions")
     if refused:
+        name = refused[0]
         raise NotImplementedError(
-            f"quorum attention does not support {refused[0]!r}, asked by {type(module).__name__}: "
-            'use attn_implementation="sdpa" or "eager"'
+            f"quorum attention does not support {name!r}, asked by {type(module).__name__}: "
+            'use attn_implementation="sdpa" or "eager"; if it is new and changes no result of '
+            f"attention, register(ignore=({name!r},))"
         )
 
 
@@ -126,7 +132,7 @@ def _attend(
     Returns:
         (batch, heads, queries, value_dim).
     """
-    refuse_effects(keywords, module)
+    refuse_effects(keywords, module, options.ignore)
     documents = _document_ids(query, cu_seq_lens_q, cu_seq_lens_k)
     if isinstance(key, SegmentedTensor):
         pairs = cached_pairs(attention_mask, query, key.shape[2])

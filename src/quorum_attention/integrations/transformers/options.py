@@ -61,6 +61,7 @@ class ModelOptions:
         min_tokens: calls of fewer queries go to SDPA if their mask is none, or a causal square;
             None: 1,024, or 0 where a budget, a kernel or a depth is given.
         group: over whose ranks the sequence is sharded; None: over none.
+        ignore: keywords that models give their attention, and that change no result.
     """
 
     budget: int | str | None = None
@@ -70,6 +71,7 @@ class ModelOptions:
     report: Report | ShardedReport | None = None
     min_tokens: int | None = None
     group: GroupReference | None = None
+    ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the options here: the first call may be hours after ``register``."""
@@ -84,6 +86,8 @@ class ModelOptions:
             raise TypeError(f"report must be a {kind.__name__} or None, got {shown(self.report)}")
         if self.group is not None and (self.accumulator != "auto" or self.min_tokens is not None):
             raise ValueError("accumulator and min_tokens cannot be given with group")
+        if not isinstance(self.ignore, tuple) or not all(isinstance(n, str) for n in self.ignore):
+            raise TypeError(f"ignore must be a tuple of names, got {shown(self.ignore)}")
 
     @property
     def shortest(self) -> int:
