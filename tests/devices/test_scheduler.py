@@ -3,10 +3,12 @@ made-up workers each block ends once, or the error says why not."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -160,6 +162,26 @@ def test_whoever_fails_the_others_finish(seed: int) -> None:
 def test_the_last_one(behaviours: list[Behaviour], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=f"no device is left after {said}"):
         run(*behaviours)
+
+
+def with_a_new_error(message: Compute, count: int) -> Answer:
+    # One that the test held would hold its traceback.
+    return failing(1, False, ValueError("scale"))(message, count)
+
+
+@pytest.mark.parametrize("behaviour", [ending(1), with_a_new_error])
+def test_an_error_that_was_handled_holds_no_memory(behaviour: Behaviour) -> None:
+    """A cycle of the error, its traceback and the pass kept the call's shared memory."""
+    sums = Told(lambda block: None)
+    held = weakref.ref(sums)
+    gc.disable()
+    try:
+        with suppress(RuntimeError, ValueError):
+            coordinator([worker(behaviour)], sums)[0].run()
+        del sums
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_other_errors_come_through_and_workers_stay() -> None:

@@ -67,6 +67,9 @@ class Coordinator:
             if self._error is not None:
                 raise self._error
         finally:
+            # The error's traceback holds this object: one that held the error in turn would keep
+            # the call's memory until Python looks for cycles.
+            self._error = None
             self._kill_computing()
             self.report.seconds = time.perf_counter() - self._began
 
