@@ -121,11 +121,7 @@ class Coordinator:
                 self._take_answer(device, answer)
 
     def _take_answer(self, device: int, answer: Answer | None) -> None:
-        """Take the answer of a worker; None if it has ended.
-
-        Raises:
-            Exception: what the worker raised.
-        """
+        """Take the answer of a worker; None if it has ended."""
         if answer is None:
             self._lose_worker(device, _WORKER_ENDED)
         elif answer.number != self.worker_pass.number:
@@ -141,7 +137,9 @@ class Coordinator:
         else:
             self.queue.put_back(device)
             where = f"in the worker of {self.report.devices[device]}:\n{answer.trace}"
-            raise answer.error from RuntimeError(where)
+            # Raised here, it would hold this frame, whose answer holds it.
+            answer.error.__cause__ = RuntimeError(where)
+            self._error = self._error or answer.error
 
     def _finish_item(self, device: int, call_report: Report) -> None:
         """Note that a work item is done, and add its gradients."""

@@ -30,7 +30,7 @@ _TILE_QUERIES = 256
 _TILE_KEYS = 512
 # Repacked tiles of keys, and repacked rows of values, are rounded up to multiples of this.
 _PACKED_SIDE = 64
-# Least bytes of a pass: its first call may try the kernel out (kernels/probe.py).
+# Least bytes of a pass: its first call may try the kernel out (kernels/probing.py).
 _TRIAL_BYTES = 6 << 20
 # The share of the threads that should be busy in a backward.
 _BUSY_THREADS = 0.9
