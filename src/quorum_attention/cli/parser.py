@@ -1,4 +1,4 @@
-"""The command line's parser: it says what was probably meant."""
+"""A parser of arguments that says what was probably meant. The commands are listed in ``cli``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Path_ = str | PathLike[str]
 TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes of tensors, by name."""
 
-SUFFIX = ".npy"
+NPY_SUFFIX = ".npy"
 npy: Any = np.lib.format  # it has no types
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.files.formats import SUFFIX, open_npy, open_tensors
+from quorum_attention.files.formats import NPY_SUFFIX, open_npy, open_tensors
 from quorum_attention.writing import open_regular
 
 NAMES = {
@@ -199,7 +199,7 @@ def _files_of(source: str) -> dict[Path, str | None]:
         return {Path(named_path): name}
     if path.is_dir():
         return _files_in(path)
-    return {path: path.stem if path.suffix == SUFFIX else None}
+    return {path: path.stem if path.suffix == NPY_SUFFIX else None}
 
 
 def _files_in(folder: Path) -> dict[Path, str | None]:
@@ -210,8 +210,8 @@ def _files_in(folder: Path) -> dict[Path, str | None]:
     """
     names: dict[Path, str | None] = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix == SUFFIX:
+        if path.suffix == NPY_SUFFIX:
             names[path] = path.stem
     if not names:
-        raise ValueError(f"{folder} is a folder without {SUFFIX} files")
+        raise ValueError(f"{folder} is a folder without {NPY_SUFFIX} files")
     return names

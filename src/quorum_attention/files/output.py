@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quorum_attention import writing
-from quorum_attention.files.formats import SUFFIX, TensorSpecs, check_npy
+from quorum_attention.files.formats import NPY_SUFFIX, TensorSpecs, check_npy
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +76,20 @@ def output_of(name: str, specs: TensorSpecs, metadata: Mapping[str, str]) -> Out
         TypeError: a dtype that the format does not have.
     """
     is_folder = name.endswith(("/", os.sep))
-    if is_folder or name.endswith(SUFFIX):
+    if is_folder or name.endswith(NPY_SUFFIX):
         for result, (_, dtype) in specs.items():
             check_npy(result, dtype)
     if is_folder:
         return _folder_output(name, specs)
-    if name.endswith(SUFFIX) and len(specs) != 1:
+    if name.endswith(NPY_SUFFIX) and len(specs) != 1:
         raise ValueError(
             f"{name} can have one result, and there are {', '.join(specs)}: name a folder of "
-            f"{SUFFIX} files, {name.removesuffix(SUFFIX)}/, or a safetensors file"
+            f"{NPY_SUFFIX} files, {name.removesuffix(NPY_SUFFIX)}/, or a safetensors file"
         )
-    if Path(name).suffix not in ("", ".safetensors", SUFFIX):
+    if Path(name).suffix not in ("", ".safetensors", NPY_SUFFIX):
         raise ValueError(
             f"the output {name} ends in {Path(name).suffix}: it must be a safetensors file "
-            f"(.safetensors, or no suffix), a {SUFFIX} file, or a folder of them (NAME/)"
+            f"(.safetensors, or no suffix), a {NPY_SUFFIX} file, or a folder of them (NAME/)"
         )
     return Output(name, {writing.check_target(name): specs}, metadata)
 
@@ -108,6 +108,6 @@ def _folder_output(name: str, specs: TensorSpecs) -> Output:
         writing.check_target(folder)
     files: dict[Path, TensorSpecs] = {}
     for result, spec in specs.items():
-        path = folder / f"{result}{SUFFIX}"
+        path = folder / f"{result}{NPY_SUFFIX}"
         files[writing.check_target(path) if exists else path] = {result: spec}
     return Output(name, files)

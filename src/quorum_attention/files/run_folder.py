@@ -27,7 +27,7 @@ import torch
 
 from quorum_attention import writing
 from quorum_attention.files import formats
-from quorum_attention.files.formats import SUFFIX, TensorSpecs
+from quorum_attention.files.formats import NPY_SUFFIX, TensorSpecs
 from quorum_attention.files.output import Output
 from quorum_attention.units import counted
 
@@ -101,7 +101,7 @@ class RunFolder:
         for number, (target, specs) in enumerate(self.output.files.items()):
             path = self.output.run / f"{token}-{number}{target.suffix}"
             self.progress.files.append(path.name)
-            if target.suffix != SUFFIX:
+            if target.suffix != NPY_SUFFIX:
                 results |= formats.create_tensors(path, specs, self.output.metadata)
                 continue
             for name, (shape, dtype) in specs.items():
@@ -144,7 +144,7 @@ def _open(path: Path, specs: TensorSpecs) -> dict[str, torch.Tensor]:
     Raises:
         OSError, ValueError: it cannot be opened, or is damaged.
     """
-    if path.suffix == SUFFIX:
+    if path.suffix == NPY_SUFFIX:
         return dict.fromkeys(specs, formats.open_npy(path, writable=True))
     return formats.open_tensors(path, writable=True)
 

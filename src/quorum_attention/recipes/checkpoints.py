@@ -3,7 +3,8 @@
 torch's checkpoints keep a layer's input and compute the layer again in the backward. Here they also
 keep the output and the lse of attention, and its second run returns those. What is kept stays on
 the device while there is room beside the step's own peak; the first layers' goes to page-locked
-host memory, copied beside the computation. What fits nowhere is computed again.
+host memory, copied beside the computation. What fits nowhere is computed again. How much goes
+where is decided here; tensor by tensor it is done in ``kept_layer.py``.
 """
 
 from __future__ import annotations
