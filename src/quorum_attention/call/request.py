@@ -17,7 +17,7 @@ from quorum_attention.call.validation import Tensors, check_plan, check_tensors
 from quorum_attention.execution.bias import bias_shape
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.call_shape import CallShape, scale_is_exact
+from quorum_attention.kernels.call_shape import BiasShape, CallShape, scale_is_exact
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.masked.choose import kernel_for_mask
 from quorum_attention.kernels.protocol import InnerKernel
@@ -132,8 +132,10 @@ def request_of(
     scale = _checked_scale(arguments.scale, checked.shape.head_dim, query.dtype)
     is_causal = switch(arguments.is_causal, "is_causal")
     shape = replace(
-        _shape_with_bias(checked.shape, tensors),
+        checked.shape,
         device_type=device.type,
+        bias=_bias_shape_of(tensors),
+        sinks=sinks is not None,
         is_causal=is_causal,
         dropout=dropout_p > 0.0,
         positive_scale=scale > 0,
@@ -148,7 +150,7 @@ def request_of(
         )
     if kernel != "auto":
         kernel = _resolved_kernel(kernel, tensors, device)
-    options = replace(options, kernel=kernel)
+        options = replace(options, kernel=kernel)
     if options.plan is not None:
         check_plan(options.plan, shape)
     seed = arguments.dropout_seed
@@ -178,12 +180,12 @@ def request_of(
     return tensors, request
 
 
-def _shape_with_bias(shape: CallShape, tensors: Tensors) -> CallShape:
-    """Return the sizes of a call with what is known of its bias and its sinks."""
-    bias = None
-    if tensors.bias is not None:
-        bias = bias_shape(tensors.bias, len(shape.batch_shape), shape.dtype)
-    return replace(shape, bias=bias, sinks=tensors.sinks is not None)
+def _bias_shape_of(tensors: Tensors) -> BiasShape | None:
+    """Return what is known of the bias of a call, or None without one."""
+    if tensors.bias is None:
+        return None
+    n_batch_dims = tensors.query.dim() - 3
+    return bias_shape(tensors.bias, n_batch_dims, tensors.query.dtype)
 
 
 def _needs_grad(bias: torch.Tensor | None) -> bool:

@@ -207,7 +207,6 @@ class PassJob:
         that the caller gave tensors for, or that have another dtype."""
         problem = self.problem
         shape = problem.shape
-        state_dtype = shape.state_dtype
         result_dtype = problem.place.result_dtype
         results: list[torch.Tensor] = []
         for state, part in zip(problem.spec.states, parts, strict=True):
@@ -216,7 +215,7 @@ class PassJob:
             if state.name in self.results:
                 result = self.results[state.name].copy_(part)
             else:
-                result = part.to(state_dtype if state.over is None else result_dtype)
+                result = part.to(shape.state_dtype if state.over is None else result_dtype)
             self.results[state.name] = result
             results.append(result)
         return tuple(results)

@@ -65,7 +65,8 @@ class Cuda(Backend):
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which ``device`` is current: kernels run there, wherever tensors are."""
-        return torch.cuda.device(device)
+        # By its number: torch looks up any other name of a device.
+        return torch.cuda.device(device.index)
 
     def clock(self) -> Clock:
         """A clock that uses CUDA events."""

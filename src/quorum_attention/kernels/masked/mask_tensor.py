@@ -130,21 +130,19 @@ def _fits(mask: Mask, sizes: _Sizes, device: torch.device) -> bool:
     of_query, of_key = _documents(mask)
     padding = mask.key_padding
     for tensor in (of_query, of_key, mask.key_lengths, padding):
-        if tensor is not None and not _is_plain_on(device, tensor):
+        if tensor is None:
+            continue
+        if type(tensor) is not torch.Tensor or tensor.device != device:
             return False
     if padding is not None and not spans_tokens(padding, sizes.batch, sizes.n_keys):
         return False
-    return _documents_fit(mask, sizes) and _lengths_fit(mask, sizes)
+    return _documents_fit(of_query, of_key, sizes) and _lengths_fit(mask, sizes)
 
 
-def _is_plain_on(device: torch.device, tensor: torch.Tensor) -> bool:
-    """Whether a tensor of torch's own class is on a device."""
-    return type(tensor) is torch.Tensor and tensor.device == device
-
-
-def _documents_fit(mask: Mask, sizes: _Sizes) -> bool:
+def _documents_fit(
+    of_query: torch.Tensor | None, of_key: torch.Tensor | None, sizes: _Sizes
+) -> bool:
     """Whether each query and each key has an id, if any has."""
-    of_query, of_key = _documents(mask)
     if of_query is None or of_key is None:
         return True
     if not spans_tokens(of_query, sizes.batch, sizes.n_queries):
