@@ -20,7 +20,6 @@ from quorum_attention.devices.messages import (
     INPUTS,
     OF_KEYS,
     RESULTS,
-    UPSTREAM,
     Answer,
     Compute,
     WorkerPass,
@@ -194,6 +193,7 @@ class _OpenPass:
         ]
 
     def _compute_forward(self, block: CallBlock, views: NamedTensors, options: CallOptions) -> None:
+        """Compute out and lse into ``views``."""
         inputs = {name: views[name] for name in INPUTS}
         results = BlockResults(out=views["out"])
         _, lse = compute_block(self._call, block, inputs, options, results)
@@ -203,17 +203,17 @@ class _OpenPass:
         self, block: CallBlock, views: NamedTensors, targets: NamedTensors, options: CallOptions
     ) -> None:
         """Compute gradients into ``targets``."""
-        names = [name for name in (*INPUTS, *UPSTREAM) if name in views]
-        inputs = {name: views[name] for name in names}
+        inputs = {name: view for name, view in views.items() if name not in GRADIENTS}
         grad_query, grad_key, grad_value = (targets[name] for name in GRADIENTS)
-        if grad_query.dtype != grad_key.dtype:  # keys' gradients are added up with other blocks'
-            grad_query = torch.empty_like(grad_query, dtype=grad_key.dtype)
-        results = BlockResults(
-            grads=(grad_query, grad_key, grad_value), grad_mask=targets.get("grad_bias", False)
-        )
+        computed = grad_query
+        # The gradients of keys have a wider dtype where they are added up with other blocks'.
+        if grad_query.dtype != grad_key.dtype:
+            computed = torch.empty_like(grad_query, dtype=grad_key.dtype)
+        grad_bias = targets.get("grad_bias", False)
+        results = BlockResults(grads=(computed, grad_key, grad_value), grad_mask=grad_bias)
         compute_block(self._call, block, inputs, options, results)
-        if grad_query is not targets["grad_query"]:
-            targets["grad_query"].copy_(grad_query)
+        if computed is not grad_query:
+            grad_query.copy_(computed)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

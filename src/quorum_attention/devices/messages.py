@@ -10,8 +10,6 @@ from quorum_attention.devices.handles import Handles
 from quorum_attention.execution.report import Report
 
 INPUTS = ("query", "key", "value")
-UPSTREAM = ("grad_out", "out", "lse", "grad_lse")
-"""What a backward reads beside the inputs."""
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 RESULTS = {"out", "lse", *GRADIENTS}
 OF_KEYS = {"key", "value", "grad_key", "grad_value"}
@@ -28,7 +26,7 @@ class WorkerPass:
         call: the whole call, without its mask.
         mask: the mask without bias and sinks, from ``pickle_mask``; None if there is none.
         tensors: the handles of INPUTS, bias and sinks, and of the results; in a backward those of
-            UPSTREAM too.
+            grad_out, out, lse and grad_lse too.
         options: depth, kernel and accumulator.
     """
 

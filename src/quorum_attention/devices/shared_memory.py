@@ -27,10 +27,10 @@ from quorum_attention.execution.device.lookup import BACKENDS, HOST, on_host
 from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
 from quorum_attention.execution.device.pinned_pool import Locker, PinnedPool
 
-# Most memory that is kept: so many bytes, and such a share of the host's.
-_MOST_BYTES = 8 << 30
-_MOST_OF_HOST = 1 / 16
-_MOST_KEPT = min(_MOST_BYTES, bytes_of_host(_MOST_OF_HOST))
+# Freed memory is kept up to this many bytes, and up to this share of the host's memory.
+_MAX_BYTES = 8 << 30
+_MAX_HOST_SHARE = 1 / 16
+_MAX_KEPT_BYTES = min(_MAX_BYTES, bytes_of_host(_MAX_HOST_SHARE))
 # Workers lock the memory, each for itself. Here there is nothing to lock, and nothing to wait for:
 # no worker reads or writes after its pass.
 _NO_LOCKS = Locker(lambda address, n_bytes: True, lambda address: None, lambda: None)
@@ -41,7 +41,7 @@ def _freed_memory(device_type: str) -> PinnedPool:
     """Return the pool of freed memory that this process copies to and from a kind of devices."""
     pinned = BACKENDS[device_type].pinned
     locker = _NO_LOCKS if pinned is None else pinned.locker
-    return PinnedPool(locker, _MOST_KEPT, may_keep=_release_result)
+    return PinnedPool(locker, _MAX_KEPT_BYTES, may_keep=_release_result)
 
 
 def shared_memory(
@@ -100,9 +100,10 @@ def to_handle(
     The tensor is the very one if other processes can have its memory. Else it is a copy of an
     input, or uninitialised memory for a result, which is copied at the end.
     """
-    handle = _handle_without_copy(tensor, mappings, writable) if on_host(tensor.device) else None
-    if handle is not None:
-        return handle, tensor
+    if on_host(tensor.device):
+        handle = _handle_without_copy(tensor, mappings, writable)
+        if handle is not None:
+            return handle, tensor
     shared = shared_memory(tensor.shape, tensor.dtype, tensor.device)
     if not writable:
         shared.copy_(tensor)

@@ -37,15 +37,15 @@ def simulate(shape: CallShape, devices: Sequence[tuple[str, float]], seconds: fl
     report = PoolPass(devices=names, parts=queue.count)
     item_ends: dict[int, float] = {}  # of the items that run, by device
     now = 0.0
+    fastest_first = sorted(speeds, key=lambda number: (-speeds[number], number))
     while not queue.is_finished:
-        idle = queue.devices - item_ends.keys()
-        for device in sorted(idle, key=lambda number: -speeds[number]):
-            item = queue.take(device, now)
+        for device in fastest_first:
+            item = None if device in item_ends else queue.take(device, now)
             if item is not None:
                 compute_seconds = item.pairs / speeds[device]
                 item_ends[device] = now + _ITEM_SECONDS + compute_seconds
-        device = min(item_ends, key=lambda number: (item_ends[number], number))
-        now = item_ends.pop(device)
+        now, device = min((end, device) for device, end in item_ends.items())
+        del item_ends[device]
         item = queue.running.pop(device)
         timing = PartTiming(device, item.number, item.start, now, Report())
         report.ran.append(timing)

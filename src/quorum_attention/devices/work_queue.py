@@ -57,11 +57,11 @@ class BlockQueue:
         self._waiting: dict[int, list[WorkItem]] = {}  # by owner
         shares = partition(shape, list(speeds.values()), pieces)
         for owner, blocks in zip(speeds, shares, strict=True):
-            self._waiting[owner] = [
-                WorkItem(number, owner, block, pairs(shape, block))
-                for number, block in enumerate(blocks, self.count)
-            ]
-            self.count += len(blocks)
+            items: list[WorkItem] = []
+            for block in blocks:
+                items.append(WorkItem(self.count, owner, block, pairs(shape, block)))
+                self.count += 1
+            self._waiting[owner] = items
 
     @property
     def is_finished(self) -> bool:
@@ -83,18 +83,19 @@ class BlockQueue:
 
     def _take_over(self, device: int) -> WorkItem | None:
         """Take the last item of the device that has most work waiting."""
-        waiting_pairs = {
-            owner: sum(item.pairs for item in items) for owner, items in self._waiting.items()
-        }
-        owner = max(waiting_pairs, key=waiting_pairs.__getitem__)
-        if not self._waiting[owner]:
+        owner = max(self._waiting, key=self._waiting_pairs)
+        items = self._waiting[owner]
+        if not items:
             return None
-        last_item = self._waiting[owner][-1]
-        seconds = last_item.pairs / self._speeds[device]
-        owner_seconds = waiting_pairs[owner] / self._speeds[owner]
+        seconds = items[-1].pairs / self._speeds[device]
+        owner_seconds = self._waiting_pairs(owner) / self._speeds[owner]
         if owner in self.devices and seconds > owner_seconds:
             return None
-        return self._waiting[owner].pop()
+        return items.pop()
+
+    def _waiting_pairs(self, owner: int) -> int:
+        """Return the query-key pairs of the items of a device that wait."""
+        return sum(item.pairs for item in self._waiting[owner])
 
     def put_back(self, device: int) -> None:
         """Let other devices take the work item of a device."""

@@ -81,12 +81,11 @@ def _compute_part(run: FileRun, block: CallBlock, options: CallOptions) -> None:
     else:
         lse = targets["lse"] if lse_given(call, in_file=run.settings.in_file) else None
         block_results = BlockResults(targets["out"], lse)
-        _, computed_lse = compute_block(call.whole_call, block, inputs, options, block_results)
-        if lse is None:
-            targets["lse"] = computed_lse
+        _, targets["lse"] = compute_block(call.whole_call, block, inputs, options, block_results)
     for name, result in results.items():
-        if targets[name] is not result:
-            result.copy_(targets[name])
+        target = targets[name]
+        if target is not result:
+            result.copy_(target)
 
 
 def _scratch_tensors(run: FileRun, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -98,14 +97,15 @@ def _scratch_tensors(run: FileRun, results: Mapping[str, torch.Tensor]) -> dict[
     call = run.call
     in_file = run.settings.in_file
     dtype = call.shape.state_dtype
-    specs = {
-        name: (tuple(result.shape), dtype)
-        for name, result in results.items()
-        if in_file and result.dtype != dtype
-    }
+    specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if in_file:
+        for name, result in results.items():
+            if result.dtype != dtype:
+                specs[name] = (tuple(result.shape), dtype)
     lse_is_missing = not call.backward and "lse" not in results
     if lse_is_missing and lse_given(call, in_file=in_file):
-        specs["lse"] = (tuple(results["out"].shape[:3]), dtype)
+        rows_shape = tuple(results["out"].shape[:-1])
+        specs["lse"] = (rows_shape, dtype)
     if not specs:
         return {}
     path = run.folder / f"{secrets.token_hex(4)}-accumulators"

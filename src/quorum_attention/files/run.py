@@ -52,8 +52,9 @@ def fingerprint(
         "torch's version": torch.__version__,
         "the device": str(device) if on_host(device) else backend_of(device).model(device),
     }
-    fields |= {f"the {role}'s shape": list(tensor.shape) for role, tensor in call.tensors.items()}
-    fields |= {f"the {role}'s dtype": str(tensor.dtype) for role, tensor in call.tensors.items()}
+    for role, tensor in call.tensors.items():
+        fields[f"the {role}'s shape"] = list(tensor.shape)
+        fields[f"the {role}'s dtype"] = str(tensor.dtype)
     fields["the results"] = [
         [name, list(shape), str(dtype)] for name, (shape, dtype) in specs.items()
     ]
@@ -91,10 +92,7 @@ def run_call(
         ValueError: see ``run_folder``; or an input changed meanwhile.
     """
     with run_folder(output, header, mode) as folder:
-        if not folder.progress.settings:
-            chosen = asdict(choose_settings(call, heads))
-            folder.progress = replace(folder.progress, settings=chosen)
-        settings = RunSettings(**folder.progress.settings)
+        settings = _settings(folder, call, heads)
         n_done = len(folder.progress.done)
         if folder.resumed:
             say(f"resumed: {n_done} of {counted(settings.parts, 'part')} were done")
@@ -106,6 +104,20 @@ def run_call(
     return RunResult(settings, n_done if folder.resumed else None)
 
 
+def _settings(folder: RunFolder, call: FileCall, heads: int | None) -> RunSettings:
+    """Return the settings that an earlier process has chosen, or choose them.
+
+    Raises:
+        BudgetError, NotImplementedError: a part cannot be run.
+    """
+    progress = folder.progress
+    if progress.settings:
+        return RunSettings(**progress.settings)
+    settings = choose_settings(call, heads)
+    folder.progress = replace(progress, settings=asdict(settings))
+    return settings
+
+
 def _compute_parts(
     run: FileRun,
     folder: RunFolder,
@@ -115,9 +127,10 @@ def _compute_parts(
 ) -> None:
     """Compute the parts that are not done, and give the files their names."""
     n_parts = run.settings.parts
-    numbers = [number for number in range(n_parts) if number not in folder.progress.done]
+    remaining = [number for number in range(n_parts) if number not in folder.progress.done]
     try:
-        for number in compute(run, numbers) if numbers else ():
+        computed = compute(run, remaining) if remaining else ()
+        for number in computed:
             for stamp in inputs:
                 stamp.check()
             folder.keep(number)

@@ -98,7 +98,8 @@ class RunFolder:
         """Create the files of results."""
         results: dict[str, torch.Tensor] = {}
         token = secrets.token_hex(4)
-        for number, (target, specs) in enumerate(self.output.files.items()):
+        for target, specs in self.output.files.items():
+            number = len(self.progress.files)
             path = self.output.run / f"{token}-{number}{target.suffix}"
             self.progress.files.append(path.name)
             if target.suffix != NPY_SUFFIX:
@@ -127,12 +128,14 @@ class RunFolder:
 
     def finish(self) -> None:
         """Give all files their names."""
-        for path, target in zip(self._paths(), self.output.files, strict=True):
+        targets = self.output.files
+        for path, target in zip(self._paths(), targets, strict=True):
             with open(path, "rb") as file:
                 writing.copy_permissions(file, target)
             os.replace(path, target)
-        writing.sync_directory(self.output.run.parent)
-        (self.output.run / PROGRESS).unlink(missing_ok=True)
+        run = self.output.run
+        writing.sync_directory(run.parent)
+        (run / PROGRESS).unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:
         return [self.output.run / name for name in self.progress.files]
