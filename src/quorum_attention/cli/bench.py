@@ -67,7 +67,9 @@ def _run(options: argparse.Namespace) -> int:
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     command = " ".join(["quorum-attention", *sys.argv[1:]])
-    arguments = {name: value for name, value in vars(options).items() if name != "run"}
+    arguments = {
+        name: value for name, value in vars(options).items() if name not in ("run", "parser")
+    }
     run = describe_run(command, arguments, options.device)
     record = RunRecord(folder / "results.json", run)
 

@@ -21,28 +21,21 @@ def add_to(commands: Any) -> None:
     add_call(parser, needs_tokens=False)
     estimate_step.add_options(parser)
     estimate_prompt.add_options(parser)
-    # One option of two is needed, which argparse cannot say.
-    parser.set_defaults(refuse=parser.error)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.prompt is not None:
         estimate_prompt.run(options)
         return 0
-    shared.refuse(options, "goes with --prompt only", generate=None, weights="device", folder=False)
+    shared.refuse(options, "goes with --prompt only", "generate", "weights", "folder")
+    # argparse cannot require one option of two.
     if options.tokens is None:
-        options.refuse("the following arguments are required: --tokens")
+        options.parser.error("the following arguments are required: --tokens")
     if options.model is not None:
         estimate_step.run(options)
         return 0
-    shared.refuse(
-        options,
-        "goes with --model only",
-        memory=None,
-        host_memory=None,
-        lora=None,
-        optimizer="adamw",
-    )
+    reason = "goes with --model only"
+    shared.refuse(options, reason, "memory", "host_memory", "lora", "optimizer")
     _estimate_call(options)
     return 0
 

@@ -50,20 +50,10 @@ def run(options: argparse.Namespace) -> None:
         ValueError: sizes of a call or of a training step were given as well; the file is no
             configuration; the weights do not fit.
     """
-    shared.refuse(
-        options,
-        "does not go with --prompt",
-        tokens=None,
-        heads=None,
-        kv_heads=None,
-        head_dim=64,
-        kernel="auto",
-        batch=1,
-        budget=None,
-        lora=None,
-        optimizer="adamw",
-        **masks.NOT_GIVEN,
-    )
+    sizes = ("tokens", "heads", "kv_heads", "head_dim", "kernel", "batch", "budget")
+    training = ("lora", "optimizer")
+    reason = "does not go with --prompt"
+    shared.refuse(options, reason, *sizes, *training, *masks.WITHOUT_FILES)
     if options.model is None:
         raise ValueError("--prompt goes with --model only")
     shape = read_shape(options.model)

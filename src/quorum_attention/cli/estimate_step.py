@@ -65,15 +65,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: sizes of a call were given as well; or the file is no configuration.
     """
-    shared.refuse(
-        options,
-        "does not go with --model",
-        heads=None,
-        kv_heads=None,
-        head_dim=64,
-        kernel="auto",
-        **masks.NOT_GIVEN,
-    )
+    sizes = ("heads", "kv_heads", "head_dim", "kernel")
+    shared.refuse(options, "does not go with --model", *sizes, *masks.WITHOUT_FILES)
     shape = read_shape(options.model)
     training = Training(
         options.tokens,

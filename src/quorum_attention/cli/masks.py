@@ -40,8 +40,8 @@ FILES = {
     ),
     "sinks": ("one logit for each head, (heads,) (default: none)", "sinks"),
 }
-# Values of the other options when the command line is without them.
-NOT_GIVEN = {"lower_right": False} | dict.fromkeys(("offset", "window", "chunk", "softcap"))
+# Options that describe a mask beyond causality, without a file.
+WITHOUT_FILES = ("lower_right", "offset", "window", "chunk", "softcap")
 _positive = shared.number_of("a number above 0", lambda number: number > 0)
 
 

@@ -111,7 +111,7 @@ def add_command(
         usage=f"quorum-attention {name} {usage}[options]",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=28),
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -146,19 +146,19 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def refuse(options: argparse.Namespace, why: str, **usual: Any) -> None:
-    """Refuse options that have another value than the usual one.
+def refuse(options: argparse.Namespace, reason: str, *names: str) -> None:
+    """Refuse options that have another value than their default.
 
     Args:
-        why: the rest of the sentence, such as "does not go with --model".
-        usual: the usual value by option.
+        reason: the rest of the sentence, such as "does not go with --model".
+        names: the options, as attributes of ``options``.
 
     Raises:
         ValueError: names the first.
     """
-    for name, value in usual.items():
-        if getattr(options, name) != value:
-            raise ValueError(f"{option(name)} {why}")
+    for name in names:
+        if getattr(options, name) != options.parser.get_default(name):
+            raise ValueError(f"{option(name)} {reason}")
 
 
 # Options of several commands.

@@ -168,16 +168,8 @@ def _simulate_devices(options: argparse.Namespace) -> tuple[dict[str, Any], list
     sizes = sizes_of(options) | {"device": "cuda"}
     if options.device == "cuda":
         options.device = None
-    shared.refuse(
-        options,
-        "does not go with --devices",
-        levels=None,
-        layout="aligned",
-        backward=False,
-        census=False,
-        device=None,
-        **masks.NOT_GIVEN,
-    )
+    of_one_device = ("levels", "layout", "backward", "census", "device")
+    shared.refuse(options, "does not go with --devices", *of_one_device, *masks.WITHOUT_FILES)
     devices: list[tuple[str, float]] = options.devices
     passes = {}
     simulations = {}

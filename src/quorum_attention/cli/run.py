@@ -34,6 +34,7 @@ _amount = shared.number_of("a number of at least 0", lambda number: 0 <= number 
 # Options that change no number of the result. They may differ when a call is resumed.
 _WITHOUT_EFFECT = (
     "run",
+    "parser",
     "command",
     "input",
     "output",
@@ -154,12 +155,12 @@ def _computer(options: argparse.Namespace) -> Compute:
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that do not go together."""
     if options.backward:
-        shared.refuse(options, "is for a forward: a backward reads the log-sum-exp", lse=False)
+        shared.refuse(options, "is for a forward: a backward reads the log-sum-exp", "lse")
     if options.ray is not None:
-        shared.refuse(options, "does not go with --ray", device=None)
+        shared.refuse(options, "does not go with --ray", "device")
     else:
-        usual = {"ray_workers": None, "ray_gpus": None, "ray_cpus": 1.0, "chunks": None}
-        shared.refuse(options, "goes with --ray only", **usual)
+        of_ray = ("ray_workers", "ray_gpus", "ray_cpus", "chunks")
+        shared.refuse(options, "goes with --ray only", *of_ray)
 
 
 def _run(options: argparse.Namespace) -> int:
