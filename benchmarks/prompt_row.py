@@ -60,21 +60,31 @@ class HostHeads(DynamicLayer):
     def update(self, key: Any, value: Any, *args: Any, **named: Any) -> Any:
         """Append, and return all that there is in host memory."""
         if self._length == 0:
-            shape = (*key.shape[:2], self._capacity, key.shape[-1])
-            self.keys, self.values = (
-                torch.empty(shape, dtype=key.dtype, pin_memory=key.is_cuda) for _ in range(2)
-            )
+            self.keys = self._allocate(key)
+            self.values = self._allocate(value)
             self.is_initialized = True
-        stop = self._length + key.shape[2]
-        for memory, rows in ((self.keys, key), (self.values, value)):
-            for number in range(rows.shape[1]):
-                memory[:, number, self._length : stop].copy_(rows[:, number])
-        self._length = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        start = self._length
+        self._length = start + key.shape[2]
+        keys = self.keys[:, :, : self._length]
+        values = self.values[:, :, : self._length]
+        _copy_by_heads(keys[:, :, start:], key)
+        _copy_by_heads(values[:, :, start:], value)
+        return keys, values
+
+    def _allocate(self, rows: torch.Tensor) -> torch.Tensor:
+        """Memory for all tokens of ``rows``, page-locked beside a GPU."""
+        batch, heads, _, width = rows.shape
+        shape = (batch, heads, self._capacity, width)
+        return torch.empty(shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
 
     def get_seq_length(self) -> int:
         """Tokens."""
         return self._length
+
+
+def _copy_by_heads(memory: torch.Tensor, rows: torch.Tensor) -> None:
+    for head in range(rows.shape[1]):
+        memory[:, head].copy_(rows[:, head])
 
 
 def attend_by_heads(

@@ -63,12 +63,17 @@ def new_record(name: str, arguments: list[str], options: argparse.Namespace) -> 
         return None
     options.results.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    command = re.sub(rf" --({'|'.join(LOCAL)})[= ]\S+", "", " ".join(arguments))
+    words = " ".join(arguments)
+    command = re.sub(rf" --({'|'.join(LOCAL)})[= ]\S+", "", words)
     of_case = {option: value for option, value in vars(options).items() if option not in LOCAL}
     run = describe_run(f"python benchmarks/run.py {command}", of_case, device, options.commit)
-    # "h200" of "NVIDIA H200".
-    machine = "cpu" if device == "cpu" else run["machine"].rpartition(" ")[2].lower()
-    return RunRecord(new_path(options.results, f"{machine}-{name}", run), run)
+    machine = "cpu"
+    if device == "cuda":
+        # "h200" of "NVIDIA H200".
+        model = run["machine"].rpartition(" ")[2]
+        machine = model.lower()
+    path = new_path(options.results, f"{machine}-{name}", run)
+    return RunRecord(path, run)
 
 
 if __name__ == "__main__":

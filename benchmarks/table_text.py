@@ -52,8 +52,10 @@ def describe_runs(runs: Iterable[Run]) -> str:
     """Machine and versions, and of each run the date, the commit, the command and the raw file."""
     by_machine: dict[str, list[str]] = {}
     for run in runs:
-        by_machine.setdefault(describe_machine(run), []).append(describe_run(run))
-    return "; ".join(f"{machine}: {'; '.join(texts)}" for machine, texts in by_machine.items())
+        texts = by_machine.setdefault(describe_machine(run), [])
+        texts.append(describe_run(run))
+    parts = [f"{machine}: {'; '.join(texts)}" for machine, texts in by_machine.items()]
+    return "; ".join(parts)
 
 
 def describe_machine(run: Run) -> str:
@@ -83,12 +85,14 @@ def later_seconds(calls: Sequence[Sequence[float]]) -> Seconds:
     return forward, forward + backward
 
 
-def ratio_cell(case: dict[str, Any], other: str, ours: str = "now") -> str:
-    """The time of ours over that of another method; empty if it was not measured."""
-    if other not in case:
+def ratio_cell(case: dict[str, Any], rival: str, ours: str = "now") -> str:
+    """The time of ours over that of a rival; empty if the rival was not measured."""
+    if rival not in case:
         return ""
-    pairs = zip(later_seconds(case[ours]), later_seconds(case[other]), strict=True)
-    return "; ".join(f"{mine / theirs:.2f}" for mine, theirs in pairs)
+    our_seconds = later_seconds(case[ours])
+    rival_seconds = later_seconds(case[rival])
+    ratios = [a / b for a, b in zip(our_seconds, rival_seconds, strict=True)]
+    return "; ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 def gib(size: int) -> str:

@@ -114,9 +114,7 @@ def wrapped() -> str:
             n_draws = max(n_draws, len(pairs))
             cells.append(f"{max(largest for largest, _ in pairs):.1e}")
         lines.append(Line(cells, [row]))
-    columns = [
-        "kernel",
-        *(f"{who}: {name}" for who, name in product(("paper", "ours"), ("dQ", "dK", "dV"))),
-    ]
-    text = section(columns, lines)
+    sources = ("paper", "ours")
+    columns = [f"{source}: {name}" for source, name in product(sources, ("dQ", "dK", "dV"))]
+    text = section(["kernel", *columns], lines)
     return f"Inputs are times {theirs['inputs_times']}. Ours, {n_draws} draws and depths: {text}"

@@ -38,12 +38,12 @@ def budgets() -> str:
     lines = []
     for name, row in plain_rows("fa2").items():
         case = row.value
-        forward, both = later_seconds(case["now"])
+        forward, both_passes = later_seconds(case["now"])
         cells = [
             case_words(CASES[name]),
             CASES[name].budget or "none",
             mib(case["peak_bytes"]),
-            f"{forward:.3g}; {both:.3g}",
+            f"{forward:.3g}; {both_passes:.3g}",
             ratio_cell(case, "fa2"),
             ratio_cell(case, "cudnn"),
         ]
@@ -61,11 +61,11 @@ def versions() -> str:
     return ratios_to("before")
 
 
-def ratios_to(other: str) -> str:
+def ratios_to(rival: str) -> str:
     lines = []
-    for name, row in plain_rows(other).items():
+    for name, row in plain_rows(rival).items():
         case = CASES[name]
-        cells = [case_words(case), case.budget or "none", ratio_cell(row.value, other)]
+        cells = [case_words(case), case.budget or "none", ratio_cell(row.value, rival)]
         lines.append(Line(cells, [row]))
     return section(["call", "budget", "ratio"], lines)
 
@@ -115,9 +115,11 @@ def native() -> str:
     for head_dim in (64, 128):
         ours = rows[f"native, {head_dim}"]
         cells = [str(head_dim)]
-        for other in ("flash", "cudnn"):
-            pairs = zip(ours.value, rows[f"{other}, {head_dim}"].value, strict=True)
-            cells.append(" / ".join(f"{mine / theirs:.2f}" for mine, theirs in pairs))
+        for rival in ("flash", "cudnn"):
+            rival_row = rows[f"{rival}, {head_dim}"]
+            pairs = zip(ours.value, rival_row.value, strict=True)
+            ratios = [f"{our_seconds / seconds:.2f}" for our_seconds, seconds in pairs]
+            cells.append(" / ".join(ratios))
         lines.append(Line(cells, [ours]))
     return section(["head dimension", "over FlashAttention-2", "over cuDNN"], lines)
 

@@ -53,18 +53,24 @@ def long_step_line(row: Row) -> Line:
 
 def first_step_line(step: str, row: Row) -> Line:
     long = row.value
-    peak = gib(long["steps"][-1]["peak"])
-    text = f"**{long['seconds']:.0f} s with all {long['of_layers']} layers, all run**, {peak}"
-    return Line([step.format(tokens=long["tokens"]), text], [row])
+    last = long["steps"][-1]
+    peak = gib(last["peak"])
+    seconds = f"{long['seconds']:.0f} s"
+    text = f"**{seconds} with all {long['of_layers']} layers, all run**, {peak}"
+    label = step.format(tokens=long["tokens"])
+    return Line([label, text], [row])
 
 
 def longest_line(rows: dict[str, Row]) -> Line:
     ways = {way: rows[f"Qwen3-8B {way} in {WHOLE}"] for way in WAYS}
     texts = []
     for way, row in ways.items():
-        how = "" if row.value["ran"] else " (by the line, not run)"
-        texts.append(f"{way}: {row.value['tokens']:,}{how}")
-    return Line([f"longest text in {WHOLE / 2**30:.1f} GiB", "; ".join(texts)], list(ways.values()))
+        text = f"{way}: {row.value['tokens']:,}"
+        if not row.value["ran"]:
+            text += " (by the line, not run)"
+        texts.append(text)
+    label = f"longest text in {WHOLE / 2**30:.1f} GiB"
+    return Line([label, "; ".join(texts)], list(ways.values()))
 
 
 def card_line(rows: dict[str, Row], shape: str) -> Line:
@@ -98,11 +104,11 @@ def whole_step(longest: dict[str, Any]) -> str:
 
 def estimate_line(row: Row) -> Line:
     ratios = [point["estimate"] / point["peak"] for point in row.value]
-    what = (
+    label = (
         "peaks by `estimate --model` over measured ones, five lengths from 4,096 tokens, "
         "Qwen3-0.6B, 4B and 8B; two constants were fitted to them"
     )
-    return Line([what, f"{min(ratios):.2f} to {max(ratios):.2f}"], [row])
+    return Line([label, f"{min(ratios):.2f} to {max(ratios):.2f}"], [row])
 
 
 def readme() -> str:
@@ -136,8 +142,8 @@ def accuracy_line() -> Line:
     _, grad_query, _, grad_value = (
         ours / flash for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
     )
-    what = "error of dQ and dV at 1,048,576 tokens, last 8,192 rows, over FlashAttention-2's"
-    return Line([what, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
+    label = "error of dQ and dV at 1,048,576 tokens, last 8,192 rows, over FlashAttention-2's"
+    return Line([label, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
 
 
 def readme_step_lines() -> list[Line]:

@@ -43,11 +43,16 @@ class ExactCall(NamedTuple):
         delta, (rows, 1).
         """
         stop = int(rows[-1]) + 1
-        scores = self.query[rows] @ self.key[:stop].mT * self.scale
-        is_later = torch.arange(stop, device=rows.device) > rows[:, None]
-        probabilities = scores.masked_fill_(is_later, float("-inf")).softmax(1)
-        out = probabilities @ self.value[:stop]
-        delta = (out * self.grad_out[rows]).sum(1, keepdim=True)
+        query = self.query[rows]
+        key = self.key[:stop]
+        value = self.value[:stop]
+        scores = query @ key.mT * self.scale
+        positions = torch.arange(stop, device=rows.device)
+        is_later = positions > rows[:, None]
+        probabilities = scores.masked_fill_(is_later, -torch.inf).softmax(1)
+        out = probabilities @ value
+        grad_out = self.grad_out[rows]
+        delta = (out * grad_out).sum(1, keepdim=True)
         return probabilities, out, delta
 
 
@@ -55,10 +60,14 @@ def exact_rows(call: ExactCall, rows: torch.Tensor) -> Results:
     """Rows of out, dQ, dK and dV; ``rows`` ascend."""
     probabilities, out, delta = call.attend(rows)
     n_keys = probabilities.shape[1]
-    grad_scores = probabilities.mul_(call.grad_out[rows] @ call.value[:n_keys].mT - delta)
-    grad_query = grad_scores @ call.key[:n_keys] * call.scale
-    del probabilities, grad_scores
-    return out, grad_query, *exact_key_rows(call, rows)
+    key = call.key[:n_keys]
+    value = call.value[:n_keys]
+    grad_probabilities = call.grad_out[rows] @ value.mT
+    grad_scores = probabilities.mul_(grad_probabilities - delta)
+    grad_query = grad_scores @ key * call.scale
+    del probabilities, grad_probabilities, grad_scores
+    key_rows = exact_key_rows(call, rows)
+    return out, grad_query, *key_rows
 
 
 def exact_key_rows(call: ExactCall, rows: torch.Tensor) -> Results:
@@ -86,15 +95,18 @@ def monolithic(backend: SDPBackend, tensors: list[torch.Tensor]) -> Results:
     query, key, value = leaves
     with sdpa_kernel(backend):
         out = scaled_dot_product_attention(query, key, value, is_causal=True)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    return out.detach(), *grads
 
 
 def recovered(budget: str, kernel: str, tensors: list[torch.Tensor]) -> Results:
     """The same by quorum attention, host to host."""
-    *inputs, grad_out = (tensor.cpu().pin_memory() for tensor in tensors)
+    on_host = [tensor.cpu().pin_memory() for tensor in tensors]
+    *inputs, grad_out = on_host
     options: dict[str, Any] = {"is_causal": True, "budget": budget, "kernel": kernel}
     out, lse = qa.attention_with_lse(*inputs, **options)
-    return out, *qa.attention_backward(grad_out, *inputs, out, lse, **options)
+    grads = qa.attention_backward(grad_out, *inputs, out, lse, **options)
+    return out, *grads
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +178,11 @@ def relative_errors(results: Results, exact: Results, rows: torch.Tensor) -> lis
 def describe(sample: str, method: str, errors: dict[str, list[float]], rival: str) -> str:
     """The errors of a method, and their ratios to the first rival's."""
     cells = []
-    for name, error, of_rival in zip(NAMES, errors[method], errors[rival], strict=True):
-        ratio = error / of_rival if of_rival else math.nan
+    pairs = zip(NAMES, errors[method], errors[rival], strict=True)
+    for name, error, rival_error in pairs:
+        ratio = math.nan
+        if rival_error:
+            ratio = error / rival_error
         cells.append(f"{name} {error:.3g} ({ratio:.3f})")
-    return f"{sample:8} {method:8} {', '.join(cells)} of {rival}'s"
+    text = ", ".join(cells)
+    return f"{sample:8} {method:8} {text} of {rival}'s"

@@ -53,11 +53,17 @@ def measure_round(
     Results are freed before the next round, as a training loop frees them.
     """
     *inputs, grad_out = tensors
-    forward, (out, lse) = timed(lambda: qa.attention_with_lse(*inputs, **options))
-    backward, grads = timed(lambda: qa.attention_backward(grad_out, *inputs, out, lse, **options))
-    step = max(1, grad_out.shape[2] // SAMPLED_ROWS)
-    samples = [result[:, :, ::step].double() for result in (out, *grads)]
-    return (forward, backward), samples
+
+    def run_backward() -> Any:
+        return qa.attention_backward(grad_out, *inputs, out, lse, **options)
+
+    forward_seconds, (out, lse) = timed(lambda: qa.attention_with_lse(*inputs, **options))
+    backward_seconds, grads = timed(run_backward)
+    n_tokens = grad_out.shape[2]
+    step = max(1, n_tokens // SAMPLED_ROWS)
+    results = (out, *grads)
+    samples = [result[:, :, ::step].double() for result in results]
+    return (forward_seconds, backward_seconds), samples
 
 
 def killed_over_ideal(
@@ -70,11 +76,14 @@ def killed_over_ideal(
         undisturbed: seconds of a forward in which no worker is killed.
     """
     half = undisturbed / 2
-    threading.Timer(half, pool.workers[-1].process.kill).start()
-    seconds, _ = timed(lambda: qa.attention(*tensors[:3], devices=pool, **options))
+    last_process = pool.workers[-1].process
+    threading.Timer(half, last_process.kill).start()
+    inputs = tensors[:3]
+    seconds, _ = timed(lambda: qa.attention(*inputs, devices=pool, **options))
     n_workers = len(pool.workers)
     pool.restart_lost()
-    return seconds / (half + half * n_workers / (n_workers - 1))
+    ideal_seconds = half + half * n_workers / (n_workers - 1)
+    return seconds / ideal_seconds
 
 
 def largest_difference(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -97,7 +106,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each budget."""
     names = "all" if options.devices == "all" else options.devices.split(",")
-    with Pool(names, threads=None if torch.cuda.is_available() else 1) as pool:
+    n_threads = None if torch.cuda.is_available() else 1
+    with Pool(names, threads=n_threads) as pool:
         tensors = draw_tensors(options, str(pool.devices[0]))
         for budget in options.budgets.split(","):
             yield measure_budget(pool, tensors, budget, options)
@@ -123,20 +133,20 @@ def measure_budget(
     # are page-locked, as they are for workers.
     on_gpu = torch.cuda.is_available()
     pinned = [tensor.pin_memory() if on_gpu else tensor for tensor in tensors]
-    one = measure_passes(pinned, options.rounds, devices=one_device, **call)
+    single = measure_passes(pinned, options.rounds, devices=one_device, **call)
     del pinned
     several = measure_passes(tensors, options.rounds, devices=pool, **call)
-    difference = largest_difference(several.samples, one.samples)
+    difference = largest_difference(several.samples, single.samples)
     assert difference < MAX_DIFFERENCE, "a result is wrong"
     row = f"{len(pool.devices)} device{'s'[: len(pool.devices) - 1]}, {budget}"
-    rows: dict[str, Any] = {row: {"one": one.seconds, "all": several.seconds}}
+    rows: dict[str, Any] = {row: {"one": single.seconds, "all": several.seconds}}
     several_medians = medians(several.seconds[1:])
     if options.kill:
         ratio = killed_over_ideal(pool, tensors, several_medians[0], **call)
         rows[f"{row}, a worker killed"] = {"over_ideal": ratio}
         print(f"{row}: a worker killed in the middle: {ratio:.3f} of ideal", flush=True)
     forward, backward = (
-        a / b for a, b in zip(medians(one.seconds[1:]), several_medians, strict=True)
+        a / b for a, b in zip(medians(single.seconds[1:]), several_medians, strict=True)
     )
     print(
         f"{row}: {forward:.3f}; {backward:.3f} times one, difference {difference:.1e}", flush=True

@@ -197,9 +197,12 @@ class OurCalls:
 def draw_tensors(case: Case, device: str | torch.device) -> list[torch.Tensor]:
     """Query, key, value and the gradient of the output, on the device."""
     torch.manual_seed(0)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    shapes = [(1, h, case.tokens, case.head_dim) for h in heads]
-    return [torch.randn(shape, device=device).to(case.dtype) for shape in shapes]
+    tensors = []
+    for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads):
+        shape = (1, heads, case.tokens, case.head_dim)
+        tensor = torch.randn(shape, device=device)
+        tensors.append(tensor.to(case.dtype))
+    return tensors
 
 
 def place_tensors(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -217,8 +220,10 @@ def describe(seconds: dict[str, list[Any]]) -> str:
     words = []
     for method, calls in seconds.items():
         forward, backward = medians(calls[1:] or calls)
-        first = sum(calls[0]) - forward - backward
-        words.append(f"{method} {forward * 1e3:.1f}, {backward * 1e3:.1f} ms ({first:+.2f} s)")
+        later_seconds = forward + backward
+        beyond = sum(calls[0]) - later_seconds
+        times = f"{forward * 1e3:.1f}, {backward * 1e3:.1f} ms"
+        words.append(f"{method} {times} ({beyond:+.2f} s)")
     return " | ".join(words)
 
 

@@ -48,11 +48,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure row by row."""
-    for tokens in map(parse_count, options.tokens.split(",")):
-        for way in options.ways.split(","):
+    memory = format_bytes(options.memory)
+    ways = options.ways.split(",")
+    for count in options.tokens.split(","):
+        tokens = parse_count(count)
+        for way in ways:
             row = measure_row(options, way, tokens)
             print(f"{tokens:>9,} {way:13} {describe(row)}", flush=True)
-            yield {f"{options.shape} {tokens} {format_bytes(options.memory)} {way}": row}
+            yield {f"{options.shape} {tokens} {memory} {way}": row}
 
 
 def measure_row(options: argparse.Namespace, way: str, tokens: int) -> dict[str, Any]:

@@ -134,8 +134,8 @@ def times_in_turn(
     return times
 
 
-def median_difference(times: list[float], others: list[float]) -> float:
-    return median(map(operator.sub, times, others))
+def median_difference(times: list[float], reference_times: list[float]) -> float:
+    return median(map(operator.sub, times, reference_times))
 
 
 def describe(passes: str, result: dict[str, float]) -> str:

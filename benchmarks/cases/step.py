@@ -411,20 +411,20 @@ class LongestText:
         self._measure_two_lengths()
         grain = max(8, min(self._first, self._options.first) // 8)
         tokens = self._reach(grain)
-        ran = False
-        while not ran and 2 * self._first < tokens <= self._options.most:
+        fits = False
+        while not fits and 2 * self._first < tokens <= self._options.most:
             try:
                 self._measure(tokens)
             except OUT_OF_MEMORY:
                 print(f"{WAYS[self._way]}: {tokens:,} tokens did not fit", flush=True)
                 tokens = tokens * 19 // 20 // grain * grain
                 continue
-            ran = self.points[-1]["peak"] <= memory
-            if not ran:
+            fits = self.points[-1]["peak"] <= memory
+            if not fits:
                 tokens = min(self._reach(grain), tokens - grain)
-        how = "" if ran else " by the line: not run"
-        print(f"{WAYS[self._way]}: {tokens:,} tokens in {format_bytes(memory)}{how}", flush=True)
-        return {"points": self.points, "tokens": tokens, "ran": ran}
+        note = "" if fits else " by the line: not run"
+        print(f"{WAYS[self._way]}: {tokens:,} tokens in {format_bytes(memory)}{note}", flush=True)
+        return {"points": self.points, "tokens": tokens, "ran": fits}
 
     def _measure_two_lengths(self) -> None:
         """Measure a length and its double, shorter ones where these do not fit."""
@@ -446,10 +446,13 @@ class LongestText:
 
     def _reach(self, grain: int) -> int:
         """Tokens at which the line through the last two points reaches the memory."""
-        a, b = self.points[-2:]
-        slope = (b["peak"] - a["peak"]) / (b["tokens"] - a["tokens"])
-        further = (self._options.memory - b["peak"]) / slope
-        return int(b["tokens"] + further) // grain * grain
+        before, last = self.points[-2:]
+        more_bytes = last["peak"] - before["peak"]
+        more_tokens = last["tokens"] - before["tokens"]
+        bytes_left = self._options.memory - last["peak"]
+        tokens_left = bytes_left / more_bytes * more_tokens
+        tokens = int(last["tokens"] + tokens_left)
+        return tokens // grain * grain
 
 
 def free_memory(device: str) -> None:

@@ -39,13 +39,16 @@ def draw_way(peaks: Axes, seconds: Axes, way: str, row: dict[str, Any], memory: 
     if way == "sdpa":
         style = {"linewidth": 6, "alpha": 0.4}
     (line,) = peaks.plot(tokens, sizes, "o-", label=WAYS[way], **style)
-    seconds.plot(tokens, [point["seconds"] / row["layers"] for point in points], "o-", **style)
-    if row["tokens"] > tokens[-1]:
-        ends = [tokens[-1], row["tokens"]], [sizes[-1], memory]
-        peaks.plot(*ends, ":", color=line.get_color())
+    layer_seconds = [point["seconds"] / row["layers"] for point in points]
+    seconds.plot(tokens, layer_seconds, "o-", **style)
+    longest = row["tokens"]
+    if longest > tokens[-1]:
+        colour = line.get_color()
+        peaks.plot([tokens[-1], longest], [sizes[-1], memory], ":", color=colour)
     if way != "attention":
         side = "right" if way == "remedies" else "center"
-        peaks.annotate(f"{row['tokens']:,}", (row["tokens"], memory * 1.05), ha=side)
+        place = (longest, memory * 1.05)
+        peaks.annotate(f"{longest:,}", place, ha=side)
 
 
 def scale_axes(axes: Axes) -> None:
