@@ -154,12 +154,16 @@ def _add_key_errors(
     all_rows = torch.arange(len(first.query), device="cpu")
     for head, head_grad_out in zip(heads, grad_out, strict=True):
         for rows in all_rows.split(_QUERIES_AT_A_TIME):
-            scores = head.scores(head.query[rows].double(), rows, key, columns)
-            weights = torch.exp(scores - head.lse[rows, None])
+            query = head.query[rows].double()
+            scores = head.scores(query, rows, key, columns)
+            lse = head.lse[rows, None]
+            weights = torch.exp(scores - lse)
             upstream = head_grad_out[rows].double()
             grad_weights = upstream @ value.mT
-            delta = (upstream * head.out[rows].double()).sum(1, keepdim=True)
+            out = head.out[rows].double()
+            delta = (upstream * out).sum(1, keepdim=True)
             # With output and log-sum-exp held as they are, this has the gradients of the call.
-            (weights * (grad_weights - delta)).sum().backward()
+            total = (weights * (grad_weights - delta)).sum()
+            total.backward()
     sums.add("grad_key", grad_key[columns], key.grad)
     sums.add("grad_value", grad_value[columns], value.grad)

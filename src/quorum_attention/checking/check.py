@@ -244,13 +244,16 @@ class _Check:
         copies = [tensor.clone() for tensor in inputs]
         expected = run_call(self.kernel, sizes, inputs)
         limit = rounding_limit(inputs.query, inputs.key, expected["lse"], sizes.scale)
+        cases = self.result.cases
+        label = f"checking {self.kernel.name}"
         for cut in comparison.cuts():
             results = run_call(self.kernel, sizes, inputs, cut)
-            self.result.cases.append(_judge(results, expected, limit, cut, comparison))
+            case = _judge(results, expected, limit, cut, comparison)
+            cases.append(case)
             if self.report_progress is not None:
-                label = f"checking {self.kernel.name}"
-                self.report_progress(len(self.result.cases), self.n_cases, label)
-        if not all(map(torch.equal, copies, inputs)):
+                self.report_progress(len(cases), self.n_cases, label)
+        are_unchanged = all(map(torch.equal, copies, inputs))
+        if not are_unchanged:
             self.result.broken.append(f"calls write into their inputs, {sizes.kind}")
 
     def try_all_laws(self, sizes: CheckSizes, *, groups_heads: bool) -> None:

@@ -90,14 +90,15 @@ class CheckResult:
         return {"verdict": self.verdict, **asdict(self)}
 
     def __str__(self) -> str:
-        n_ways = counted(len(self.cases), "way")
-        lines = [f"{self.kernel}: {self.verdict}, {n_ways} to cut"]
+        n_cases = len(self.cases)
+        lines = [f"{self.kernel}: {self.verdict}, {counted(n_cases, 'way')} to cut"]
         lines += [f"wrong: {sentence}" for sentence in self.broken]
-        wrong = [case for case in self.cases if case.verdict == "not exact"]
-        if wrong:
-            n_cuts = counted(len(self.cases), "cut")
-            lines.append(f"{len(wrong)} of {n_cuts} differ; the worst of each kind:")
-        lines += [f"  {_describe(case)}" for case in _worst_of_each_kind(wrong)]
+        wrong_cases = [case for case in self.cases if case.verdict == "not exact"]
+        if wrong_cases:
+            cuts = counted(n_cases, "cut")
+            lines.append(f"{len(wrong_cases)} of {cuts} differ; the worst of each kind:")
+        worst_cases = _worst_of_each_kind(wrong_cases)
+        lines += [f"  {_describe(case)}" for case in worst_cases]
         lines += [f"not tried: {reason}" for reason in self.skipped]
         return "\n".join(lines)
 

@@ -50,11 +50,14 @@ def _rows(calibration: Calibration) -> list[list[str]]:
     for head_dim, rates in calibration.figures["flops"].items():
         for direction, rate in zip(("forward", "backward"), rates, strict=True):
             name = f"head_dim {head_dim} {direction}"
-            rows.append([name, f"{rate / 1e12:.3g} TFLOP/s", spreads[name]])
+            figure = f"{rate / 1e12:.3g} TFLOP/s"
+            rows.append([name, figure, spreads[name]])
     for name, value in calibration.figures.items():
         if isinstance(value, float):
             label = name.removesuffix("_bytes_per_second").replace("_", " ")
-            rows.append([label, _figure(name, value), spreads.get(name, "")])
+            figure = _figure(name, value)
+            spread = spreads.get(name, "")
+            rows.append([label, figure, spread])
     return rows
 
 

@@ -92,16 +92,18 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
 
 def _show_device(description: dict[str, Any]) -> None:
     rows = []
-    # A dict, because several dtypes of a kernel have the same reason.
-    reasons: dict[str, None] = {}
+    # Several dtypes of a kernel have the same sentence.
+    sentences: list[str] = []
     for kernel, verdicts in description["kernels"].items():
-        rows.append([kernel, *("no" if reason else "yes" for reason in verdicts.values())])
-        reasons |= dict.fromkeys(f"{kernel}: {reason}" for reason in verdicts.values() if reason)
+        cells = ["no" if reason else "yes" for reason in verdicts.values()]
+        rows.append([kernel, *cells])
+        sentences += [f"{kernel}: {reason}" for reason in verdicts.values() if reason]
     free = format_bytes(description["free_bytes"])
     title = f"{description['device']}: {description['name']}, {free} free"
-    show_table(["kernel", *shared.DTYPES], rows, title=title, words=list(shared.DTYPES))
+    dtypes = list(shared.DTYPES)
+    show_table(["kernel", *dtypes], rows, title=title, words=dtypes)
     calibrated = ", ".join(description["calibrated"]) or "no dtype"
     note = "assumed for others; see quorum-attention calibrate --help"
     say(f"  the planner's rates: calibrated for {calibrated} ({note})")
-    for reason in reasons:
-        say(f"  {reason}")
+    for sentence in dict.fromkeys(sentences):
+        say(f"  {sentence}")

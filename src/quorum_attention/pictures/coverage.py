@@ -193,31 +193,39 @@ def _pairs_explanation(decomposition: Decomposition, pairs: Pairs) -> str:
 def _number_chunks(axes: Any, edges: list[int], n_rows: int, n_columns: int) -> None:
     """Draw white lines along the chunks' edges, and write the chunks' numbers."""
     n_chunks = len(edges) - 1
-    step = max(1, n_chunks // _NUMBERS_OF_MANY)
-    if len(edges) <= _NUMBERED:
-        step = 1
-        axes.vlines(edges[1:-1], 0, n_rows, PAPER, lw=1.4)
-        axes.hlines(edges[1:-1], 0, n_columns, PAPER, lw=1.4)
+    if n_chunks < _NUMBERED:
+        inner_edges = edges[1:-1]
+        axes.vlines(inner_edges, 0, n_rows, PAPER, lw=1.4)
+        axes.hlines(inner_edges, 0, n_columns, PAPER, lw=1.4)
+    _set_chunk_ticks(axes.xaxis, edges, n_columns)
+    _set_chunk_ticks(axes.yaxis, edges, n_rows)
     unit = f"position (0 to {max(n_columns, n_rows):,})"
     if n_chunks > 1:
         longest = max(stop - start for start, stop in pairwise(edges))
         unit = f"number of their chunk (of at most {counted(longest, 'token')})"
-    for length, axis in ((n_columns, axes.xaxis), (n_rows, axes.yaxis)):
-        middles = _chunk_middles(edges, length, step) if n_chunks > 1 else {}
-        axis.set_ticks(list(middles.values()), list(map(str, middles)))
-        axis.set_tick_params(length=0, labelsize=9.5, labelcolor=SOFT)
     axes.set_xlabel(f"keys, by {unit}", color=SOFT, size=10.5)
     axes.set_ylabel("queries", color=SOFT, size=10.5)
 
 
-def _chunk_middles(edges: list[int], length: int, step: int) -> dict[int, float]:
-    """The middle of each ``step``-th chunk, as far as it lies within ``length``, by number."""
-    middles = {}
-    for number, (start, stop) in enumerate(pairwise(edges)):
-        visible_stop = min(stop, length)
-        if start < visible_stop and number % step == 0:
-            middles[number] = (start + visible_stop) / 2
-    return middles
+def _set_chunk_ticks(axis: Any, edges: list[int], length: int) -> None:
+    """Write the numbers of chunks at their middles. A single chunk has no number.
+
+    Args:
+        length: the tokens that are drawn. Chunks beyond them have no tick.
+    """
+    n_chunks = len(edges) - 1
+    step = 1 if n_chunks < _NUMBERED else max(1, n_chunks // _NUMBERS_OF_MANY)
+    numbered = range(0, n_chunks, step) if n_chunks > 1 else ()
+    middles = []
+    numbers = []
+    for number in numbered:
+        start = edges[number]
+        visible_stop = min(edges[number + 1], length)
+        if start < visible_stop:
+            middles.append((start + visible_stop) / 2)
+            numbers.append(str(number))
+    axis.set_ticks(middles, numbers)
+    axis.set_tick_params(length=0, labelsize=9.5, labelcolor=SOFT)
 
 
 class _TaskCells:

@@ -44,11 +44,11 @@ def draw_gantt(path: str | PathLike[str], passes: Mapping[str, Any]) -> None:
     """
     if not any(pool_pass.ran for pool_pass in passes.values()):
         raise ValueError("passes: nothing ran, so there is nothing to draw")
-    n_rows = [len(pool_pass.devices) for pool_pass in passes.values()]
-    height = sum(n_rows) + _TITLE_ROWS * len(passes) + _TEXT_ROWS
-    figure = new_figure(_WIDTH, _ROW_HEIGHT * height)
+    n_devices = [len(pool_pass.devices) for pool_pass in passes.values()]
+    n_rows = sum(n_devices) + _TITLE_ROWS * len(passes) + _TEXT_ROWS
+    figure = new_figure(_WIDTH, _ROW_HEIGHT * n_rows)
     figure.set_layout_engine("constrained")
-    charts = figure.subplots(len(passes), squeeze=False, sharex=True, height_ratios=n_rows)
+    charts = figure.subplots(len(passes), squeeze=False, sharex=True, height_ratios=n_devices)
     for axes, (title, pool_pass) in zip(charts[:, 0], passes.items(), strict=True):
         _draw_pass(axes, title, pool_pass)
     text = textwrap.fill(_EXPLANATION, _COLUMNS)
@@ -63,10 +63,12 @@ def _draw_pass(axes: Any, title: str, pool_pass: Any) -> None:
         colour = colour_at(part.index / pool_pass.parts)
         seconds = part.stop - part.start
         axes.barh(part.device, seconds, left=part.start, height=0.72, color=[colour])
-    last_stop = max((part.stop for part in pool_pass.ran), default=0.0)
+    stops = [part.stop for part in pool_pass.ran]
+    last_stop = max(stops, default=0.0)
     axes.axvline(last_stop, color=INK, lw=1)
-    axes.set_ylim(len(pool_pass.devices) - 0.4, -0.6)
-    axes.set_yticks(range(len(pool_pass.devices)), pool_pass.devices)
+    n_devices = len(pool_pass.devices)
+    axes.set_ylim(n_devices - 0.4, -0.6)
+    axes.set_yticks(range(n_devices), pool_pass.devices)
     axes.tick_params(length=0, labelcolor=INK, labelsize=8)
     text = f"{title}: {format_seconds(last_stop)}"
     axes.set_title(text, loc="left", fontsize=10, color=INK, weight="bold")

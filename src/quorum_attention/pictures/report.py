@@ -52,13 +52,16 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
     inches = _ROW_HEIGHT * len(passes) + _TEXT_HEIGHT
     figure = new_figure(_WIDTH, inches)
     height = _ROW_HEIGHT / inches
-    for row, (name, fields) in enumerate(passes.items()):
-        bottom = 1 - (row + 1) * height
+    bottom = 1.0
+    for name, fields in passes.items():
+        bottom -= height
         title = _title(name, fields)
-        figure.text(0.03, bottom + 0.92 * height, title, color=INK, size=12.5, weight="bold")
+        title_bottom = bottom + 0.92 * height
         axes_bottom = bottom + 0.06 * height
-        left_axes = figure.add_axes((0.03, axes_bottom, 0.57, 0.8 * height))
-        right_axes = figure.add_axes((0.66, axes_bottom, 0.31, 0.8 * height))
+        axes_height = 0.8 * height
+        figure.text(0.03, title_bottom, title, color=INK, size=12.5, weight="bold")
+        left_axes = figure.add_axes((0.03, axes_bottom, 0.57, axes_height))
+        right_axes = figure.add_axes((0.66, axes_bottom, 0.31, axes_height))
         draw_bars(left_axes, _time_bars(fields))
         draw_bars(right_axes, _memory_bars(fields))
     write_explanation(figure, 0.03, 0.8 / inches, _COLUMNS, _EXPLANATION)
@@ -68,14 +71,17 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
 def _time_bars(fields: Mapping[str, Any]) -> list[Bar]:
     """The time of a pass, and of each of its stages that took any."""
     stages = {stage: seconds for stage, seconds in fields["stages"].items() if seconds > 0}
-    clock = f"wall clock {format_seconds(fields['seconds'])}"
-    if fields.get("overlap") is not None:
-        clock += f"; {fields['overlap']:.0%} of the transfers hidden"
+    seconds = fields["seconds"]
+    overlap = fields.get("overlap")
+    clock = f"wall clock {format_seconds(seconds)}"
+    if overlap is not None:
+        clock += f"; {overlap:.0%} of the transfers hidden"
     note = "" if stages else "stages are not timed in an uncut call or without events"
-    bars = [Bar(clock, fields["seconds"], INK, note)]
-    for number, (stage, seconds) in enumerate(stages.items()):
+    bars = [Bar(clock, seconds, INK, note)]
+    for number, (stage, stage_seconds) in enumerate(stages.items()):
         colour = colour_at(number / _HUES_OF_STAGES, 0.7)
-        bars.append(Bar(f"{stage} {format_seconds(seconds)}", seconds, colour))
+        label = f"{stage} {format_seconds(stage_seconds)}"
+        bars.append(Bar(label, stage_seconds, colour))
     return bars
 
 
