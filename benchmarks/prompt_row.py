@@ -1,12 +1,17 @@
-"""One row of ``run.py prompt``: reads what to measure from its argument, and prints JSON."""
+"""One row of ``run.py prompt``: reads what to measure from its argument, and prints JSON.
+
+It prints a line after each stage, which has the figures of the stages before too.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +21,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from quorum_attention.recipes import long_context, long_prompt
+from quorum_attention.recipes.model_shape import read_shape
+from quorum_attention.recipes.prompt_estimate import PromptRequest, estimate_prompt
 
 SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     # hidden, MLP, layers, heads, head_dim
@@ -25,6 +32,11 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     "Qwen3-8B": (4096, 12288, 36, 32, 128),
 }
 CHUNK = 4096
+# A prompt of so many tokens before those that are measured: kernels are compiled and loaded.
+WARM_UP_TOKENS = 16_384
+QUESTION_TOKENS = 64
+# Seconds before the end of a row's time, when it says where it is.
+LAST_SECONDS = 3.0
 
 
 def new_model(shape: str, layers: int | None, device: str) -> Any:
@@ -111,80 +123,199 @@ def attend_by_heads(
     return out.transpose(1, 2).contiguous(), None
 
 
-def prepared(model: Any, row: dict[str, Any], device: str) -> tuple[Any, int]:
-    """The cache of a way, and the tokens of a chunk of the prompt."""
+def change_model(model: Any, row: dict[str, Any], device: str) -> None:
+    """Change a model as its way has it."""
     way = row["way"]
-    n_tokens = row["tokens"]
-    if way == "sdpa":
-        return DynamicCache(config=model.config), n_tokens
-    if way == "offloaded":
-        return DynamicCache(config=model.config, offloading=device == "cuda"), n_tokens
-    if way == "chunks":
-        return DynamicCache(config=model.config, offloading=device == "cuda"), CHUNK
     if way == "heads":
         transformers.AttentionInterface.register("by_heads", attend_by_heads)
         transformers.masking_utils.AttentionMaskInterface.register("by_heads", lambda **_: None)
         model.set_attn_implementation("by_heads")
-        capacity = n_tokens + row["generate"]
-        layers = [HostHeads(capacity) for _ in range(model.config.num_hidden_layers)]
-        return transformers.Cache(layers=layers), CHUNK
     if way == "long_context":
         long_context(model, checkpoints=None)
-        return DynamicCache(config=model.config, offloading=device == "cuda"), n_tokens
+
+
+def new_cache(model: Any, row: dict[str, Any], device: str) -> Any:
+    """An empty cache of a way."""
+    way = row["way"]
+    if way == "sdpa":
+        return DynamicCache(config=model.config)
+    if way in ("offloaded", "chunks", "long_context"):
+        return DynamicCache(config=model.config, offloading=device == "cuda")
+    if way == "heads":
+        capacity = row["tokens"] + row["generate"]
+        layers = [HostHeads(capacity) for _ in range(model.config.num_hidden_layers)]
+        return transformers.Cache(layers=layers)
     memory = row["memory"] if device == "cuda" else None
-    cache = long_prompt(model, device_memory=memory, weights=row["weights"], progress=False)
-    return cache, n_tokens
+    return long_prompt(
+        model,
+        device_memory=memory,
+        folder=row["folder"],
+        weights=row["weights"],
+        progress=False,
+    )
 
 
-def measure(row: dict[str, Any]) -> dict[str, Any]:
-    """Prefill a prompt, and generate some tokens."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+class Clock(transformers.StoppingCriteria):
+    """Notes when each token of an answer is there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Never stop."""
+        wait()
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def answer(
+    model: Any, row: dict[str, Any], ids: torch.Tensor, cache: Any, n_tokens: int
+) -> list[float]:
+    """Let a model answer, as a user would; return the seconds of each token, the prompt's first."""
+    clock = Clock()
+    chunks = {"prefill_chunk_size": CHUNK} if row["way"] in ("chunks", "heads") else {}
+    wait()
+    began = time.perf_counter()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=n_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=-1,
+        stopping_criteria=transformers.StoppingCriteriaList([clock]),
+        **chunks,
+    )
+    starts = [began, *clock.times]
+    return [end - start for start, end in zip(starts, clock.times, strict=False)]
+
+
+def begin(row: dict[str, Any], device: str) -> Any:
+    """A model with random weights where the way wants them, changed; the device's memory is
+    limited from here on."""
+    torch.manual_seed(0)
+    model = new_model(row["shape"], row["layers"], device)
+    if row["weights"] == "host":
+        # Random numbers are made on the device, which is quick.
+        model = model.cpu()
+    free_memory(device)
     if device == "cuda":
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, row["memory"] / total))
-    torch.manual_seed(0)
-    begins_on = "cpu" if row["weights"] == "host" else device
-    model = new_model(row["shape"], row["layers"], begins_on)
-    cache, chunk = prepared(model, row, device)
+    change_model(model, row, device)
+    return model
+
+
+def free_memory(device: str) -> None:
+    """Give back what nobody uses, and forget the peak."""
     gc.collect()
-    weights = sum(weight.nbytes for weight in model.parameters() if weight.device.type == device)
-    ids = torch.randint(0, model.config.vocab_size, (1, row["tokens"]), device=device)
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with torch.inference_mode():
-        warm_up(model, device)
-        wait()
-        began = time.perf_counter()
-        for part in ids.split(chunk, 1):
-            output = model(part, past_key_values=cache, logits_to_keep=1, use_cache=True)
-        next_ids = output.logits.argmax(-1)
-        wait()
-        prefill = time.perf_counter() - began
-        seconds = []
-        for _ in range(row["generate"]):
-            began = time.perf_counter()
-            output = model(next_ids, past_key_values=cache, use_cache=True)
-            next_ids = output.logits[:, -1:].argmax(-1)
-            wait()
-            seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def random_ids(model: Any, batch: int, n_tokens: int, device: str) -> torch.Tensor:
+    """(batch, n_tokens) tokens."""
+    return torch.randint(0, model.config.vocab_size, (batch, n_tokens), device=device)
+
+
+def measure(row: dict[str, Any]) -> None:
+    """Print the figures of a row, stage by stage."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = begin(row, device)
+    result: dict[str, Any] = {}
+    if row["way"] == "ours":
+        show(result | {"estimated": estimated(model, row, device)}, result)
+    n_warm_up = min(row["tokens"], WARM_UP_TOKENS)
+    seconds = answer(
+        model, row, random_ids(model, 1, n_warm_up, device), new_cache(model, row, device), 3
+    )
+    show({"warm_up_seconds": seconds}, result)
+    free_memory(device)
+    weights = sum(weight.nbytes for weight in model.parameters() if weight.device.type == device)
+    ids = random_ids(model, 1, row["tokens"], device)
+    runs = []
+    for _ in range(row["repeats"]):
+        cache = None
+        free_memory(device)
+        cache = new_cache(model, row, device)
+        runs.append(answer(model, row, ids, cache, 1 + row["generate"]))
+    show(
+        {
+            "prefill_seconds": statistics.median(run[0] for run in runs),
+            "token_seconds": statistics.median(step for run in runs for step in run[1:]),
+            "first_token_seconds": runs[-1][1],
+            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+            "weights_bytes": weights,
+            "cache": str(cache)[:500],
+        },
+        result,
+    )
+    if row["questions"]:
+        cache.crop(row["tokens"])
+        show(ask(model, row, ids, cache, device), result)
+
+
+def show(figures: dict[str, Any], result: dict[str, Any]) -> None:
+    """Print the figures of a stage behind those of the stages before."""
+    result.update(figures)
+    # Attention by another library may print: the last line is ours.
+    print(json.dumps(result), flush=True)
+
+
+def ask(
+    model: Any, row: dict[str, Any], ids: torch.Tensor, cache: Any, device: str
+) -> dict[str, Any]:
+    """Seconds of questions about a prompt that is in the cache: one after the other, and as a
+    batch.
+    """
+    n_questions = row["questions"]
+    questions = random_ids(model, n_questions, QUESTION_TOKENS, device)
+    n_answer = row["generate"]
+    singles = []
+    for question in questions:
+        prompt = torch.cat([ids, question[None]], 1)
+        singles.append(sum(answer(model, row, prompt, cache.fork(), n_answer)))
+    batch = cache.fork()
+    batch.batch_repeat_interleave(n_questions)
+    prompts = torch.cat([ids.expand(n_questions, -1), questions], 1)
+    steps = answer(model, row, prompts, batch, n_answer)
     return {
-        "prefill_seconds": prefill,
-        "token_seconds": statistics.median(seconds),
-        "first_token_seconds": seconds[0],
-        "peak_bytes": peak,
-        "weights_bytes": weights,
-        "cache": str(cache)[:500],
+        "question_seconds": singles,
+        "batch_seconds": sum(steps),
+        "batch_token_seconds": statistics.median(steps[1:]),
     }
 
 
-def warm_up(model: Any, device: str) -> None:
-    """Load kernels with a few tokens."""
-    ids = torch.zeros((1, 16), dtype=torch.int64, device=device)
-    model(ids, use_cache=False)
+def estimated(model: Any, row: dict[str, Any], device: str) -> dict[str, Any]:
+    """What ``quorum-attention estimate`` says of a row."""
+    parameters = sum(weight.numel() for weight in model.parameters())
+    shape = read_shape(model.config.to_dict(), parameters)
+    request = PromptRequest(
+        tokens=row["tokens"],
+        generate=row["generate"],
+        device_memory=row["memory"],
+        has_folder=row["folder"] is not None,
+        weights=row["weights"],
+        dtype=model.dtype,
+        device=device,
+    )
+    estimate = estimate_prompt(shape, request)
+    return {
+        "prefill_seconds": estimate.prefill_seconds,
+        "token_seconds": estimate.token_seconds,
+        "device_bytes": estimate.total("device"),
+        "host_bytes": estimate.total("host"),
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the row that the first argument describes. Too late, say where it is, and end."""
+    row = json.loads(arguments[0])
+    faulthandler.dump_traceback_later(max(1.0, row["timeout"] - LAST_SECONDS), exit=True)
+    measure(row)
 
 
 if __name__ == "__main__":
-    # Attention by another library may print: the last line is ours.
-    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
+    main(sys.argv[1:])

@@ -1,6 +1,7 @@
 """A long prompt in little device memory: seconds of the prefill and of each token after it.
 
 The model has a published shape in bf16 and random weights; on a CPU a small shape runs in a minute.
+It answers by ``generate``. A short prompt comes first, so that kernels are compiled.
 Each row runs in a process of its own, whose device memory is limited to --memory, and which has
 --timeout seconds. A row that runs out of memory says so.
 
@@ -12,7 +13,9 @@ chunks: the same, the prompt in chunks of 4,096 tokens, as ``prefill_chunk_size`
 heads: HeadInfer's scheme: keys and values in host memory, one key/value head on the device at a
 time; the prompt in chunks.
 long_context: ``long_context(model)`` with the offloaded cache.
-ours: ``long_prompt(model)``; with --weights host the layers' weights are in host memory.
+ours: ``long_prompt(model)``; with --weights host the layers' weights are in host memory. Beside
+each figure stands what ``quorum-attention estimate`` says. With --questions, so many questions of
+64 tokens about the prompt follow, one after the other and as a batch.
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("24GiB"))
     parser.add_argument("--weights", choices=("device", "host"), default="device")
-    parser.add_argument("--generate", type=int, default=8, help="tokens after the prompt")
+    parser.add_argument("--folder", help="for the part of the cache that lies in files")
+    parser.add_argument("--generate", type=int, default=8, help="tokens after the prompt's first")
+    parser.add_argument("--repeats", type=int, default=1, help="answers; medians are shown")
+    parser.add_argument("--questions", type=int, default=0, help="about the prompt")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a row")
 
 
@@ -67,30 +73,44 @@ def measure_row(options: argparse.Namespace, way: str, tokens: int) -> dict[str,
         "layers": options.layers,
         "memory": options.memory,
         "weights": options.weights,
+        "folder": options.folder,
         "generate": options.generate,
+        "repeats": options.repeats,
+        "questions": options.questions if way == "ours" else 0,
+        "timeout": options.timeout,
     }
     command = [sys.executable, str(ROW), json.dumps(row)]
-    try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=options.timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took more than {options.timeout:.0f} s"}
-    lines = process.stdout.splitlines()
-    if process.returncode != 0 or not lines:
-        last_lines = process.stderr.strip().splitlines()[-1:] or ["no word"]
-        return {"failed": last_lines[0][:MAX_REASON]}
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = process.stdout.splitlines() or ["{}"]
     result: dict[str, Any] = json.loads(lines[-1])
+    if process.returncode != 0:
+        print(process.stderr, file=sys.stderr, flush=True)
+        last_lines = process.stderr.strip().splitlines()[-1:] or ["no word"]
+        result["failed"] = last_lines[0][:MAX_REASON]
     return result
 
 
 def describe(row: dict[str, Any]) -> str:
-    """One line about a row."""
-    if "failed" in row:
-        return str(row["failed"])
-    peak = format_bytes(row["peak_bytes"])
-    weights = format_bytes(row["weights_bytes"])
-    return (
-        f"prefill {row['prefill_seconds']:.2f} s, {row['token_seconds']:.3f} s a token, "
-        f"peak {peak}, of which weights {weights}"
-    )
+    """Some lines about a row."""
+    words = [str(row["failed"])] if "failed" in row else []
+    if "prefill_seconds" in row:
+        peak = format_bytes(row["peak_bytes"])
+        weights = format_bytes(row["weights_bytes"])
+        words.append(
+            f"prefill {row['prefill_seconds']:.2f} s, {row['token_seconds']:.4f} s a token, "
+            f"peak {peak}, of which weights {weights}"
+        )
+    if "estimated" in row:
+        estimated = row["estimated"]
+        peak = format_bytes(estimated["device_bytes"])
+        words.append(
+            f"estimated {estimated['prefill_seconds']:.2f} s, "
+            f"{estimated['token_seconds']:.4f} s a token, peak {peak}"
+        )
+    if "question_seconds" in row:
+        seconds = ", ".join(f"{seconds:.2f}" for seconds in row["question_seconds"])
+        words.append(
+            f"questions {seconds} s; as a batch {row['batch_seconds']:.2f} s, "
+            f"{row['batch_token_seconds']:.4f} s a token"
+        )
+    return "\n          ".join(words)
