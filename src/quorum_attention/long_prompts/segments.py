@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -141,8 +142,7 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
             target_head.copy_(source_head, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenShapes:
+class _TokenShapes(NamedTuple):
     """The shape of a token's keys and values, which all tokens of a layer share."""
 
     rows: int
@@ -387,7 +387,7 @@ class SegmentedCache:
         """
         shapes = self._checked_shapes(segment.key, segment.value)
         if segment.entries is not None:
-            shapes = replace(shapes, rows=segment.batch)
+            shapes = shapes._replace(rows=segment.batch)
         self._check_same_shapes(shapes)
         block = _TokenBlock.around(segment)
         block.users.add(self)
@@ -530,7 +530,7 @@ class SegmentedCache:
         if self._shapes is None or chosen == list(range(self.batch)):
             return
         n_before = self.batch
-        self._shapes = replace(self._shapes, rows=len(chosen))
+        self._shapes = self._shapes._replace(rows=len(chosen))
         for prefix in self._prefixes:
             if len(chosen) == n_before and self._can_reorder_in_place(prefix):
                 if prefix.block.place is not Place.DEVICE:

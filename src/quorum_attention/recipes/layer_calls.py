@@ -111,7 +111,9 @@ def _run_layer(
     """The forward of a changed layer."""
     if _REPLACEMENT.function is not None:
         return _REPLACEMENT.function(number, LayerCall.from_arguments(args, named))
-    with weights_on_device(weights, number):
+    if weights is None:
+        return plain(layer, *args, **named)
+    with weights.on_device(number):
         return plain(layer, *args, **named)
 
 

@@ -340,6 +340,11 @@ def _decode(
     if softcap is not None or sinks is not None or not takes_bias:
         mask = _with_bias(Mask(bias=bias, softcap=softcap, sinks=sinks), position_bias)
         return _attend_by_formula(query, key, value, mask, scaling, dropout)
+    if bias is None and position_bias is None:
+        is_grouped = query.shape[1] != key.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=is_grouped
+        )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     out: torch.Tensor = sdpa_attention_forward(
