@@ -20,6 +20,9 @@ from quorum_attention.threads import start_executors
 
 Statistics = tuple[torch.Tensor, torch.Tensor]
 
+# Cores that give the device its work and copies meanwhile. A thread that had to share one of them
+# would be the last one, and all others would wait for it.
+_BUSY_CORES = 2
 # Bytes a second until the cores were measured.
 _ASSUMED_CORES_RATE = 40e9
 
@@ -38,8 +41,9 @@ class HostSharing:
         self._reader = HostReader(memory)
         # Without a thread the cores begin when the device has its work.
         self._executors = start_executors(1, "attends on the cores")
+        n_threads = max(1, torch.get_num_threads() - _BUSY_CORES)
         for executor in self._executors:
-            executor.submit(torch.set_num_threads, torch.get_num_threads())
+            executor.submit(torch.set_num_threads, n_threads)
         self.cores_rate = _ASSUMED_CORES_RATE
 
     @property

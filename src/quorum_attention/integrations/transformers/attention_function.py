@@ -25,6 +25,7 @@ from quorum_attention.integrations.transformers.options import ModelOptions
 from quorum_attention.integrations.transformers.packing import warn_of_packing
 from quorum_attention.integrations.transformers.segmented_tensor import SegmentedTensor
 from quorum_attention.integrations.transformers_private import recorded_outputs
+from quorum_attention.kernels.one_query import attend_one_query
 from quorum_attention.mask import Mask
 from quorum_attention.units import counted
 
@@ -341,10 +342,7 @@ def _decode(
         mask = _with_bias(Mask(bias=bias, softcap=softcap, sinks=sinks), position_bias)
         return _attend_by_formula(query, key, value, mask, scaling, dropout)
     if bias is None and position_bias is None:
-        is_grouped = query.shape[1] != key.shape[1]
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=is_grouped
-        )
+        return attend_one_query(query, key, value, scale=scaling, dropout=dropout)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     out: torch.Tensor = sdpa_attention_forward(

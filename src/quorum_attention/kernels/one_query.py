@@ -1,0 +1,82 @@
+"""Attention of one query over all keys, as each token of an answer needs it.
+
+On some GPUs torch's SDPA gives such calls to cuDNN, which makes a plan for every number of keys: the
+host spends tens of milliseconds on it for each token. FlashAttention-2 makes no plans, and reads a
+key once for all query heads that share it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from quorum_attention.kernels.limits import GRID_BLOCKS
+from quorum_attention.kernels.operator_inputs import HALF_DTYPES
+from quorum_attention.kernels.torch_private import flash_implementation
+
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_STEP = 8
+# The first NVIDIA GPUs that torch's FlashAttention-2 runs on.
+_MIN_CAPABILITY = (8, 0)
+
+
+def attend_one_query(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attend over all keys.
+
+    Args:
+        query: (b, h_q, 1, d); h_q is a multiple of h_kv.
+        key, value: (b, h_kv, n, d) and (b, h_kv, n, d_v).
+        scale: of the scores; None: 1 / sqrt(d).
+        dropout: the probability that a weight becomes 0.
+
+    Returns:
+        (b, h_q, 1, d_v).
+    """
+    if dropout == 0.0 and _is_for_flash(query, key, value):
+        results = torch.ops.aten._scaled_dot_product_flash_attention(
+            query,
+            key,
+            value,
+            0.0,  # dropout
+            False,  # not causal
+            False,  # no debug mask
+            scale=scale,
+        )
+        out: torch.Tensor = results[0]
+        return out
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _is_for_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's FlashAttention-2 computes such a call."""
+    if not query.is_cuda or query.dtype not in HALF_DTYPES or torch.compiler.is_compiling():
+        return False
+    batch, heads, _, head_dim = query.shape
+    if value.shape[3] != head_dim or head_dim % _HEAD_DIM_STEP or head_dim > _MAX_HEAD_DIM:
+        return False
+    if key.shape[2] == 0 or not 0 < batch * heads <= GRID_BLOCKS:
+        return False
+    if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+        return False
+    return _has_flash(query.device) and flash_implementation() is None
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    is_nvidia = torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
