@@ -149,6 +149,7 @@ def new_cache(model: Any, row: dict[str, Any], device: str) -> Any:
     return long_prompt(
         model,
         device_memory=memory,
+        host_memory=row["host_memory"],
         folder=row["folder"],
         weights=row["weights"],
         progress=False,

@@ -45,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("24GiB"))
     parser.add_argument("--weights", choices=("device", "host"), default="device")
+    parser.add_argument("--host-memory", type=parse_bytes, help="for the cache")
     parser.add_argument("--folder", help="for the part of the cache that lies in files")
     parser.add_argument("--generate", type=int, default=8, help="tokens after the prompt's first")
     parser.add_argument("--repeats", type=int, default=1, help="answers; medians are shown")
@@ -73,6 +74,7 @@ def measure_row(options: argparse.Namespace, way: str, tokens: int) -> dict[str,
         "layers": options.layers,
         "memory": options.memory,
         "weights": options.weights,
+        "host_memory": options.host_memory,
         "folder": options.folder,
         "generate": options.generate,
         "repeats": options.repeats,
