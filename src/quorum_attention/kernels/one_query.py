@@ -1,8 +1,8 @@
 """Attention of one query over all keys, as each token of an answer needs it.
 
-On some GPUs torch's SDPA gives such calls to cuDNN, which makes a plan for every number of keys: the
-host spends tens of milliseconds on it for each token. FlashAttention-2 makes no plans, and reads a
-key once for all query heads that share it.
+On some GPUs torch's SDPA gives such calls to cuDNN, which makes a plan for every number of keys. A
+plan takes the host tens of milliseconds for each token. FlashAttention-2 makes no plans, and reads
+a key once for all query heads that share it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
+from quorum_attention.recipes.host_weights import HostWeights
 from quorum_attention.recipes.patching import is_patched, patch, unpatch
 
 _HIDDEN = "hidden_states"
