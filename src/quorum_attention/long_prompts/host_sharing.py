@@ -75,7 +75,8 @@ class HostSharing:
             copyable = self._copyable(piece)
             n_copied = 0
             for part in copyable:
-                if part.segment.nbytes > bytes_left:
+                # The number of pieces that is nearest to the share.
+                if part.segment.nbytes > 2 * bytes_left:
                     break
                 bytes_left -= part.segment.nbytes
                 n_copied += part.segment.n_tokens

@@ -83,6 +83,8 @@ class PromptPlan:
         budget: bytes of an attention call beyond its inputs and outputs on the device.
         device_bytes: all of that, beside weights and cache.
         host_bytes: the rows in host memory.
+        fits_at_once: whether each layer can compute all tokens at once, as the model does by
+            itself.
     """
 
     tile: int
@@ -90,10 +92,11 @@ class PromptPlan:
     budget: int
     device_bytes: int
     host_bytes: int
+    fits_at_once: bool = False
 
     def with_tile(self, tile: int) -> PromptPlan:
-        """The same with another tile."""
-        return replace(self, tile=tile)
+        """The same with another tile, for prompts that are longer."""
+        return replace(self, tile=tile, fits_at_once=False)
 
 
 def working_bytes(free: int) -> int:
@@ -115,6 +118,16 @@ def plan_prompt(token: TokenBytes, n_tokens: int, working: int) -> PromptPlan:
     output_bytes = n_tokens * token.output
     tile_bytes = tile * token.tile
     call_bytes = int(output_bytes * _CALL_SHARE)
+    at_once_bytes = n_tokens * token.tile + call_bytes
+    if at_once_bytes <= working:
+        return PromptPlan(
+            tile,
+            is_on_device=True,
+            budget=working,
+            device_bytes=at_once_bytes,
+            host_bytes=0,
+            fits_at_once=True,
+        )
     on_device = rows_bytes + max(tile_bytes, call_bytes)
     if on_device <= working:
         return PromptPlan(

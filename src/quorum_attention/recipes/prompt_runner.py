@@ -60,7 +60,9 @@ class PromptRunner:
             return run_model(model, **named)
         batch = next(iter(inputs.tensors.values())).shape[0]
         plan = self._plan(inputs.n_tokens, batch)
-        if inputs.n_tokens <= plan.tile:
+        # Behind a prompt the cache has taken most of the memory that computing it needed.
+        is_at_once = plan.fits_at_once and not inputs.past
+        if is_at_once or inputs.n_tokens <= plan.tile:
             return run_model(model, **named)
         cache = named[_CACHE]
         if self.layered is None or inputs.past:
