@@ -18,6 +18,7 @@ from pathlib import Path
 import tables_of_accuracy
 import tables_of_calls
 import tables_of_devices
+import tables_of_prompts
 import tables_of_steps
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": tables_of_steps.steps,
     "windows": tables_of_calls.windows,
     "native": tables_of_calls.native,
+    "prompts": tables_of_prompts.prompts,
     "small": tables_of_calls.small,
     "entries": tables_of_calls.entries,
     "census": tables_of_accuracy.census,

@@ -55,14 +55,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure row by row."""
-    memory = format_bytes(options.memory)
     ways = options.ways.split(",")
     for count in options.tokens.split(","):
         tokens = parse_count(count)
         for way in ways:
             row = measure_row(options, way, tokens)
             print(f"{tokens:>9,} {way:13} {describe(row)}", flush=True)
-            yield {f"{options.shape} {tokens} {memory} {way}": row}
+            yield {row_name(options, way, tokens): row}
+
+
+def row_name(options: argparse.Namespace, way: str, tokens: int) -> str:
+    """What a row measures, in words."""
+    words = [f"{options.shape} {tokens} {format_bytes(options.memory)} {way}"]
+    if options.layers is not None:
+        words.append(f"{options.layers} layers")
+    if options.weights == "host":
+        words.append("weights in host memory")
+    return ", ".join(words)
 
 
 def measure_row(options: argparse.Namespace, way: str, tokens: int) -> dict[str, Any]:

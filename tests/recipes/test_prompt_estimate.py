@@ -80,3 +80,13 @@ def test_layers_are_planned_within_their_memory(n_tokens: int, working: int) -> 
         assert plan.device_bytes <= working
     if working == 80 * GIB and n_tokens < 1 << 20:
         assert plan.is_on_device
+
+
+def test_what_layers_can_compute_at_once_is_not_cut() -> None:
+    """A short prompt takes as long as without a cache in segments."""
+    token = TokenBytes.from_shape(SHAPE, 2)
+    short = plan_prompt(token, 8192, 5 * GIB)
+    assert short.fits_at_once
+    assert short.device_bytes <= 5 * GIB
+    assert not short.with_tile(1024).fits_at_once
+    assert not plan_prompt(token, 131_072, 5 * GIB).fits_at_once

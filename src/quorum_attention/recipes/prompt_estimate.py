@@ -12,6 +12,7 @@ from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.planner import plan
 from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.recipes.prompt_memory import (
+    CHUNK_BYTES,
     MARGIN,
     PromptPlan,
     TokenBytes,
@@ -25,6 +26,8 @@ from quorum_attention.units import format_bytes
 _DEVICE_RATE = 2.8e12
 _BUS_RATE = 55e9
 _CORES_RATE = 45e9
+# Both at once read the same memory.
+_BUS_AND_CORES_RATE = 70e9
 _DISK_RATE = 2e9
 # FLOP/s of a layer's matrix products in 16 bits, and of a CPU's thread.
 _MATRIX_RATE = 600e12
@@ -34,7 +37,7 @@ _CPU_MATRIX_RATE = 70e9
 _ELEMENT_RATE = 3.5e12
 _PASSES = 3.0
 # Seconds of the host for a layer of one token.
-_LAYER_SECONDS = 0.4e-3
+_LAYER_SECONDS = 1.0e-3
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate
         parts=parts,
         plan=plan_of_prompt,
         prefill_seconds=_prefill_seconds(shape, request, token, plan_of_prompt),
-        token_seconds=_token_seconds(shape, request, weights, cache),
+        token_seconds=_token_seconds(shape, request, weights, _promoted(shape, cache, working)),
         missing_bytes=missing,
         advice=_advice(missing, cache),
     )
@@ -235,6 +238,15 @@ def _tiles_seconds(
     return max(compute_seconds, copied_bytes / _BUS_RATE)
 
 
+def _promoted(shape: ModelShape, cache: PartBytes, working: int) -> PartBytes:
+    """The cache behind the prompt: whole layers have moved to the device, into the memory that
+    computing the prompt needed."""
+    layer_bytes = max(1, (cache.device + cache.host + cache.file) // shape.layers)
+    n_layers_moved = max(0, working - CHUNK_BYTES) // layer_bytes
+    moved_bytes = min(cache.host, n_layers_moved * layer_bytes)
+    return PartBytes(cache.name, cache.device + moved_bytes, cache.host - moved_bytes, cache.file)
+
+
 def _token_seconds(
     shape: ModelShape, request: PromptRequest, weights: PartBytes, cache: PartBytes
 ) -> float:
@@ -243,15 +255,14 @@ def _token_seconds(
     file_seconds = cache.file / _DISK_RATE
     if request.device != GPU:
         return device_bytes / _CORES_RATE + file_seconds
-    device_seconds = device_bytes / _DEVICE_RATE
+    launch_seconds = shape.layers * _LAYER_SECONDS
+    device_seconds = max(device_bytes / _DEVICE_RATE, launch_seconds)
     # The bus brings weights, while the cores read the cache.
     weights_seconds = weights.host / _BUS_RATE
     read_meanwhile = weights_seconds * _CORES_RATE
     remaining = max(0.0, cache.host - read_meanwhile)
-    shared_seconds = remaining / (_BUS_RATE + _CORES_RATE)
-    seconds = device_seconds + weights_seconds + shared_seconds + file_seconds
-    launch_seconds = shape.layers * _LAYER_SECONDS
-    return max(seconds, launch_seconds)
+    shared_seconds = remaining / _BUS_AND_CORES_RATE
+    return device_seconds + weights_seconds + shared_seconds + file_seconds
 
 
 def _advice(missing: int, cache: PartBytes) -> str:

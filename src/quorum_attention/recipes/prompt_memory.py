@@ -17,6 +17,9 @@ MIN_TILE = 256
 # leave, on a smaller device.
 _WORKING_BYTES = 5 << 30
 _WORKING_SHARE = 3
+# Device memory that stays free for later tokens when a prompt is done. Keys and values of whole
+# layers take the rest of what computing the prompt needed.
+CHUNK_BYTES = 1536 << 20
 # An attention call that streams from host memory gets no faster with more.
 _ATTENTION_BYTES = 4 << 30
 # A tile may take this share of the working memory.

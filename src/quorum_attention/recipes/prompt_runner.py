@@ -16,14 +16,17 @@ from quorum_attention.integrations.transformers.prompt_cache import remove_token
 from quorum_attention.progress import progress_bar
 from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill, joined_results
 from quorum_attention.recipes.prompt_inputs import PromptInputs
-from quorum_attention.recipes.prompt_memory import PromptPlan, TokenBytes, plan_prompt
+from quorum_attention.recipes.prompt_memory import (
+    CHUNK_BYTES,
+    PromptPlan,
+    TokenBytes,
+    plan_prompt,
+)
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, spans_of
 
 _CACHE = "past_key_values"
 # Memory for so many tokens behind a prompt is taken with the prompt's.
 _TOKENS_BEHIND = 1024
-# Device memory that stays free for later tokens when a prompt is done.
-_CHUNK_BYTES = 1536 << 20
 _LABEL = "prefill: layers"
 
 
@@ -107,7 +110,7 @@ class PromptRunner:
                 raise
         promote = getattr(cache, "promote", None)
         if promote is not None:
-            promote(max(0, self.working - _CHUNK_BYTES))
+            promote(max(0, self.working - CHUNK_BYTES))
         return result
 
     def _run_chunks(

@@ -59,7 +59,7 @@ def register(
             budget covers one attention call, forward and backward each.
         min_tokens: calls with fewer queries go to SDPA if they have no mask or a causal square;
             None is 1,024, or 0 if budget, kernel or depth is given. One query (decoding) always
-            goes to SDPA.
+            goes to SDPA, or to FlashAttention-2 on GPUs.
         group: make the model's attention sequence-parallel over this process group. Each rank runs
             the model on its contiguous rows, by ``distributed.attention``, with ``position_ids`` in
             the whole sequence (your own, or from ``sharded_positions``). ``report`` is then a
