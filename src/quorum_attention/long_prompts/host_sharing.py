@@ -121,13 +121,14 @@ class HostSharing:
         """
         n_bytes = sum(piece.segment.nbytes for piece in pieces)
         if not self._executors:
-            return lambda: self._timed(attend, n_bytes)
-        future: Future[Statistics] = self._executors[0].submit(self._timed, attend, n_bytes)
+            return lambda: self._timed(attend, n_bytes, time.perf_counter())
+        # The time until the thread begins counts, as copies over the bus begin at once.
+        began = time.perf_counter()
+        future: Future[Statistics] = self._executors[0].submit(self._timed, attend, n_bytes, began)
         return future.result
 
     @torch.no_grad()
-    def _timed(self, attend: Callable[[], Statistics], n_bytes: int) -> Statistics:
-        began = time.perf_counter()
+    def _timed(self, attend: Callable[[], Statistics], n_bytes: int, began: float) -> Statistics:
         statistics = attend()
         seconds = time.perf_counter() - began
         self.cores_rate += NEWS * (n_bytes / seconds - self.cores_rate)
