@@ -2,7 +2,8 @@
 
 On some GPUs torch's SDPA gives such calls to cuDNN, which makes a plan for every number of keys. A
 plan takes the host tens of milliseconds for each token. FlashAttention-2 makes no plans, and reads
-a key once for all query heads that share it.
+a key once for all query heads that share it. Where it does not run, these heads become the queries
+of one head: with SDPA's own grouped heads a CPU reads keys for each of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def attend_one_query(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
@@ -34,13 +36,14 @@ def attend_one_query(
     Args:
         query: (b, h_q, 1, d); h_q is a multiple of h_kv.
         key, value: (b, h_kv, n, d) and (b, h_kv, n, d_v).
+        bias: (b, 1, 1, n), bool: which keys are kept; or added to the scores; None: neither.
         scale: of the scores; None: 1 / sqrt(d).
         dropout: the probability that a weight becomes 0.
 
     Returns:
         (b, h_q, 1, d_v).
     """
-    if dropout == 0.0 and _is_for_flash(query, key, value):
+    if bias is None and dropout == 0.0 and _is_for_flash(query, key, value):
         results = torch.ops.aten._scaled_dot_product_flash_attention(
             query,
             key,
@@ -52,14 +55,13 @@ def attend_one_query(
         )
         out: torch.Tensor = results[0]
         return out
-    return torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+    batch, heads, _, head_dim = query.shape
+    key_heads = key.shape[1]
+    grouped_query = query.reshape(batch, key_heads, heads // key_heads, head_dim)
+    grouped_out = torch.nn.functional.scaled_dot_product_attention(
+        grouped_query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
     )
+    return grouped_out.reshape(batch, heads, 1, value.shape[3])
 
 
 def _is_for_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

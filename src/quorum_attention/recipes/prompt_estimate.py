@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -241,10 +241,16 @@ def _tiles_seconds(
 def _promoted(shape: ModelShape, cache: PartBytes, working: int) -> PartBytes:
     """The cache behind the prompt: whole layers have moved to the device, into the memory that
     computing the prompt needed."""
-    layer_bytes = max(1, (cache.device + cache.host + cache.file) // shape.layers)
-    n_layers_moved = max(0, working - CHUNK_BYTES) // layer_bytes
-    moved_bytes = min(cache.host, n_layers_moved * layer_bytes)
-    return PartBytes(cache.name, cache.device + moved_bytes, cache.host - moved_bytes, cache.file)
+    n_bytes = cache.device + cache.host + cache.file
+    layer_bytes = max(1, n_bytes // shape.layers)
+    free = max(0, working - CHUNK_BYTES)
+    n_layers = free // layer_bytes
+    moved_bytes = min(cache.host, n_layers * layer_bytes)
+    return replace(
+        cache,
+        device=cache.device + moved_bytes,
+        host=cache.host - moved_bytes,
+    )
 
 
 def _token_seconds(

@@ -341,8 +341,9 @@ def _decode(
     if softcap is not None or sinks is not None or not takes_bias:
         mask = _with_bias(Mask(bias=bias, softcap=softcap, sinks=sinks), position_bias)
         return _attend_by_formula(query, key, value, mask, scaling, dropout)
-    if bias is None and position_bias is None:
-        return attend_one_query(query, key, value, scale=scaling, dropout=dropout)
+    is_bias_of_keys = bias is None or (bias.dim() == 4 and bias.shape[1] == 1)
+    if is_bias_of_keys and position_bias is None:
+        return attend_one_query(query, key, value, bias=bias, scale=scaling, dropout=dropout)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     out: torch.Tensor = sdpa_attention_forward(
