@@ -152,17 +152,21 @@ class _OpenPass:
         self._tensors = {name: mappings.open(handle) for name, handle in handles.items()}
         self._call = self._call_with_mask()
         # Inputs first: not all may fit what may be locked.
-        for name in sorted(self._tensors, key=RESULTS.__contains__):
+        results_last = sorted(self._tensors, key=RESULTS.__contains__)
+        for name in results_last:
             mappings.lock(handles[name], is_result=name in RESULTS)
 
     def _call_with_mask(self) -> WholeCall:
         """Return the call with its mask, whose tensors are taken from the pass's."""
         bias = self._tensors.pop("bias", None)
         sinks = self._tensors.pop("sinks", None)
-        data = self.worker_pass.mask
-        mask = Mask() if data is None else unpickle_mask(data)
+        mask = Mask()
+        if self.worker_pass.mask is not None:
+            mask = unpickle_mask(self.worker_pass.mask)
         mask = replace(mask, bias=bias, sinks=sinks)
-        return replace(self.worker_pass.call, mask=mask if mask.set_fields() else None)
+        if not mask.set_fields():
+            return self.worker_pass.call
+        return replace(self.worker_pass.call, mask=mask)
 
     def compute(self, message: Compute, report: Report) -> None:
         """Compute a block into the results of the pass, and into the sums of the message."""

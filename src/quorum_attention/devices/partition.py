@@ -51,7 +51,7 @@ def is_whole(shape: CallShape, block: CallBlock) -> bool:
     if block.rows != (0, shape.n_queries):
         return False
     group_size = shape.queries_per_key_head
-    return all(edge % group_size == 0 for edge in block.heads)
+    return not any(edge % group_size for edge in block.heads)
 
 
 def pairs(shape: CallShape, block: CallBlock) -> int:

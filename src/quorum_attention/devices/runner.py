@@ -19,12 +19,11 @@ from quorum_attention.call.overlap import Mappings
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.devices.coordinator import Coordinator
-from quorum_attention.devices.handles import TensorHandle
 from quorum_attention.devices.messages import GRADIENTS, INPUTS, WorkerPass
 from quorum_attention.devices.partition import pieces_of
 from quorum_attention.devices.pool_cache import shared_pool
 from quorum_attention.devices.report import PoolPass, PoolReport, merge_reports
-from quorum_attention.devices.shared_memory import shared_result, to_handle
+from quorum_attention.devices.shared_memory import SharedTensor, shared_result, to_handle
 from quorum_attention.devices.speeds import expected_speed
 from quorum_attention.devices.sums import GradientSums
 from quorum_attention.devices.work_queue import BlockQueue
@@ -34,13 +33,6 @@ from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.result_layout import empty_like_input, result_strides
 from quorum_attention.passes.run_decision import progress_of
-
-
-class _SharedTensor(NamedTuple):
-    """A tensor as other processes get it, and the same memory in this process."""
-
-    handle: TensorHandle
-    tensor: torch.Tensor
 
 
 class _ResultSpec(NamedTuple):
@@ -77,7 +69,7 @@ class PoolRunner:
     options: CallOptions
     mask: bytes | None
     is_uniform: bool
-    _shared_inputs: dict[str, _SharedTensor] = field(default_factory=dict)
+    _shared_inputs: dict[str, SharedTensor] = field(default_factory=dict)
     _process: int = field(default_factory=os.getpid)
 
     def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +105,7 @@ class PoolRunner:
             name: _ResultSpec(grad, tuple(tensor.shape), tensor.dtype, tensor)
             for name, grad, tensor in zip(GRADIENTS, preallocated, tensors[:3], strict=True)
         }
-        bias = tensors.bias if backward_inputs.grad_mask is not False else None
+        bias = None if backward_inputs.grad_mask is False else tensors.bias
         sums = GradientSums(_whole_call(request), tensors.key, tensors.value, bias)
         gradients = self._run(tensors, request, upstream, specs, sums)
         if bias is None or sums.bias is None:
@@ -149,16 +141,17 @@ class PoolRunner:
             inputs = self._share_inputs(tensors, upstream, mappings, report)
             targets = {name: _allocate_result(spec, home, pool) for name, spec in specs.items()}
             results = {
-                name: _SharedTensor(*to_handle(target.detach(), mappings, writable=True))
+                name: to_handle(target.detach(), mappings, writable=True)
                 for name, target in targets.items()
             }
+            handles = {name: shared.handle for name, shared in (inputs | results).items()}
             worker_pass = WorkerPass(
-                next(pool.pass_numbers),
-                sums is not None,
-                _whole_call(request),
-                self.mask,
-                {name: shared.handle for name, shared in (inputs | results).items()},
-                self.options,
+                number=next(pool.pass_numbers),
+                backward=sums is not None,
+                call=_whole_call(request),
+                mask=self.mask,
+                tensors=handles,
+                options=self.options,
             )
             with progress_of(request) as progress, pool.exclusive() as workers:
                 budgets = self._worker_budgets(workers, request, home)
@@ -181,18 +174,19 @@ class PoolRunner:
         upstream: Mapping[str, torch.Tensor],
         mappings: Callable[[], Mappings],
         report: PoolPass,
-    ) -> dict[str, _SharedTensor]:
+    ) -> dict[str, SharedTensor]:
         """Return what a pass reads, by name, and count the bytes that are copied for it."""
         if self._process != os.getpid():  # the parent may use that memory again
             self._process = os.getpid()
             self._shared_inputs.clear()
-        for name, tensor in zip((*INPUTS, "bias", "sinks"), tensors, strict=False):
+        names = (*INPUTS, "bias", "sinks")
+        for name, tensor in zip(names, tensors, strict=False):
             if tensor is not None and name not in self._shared_inputs:
                 self._shared_inputs[name] = _share_input(tensor, mappings, report)
-        shared_upstream = {
-            name: _share_input(tensor, mappings, report) for name, tensor in upstream.items()
-        }
-        return self._shared_inputs | shared_upstream
+        shared_tensors = dict(self._shared_inputs)
+        for name, tensor in upstream.items():
+            shared_tensors[name] = _share_input(tensor, mappings, report)
+        return shared_tensors
 
     def _worker_budgets(
         self, workers: Sequence[Worker], request: Request, home: torch.device
@@ -202,8 +196,9 @@ class PoolRunner:
         A worker that has joined has as many as the last one.
         """
         budgets: list[int | None] = []
+        last = len(self.budgets) - 1
         for number, worker in enumerate(workers):
-            budget = self.budgets[min(number, len(self.budgets) - 1)]
+            budget = self.budgets[min(number, last)]
             if budget is not None and worker.device == str(home):
                 budget = max(0, budget - request.cast_bytes)
             budgets.append(budget)
@@ -251,8 +246,8 @@ def _whole_call(request: Request) -> WholeCall:
 
 def _share_input(
     tensor: torch.Tensor, mappings: Callable[[], Mappings], report: PoolPass
-) -> _SharedTensor:
-    shared = _SharedTensor(*to_handle(tensor.detach(), mappings))
+) -> SharedTensor:
+    shared = to_handle(tensor.detach(), mappings)
     if shared.tensor.data_ptr() != tensor.data_ptr():
         report.copied_bytes += shared.tensor.nbytes
     return shared

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.multiprocessing
@@ -34,6 +35,13 @@ _MAX_KEPT_BYTES = min(_MAX_BYTES, bytes_of_host(_MAX_HOST_SHARE))
 # Workers lock the memory, each for itself. Here there is nothing to lock, and nothing to wait for:
 # no worker reads or writes after its pass.
 _NO_LOCKS = Locker(lambda address, n_bytes: True, lambda address: None, lambda: None)
+
+
+class SharedTensor(NamedTuple):
+    """A tensor as other processes get it, and the same memory in this process."""
+
+    handle: TensorHandle
+    tensor: torch.Tensor
 
 
 @cache
@@ -94,7 +102,7 @@ def give_back() -> None:
 
 def to_handle(
     tensor: torch.Tensor, mappings: Callable[[], Mappings], writable: bool = False
-) -> tuple[TensorHandle, torch.Tensor]:
+) -> SharedTensor:
     """Return the handle of an input, or of a result that the caller gave, and its tensor here.
 
     The tensor is the very one if other processes can have its memory. Else it is a copy of an
@@ -103,11 +111,11 @@ def to_handle(
     if on_host(tensor.device):
         handle = _handle_without_copy(tensor, mappings, writable)
         if handle is not None:
-            return handle, tensor
+            return SharedTensor(handle, tensor)
     shared = shared_memory(tensor.shape, tensor.dtype, tensor.device)
     if not writable:
         shared.copy_(tensor)
-    return handle_of(shared), shared
+    return SharedTensor(handle_of(shared), shared)
 
 
 def _handle_without_copy(
