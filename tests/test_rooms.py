@@ -26,7 +26,7 @@ FLOORS = (
     ("dispatch",),
     ("api",),
     ("sdpa",),
-    ("checking", "distributed", "files", "long_prompts"),
+    ("checking", "distributed", "files", "flex", "long_prompts"),
     ("ray",),
     ("bench",),
     ("integrations",),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quorum_attention.checking import check_kernel
     from quorum_attention.errors import BudgetError, OutOfMemoryError
     from quorum_attention.execution.report import Report
+    from quorum_attention.flex import patched_flex_attention
     from quorum_attention.kernels import InnerKernel, kernels, register_kernel
     from quorum_attention.kernels.kit import LongNetKernel, from_lse_function, from_score_mod
     from quorum_attention.kernels.native import NativeKernel
@@ -42,6 +43,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "api": ("attention", "attention_backward", "attention_with_lse", "native_attention"),
     "errors": ("BudgetError", "OutOfMemoryError"),
     "execution.report": ("Report",),
+    "flex": ("patched_flex_attention",),
     "kernels": ("InnerKernel", "kernels", "register_kernel"),
     "kernels.native": ("NativeKernel",),
     "kernels.kit": ("LongNetKernel", "from_lse_function", "from_score_mod"),
@@ -60,7 +62,8 @@ __all__ = [
     "Plan", "Report", "attention", "attention_backward", "attention_with_lse", "calibrate",
     "check_kernel", "estimate", "from_lse_function", "from_score_mod", "interest_set",
     "is_interest_set", "kernels", "native_attention", "paired_interest_set", "patch_sdpa",
-    "patched_sdpa", "plan", "quorum_sizes", "register_kernel", "unpatch_sdpa", "using",
+    "patched_flex_attention", "patched_sdpa", "plan", "quorum_sizes", "register_kernel",
+    "unpatch_sdpa", "using",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -133,6 +134,9 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
 def _compile_once(*, in_blocks: bool) -> Callable[..., Any]:
     """Compile FlexAttention under a code object of its own."""
     from torch.nn.attention.flex_attention import flex_attention
+
+    # ``patched_flex_attention`` may have put its own function around torch's, which calls this.
+    flex_attention = inspect.unwrap(flex_attention)
 
     # Forced, because torch's kernel for few queries has other limits.
     kernel_options: Any = {"FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": in_blocks}

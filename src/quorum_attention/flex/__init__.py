@@ -1,0 +1,78 @@
+"""FlexAttention's function taken over: for a block, ``patched_flex_attention``.
+
+The name ``torch.nn.attention.flex_attention.flex_attention`` gets another function while a block is
+open, and so does each module that imported the function by name. That function looks at the
+settings where it is called, so threads without them get torch's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from quorum_attention.argument_checks import whole_number
+from quorum_attention.call.options import SettingsKeywords
+from quorum_attention.call.settings import checked_settings, using
+from quorum_attention.flex.settings import LEAST_TOKENS_SETTING
+from quorum_attention.sdpa import MIN_TOKENS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class patched_flex_attention(using):  # noqa: N801 (used as a function is, as torch.no_grad)
+    """``attention`` in place of FlexAttention's function within a ``with`` block.
+
+    It is ``using`` with the patch: the options hold for ``attention`` too, inner blocks win, blocks
+    may end in any order, and threads that begin inside do not have it. ``torch.compile`` of the
+    function inside the block runs ``attention`` outside the compiled graph; a function that was
+    compiled before keeps torch's own, and ``fullgraph=True`` raises.
+
+    torch's own function still computes calls of one query or of fewer tokens than ``min_tokens``,
+    of tensors that are not plain (subclasses, nested, on other devices), with a batch of keys
+    unlike that of queries, and calls that ask for the largest scores (``return_aux``).
+
+    Args:
+        min_tokens: calls with fewer go to torch's own; the longer of queries and keys counts.
+        enabled: False leaves all calls inside to torch's own.
+
+    Other arguments, and errors, as in ``using``. ``kernel`` holds for calls without a
+    ``score_mod``.
+
+    Raises:
+        NotImplementedError: in a call whose ``score_mod`` reads a tensor that requires a gradient:
+            such a tensor gets none.
+
+    Examples:
+        >>> from torch.nn.attention import flex_attention as flex
+        >>> q = torch.randn(1, 2, 300, 16)
+        >>> with qa.patched_flex_attention(min_tokens=100, budget="1 MiB"):
+        ...     out = flex.flex_attention(q, q, q, lambda score, b, h, i, j: score - (i - j).abs())
+    """
+
+    def __init__(
+        self,
+        *,
+        min_tokens: int = MIN_TOKENS,
+        enabled: bool = True,
+        **options: Unpack[SettingsKeywords],
+    ) -> None:
+        whole_number(min_tokens, "min_tokens", 0)
+        self._layer = checked_settings("patched_flex_attention", **options)
+        self._layer[LEAST_TOKENS_SETTING] = min_tokens if enabled else sys.maxsize
+
+    def __enter__(self) -> patched_flex_attention:
+        _count_blocks(+1)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _count_blocks(-1)
+
+
+def _count_blocks(change: int) -> None:
+    # Imported here: torch's module imports its compiler.
+    from quorum_attention.flex.calls import count_blocks
+
+    count_blocks(change)

@@ -1,0 +1,188 @@
+"""FlexAttention's function taken over: the same results, or torch's own function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from helpers.attention import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import quorum_attention as qa
+
+torchs = flex.flex_attention
+DOCUMENTS = torch.arange(300) // 37
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+
+MASKS: dict[str, Callable[..., torch.Tensor] | None] = {
+    "none": None,
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q - k).abs() <= 20,
+    "documents": lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k],
+    "of heads and entries": lambda b, h, q, k: (q + k + h + b) % 3 > 0,
+    "nothing for some": lambda b, h, q, k: (q > 40) & (k < 100),
+}
+SCORES: dict[str, Callable[..., torch.Tensor] | None] = {
+    "none": None,
+    "slopes": lambda score, b, h, q, k: score - SLOPES[h] * (q - k).abs(),
+    "cap": lambda score, b, h, q, k: 2 * torch.tanh(score / 2),
+}
+
+
+def draw_tensors(n_queries: int, n_keys: int, kv_heads: int = 4) -> list[torch.Tensor]:
+    """query, key, value of two entries, float64."""
+    shapes = [(2, 4, n_queries, 16), (2, kv_heads, n_keys, 16), (2, kv_heads, n_keys, 8)]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def results(call: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Output and gradients of a call."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = call(*leaves)
+    out.sin().sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    mask_mod: Callable[..., torch.Tensor] | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The formula with all scores at once. torch's function has no gradients on CPUs."""
+    n_repeats = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(n_repeats, 1)
+    value = value.repeat_interleave(n_repeats, 1)
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    if score_mod is not None:
+        scores = score_mod(scores, *places)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~mask_mod(*places), -torch.inf)
+    return scores.softmax(-1).nan_to_num() @ value
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(MASKS)),
+    st.sampled_from(sorted(SCORES)),
+    st.sampled_from([32, 64]),
+    st.integers(2, 150),
+    st.integers(2, 150),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([None, 0.3]),
+)
+def test_calls_of_every_kind(
+    mask: str,
+    score: str,
+    block: int,
+    n_queries: int,
+    n_keys: int,
+    kv_heads: int,
+    scale: float | None,
+) -> None:
+    """Results are those of the formula, of masks and score modifications, cut by a budget."""
+    mask_mod = MASKS[mask]
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, 2, 4, n_queries, n_keys, "cpu", BLOCK_SIZE=block)
+    tensors = draw_tensors(n_queries, n_keys, kv_heads)
+
+    def call(*leaves: torch.Tensor) -> Any:
+        function = flex.flex_attention
+        return function(*leaves, SCORES[score], block_mask, scale, enable_gqa=kv_heads < 4)
+
+    def exact(*leaves: torch.Tensor) -> torch.Tensor:
+        return reference(*leaves, SCORES[score], mask_mod, scale)  # type: ignore[misc]
+
+    expected = results(exact, tensors)
+    report = qa.Report()
+    with qa.patched_flex_attention(min_tokens=0, depth=1, report=report):
+        ours = results(call, tensors)
+    assert report.total.forwards == 1
+    assert report.total.backwards == 1
+    assert_close(ours, expected, 1e-9)
+
+
+def test_blocks_that_a_mask_lists_and_no_others_are_kept() -> None:
+    """A mask from lists of blocks has a ``mask_mod`` that keeps all pairs. FlexAttention's kernels
+    go by the lists; its form without a compiler looks at ``mask_mod`` alone."""
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    numbers = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
+    block_mask = BlockMask.from_kv_blocks(counts, numbers, BLOCK_SIZE=32)
+    tensors = draw_tensors(64, 64)
+
+    def call(*leaves: torch.Tensor) -> Any:
+        return flex.flex_attention(*leaves, block_mask=block_mask)
+
+    def listed(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (q >= 32) | (k >= 32)
+
+    expected = results(lambda *leaves: reference(*leaves, mask_mod=listed), tensors)
+    with qa.patched_flex_attention(min_tokens=0):
+        assert_close(results(call, tensors), expected, 1e-9)
+
+
+def test_log_sums() -> None:
+    """They are natural logarithms, as torch's."""
+    tensors = [tensor.detach() for tensor in draw_tensors(50, 60)]
+    expected = torchs(*tensors, return_lse=True)
+    with qa.patched_flex_attention(min_tokens=0):
+        ours = flex.flex_attention(*tensors, return_lse=True)
+        out, extra = flex.flex_attention(*tensors, return_aux=flex.AuxRequest(lse=True))
+    assert_close(list(ours), list(expected), 1e-5)
+    assert_close([out, extra.lse], list(expected), 1e-5)
+
+
+def test_whom_the_patch_reaches() -> None:
+    """Modules that imported the function by name are reached, other threads' calls are torch's."""
+    importer = ModuleType("importer_of_flex_attention")
+    importer.flex_attention = torchs  # type: ignore[attr-defined]
+    sys.modules[importer.__name__] = importer
+    report = qa.Report()
+    tensors = [tensor.detach() for tensor in draw_tensors(50, 50)]
+    try:
+        with qa.patched_flex_attention(min_tokens=10, report=report):
+            importer.flex_attention(*tensors)  # type: ignore[attr-defined]
+            with qa.patched_flex_attention(enabled=False):
+                flex.flex_attention(*tensors)
+            flex.flex_attention(*(tensor[:, :, :9] for tensor in tensors))  # too short
+        assert importer.flex_attention is torchs  # type: ignore[attr-defined]
+    finally:
+        del sys.modules[importer.__name__]
+    assert flex.flex_attention is torchs
+    assert report.total.forwards == 1
+
+
+def test_what_a_score_modification_reads_gets_no_gradient() -> None:
+    """A learned table is refused by name, before any work."""
+    table = torch.zeros(100, dtype=torch.float64, requires_grad=True)
+    tensors = draw_tensors(50, 50)
+    with (
+        qa.patched_flex_attention(min_tokens=0),
+        pytest.raises(NotImplementedError, match="gradient"),
+    ):
+        flex.flex_attention(*tensors, lambda score, b, h, q, k: score + table[q - k + 50])
+
+
+@pytest.mark.slow
+def test_a_compiled_call() -> None:
+    """``torch.compile`` inside the block calls it outside the graph."""
+    tensors = draw_tensors(90, 90)
+    block_mask = create_block_mask(MASKS["causal"], 1, 1, 90, 90, "cpu", BLOCK_SIZE=32)
+    expected = results(lambda *leaves: reference(*leaves, mask_mod=MASKS["causal"]), tensors)
+    report = qa.Report()
+    with qa.patched_flex_attention(min_tokens=0, report=report):
+        compiled = torch.compile(flex.flex_attention, backend="aot_eager")
+        ours = results(lambda *leaves: compiled(*leaves, block_mask=block_mask), tensors)
+    assert report.total.forwards == 1
+    assert_close(ours, expected, 1e-9)
