@@ -214,10 +214,11 @@ class Assignment:
 
         They do where rows are complete, and gathered rows take little more than the shards.
         """
-        slices = self.row_slices
-        if any(part.operand == Operand.QUERY and not part.is_exclusive for part in slices):
-            return False
-        n_gathered = sum(part.n_vectors for part in slices)
+        n_gathered = 0
+        for part in self.row_slices:
+            if part.operand == Operand.QUERY and not part.is_exclusive:
+                return False
+            n_gathered += part.n_vectors
         n_heads = self.shape.heads + self.shape.kv_heads
         n_sharded = self.shape.n_tokens * n_heads
         return n_gathered <= _MAX_KEPT_SHARE * n_sharded

@@ -6,7 +6,7 @@ each other rank, which has all tensors of all row slices between the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -51,6 +51,24 @@ class Parcel:
     specs: dict[str, TensorSpec]
     rows: GatheredRows | None
 
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of a message that the tensors take."""
+        return sum(_padded_bytes(spec) for spec in self.specs.values())
+
+    def views(self, message: torch.Tensor) -> NamedTensors:
+        """Return the tensors as views of their bytes of a message."""
+        views: NamedTensors = {}
+        start = 0
+        for name, spec in self.specs.items():
+            stop = start + _padded_bytes(spec)
+            # The padding follows the elements.
+            padded = message[start:stop].view(spec.dtype)
+            elements = padded[: spec.shape.numel()]
+            views[name] = elements.view(spec.shape)
+            start = stop
+        return views
+
     def cut(self) -> NamedTensors:
         """Return the tensors to be sent, views where they are."""
         assert self.rows is not None, "only the source has the rows"
@@ -83,19 +101,15 @@ class Message:
         self.bytes_of_ranks = [0] * n_ranks
         for parcel in parcels:
             rank = getattr(parcel, peer)
-            self.bytes_of_ranks[rank] += sum(map(_padded_bytes, parcel.specs.values()))
+            self.bytes_of_ranks[rank] += parcel.n_bytes
         n_bytes = sum(self.bytes_of_ranks)
         self.buffer = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         self.tensors: dict[RowSlice, NamedTensors] = {}
-        remaining = self.buffer
+        start = 0
         for parcel in parcels:
-            views: NamedTensors = {}
-            for name, spec in parcel.specs.items():
-                n_bytes = _padded_bytes(spec)
-                part = remaining[:n_bytes].view(spec.dtype)
-                views[name] = part[: spec.shape.numel()].view(spec.shape)
-                remaining = remaining[n_bytes:]
-            self.tensors[parcel.row_slice] = views
+            stop = start + parcel.n_bytes
+            self.tensors[parcel.row_slice] = parcel.views(self.buffer[start:stop])
+            start = stop
 
 
 class Exchange:
@@ -110,22 +124,25 @@ class Exchange:
     """
 
     def __init__(
-        self, parcels: Iterable[Parcel], group: dist.ProcessGroup, device: torch.device
+        self, parcels: Sequence[Parcel], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._group = group
         self._work: Any = None
         rank = group.rank()
-        incoming = [p for p in parcels if p.target == rank]
-        outgoing = [p for p in parcels if p.source == rank != p.target]
-        foreign = [p for p in incoming if p.source != rank]
-        self._inbox = Message(foreign, "source", group.size(), device)
+        moving = [parcel for parcel in parcels if parcel.source != parcel.target]
+        incoming = [parcel for parcel in moving if parcel.target == rank]
+        outgoing = [parcel for parcel in moving if parcel.source == rank]
+        self._inbox = Message(incoming, "source", group.size(), device)
         self._outbox = Message(outgoing, "target", group.size(), device)
         for parcel in outgoing:
             places = self._outbox.tensors[parcel.row_slice]
             for name, tensor in parcel.cut().items():
                 places[name].copy_(tensor)
+        # The order of the parcels is the order in which results are added up.
         self._arriving: list[tuple[RowSlice, NamedTensors]] = []
-        for parcel in incoming:
+        for parcel in parcels:
+            if parcel.target != rank:
+                continue
             if parcel.source == rank:
                 tensors = parcel.cut()
             else:
