@@ -86,6 +86,9 @@ class BiasView:
         if mask.dim() != 4:
             mask = mask.reshape(-1, *sizes)
         mask = mask.to(device)
+        # ``to`` takes the host microseconds even where nothing is converted.
+        if mask.dtype == dtype:
+            return mask
         if mask.dtype != torch.bool:
             return mask.to(dtype)
         zero = torch.zeros((), dtype=dtype, device=device)

@@ -212,10 +212,12 @@ class PassJob:
         for state, part in zip(problem.spec.states, parts, strict=True):
             if len(shape.batch_shape) != 1:
                 part = part.reshape(state.tensor_shape(shape))
-            if state.name in self.results:
-                result = self.results[state.name].copy_(part)
+            dtype = shape.state_dtype if state.over is None else result_dtype
+            result = self.results.get(state.name)
+            if result is not None:
+                result.copy_(part)
             else:
-                result = part.to(shape.state_dtype if state.over is None else result_dtype)
+                result = part if part.dtype == dtype else part.to(dtype)
             self.results[state.name] = result
             results.append(result)
         return tuple(results)

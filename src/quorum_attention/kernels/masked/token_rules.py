@@ -211,7 +211,7 @@ def tables_on(device: torch.device, mask: Mask, n_keys: int) -> TokenTables:
 def _with_entries(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor (n,) or (batch, n) of numbers or bool on a device, with a dimension of entries."""
     placed = tensor.to(device)
-    if placed.dtype != torch.bool:
+    if placed.dtype not in (torch.bool, torch.int64):
         placed = placed.to(torch.int64)  # torch compares no unsigned numbers with others
     return placed.unsqueeze(0) if placed.dim() == 1 else placed
 
