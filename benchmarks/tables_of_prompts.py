@@ -15,7 +15,8 @@ def prompts() -> str:
     """Seconds of prompts and of tokens after them, and questions about one prompt."""
     rows = newest_rows("h200-prompt", "prefill_seconds")
     columns = ["model", "tokens", "device", "way", "prompt", "a token", "peak", "estimated"]
-    answers = section(columns, [answer_line(name, row) for name, row in rows.items()])
+    names = sorted(rows, key=tokens_of)
+    answers = section(columns, [answer_line(name, rows[name]) for name in names])
     asked = newest_rows("h200-prompt", "batch_seconds")
     columns = ["model", "tokens", "one question", "one after the other", "as a batch"]
     questions = section(columns, [question_line(name, row) for name, row in asked.items()])
@@ -62,6 +63,10 @@ def question_line(name: str, row: Row) -> Line:
     as_batch = (figures["prefill_seconds"] + figures["batch_seconds"]) / of_one
     cells = [model, tokens, f"{one:.2f} s", f"{in_turn:.2f}", f"{as_batch:.2f}"]
     return Line(cells, [row])
+
+
+def tokens_of(name: str) -> int:
+    return int(name.split(" ")[1])
 
 
 def words_of(name: str) -> tuple[str, str, str, str]:
