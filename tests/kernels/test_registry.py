@@ -245,6 +245,8 @@ def test_a_kernel_and_its_softcaps_share_one_test(name: str) -> None:
 def test_the_test_of_a_kernel_stays_small_whatever_a_call_has() -> None:
     """It took 305 MiB in a call of 12 MiB, with 1,024 query heads over one key head."""
     for group, dim in product((1, 8, 16, 71, 1024, 9000), (1, 64, 128, 256, 5000)):
+        if group * dim > 4_000_000:  # one row of the call has 32 MB
+            continue
         shape = CallShape("cpu", torch.float32, 2 * group, 2, dim, dim)
         lengths = set()
         for is_causal in (False, True):
