@@ -115,7 +115,7 @@ def bits(kind: str, n: int) -> torch.Tensor:
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "is_causal"),
-    [("none", True), ("chunks", False), ("chunks", True), ("random", True), ("mixed", False),
+    [("mixed", False), ("none", True), ("chunks", False), ("chunks", True), ("random", True),
      ("full", False)],
 )  # fmt: skip
 def test_group_bits(kind: str, is_causal: bool, device: str) -> None:

@@ -70,40 +70,51 @@ def check_seed(seed: int, device: str = "cpu", **options: Any) -> Verdict:
 
 def check(case: Case, device: str = "cpu") -> Verdict:
     """Make the call of a case and hold it against float64."""
-    verdict, compute, done = Verdict(case), torch.device(device), CallResults()
+    verdict = Verdict(case)
+    compute = torch.device(device)
+    done = CallResults()
     inputs = make(case, compute if case.residency == "device" else torch.device("cpu"))
     try:
         _perform(case, inputs, compute, done)
         if compute.type == "cuda":
             torch.cuda.synchronize(compute)
-    except qa.BudgetError as error:
+    except Exception as error:
+        _judge_error(verdict, error)
+        is_expected = isinstance(error, (torch.OutOfMemoryError, *_REFUSALS))
+        if not is_expected and is_lost(compute):
+            return verdict
+    if verdict.outcome == "right":
+        _compare(verdict, inputs, done, compute)
+    for memory in inputs.read_only:
+        if memory.changed():
+            verdict.add("input changed", memory.name)
+    for memory in done.targets:
+        if memory.changed():
+            verdict.add("memory of others changed", memory.name)
+    for name in done.misplaced:
+        verdict.add("not where it was asked for", name)
+    return verdict
+
+
+def _judge_error(verdict: Verdict, error: Exception) -> None:
+    """Whether a call may end with this error: out of memory that a case plans, or a refusal."""
+    if isinstance(error, qa.BudgetError):
         # A budget here is what the call itself has named, or more.
         verdict.add("refuses the budget that it named", _first_line(error))
-    except torch.OutOfMemoryError as error:
-        if case.failure is not None and "sabotaged" in str(error):
+    elif isinstance(error, torch.OutOfMemoryError):
+        if verdict.case.failure is not None and "sabotaged" in str(error):
             verdict.outcome = "ran out"
         else:
             verdict.add("out of memory", _first_line(error))
-    except _REFUSALS as error:
+    elif isinstance(error, _REFUSALS):
         verdict.outcome = "refused"
         text = re.sub(r"\d+(\.\d+)?", "#", _first_line(error))
         verdict.refusal = f"{type(error).__name__}: {text}"
         if "quorum_attention" not in traceback.extract_tb(error.__traceback__)[-1].filename:
             # Raised by torch or Python on our behalf: no refusal, but an accident.
             verdict.add(f"raises {type(error).__name__}", _raised(error))
-    except Exception as error:
+    else:
         verdict.add(f"raises {type(error).__name__}", _raised(error))
-        if is_lost(compute):
-            return verdict
-    if verdict.outcome == "right":
-        _compare(verdict, inputs, done, compute)
-    for name in [one.name for one in inputs.read_only if one.changed()]:
-        verdict.add("input changed", name)
-    for name in [target.name for target in done.targets if target.changed()]:
-        verdict.add("memory of others changed", name)
-    for name in done.misplaced:
-        verdict.add("not where it was asked for", name)
-    return verdict
 
 
 def is_lost(device: torch.device) -> bool:
@@ -138,48 +149,77 @@ def _first_line(error: BaseException) -> str:
 def _compare(
     verdict: Verdict, inputs: CallInputs, done: CallResults, compute: torch.device
 ) -> None:
-    case, results = verdict.case, done.results
-    if done.report is not None:
-        for one in (done.report.forward, done.report.backward):
-            taken = None if one is None or one.recoveries else one.peak_bytes
-            if taken is not None and taken > one.planned_peak_bytes:
-                verdict.add("more memory than planned", f"{taken}, {one.planned_peak_bytes}")
-    given = case.results.given and case.route == "pair"
-    asked = {
-        "out": DTYPES[case.results.out or case.dtype],
-        "grad_mask": None if inputs.mask is None else inputs.mask.dtype,
-        "grad_sinks": DTYPES[case.dtype],
-        **dict.fromkeys(GRADIENTS, DTYPES[(case.results.grads if given else None) or case.dtype]),
-    }
-    for name, off in _judged(case, inputs, done, compute):
-        dtype = results[name].dtype
-        if dtype != asked.get(name, dtype):
-            verdict.add("dtype", f"{name} is {dtype}, not {asked[name]}")
-        if off and not (off.plausible and not _happens_again(case, inputs, name, compute)):
-            verdict.add(f"{name} {off.kind}", off.words)
+    case = verdict.case
+    _compare_peaks(verdict, done.report)
+    dtypes = _dtypes_asked_for(case, inputs)
+    for name, deviation in _judged(case, inputs, done, compute):
+        dtype = done.results[name].dtype
+        if dtype != dtypes.get(name, dtype):
+            verdict.add("dtype", f"{name} is {dtype}, not {dtypes[name]}")
+        if deviation is None:
+            continue
+        if deviation.plausible and not _happens_again(case, inputs, name, compute):
+            continue
+        verdict.add(f"{name} {deviation.kind}", deviation.words)
+
+
+def _compare_peaks(verdict: Verdict, report: qa.Report | None) -> None:
+    """A pass without recoveries takes no more memory than was planned."""
+    if report is None:
+        return
+    for run in (report.forward, report.backward):
+        if run is None or run.recoveries or run.peak_bytes is None:
+            continue
+        if run.peak_bytes > run.planned_peak_bytes:
+            words = f"{run.peak_bytes}, {run.planned_peak_bytes}"
+            verdict.add("more memory than planned", words)
+
+
+def _dtypes_asked_for(case: Case, inputs: CallInputs) -> dict[str, torch.dtype]:
+    """The dtypes that results have to have, by name; others may have any."""
+    dtype = DTYPES[case.dtype]
+    grads_dtype = dtype
+    if case.results.given and case.route == "pair" and case.results.grads:
+        grads_dtype = DTYPES[case.results.grads]
+    dtypes = dict.fromkeys(GRADIENTS, grads_dtype)
+    dtypes["out"] = DTYPES[case.results.out] if case.results.out else dtype
+    dtypes["grad_sinks"] = dtype
+    if inputs.mask is not None:
+        dtypes["grad_mask"] = inputs.mask.dtype
+    return dtypes
 
 
 def _judged(
     case: Case, inputs: CallInputs, done: CallResults, compute: torch.device, only: str = ""
-) -> Iterator[tuple[str, Off | None]]:
-    """Each result, or one, and what is wrong with it."""
-    results, where = done.results, place(case, compute)
+) -> Iterator[tuple[str, Deviation | None]]:
+    """Each result, or ``only`` one, and what is wrong with it."""
+    results = done.results
+    where = place(case, compute)
     gradients = [name for name in results if name.startswith("grad")]
-    dtypes = (results["out"].dtype, results[only or (gradients or ["out"])[0]].dtype)
+    out_dtype = results["out"].dtype
+    dtype = results[only or (gradients or ["out"])[0]].dtype
     reference = Reference(case, inputs, where)
-    wanted = reference.forward(dtypes[0])
+    expected = reference.forward(out_dtype)
     if case.route != "forward":
-        wanted |= reference.backward(dtypes[1], dtypes[0])
-    yardstick = Yardstick(case, inputs, dtypes, compute, lambda: _cut(case, inputs, compute, done))
+        expected |= reference.backward(dtype, out_dtype)
+
+    def cut() -> Cut | None:
+        return _cut(case, inputs, compute, done)
+
+    yardstick = Yardstick(case, inputs, (out_dtype, dtype), compute, cut)
     for name in [only] if only else results:
-        yield name, judge(name, results[name].detach().to(where), wanted[name], yardstick)
+        result = results[name].detach().to(where)
+        yield name, judge(name, result, expected[name], yardstick)
 
 
 @dataclass(frozen=True)
-class Off:
-    """What is wrong with one result.
+class Deviation:
+    """How a result differs from the exact one by more than it may.
 
-    ``plausible``: no further off than arithmetic with a rounded output may leave it.
+    Attributes:
+        kind: "shape", "not finite", "finite", "off", "rows without keys".
+        words: where, and by how much.
+        plausible: no further off than arithmetic with a rounded output may leave it.
     """
 
     kind: str
@@ -188,61 +228,111 @@ class Off:
 
 
 def judge(
-    name: str, found: torch.Tensor, wanted: BoundedResult, yardstick: Yardstick
-) -> Off | None:
-    """What is wrong, or None; ``yardstick`` is asked only where the bound alone is exceeded."""
-    exact, most = wanted.exact, torch.finfo(found.dtype).max
-    if found.shape != exact.shape:
-        return Off("shape", f"{tuple(found.shape)}, not {tuple(exact.shape)}")
-    if found.numel() == 0:
+    name: str, result: torch.Tensor, expected: BoundedResult, yardstick: Yardstick
+) -> Deviation | None:
+    """Compare a result with its exact value.
+
+    ``yardstick`` is asked only if the bound alone is exceeded.
+    """
+    exact = expected.exact
+    if result.shape != exact.shape:
+        return Deviation("shape", f"{tuple(result.shape)}, not {tuple(exact.shape)}")
+    if result.numel() == 0:
         return None
-    got = found.detach().to(exact)
-    bound = torch.where(wanted.bound.isnan(), torch.inf, wanted.bound)
-    # Minus infinity is a number of an lse: a row without keys.
-    finite = exact.isfinite() | (name == "lse") & (exact == -torch.inf)
-    broken = ~(got.isfinite() | (name == "lse") & (got == -torch.inf))
+    largest = torch.finfo(result.dtype).max
+    got = result.detach().to(exact)
+    bound = torch.where(expected.bound.isnan(), torch.inf, expected.bound)
+    expected = replace(expected, bound=bound)
     if name == "lse":
-        wrong = (got == -torch.inf) != (exact == -torch.inf)
-        if bool(wrong.any()):
-            return Off("rows without keys", _where(wrong, got, exact))
-    # A number beyond the dtype's largest may be infinite, as far as torch's own error may reach.
-    wrong = broken & finite & (exact.abs() + ALLOWED * bound < most)
-    if bool(wrong.any()):
-        for theirs_off in yardstick.errors(name, wanted):
-            wrong &= exact.abs() + ALLOWED * torch.maximum(bound, theirs_off) < most
-            if not bool(wrong.any()):
-                break
-        else:
-            return Off("not finite", _where(wrong, got, exact))
-    if bool((~finite & ~broken).any()):
-        return Off("finite", _where(~finite & ~broken, got, exact))
-    apart = torch.where(broken | ~exact.isfinite(), 0.0, (got - exact).abs())
-    ratio, theirs_off = _ratio(apart, bound), None
+        is_wrong = (got == -torch.inf) != (exact == -torch.inf)
+        if bool(is_wrong.any()):
+            return Deviation("rows without keys", _where(is_wrong, got, exact))
+    is_broken = ~_is_number(name, got)
+    is_number = _is_number(name, exact)
+    deviation = _judge_infinite(name, got, is_broken & is_number, expected, largest, yardstick)
+    if deviation is not None:
+        return deviation
+    is_wrong = ~is_number & ~is_broken
+    if bool(is_wrong.any()):
+        return Deviation("finite", _where(is_wrong, got, exact))
+    is_compared = ~is_broken & exact.isfinite()
+    errors = torch.where(is_compared, (got - exact).abs(), 0.0)
+    return _judge_errors(name, got, errors, expected, yardstick)
+
+
+def _is_number(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Finite elements. Minus infinity is a number of an lse: a row without keys."""
+    if name != "lse":
+        return tensor.isfinite()
+    return tensor.isfinite() | (tensor == -torch.inf)
+
+
+def _judge_infinite(
+    name: str,
+    got: torch.Tensor,
+    is_broken: torch.Tensor,
+    expected: BoundedResult,
+    largest: float,
+    yardstick: Yardstick,
+) -> Deviation | None:
+    """Judge elements that are infinite or NaN, and finite in the exact result.
+
+    A number beyond the dtype's ``largest`` may be infinite, as far as torch's own error may reach.
+    """
+    sizes = expected.exact.abs()
+    is_wrong = is_broken & (sizes + ALLOWED * expected.bound < largest)
+    if not bool(is_wrong.any()):
+        return None
+    for torch_error in yardstick.errors(name, expected):
+        allowed = ALLOWED * torch.maximum(expected.bound, torch_error)
+        is_wrong &= sizes + allowed < largest
+        if not bool(is_wrong.any()):
+            return None
+    return Deviation("not finite", _where(is_wrong, got, expected.exact))
+
+
+def _judge_errors(
+    name: str,
+    got: torch.Tensor,
+    errors: torch.Tensor,
+    expected: BoundedResult,
+    yardstick: Yardstick,
+) -> Deviation | None:
+    """Judge the errors of elements by their bounds, and by torch's own errors if these fail."""
+    ratio = _ratio(errors, expected.bound)
     if float(ratio.max()) <= ALLOWED:
         return None
-    for theirs_off in yardstick.errors(name, wanted):
-        ratio = _ratio(apart, torch.maximum(bound, theirs_off))
+    torch_error = None
+    for torch_error in yardstick.errors(name, expected):
+        ratio = _ratio(errors, torch.maximum(expected.bound, torch_error))
         if float(ratio.max()) <= ALLOWED:
             return None
-    words = _where(ratio > ALLOWED, got, exact, ratio)
-    words += f"; largest error {float(apart.max()):.3g}"
-    if theirs_off is not None:
-        words += f", torch's {float(theirs_off.max()):.3g}"
-    return Off("off", words, bool(((ratio <= ALLOWED) | (apart <= wanted.loose_bound)).all()))
+    words = _where(ratio > ALLOWED, got, expected.exact, ratio)
+    words += f"; largest error {float(errors.max()):.3g}"
+    if torch_error is not None:
+        words += f", torch's {float(torch_error.max()):.3g}"
+    is_plausible = (ratio <= ALLOWED) | (errors <= expected.loose_bound)
+    return Deviation("off", words, bool(is_plausible.all()))
 
 
-def _ratio(apart: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    return (apart / bound).nan_to_num(nan=0.0, posinf=torch.inf)
+def _ratio(errors: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    return (errors / bound).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 def _where(
-    bad: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, ratio: torch.Tensor | None = None
+    is_wrong: torch.Tensor,
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    ratio: torch.Tensor | None = None,
 ) -> str:
-    at = bad.nonzero()[0] if ratio is None else (ratio == ratio.max()).nonzero()[0]
-    at = tuple(at.tolist())
-    words = f"{int(bad.sum())} of {bad.numel()} elements, at {at} "
-    words += f"{float(got[at]):.6g} for {float(exact[at]):.6g}"
-    return words if ratio is None else f"{words}, {float(ratio.max()):.3g} times the bound"
+    """How many elements are wrong, and one of them: the first, or that of the largest ratio."""
+    candidates = is_wrong if ratio is None else ratio == ratio.max()
+    index = tuple(candidates.nonzero()[0].tolist())
+    words = f"{int(is_wrong.sum())} of {is_wrong.numel()} elements, at {index} "
+    words += f"{float(got[index]):.6g} for {float(exact[index]):.6g}"
+    if ratio is None:
+        return words
+    return f"{words}, {float(ratio.max()):.3g} times the bound"
 
 
 def _happens_again(case: Case, inputs: CallInputs, name: str, compute: torch.device) -> bool:
@@ -253,18 +343,20 @@ def _happens_again(case: Case, inputs: CallInputs, name: str, compute: torch.dev
     torch is so again with values and upstream gradients some per cent apart. Asked only of errors
     that a rounded output accounts for.
     """
-    case, found = replace(case, failure=None), 0
+    case = replace(case, failure=None)
+    n_deviations = 0
     for number in range(_AGAIN):
-        other = neighbour(case, inputs, 100 + number)
-        done = _perform(case, other, compute, CallResults())
-        ((_, off),) = _judged(case, other, done, compute, name)
-        found += off is not None
-    return found > _AGAIN // 2
+        neighbours_inputs = neighbour(case, inputs, 100 + number)
+        done = _perform(case, neighbours_inputs, compute, CallResults())
+        ((_, deviation),) = _judged(case, neighbours_inputs, done, compute, name)
+        n_deviations += deviation is not None
+    return n_deviations > _AGAIN // 2
 
 
 def _cut(case: Case, inputs: CallInputs, compute: torch.device, done: CallResults) -> Cut | None:
-    """How the forward of a call was cut; it is made again where it was not reported."""
+    """How the forward of a call was cut; the call is made again if it was not reported."""
     if done.report is None:
-        done = _perform(replace(case, reported=True, failure=None), inputs, compute, CallResults())
-    ran = done.report.forward
-    return None if ran is None else (ran.kernel, ran.levels)
+        reported = replace(case, reported=True, failure=None)
+        done = _perform(reported, inputs, compute, CallResults())
+    forward = done.report.forward
+    return None if forward is None else (forward.kernel, forward.levels)
