@@ -48,27 +48,34 @@ def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
     A backward forms D = rowsum(dO * O) of it. In a row of nearly one key dP - D is little but those
     roundings, and torch's error of the uncut call says nothing of the second.
     """
-    case, p, v = reference.case, reference.exact.p, reference.exact.value
+    case = reference.case
+    p = reference.exact.p
+    value = reference.exact.value
     orders = case.orders
-    # Where the planner has chosen, the edges of chunks may be others: as many, and as large.
-    layout, tile = (orders.layout, orders.tile) if orders.how == "plan" else ("aligned", 128)
-    n = max(case.n_queries, case.n_keys)
-    found, unrounded = torch.zeros_like(reference.exact.out), torch.zeros_like(reference.exact.out)
-    for task in Decomposition(n, cut[1], layout, tile).tasks():
-        tokens = torch.cat([torch.arange(r.start, r.stop) for r in task.runs] or [torch.empty(0)])
-        tokens = tokens.long().to(p.device)
-        for r in task.rectangles(case.is_causal, case.n_queries, case.n_keys):
-            rows = tokens[r.query_start : r.query_stop]
-            keys = tokens[r.key_start : r.key_stop]
+    # If the planner has chosen, the edges of chunks may be others: as many, and as large.
+    is_planned = orders.how == "plan"
+    layout = orders.layout if is_planned else "aligned"
+    tile = orders.tile if is_planned else 128
+    n_tokens = max(case.n_queries, case.n_keys)
+    rounded = torch.zeros_like(reference.exact.out)
+    unrounded = torch.zeros_like(reference.exact.out)
+    for task in Decomposition(n_tokens, cut[1], layout, tile).tasks():
+        runs = [torch.arange(run.start, run.stop) for run in task.runs]
+        tokens = torch.cat(runs or [torch.empty(0)]).long().to(p.device)
+        for rectangle in task.rectangles(case.is_causal, case.n_queries, case.n_keys):
+            rows = tokens[rectangle.query_start : rectangle.query_stop]
+            keys = tokens[rectangle.key_start : rectangle.key_stop]
             part = p[..., rows, :][..., keys]
             share = part.sum(-1, keepdim=True)
-            out = (part @ v[..., keys, :]) / share.masked_fill(share == 0, 1.0)
-            found[..., rows, :] += share * out.to(reference.dtype).double()
+            out = (part @ value[..., keys, :]) / share.masked_fill(share == 0, 1.0)
+            rounded[..., rows, :] += share * out.to(reference.dtype).double()
             unrounded[..., rows, :] += share * out
-    # Where these are not all pairs, what they lack is no rounding, and allows for nothing.
-    lacks = (unrounded - reference.exact.out).abs().max() if unrounded.numel() else torch.zeros(())
-    assert float(lacks) <= 1e-9 * (1 + float(v.abs().max())), "the parts are not the whole call"
-    return found.to(reference.dtype).double()
+    # If these are not all pairs, what they lack is no rounding, and allows for nothing.
+    if unrounded.numel():
+        lack = float((unrounded - reference.exact.out).abs().max())
+        largest = float(value.abs().max())
+        assert lack <= 1e-9 * (1 + largest), "the parts are not the whole call"
+    return rounded.to(reference.dtype).double()
 
 
 class Yardstick:
@@ -142,26 +149,30 @@ class Yardstick:
         return errors
 
 
-def _head_errors(found: torch.Tensor, wanted: BoundedResult) -> torch.Tensor:
-    """The largest error of each head; where that is not finite, or more than such arithmetic can
-    account for, torch is wrong itself: then as much as it can."""
-    finite = wanted.exact.isfinite()
-    off = (found.to(wanted.exact) - wanted.exact).abs().masked_fill(~finite, 0.0)
-    # Where a mask of the lowest numbers leaves no bound, there is nothing to hold torch to.
-    loose = torch.where(wanted.loose_bound.isnan(), torch.inf, wanted.loose_bound)
-    off = torch.minimum(torch.where(off.isnan(), torch.inf, off), loose)
-    off = off.nan_to_num(nan=0.0, posinf=0.0)
-    return off.amax((-2, -1), keepdim=True) if off.numel() else off
+def _head_errors(result: torch.Tensor, expected: BoundedResult) -> torch.Tensor:
+    """The largest error of each head of a result of torch's.
+
+    If an error is not finite, or more than such arithmetic can account for, torch is wrong itself.
+    Then the error is the loose bound.
+    """
+    is_finite = expected.exact.isfinite()
+    errors = (result.to(expected.exact) - expected.exact).abs().masked_fill(~is_finite, 0.0)
+    errors = torch.where(errors.isnan(), torch.inf, errors)
+    # If a mask of the lowest numbers leaves no bound, there is nothing to hold torch to.
+    loose = torch.where(expected.loose_bound.isnan(), torch.inf, expected.loose_bound)
+    errors = torch.minimum(errors, loose).nan_to_num(nan=0.0, posinf=0.0)
+    return errors.amax((-2, -1), keepdim=True) if errors.numel() else errors
 
 
 def neighbour(case: Case, inputs: CallInputs, number: int) -> CallInputs:
     """The same with values and upstream gradients some per cent apart, a way for every number."""
-    g = torch.Generator().manual_seed(case.seed * 100 + number)
+    generator = torch.Generator().manual_seed(case.seed * 100 + number)
 
-    def moved(t: torch.Tensor) -> torch.Tensor:
-        by = 1 + 0.1 * (torch.rand(t.shape, generator=g) - 0.5)
-        most = torch.finfo(t.dtype).max
-        return (t.double() * by.to(t.device)).clamp(-most, most).to(t.dtype)
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        factors = 1 + 0.1 * (torch.rand(tensor.shape, generator=generator) - 0.5)
+        largest = torch.finfo(tensor.dtype).max
+        products = tensor.double() * factors.to(tensor.device)
+        return products.clamp(-largest, largest).to(tensor.dtype)
 
     return replace(inputs, value=moved(inputs.value), grad_out=moved(inputs.grad_out))
 
@@ -187,9 +198,13 @@ def _others(case: Case, inputs: CallInputs, number: int) -> Iterator[Results]:
 
 
 def _call(
-    case: Case, inputs: CallInputs, attend: Callable[..., torch.Tensor], *, divided: int = 0,
+    case: Case,
+    inputs: CallInputs,
+    attend: Callable[..., torch.Tensor],
+    *,
+    divided: int = 0,
     by: Sequence[SDPBackend] = _QUICK,
-) -> Results:  # fmt: skip
+) -> Results:
     """Output and gradients, or nothing where such a call is not taken.
 
     Args:
@@ -197,28 +212,29 @@ def _call(
         by: on a GPU, by these kernels of torch's; default all but cuDNN's, which takes some tenths
             of a second for each shape.
     """
-    gradients, dense = case.route != "forward", torch.contiguous_format
-    three = [
+    has_backward = case.route != "forward"
+    dense = torch.contiguous_format
+    leaves = [
         # Rows between words are more than torch's own kernels for GPUs can take.
-        t.detach().clone(memory_format=dense).requires_grad_(gradients)
-        for t in (inputs.query, inputs.key, inputs.value)
+        tensor.detach().clone(memory_format=dense).requires_grad_(has_backward)
+        for tensor in inputs.qkv
     ]
-    only = sdpa_kernel(list(by)) if inputs.query.is_cuda else contextlib.nullcontext()
+    backends = sdpa_kernel(list(by)) if inputs.query.is_cuda else contextlib.nullcontext()
     try:
-        with warnings.catch_warnings(), only:
+        with warnings.catch_warnings(), backends:
             warnings.simplefilter("ignore")
-            out = (
-                attend(case, inputs, *three).reshape(inputs.grad_out.shape).to(inputs.query.device)
-            )
-        found = {"out": out.detach()}
-        if gradients:
-            upstream = (inputs.grad_out * 2.0**-divided).to(DTYPES[case.dtype])
-            grads = torch.autograd.grad(out, three, upstream.clone(memory_format=dense))
-            undone = (t.double() * 2.0**divided for t in grads)
-            found |= dict(zip(GRADIENTS, undone if divided else grads, strict=True))
+            out = attend(case, inputs, *leaves)
+            out = out.reshape(inputs.grad_out.shape).to(inputs.query.device)
+        results = {"out": out.detach()}
+        if not has_backward:
+            return results
+        upstream = (inputs.grad_out * 2.0**-divided).to(DTYPES[case.dtype])
+        gradients = torch.autograd.grad(out, leaves, upstream.clone(memory_format=dense))
+        if divided:
+            gradients = [gradient.double() * 2.0**divided for gradient in gradients]
+        return results | dict(zip(GRADIENTS, gradients, strict=True))
     except Exception:  # widths that it does not take, or no such library
         return {}
-    return found
 
 
 def _as_it_is(case: Case, inputs: CallInputs, *three: torch.Tensor) -> torch.Tensor:
