@@ -39,12 +39,14 @@ import run
     ids=lambda arguments: arguments[0],
 )
 def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None:
-    run.main([*arguments, f"--results={tmp_path}"])
-    (file,) = tmp_path.iterdir()
+    folder = tmp_path / "results" / "of a case"
+    run.main([*arguments, f"--results={folder}"])
+    (file,) = folder.iterdir()
     content = json.loads(file.read_text(encoding="utf-8"))
     origin = content["run"]
     rows = content["rows"]
     assert origin["command"].startswith(f"python benchmarks/run.py {arguments[0]}")
+    assert str(tmp_path) not in json.dumps(origin), "a record names no place of a machine"
     assert origin["versions"]["torch"] == torch.__version__
     assert file.name.startswith(f"{origin['date']}-cpu-{arguments[0]}-")
     case = arguments[0]
@@ -64,6 +66,14 @@ def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None
         assert len(rows["2 devices, 1GiB"]["all"]) == 2
     else:
         assert all(s > 0 for s in rows["2 ranks, 8192-a-gpu"]["ours"])
+
+
+def test_help_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(["--help"])
+    text = capsys.readouterr().out
+    for case in run.CASES:
+        assert f"\n{case} " in text
+        assert (ROOT / "benchmarks" / "cases" / f"{case}.py").is_file()
 
 
 @pytest.mark.slow
