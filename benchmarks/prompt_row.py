@@ -290,7 +290,7 @@ def ask(
 
 
 def estimated(model: Any, row: dict[str, Any], device: str) -> dict[str, Any]:
-    """What ``quorum-attention estimate`` says of a row."""
+    """The estimate of a row, as ``quorum-attention estimate`` makes it."""
     parameters = sum(weight.numel() for weight in model.parameters())
     shape = read_shape(model.config.to_dict(), parameters)
     request = PromptRequest(

@@ -17,9 +17,9 @@ def prompts() -> str:
     columns = ["model", "tokens", "device", "way", "prompt", "a token", "peak", "estimated"]
     names = sorted(rows, key=tokens_of)
     answers = section(columns, [answer_line(name, rows[name]) for name in names])
-    asked = newest_rows("h200-prompt", "batch_seconds")
+    batch_rows = newest_rows("h200-prompt", "batch_seconds")
     columns = ["model", "tokens", "one question", "one after the other", "as a batch"]
-    questions = section(columns, [question_line(name, row) for name, row in asked.items()])
+    questions = section(columns, [question_line(name, row) for name, row in batch_rows.items()])
     return f"""{answers}
 Questions about a prompt that is in the cache: the seconds of the prompt and all questions, over those of the prompt and one.
 
@@ -43,7 +43,7 @@ def answer_line(name: str, row: Row) -> Line:
 
 
 def estimated_cell(figures: dict[str, Any]) -> str:
-    """What the estimate said, or nothing for other ways."""
+    """The estimated figures; empty for ways without an estimate."""
     estimated = figures.get("estimated")
     if estimated is None:
         return ""
@@ -57,11 +57,12 @@ def question_line(name: str, row: Row) -> Line:
     model, tokens, *_ = words_of(name)
     figures = row.value
     singles = figures["question_seconds"]
-    one = statistics.median(singles)
-    of_one = figures["prefill_seconds"] + one
-    in_turn = (figures["prefill_seconds"] + len(singles) * one) / of_one
-    as_batch = (figures["prefill_seconds"] + figures["batch_seconds"]) / of_one
-    cells = [model, tokens, f"{one:.2f} s", f"{in_turn:.2f}", f"{as_batch:.2f}"]
+    prompt = figures["prefill_seconds"]
+    question = statistics.median(singles)
+    prompt_and_question = prompt + question
+    in_turn = (prompt + len(singles) * question) / prompt_and_question
+    as_batch = (prompt + figures["batch_seconds"]) / prompt_and_question
+    cells = [model, tokens, f"{question:.2f} s", f"{in_turn:.2f}", f"{as_batch:.2f}"]
     return Line(cells, [row])
 
 

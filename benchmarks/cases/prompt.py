@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def row_name(options: argparse.Namespace, way: str, tokens: int) -> str:
-    """What a row measures, in words."""
+    """The name of a row: shape, tokens, memory and way."""
     words = [f"{options.shape} {tokens} {format_bytes(options.memory)} {way}"]
     if options.layers is not None:
         words.append(f"{options.layers} layers")
