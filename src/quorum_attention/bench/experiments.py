@@ -57,7 +57,8 @@ def spec_of(options: Namespace, method: str, tokens: int, **fields: Any) -> Spec
 def row_of(experiment: str, spec: Spec, outcome: Outcome) -> dict[str, Any]:
     """The row of a measurement in the record of a run."""
     passes = "both" if spec.backward else "forward"
-    name = f"{experiment}: {spec.method}, {spec.tokens} tokens, {spec.dtype}, {passes}"
+    length = counted(spec.tokens, "token")
+    name = f"{experiment}: {spec.method}, {length}, {spec.dtype}, {passes}"
     row = {"experiment": experiment, "spec": asdict(spec), "answer": asdict(outcome)}
     return {name: row}
 
