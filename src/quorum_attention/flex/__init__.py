@@ -46,7 +46,7 @@ class patched_flex_attention(using):  # noqa: N801 (used as a function is, as to
     Examples:
         >>> from torch.nn.attention import flex_attention as flex
         >>> q = torch.randn(1, 2, 300, 16)
-        >>> with qa.patched_flex_attention(min_tokens=100, budget="1 MiB"):
+        >>> with qa.patched_flex_attention(min_tokens=100, budget="16 MiB"):
         ...     out = flex.flex_attention(q, q, q, lambda score, b, h, i, j: score - (i - j).abs())
     """
 
