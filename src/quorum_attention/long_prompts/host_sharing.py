@@ -41,9 +41,11 @@ class HostSharing:
         self._reader = HostReader(memory)
         # Without a thread the cores begin when the device has its work.
         self._executors = start_executors(1, "attends on the cores")
-        n_threads = max(1, torch.get_num_threads() - _BUSY_CORES)
+        n_threads = torch.get_num_threads()
         for executor in self._executors:
-            executor.submit(torch.set_num_threads, n_threads)
+            executor.submit(_keep_to, max(1, n_threads - _BUSY_CORES)).result()
+        # Threads that begin later take the number that was set last, in whichever thread.
+        torch.set_num_threads(n_threads)
         self.cores_rate = _ASSUMED_CORES_RATE
 
     @property
@@ -133,3 +135,10 @@ class HostSharing:
         seconds = time.perf_counter() - began
         self.cores_rate += NEWS * (n_bytes / seconds - self.cores_rate)
         return statistics
+
+
+def _keep_to(n_threads: int) -> None:
+    """Let torch use ``n_threads`` for work of the thread that calls this."""
+    torch.set_num_threads(n_threads)
+    # torch looks at the process's number once in each thread: now, not when it is another.
+    torch.get_num_threads()
