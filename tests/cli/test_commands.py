@@ -38,9 +38,11 @@ def test_estimate_of_a_long_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
     words = capsys.readouterr().out
     assert "prefill: " in words
     assert "fits in 24.00 GiB of the device" in words
-    for refused in (["--tokens", "5"], ["--lora", "8"], ["--budget", "1GiB"]):
+    for refused in (["--tokens", "5"], ["--lora", "8"], ["--budget", "1GiB"], ["--causal"]):
         assert main([*prompt, *refused]) == 2
         assert f"{refused[0]} does not go with --prompt" in capsys.readouterr().err
+    assert main(["estimate", "--model", str(file), "--tokens", "5", "--causal"]) == 2
+    assert "--causal does not go with --model" in capsys.readouterr().err
     assert main(["estimate", "--prompt", "5"]) == 2
     assert "--prompt goes with --model only" in capsys.readouterr().err
 

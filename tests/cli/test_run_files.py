@@ -180,6 +180,9 @@ def test_a_mask_in_the_file_is_taken(
     # Who cannot take one says so.
     assert main(["recover", "--qkv", str(path), *CPU]) == 2
     assert "has a mask" in capsys.readouterr().err
+    for option in ("--heads", "--kv-heads", "--head-dim", "--tokens"):
+        assert main(["recover", "--qkv", str(path), option, "2", *CPU]) == 2
+        assert f"{option} does not go with --qkv" in capsys.readouterr().err
     safetensors.torch.save_file({"mask": mask}, tmp_path / "mask")
     assert main(["run", str(path), str(output), "--mask", str(tmp_path / "mask"), *CPU]) == 2
     assert "one must go" in capsys.readouterr().err

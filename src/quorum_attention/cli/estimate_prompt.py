@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: sizes of a call or of a training step were given as well; the file is no
             configuration; the weights do not fit.
     """
-    sizes = ("tokens", "heads", "kv_heads", "head_dim", "kernel", "batch", "budget")
+    sizes = ("tokens", "heads", "kv_heads", "head_dim", "causal", "kernel", "batch", "budget")
     training = ("lora", "optimizer")
     reason = "does not go with --prompt"
     shared.refuse(options, reason, *sizes, *training, *masks.WITHOUT_FILES)

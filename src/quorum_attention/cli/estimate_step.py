@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: sizes of a call were given as well; or the file is no configuration.
     """
-    sizes = ("heads", "kv_heads", "head_dim", "kernel")
+    sizes = ("heads", "kv_heads", "head_dim", "causal", "kernel")
     shared.refuse(options, "does not go with --model", *sizes, *masks.WITHOUT_FILES)
     shape = read_shape(options.model)
     training = Training(

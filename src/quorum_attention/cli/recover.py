@@ -226,7 +226,8 @@ def _setting(options: argparse.Namespace) -> _Setting:
 
 
 def _read_qkv(options: argparse.Namespace) -> list[torch.Tensor]:
-    shared.refuse(options, "does not go with --qkv", "tokens", "heads", "dtype")
+    of_file = ("tokens", "heads", "kv_heads", "head_dim", "dtype")
+    shared.refuse(options, "does not go with --qkv", *of_file)
     tensors = read_inputs([options.qkv]).tensors
     if "mask" in tensors:
         raise ValueError(f"{options.qkv} has a mask, which this command does not take")
