@@ -1,5 +1,5 @@
-"""What the cases measure with: seconds, medians in turn, peaks of memory, ranks, and two versions
-of the package side by side.
+"""What the cases measure with: seconds, medians in turn, peaks of memory, ranks, and
+two versions of the package side by side.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def timed_passes(
-    forward: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad_out: torch.Tensor
+    forward: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    grad_out: torch.Tensor,
 ) -> tuple[float, float]:
     """Seconds of a forward and of its backward by autograd."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -56,7 +58,8 @@ def medians(pairs: Sequence[Sequence[float]]) -> list[float]:
 
 
 def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """The results of each run, one a round, in alternating order: a device's clock drifts."""
+    """The results of each run, one a round, in alternating order: a device's clock
+    drifts."""
     results: dict[str, list[Any]] = {name: [] for name in runs}
     names = list(runs)
     for _ in range(rounds):
@@ -68,12 +71,14 @@ def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[A
 
 
 def on_ranks(work: Callable[[Any], Any], options: Any) -> Any:
-    """The result of ``work(options)`` on rank 0 of ``options.ranks`` processes. Rank 0 alone
-    prints.
+    """The result of ``work(options)`` on rank 0 of ``options.ranks`` processes. Rank 0
+    alone prints.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result")
-        torch.multiprocessing.spawn(_rank, (work, options, str(path)), nprocs=options.ranks)
+        torch.multiprocessing.spawn(
+            _rank, (work, options, str(path)), nprocs=options.ranks
+        )
         return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -104,7 +109,8 @@ def _join_group(rank: int, n_ranks: int) -> None:
 
 
 class Version:
-    """The package as it stands under a folder; of several in one process one is importable."""
+    """The package as it stands under a folder; of several in one process one is
+    importable."""
 
     def __init__(self, source: Path) -> None:
         self.source = str(source)
@@ -117,7 +123,8 @@ class Version:
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """Let imports, inside functions too, import this version; return its package."""
+        """Let imports, inside functions too, import this version; return its
+        package."""
         outside = _take_modules()
         sys.modules.update(self.modules)
         sys.path.insert(0, self.source)
@@ -136,7 +143,8 @@ def _take_modules() -> dict[str, ModuleType]:
 
 
 class Meter:
-    """Seconds of a block, and the most memory that torch's allocator gave out at one time.
+    """Seconds of a block, and the most memory that torch's allocator gave out at one
+    time.
 
     On a CPU only what is allocated within the block is counted.
 

@@ -1,4 +1,5 @@
-"""One row of ``run.py prompt``: reads what to measure from its argument, and prints JSON.
+"""One row of ``run.py prompt``: reads what to measure from its argument, and prints
+JSON.
 
 It prints a line after each stage, which has the figures of the stages before too.
 """
@@ -32,7 +33,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     "Qwen3-8B": (4096, 12288, 36, 32, 128),
 }
 CHUNK = 4096
-# A prompt of so many tokens before those that are measured: kernels are compiled and loaded.
+# A prompt of so many tokens before those that are measured: kernels are compiled and
+# loaded.
 WARM_UP_TOKENS = 16_384
 QUESTION_TOKENS = 64
 # Seconds before the end of a row's time, when it says where it is.
@@ -57,7 +59,9 @@ def new_model(shape: str, layers: int | None, device: str) -> Any:
         dtype=torch.float32 if is_small else torch.bfloat16,
     )
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa"
+        )
     return model.eval()
 
 
@@ -100,9 +104,16 @@ def _copy_by_heads(memory: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def attend_by_heads(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **_: Any
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scaling: Any = None,
+    **_: Any,
 ) -> tuple[Any, None]:
-    """Attention of one key/value head at a time, whose keys and values come from host memory."""
+    """Attention of one key/value head at a time, whose keys and values come from host
+    memory."""
     out = torch.empty_like(query)
     group = query.shape[1] // key.shape[1]
     past = key.shape[2] - query.shape[2]
@@ -128,7 +139,9 @@ def change_model(model: Any, row: dict[str, Any], device: str) -> None:
     way = row["way"]
     if way == "heads":
         transformers.AttentionInterface.register("by_heads", attend_by_heads)
-        transformers.masking_utils.AttentionMaskInterface.register("by_heads", lambda **_: None)
+        transformers.masking_utils.AttentionMaskInterface.register(
+            "by_heads", lambda **_: None
+        )
         model.set_attn_implementation("by_heads")
     if way == "long_context":
         long_context(model, checkpoints=None)
@@ -172,7 +185,8 @@ class Clock(transformers.StoppingCriteria):
 def answer(
     model: Any, row: dict[str, Any], ids: torch.Tensor, cache: Any, n_tokens: int
 ) -> list[float]:
-    """Let a model answer, as a user would; return the seconds of each token, the prompt's first."""
+    """Let a model answer, as a user would; return the seconds of each token, the
+    prompt's first."""
     clock = Clock()
     chunks = {"prefill_chunk_size": CHUNK} if row["way"] in ("chunks", "heads") else {}
     wait()
@@ -193,8 +207,8 @@ def answer(
 
 
 def begin(row: dict[str, Any], device: str) -> Any:
-    """A model with random weights where the way wants them, changed; the device's memory is
-    limited from here on."""
+    """A model with random weights where the way wants them, changed; the device's
+    memory is limited from here on."""
     torch.manual_seed(0)
     model = new_model(row["shape"], row["layers"], device)
     if row["weights"] == "host":
@@ -230,11 +244,17 @@ def measure(row: dict[str, Any]) -> None:
         show(result | {"estimated": estimated(model, row, device)}, result)
     n_warm_up = min(row["tokens"], WARM_UP_TOKENS)
     seconds = answer(
-        model, row, random_ids(model, 1, n_warm_up, device), new_cache(model, row, device), 3
+        model,
+        row,
+        random_ids(model, 1, n_warm_up, device),
+        new_cache(model, row, device),
+        3,
     )
     show({"warm_up_seconds": seconds}, result)
     free_memory(device)
-    weights = sum(weight.nbytes for weight in model.parameters() if weight.device.type == device)
+    weights = sum(
+        weight.nbytes for weight in model.parameters() if weight.device.type == device
+    )
     ids = random_ids(model, 1, row["tokens"], device)
     runs = []
     for _ in range(row["repeats"]):
@@ -245,7 +265,9 @@ def measure(row: dict[str, Any]) -> None:
     show(
         {
             "prefill_seconds": statistics.median(run[0] for run in runs),
-            "token_seconds": statistics.median(step for run in runs for step in run[1:]),
+            "token_seconds": statistics.median(
+                step for run in runs for step in run[1:]
+            ),
             "first_token_seconds": runs[-1][1],
             "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
             "weights_bytes": weights,
@@ -268,8 +290,8 @@ def show(figures: dict[str, Any], result: dict[str, Any]) -> None:
 def ask(
     model: Any, row: dict[str, Any], ids: torch.Tensor, cache: Any, device: str
 ) -> dict[str, Any]:
-    """Seconds of questions about a prompt that is in the cache: one after the other, and as a
-    batch.
+    """Seconds of questions about a prompt that is in the cache: one after the other,
+    and as a batch.
     """
     n_questions = row["questions"]
     questions = random_ids(model, n_questions, QUESTION_TOKENS, device)
@@ -312,9 +334,12 @@ def estimated(model: Any, row: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure the row that the first argument describes. Too late, say where it is, and end."""
+    """Measure the row that the first argument describes. Too late, say where it is, and
+    end."""
     row = json.loads(arguments[0])
-    faulthandler.dump_traceback_later(max(1.0, row["timeout"] - LAST_SECONDS), exit=True)
+    faulthandler.dump_traceback_later(
+        max(1.0, row["timeout"] - LAST_SECONDS), exit=True
+    )
     measure(row)
 
 

@@ -1,8 +1,9 @@
 """Runs a case: measures, prints, and writes a file of the run.
 
-    python benchmarks/run.py CASE [options] [--results FOLDER]      (--help after CASE: its options)
+    python benchmarks/run.py CASE [options] [--results FOLDER]
+    python benchmarks/run.py CASE --help
 
-plain     calls as a user writes them, under budgets, beside kernels alone and an older version
+plain     calls as a user writes them, under budgets, beside kernels and an old version
 accuracy  errors of a long call against float64
 step      a training step of a model: as it comes, recovered, with everything
 small     small calls on a CPU beside torch's
@@ -12,8 +13,9 @@ ranks     a sequence sharded over ranks, beside one device and other ways
 prompt    a long prompt in little device memory, beside other ways
 entries   many small entries, and masks that keep pairs here and there, beside torch's
 
-With --results, the run writes FOLDER/DATE-MACHINE-CASE-COMMIT.json, row by row: its arguments,
-commit, machine, versions and date, and what it measured. No run changes the file of another.
+With --results, the run writes FOLDER/DATE-MACHINE-CASE-COMMIT.json, row by row: its
+arguments, commit, machine, versions and date, and what it measured. No run changes the
+file of another.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ import torch
 from quorum_attention.bench.record import RunRecord, describe_run, new_path
 
 CASES = re.findall(r"^([a-z]+)  +\w", __doc__, re.M)
-# Options that name places of one machine, or the source: a record's arguments are without these.
+# Options that name places of one machine, or the source: a record's arguments are
+# without these.
 LOCAL = ("results", "commit", "before")
 
 
@@ -47,7 +50,9 @@ def main(arguments: list[str]) -> None:
         description=case.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the run has its file")
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="where the run has its file"
+    )
     parser.add_argument("--commit", help="of this source, where git does not know it")
     case.add_options(parser)
     options = parser.parse_args(arguments[1:])
@@ -57,7 +62,9 @@ def main(arguments: list[str]) -> None:
             record.add(rows)
 
 
-def new_record(name: str, arguments: list[str], options: argparse.Namespace) -> RunRecord | None:
+def new_record(
+    name: str, arguments: list[str], options: argparse.Namespace
+) -> RunRecord | None:
     """The file of this run, or None without a folder for it."""
     if options.results is None:
         return None
@@ -65,8 +72,12 @@ def new_record(name: str, arguments: list[str], options: argparse.Namespace) -> 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     words = " ".join(arguments)
     command = re.sub(rf" --({'|'.join(LOCAL)})[= ]\S+", "", words)
-    of_case = {option: value for option, value in vars(options).items() if option not in LOCAL}
-    run = describe_run(f"python benchmarks/run.py {command}", of_case, device, options.commit)
+    of_case = {
+        option: value for option, value in vars(options).items() if option not in LOCAL
+    }
+    run = describe_run(
+        f"python benchmarks/run.py {command}", of_case, device, options.commit
+    )
     machine = "cpu"
     if device == "cuda":
         # "h200" of "NVIDIA H200".

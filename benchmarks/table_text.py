@@ -13,14 +13,16 @@ Seconds = tuple[float, float]
 
 
 class Line(NamedTuple):
-    """A line of a table, and the measurements that it shows: none for figures of the paper."""
+    """A line of a table, and the measurements that it shows: none for figures of the
+    paper."""
 
     cells: list[str]
     rows: Sequence[Row] = ()
 
 
 def section(columns: Sequence[str], lines: Sequence[Line]) -> str:
-    """Where the figures come from, and the table. Lines name their commits where these differ."""
+    """Where the figures come from, and the table. Lines name their commits where these
+    differ."""
     runs = runs_of(lines)
     commits = {commit_of(run) for run in runs}
     if len(commits) > 1:
@@ -49,7 +51,8 @@ def commit_of(run: Run) -> str:
 
 
 def describe_runs(runs: Iterable[Run]) -> str:
-    """Machine and versions, and of each run the date, the commit, the command and the raw file."""
+    """Machine and versions, and of each run the date, the commit, the command and the
+    raw file."""
     by_machine: dict[str, list[str]] = {}
     for run in runs:
         texts = by_machine.setdefault(describe_machine(run), [])
@@ -81,7 +84,9 @@ def describe_run(run: Run) -> str:
 
 def later_seconds(calls: Sequence[Sequence[float]]) -> Seconds:
     """Medians of the calls after the first."""
-    forward, backward = (median(part) for part in zip(*(calls[1:] or calls), strict=True))
+    forward, backward = (
+        median(part) for part in zip(*(calls[1:] or calls), strict=True)
+    )
     return forward, forward + backward
 
 

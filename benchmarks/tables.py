@@ -1,10 +1,11 @@
 """The tables of figures in README and on the page of results, from raw files alone.
 
     python benchmarks/tables.py            writes them below their markers
-    python benchmarks/tables.py --check    fails where they are not what the raw files say
+    python benchmarks/tables.py --check    fails where they differ from the raw files
 
-The paper's figures are in docs/data/paper.json. Ours are in benchmarks/results: of each row a table
-shows the newest run, and names its commit. The census is counted anew. Nothing is measured here.
+The paper's figures are in docs/data/paper.json. Ours are in benchmarks/results: of each
+row a table shows the newest run, and names its commit. The census is counted anew.
+Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "census": tables_of_accuracy.census,
     "wrapped": tables_of_accuracy.wrapped,
 }
-# A table reaches to the next heading, to the comment that ends it, or to the end of the page.
-MARKED = re.compile(r"(<!-- table: (\w+) -->\s+).*?(?=\n## |<!-- end of table -->|\Z)", re.DOTALL)
+# A table reaches to the next heading, to the comment that ends it, or to the end of the
+# page.
+MARKED = re.compile(
+    r"(<!-- table: (\w+) -->\s+).*?(?=\n## |<!-- end of table -->|\Z)", re.DOTALL
+)
 
 
 def main() -> None:

@@ -35,9 +35,13 @@ def accuracy() -> str:
     for method, rows in measured_errors().items():
         cells = [
             error_cell(rows.get(dtype), results)
-            for results, dtype in product((("out",), GRADIENTS), ("float16", "bfloat16"))
+            for results, dtype in product(
+                (("out",), GRADIENTS), ("float16", "bfloat16")
+            )
         ]
-        lines.append(Line([f"here: {METHODS.get(method, method)}", *cells], list(rows.values())))
+        lines.append(
+            Line([f"here: {METHODS.get(method, method)}", *cells], list(rows.values()))
+        )
     return section(["", *theirs["columns"]], lines)
 
 
@@ -87,7 +91,13 @@ def census() -> str:
             f"{aligned[-1]:.3g}",
         ]
         rows.append(cells)
-    columns = ["tokens", "chunks", "paper", "ours, the paper's layout", "mixed, our own layout"]
+    columns = [
+        "tokens",
+        "chunks",
+        "paper",
+        "ours, the paper's layout",
+        "mixed, our own layout",
+    ]
     return table(columns, rows)
 
 
@@ -115,6 +125,11 @@ def wrapped() -> str:
             cells.append(f"{max(largest for largest, _ in pairs):.1e}")
         lines.append(Line(cells, [row]))
     sources = ("paper", "ours")
-    columns = [f"{source}: {name}" for source, name in product(sources, ("dQ", "dK", "dV"))]
+    columns = [
+        f"{source}: {name}" for source, name in product(sources, ("dQ", "dK", "dV"))
+    ]
     text = section(["kernel", *columns], lines)
-    return f"Inputs are times {theirs['inputs_times']}. Ours, {n_draws} draws and depths: {text}"
+    return (
+        f"Inputs are times {theirs['inputs_times']}. Ours, {n_draws} draws and depths: "
+        f"{text}"
+    )

@@ -27,7 +27,8 @@ def cost() -> str:
 
 
 def cost_cell(cell: Any) -> str:
-    """Time and memory over FlashAttention-2's; or words; or None where memory ran out."""
+    """Time and memory over FlashAttention-2's; or words; or None where memory ran
+    out."""
     if isinstance(cell, list):
         seconds, memory = cell
         return f"{seconds:.3g}, {memory:.2f}"
@@ -48,7 +49,14 @@ def budgets() -> str:
             ratio_cell(case, "cudnn"),
         ]
         lines.append(Line(cells, [row]))
-    columns = ["call", "budget", "measured peak", "seconds", "over FlashAttention-2", "over cuDNN"]
+    columns = [
+        "call",
+        "budget",
+        "measured peak",
+        "seconds",
+        "over FlashAttention-2",
+        "over cuDNN",
+    ]
     return section(columns, lines)
 
 
@@ -71,7 +79,8 @@ def ratios_to(rival: str) -> str:
 
 
 def plain_rows(*methods: str) -> dict[str, Row]:
-    """The newest measurements of plain calls beside other methods, in the order of the cases."""
+    """The newest measurements of plain calls beside other methods, in the order of the
+    cases."""
     rows = newest_rows("h200-plain", *methods)
     return {name: rows[name] for name in CASES if name in rows}
 
@@ -87,9 +96,13 @@ def case_words(case: Case) -> str:
     if case.window:
         words.append(f"a window of {case.window:,}")
     if case.place != "pinned":
-        words.append({"device": "on the device", "pageable": "in ordinary memory"}[case.place])
+        words.append(
+            {"device": "on the device", "pageable": "in ordinary memory"}[case.place]
+        )
     if case.kernel != "auto":
-        words.append("compiled FlexAttention" if case.kernel == "flex" else f"`{case.kernel}`")
+        words.append(
+            "compiled FlexAttention" if case.kernel == "flex" else f"`{case.kernel}`"
+        )
     if case.depth != "auto":
         words.append(f"depth {case.depth}")
     return ", ".join(words)
@@ -128,9 +141,18 @@ def small() -> str:
     lines = []
     for name, row in newest_rows("cpu-small").items():
         if "float32" in name:
-            beyond = [row.value[passes]["beyond"] for passes in ("forward", "forward+backward")]
-            lines.append(Line([name, *(f"{microseconds:+.0f}" for microseconds in beyond)], [row]))
-    return section(["batch x heads x queries x keys", "forward", "forward+backward"], lines)
+            beyond = [
+                row.value[passes]["beyond"]
+                for passes in ("forward", "forward+backward")
+            ]
+            lines.append(
+                Line(
+                    [name, *(f"{microseconds:+.0f}" for microseconds in beyond)], [row]
+                )
+            )
+    return section(
+        ["batch x heads x queries x keys", "forward", "forward+backward"], lines
+    )
 
 
 def entries() -> str:
@@ -139,5 +161,7 @@ def entries() -> str:
     lines = []
     for name, words in WORDS.items():
         rows = [on_cpu[name], on_gpu[name]]
-        lines.append(Line([words, *(f"{row.value['ratio']:.2f}" for row in rows)], rows))
+        lines.append(
+            Line([words, *(f"{row.value['ratio']:.2f}" for row in rows)], rows)
+        )
     return section(["calls", "one thread", "H200"], lines)

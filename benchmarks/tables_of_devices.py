@@ -35,7 +35,11 @@ def device_lines() -> list[Line]:
     for name, row in newest_rows("h200-devices", "over_ideal").items():
         devices, budget, _ = name.split(", ")
         call = f"a forward in {budget} each, a worker killed in the middle (`--kill`)"
-        lines.append(Line([devices, call, f"{row.value['over_ideal']:.2f} times the ideal"], [row]))
+        lines.append(
+            Line(
+                [devices, call, f"{row.value['over_ideal']:.2f} times the ideal"], [row]
+            )
+        )
     return lines
 
 

@@ -14,12 +14,23 @@ GIB = 2**30
 def prompts() -> str:
     """Seconds of prompts and of tokens after them, and questions about one prompt."""
     rows = newest_rows("h200-prompt", "prefill_seconds")
-    columns = ["model", "tokens", "device", "way", "prompt", "a token", "peak", "estimated"]
+    columns = [
+        "model",
+        "tokens",
+        "device",
+        "way",
+        "prompt",
+        "a token",
+        "peak",
+        "estimated",
+    ]
     names = sorted(rows, key=tokens_of)
     answers = section(columns, [answer_line(name, rows[name]) for name in names])
     batch_rows = newest_rows("h200-prompt", "batch_seconds")
     columns = ["model", "tokens", "one question", "one after the other", "as a batch"]
-    questions = section(columns, [question_line(name, row) for name, row in batch_rows.items()])
+    questions = section(
+        columns, [question_line(name, row) for name, row in batch_rows.items()]
+    )
     return f"""{answers}
 Questions about a prompt that is in the cache: the seconds of the prompt and all questions, over those of the prompt and one.
 

@@ -15,14 +15,21 @@ WHOLE, CARD = 146_888_654_848, 24 << 30
 def steps() -> str:
     rows = newest_rows("h200-step")
     equal = rows["Qwen3-8B equal 32768"]
-    distances = [f"{way['what']} {way['gradients_off']:.4f}" for way in equal.value["ways"]]
+    distances = [
+        f"{way['what']} {way['gradients_off']:.4f}" for way in equal.value["ways"]
+    ]
     lines = [
         Line(
-            ["32,768 tokens: gradients, distance from SDPA's (flash)", ", ".join(distances)],
+            [
+                "32,768 tokens: gradients, distance from SDPA's (flash)",
+                ", ".join(distances),
+            ],
             [equal],
         ),
         long_step_line(rows["Qwen3-8B long 262144"]),
-        first_step_line("a step of {tokens:,} tokens, the first", rows["Qwen3-8B long 393216"]),
+        first_step_line(
+            "a step of {tokens:,} tokens, the first", rows["Qwen3-8B long 393216"]
+        ),
         first_step_line(
             "a step of {tokens:,} tokens, the first, in 256 GiB of host memory",
             rows["Qwen3-8B long 524288"],
@@ -43,9 +50,10 @@ def long_step_line(row: Row) -> Line:
     (last,) = long["steps"][-1:]
     how = "extrapolated" if long["extrapolated"] else "all run"
     text = (
-        f"**{long['seconds']:.0f} s with all {long['of_layers']} layers, {how}** (the first, after "
-        f"a step of one layer, {last['first_seconds']:.0f} s), {last['peak'] / 2**30:.1f} GiB; "
-        f"attention's own {mib(long['attention_bytes'])}"
+        f"**{long['seconds']:.0f} s with all {long['of_layers']} layers, {how}** (the "
+        f"first, after a step of one layer, {last['first_seconds']:.0f} s), "
+        f"{last['peak'] / 2**30:.1f} GiB; attention's own "
+        f"{mib(long['attention_bytes'])}"
     )
     step = f"a step of {long['tokens']:,} tokens, everything, FlashAttention-4 inside"
     return Line([step, text], [row])
@@ -81,32 +89,34 @@ def card_line(rows: dict[str, Row], shape: str) -> Line:
     longest = everything.value
     times = longest["tokens"] / remedies.value["tokens"]
     text = (
-        f"{longest['layers']} of {longest['of_layers']} layers: SDPA {sdpa.value['tokens']:,}, "
-        f"remedies {remedies.value['tokens']:,}, everything **{longest['tokens']:,}**, "
-        f"{times:.1f} times, {whole_step(longest)}"
+        f"{longest['layers']} of {longest['of_layers']} layers: SDPA "
+        f"{sdpa.value['tokens']:,}, remedies {remedies.value['tokens']:,}, everything "
+        f"**{longest['tokens']:,}**, {times:.1f} times, {whole_step(longest)}"
     )
-    return Line([f"longest text of {shape}'s shape in {gib(CARD)}, run", text], card_rows)
+    return Line(
+        [f"longest text of {shape}'s shape in {gib(CARD)}, run", text], card_rows
+    )
 
 
 def whole_step(longest: dict[str, Any]) -> str:
-    """The seconds of the longest step that ran with some of the layers; and what all layers take by
-    that, with the host memory that ``estimate`` says.
+    """The seconds of the longest step that ran with some of the layers; and what all
+    layers take by that, with the host memory that ``estimate`` says.
     """
     seconds = longest["points"][-1]["seconds"]
     of_layers = longest["of_layers"]
     all_seconds = seconds / longest["layers"] * of_layers
     return (
         f"a step of these {seconds:.1f} s (all {of_layers} layers, not run: by that "
-        f"{all_seconds:,.0f} s, and {longest['host_by_estimate'] / 2**30:.2f} GiB of host memory "
-        "by `estimate`)"
+        f"{all_seconds:,.0f} s, and {longest['host_by_estimate'] / 2**30:.2f} GiB of "
+        "host memory by `estimate`)"
     )
 
 
 def estimate_line(row: Row) -> Line:
     ratios = [point["estimate"] / point["peak"] for point in row.value]
     label = (
-        "peaks by `estimate --model` over measured ones, five lengths from 4,096 tokens, "
-        "Qwen3-0.6B, 4B and 8B; two constants were fitted to them"
+        "peaks by `estimate --model` over measured ones, five lengths from 4,096 "
+        "tokens, Qwen3-0.6B, 4B and 8B; two constants were fitted to them"
     )
     return Line([label, f"{min(ratios):.2f} to {max(ratios):.2f}"], [row])
 
@@ -129,10 +139,16 @@ def call_lines() -> list[Line]:
     inside = "1,048,576 tokens in 1 GiB, with FlashAttention-4 inside, against it alone"
     return [
         Line(
-            ["1,048,576 tokens in 1 GiB, against cuDNN", ratio_cell(kernels.value, "cudnn")],
+            [
+                "1,048,576 tokens in 1 GiB, against cuDNN",
+                ratio_cell(kernels.value, "cudnn"),
+            ],
             [kernels],
         ),
-        Line(["the same, against FlashAttention-2", ratio_cell(kernels.value, "fa2")], [kernels]),
+        Line(
+            ["the same, against FlashAttention-2", ratio_cell(kernels.value, "fa2")],
+            [kernels],
+        ),
         Line([inside, ratio_cell(fa4.value, "fa4")], [fa4]),
     ]
 
@@ -140,9 +156,13 @@ def call_lines() -> list[Line]:
 def accuracy_line() -> Line:
     row = newest_rows("h200-accuracy", "flash", "quorum")["last of 1048576"]
     _, grad_query, _, grad_value = (
-        ours / flash for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
+        ours / flash
+        for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
     )
-    label = "error of dQ and dV at 1,048,576 tokens, last 8,192 rows, over FlashAttention-2's"
+    label = (
+        "error of dQ and dV at 1,048,576 tokens, last 8,192 rows, over "
+        "FlashAttention-2's"
+    )
     return Line([label, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
 
 
@@ -159,7 +179,8 @@ def readme_step_lines() -> list[Line]:
     )
     longest = (
         f"longest text of Qwen3-4B's shape in {gib(CARD)}, {card.value['layers']} of "
-        f"{card.value['of_layers']} layers run: SDPA with its usual remedies; with everything"
+        f"{card.value['of_layers']} layers run: SDPA with its usual remedies; with "
+        "everything"
     )
     return [
         Line(
@@ -176,7 +197,8 @@ def readme_step_lines() -> list[Line]:
         Line(
             [
                 longest,
-                f"{remedies.value['tokens']:,}; {card.value['tokens']:,} tokens, {whole_step(card.value)}",
+                f"{remedies.value['tokens']:,}; {card.value['tokens']:,} tokens, "
+                f"{whole_step(card.value)}",
             ],
             [remedies, card],
         ),

@@ -15,4 +15,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def outside(markdown: str) -> str:
     """Links that leave docs/ as the name of the file: the site does not have it."""
-    return _OUTSIDE.sub(lambda m: m[1] if "`" in m[1] else f"{m[1]} (`{m[2]}`)", markdown)
+    return _OUTSIDE.sub(
+        lambda m: m[1] if "`" in m[1] else f"{m[1]} (`{m[2]}`)", markdown
+    )

@@ -1,7 +1,7 @@
 """Attention task by task, as the equations say it: no slots, no streams, no planner.
 
-What the package computes in many ways is this. Tensors are one head's: query, key, value and out
-(n, d), lse (n,).
+What the package computes in many ways is this. Tensors are one head's: query, key,
+value and out (n, d), lse (n,).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def attention_by_tasks(query, key, value, decomposition, is_causal=False):
     lse = torch.full_like(query[:, 0], -torch.inf)
     for task in decomposition.tasks():
         for rows, columns, hidden in rectangles_of(task, is_causal):
-            part, part_lse = plain_attention(query[rows], key[columns], value[columns], hidden)
+            part, part_lse = plain_attention(
+                query[rows], key[columns], value[columns], hidden
+            )
             merged_lse = torch.logaddexp(lse[rows], part_lse)
             weight = torch.exp(lse[rows] - merged_lse)[:, None]
             part_weight = torch.exp(part_lse - merged_lse)[:, None]
@@ -26,7 +28,9 @@ def attention_by_tasks(query, key, value, decomposition, is_causal=False):
     return out, lse
 
 
-def gradients_by_tasks(query, key, value, out, lse, grad_out, decomposition, is_causal=False):
+def gradients_by_tasks(
+    query, key, value, out, lse, grad_out, decomposition, is_causal=False
+):
     """Return the gradients of query, key and value: those of all tasks add up."""
     scale = query.shape[-1] ** -0.5
     grad_query = torch.zeros_like(query)
@@ -36,7 +40,9 @@ def gradients_by_tasks(query, key, value, out, lse, grad_out, decomposition, is_
     for task in decomposition.tasks():
         for rows, columns, hidden in rectangles_of(task, is_causal):
             scores = plain_scores(query[rows], key[columns], hidden)
-            weights = torch.exp(scores - lse[rows, None])  # of whole rows: lse is the global one
+            weights = torch.exp(
+                scores - lse[rows, None]
+            )  # of whole rows: lse is the global one
             grad_weights = grad_out[rows] @ value[columns].T
             grad_scores = scale * weights * (grad_weights - delta[rows])
             grad_query[rows] += grad_scores @ key[columns]
@@ -46,7 +52,8 @@ def gradients_by_tasks(query, key, value, out, lse, grad_out, decomposition, is_
 
 
 def rectangles_of(task, is_causal):
-    """Yield tokens of queries, tokens of keys, and the pairs of a causal square that are hidden."""
+    """Yield tokens of queries, tokens of keys, and the pairs of a causal square that
+    are hidden."""
     positions = [p for span in task.spans for p in range(span.start, span.stop)]
     tokens = torch.tensor(positions, dtype=torch.long)
     for rectangle in task.rectangles(is_causal):
@@ -83,7 +90,9 @@ def main() -> None:
     query, key, value = inputs.detach()
     decomposition = Decomposition(n_tokens, levels=(7, 3))
     out, lse = attention_by_tasks(query, key, value, decomposition, is_causal=True)
-    grads = gradients_by_tasks(query, key, value, out, lse, grad_out, decomposition, is_causal=True)
+    grads = gradients_by_tasks(
+        query, key, value, out, lse, grad_out, decomposition, is_causal=True
+    )
 
     print(f"tasks: {decomposition.n_tasks}")
     print(f"output: {(out - expected).abs().max():.0e}")

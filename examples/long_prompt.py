@@ -1,9 +1,9 @@
 """Answer questions about one long text on a small GPU: the text is computed once.
 
 pip install ".[transformers]"
-python examples/long_prompt.py                  # a small model with random weights, on any machine
-python examples/long_prompt.py --tokens 256K --memory 24GiB     # on a GPU: Qwen3-4B's shape
-python examples/long_prompt.py --model FOLDER --text FILE --ask "Who did it?" --ask "Why?"
+python examples/long_prompt.py    # a small model with random weights, on any machine
+python examples/long_prompt.py --tokens 256K --memory 24GiB    # on a GPU
+python examples/long_prompt.py --model FOLDER --text FILE --ask "Who did it?"
 
 Without ``--model`` weights and text are random: what is shown is memory and time.
 """
@@ -22,14 +22,24 @@ from quorum_attention.units import parse_count
 
 SHAPES: dict[str, dict[str, int]] = {
     "Qwen3-4B": {
-        "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "head_dim": 128,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
     },
     "small": {
-        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     },
-}  # fmt: skip
+}
 
 
 def new_model(folder: str | None, device: str) -> Any:
@@ -38,19 +48,27 @@ def new_model(folder: str | None, device: str) -> Any:
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if folder is not None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        return (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        )
     shape = SHAPES["Qwen3-4B" if device == "cuda" else "small"]
-    config = Qwen3Config(**shape, max_position_embeddings=1 << 21, tie_word_embeddings=True)
+    config = Qwen3Config(
+        **shape, max_position_embeddings=1 << 21, tie_word_embeddings=True
+    )
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def new_texts(options: argparse.Namespace, model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def new_texts(
+    options: argparse.Namespace, model: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Ids of the text and of each question, (1, tokens)."""
     if options.model is None:
         n_ids = model.config.vocab_size
         text = torch.randint(1, n_ids, (1, options.tokens), device=model.device)
-        return text, [torch.randint(1, n_ids, (1, 16), device=model.device) for _ in range(2)]
+        return text, [
+            torch.randint(1, n_ids, (1, 16), device=model.device) for _ in range(2)
+        ]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -70,7 +88,9 @@ def main() -> None:
     parser.add_argument("--text", metavar="FILE")
     parser.add_argument("--ask", action="append", default=[], metavar="QUESTION")
     parser.add_argument("--tokens", type=parse_count, default=2000)
-    parser.add_argument("--memory", help="of the device, such as 16GiB (default: what is free)")
+    parser.add_argument(
+        "--memory", help="of the device, such as 16GiB (default: what is free)"
+    )
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +114,10 @@ def main() -> None:
         )
         seconds = time.perf_counter() - began
         answer = result[0, ids.shape[1] :]
-        print(f"{len(answer)} tokens of an answer in {seconds:.1f} s: {described(options, answer)}")
+        print(
+            f"{len(answer)} tokens of an answer in {seconds:.1f} s: "
+            f"{described(options, answer)}"
+        )
 
 
 def described(options: argparse.Namespace, answer: torch.Tensor) -> str:

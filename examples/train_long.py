@@ -1,13 +1,14 @@
-"""Train a model on one long text: attention inside a budget, and all else that makes it fit.
+"""Train a model on one long text: attention inside a budget, and all else that makes it
+fit.
 
 pip install ".[transformers]"
-python examples/train_long.py                    # a small model with random weights, on a CPU
-python examples/train_long.py --tokens 256K      # on a GPU: Qwen3-8B's shape, random weights
-python examples/train_long.py --model FOLDER --text FILE         # your weights and your text
+python examples/train_long.py    # a small model with random weights, on a CPU
+python examples/train_long.py --tokens 256K    # on a GPU: Qwen3-8B's shape
+python examples/train_long.py --model FOLDER --text FILE    # your weights and text
 
-Adapters (LoRA) are trained, PEFT's where it is installed. With ``--model``, or with ``--out``, they
-are saved: PEFT's as an adapter, others added to the weights as a model. Without ``--text`` the text
-is Python's standard library, by bytes.
+Adapters (LoRA) are trained, PEFT's where it is installed. With ``--model``, or with
+``--out``, they are saved: PEFT's as an adapter, others added to the weights as a model.
+Without ``--text`` the text is Python's standard library, by bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +28,24 @@ from quorum_attention.units import format_bytes, parse_count
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-8B": {
-        "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "head_dim": 128,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "head_dim": 128,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
     },
     "small": {
-        "vocab_size": 8192, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 8192,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     },
-}  # fmt: skip
+}
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -57,7 +68,8 @@ class Adapted(nn.Module):
 def new_model(
     shape: str, rank: int, device: str, folder: str | None = None, *, peft: bool = False
 ) -> Any:
-    """A decoder of that shape with random weights, or the one in ``folder``; adapters learn.
+    """A decoder of that shape with random weights, or the one in ``folder``; adapters
+    learn.
 
     Args:
         shape: a name in ``SHAPES``.
@@ -72,7 +84,9 @@ def new_model(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
         if folder is None:
-            config = Qwen3Config(**SHAPES[shape], rope_theta=1e6, max_position_embeddings=1 << 24)
+            config = Qwen3Config(
+                **SHAPES[shape], rope_theta=1e6, max_position_embeddings=1 << 24
+            )
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -87,7 +101,8 @@ def with_adapters(model: Any, rank: int, peft: bool) -> Any:
         from peft import LoraConfig, get_peft_model
 
         names = sorted(
-            {name.rpartition(".")[2] for name, _ in model.named_modules()} & set(ADAPTED)
+            {name.rpartition(".")[2] for name, _ in model.named_modules()}
+            & set(ADAPTED)
         )
         config = LoraConfig(
             r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM",
@@ -103,8 +118,9 @@ def with_adapters(model: Any, rank: int, peft: bool) -> Any:
 
 
 def save(model: Any, folder: str, tokenizer: Any = None) -> None:
-    """Write PEFT's adapter, for ``PeftModel.from_pretrained(model, folder)``; or a whole model with
-    its adapters added to the weights, for ``AutoModelForCausalLM.from_pretrained(folder)``."""
+    """Write PEFT's adapter, for ``PeftModel.from_pretrained(model, folder)``; or a
+    whole model with its adapters added to the weights, for
+    ``AutoModelForCausalLM.from_pretrained(folder)``."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Adapted):
@@ -133,8 +149,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder with weights and tokenizer")
     parser.add_argument("--text", help="a file; needs --model")
-    parser.add_argument("--out", help="a new folder for what was trained (default: FOLDER-trained)")
-    parser.add_argument("--tokens", type=parse_count, default=32_768 if device == "cuda" else 2048)
+    parser.add_argument(
+        "--out", help="a new folder for what was trained (default: FOLDER-trained)"
+    )
+    parser.add_argument(
+        "--tokens", type=parse_count, default=32_768 if device == "cuda" else 2048
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--budget", default="5GiB" if device == "cuda" else "16MiB")
     options = parser.parse_args()
@@ -151,14 +171,24 @@ def main() -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         text = Path(options.text).read_text(encoding="utf-8")
-        ids = tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens].to(device)
+        ids = (
+            tokenizer(text, return_tensors="pt")
+            .input_ids[:, : options.tokens]
+            .to(device)
+        )
     else:
         ids = library(options.tokens, device)
     model = new_model(
-        "Qwen3-8B" if device == "cuda" else "small", 16, device, options.model, peft=True
+        "Qwen3-8B" if device == "cuda" else "small",
+        16,
+        device,
+        options.model,
+        peft=True,
     )
     print(long_context(model, budget=options.budget), flush=True)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        (p for p in model.parameters() if p.requires_grad), lr=1e-3
+    )
     for step in range(options.steps):
         began = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss

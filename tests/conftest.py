@@ -1,7 +1,8 @@
-"""Shared by all tests; its presence puts this directory on the import path, for the helpers.
+"""Shared by all tests; its presence puts this directory on the import path, for the
+helpers.
 
-Every test begins with random numbers of its own, finds NaN in fresh memory, and has to leave
-nothing behind: helpers/uninitialised.py, helpers/leftovers.py.
+Every test begins with random numbers of its own, finds NaN in fresh memory, and has to
+leave nothing behind: helpers/uninitialised.py, helpers/leftovers.py.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from helpers.controller import check_every_event
 from helpers.leftovers import count_page_locks, left_since, standing
 from helpers.uninitialised import filled
 
-# Triton decides at its import, and at that of kernels, whether it interprets; without a GPU it has
-# to. Here, before a test that takes the setting away can be the first to import it.
+# Triton decides at its import, and at that of kernels, whether it interprets; without a
+# GPU it has to. Here, before a test that takes the setting away can be the first to
+# import it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with contextlib.suppress(ImportError):
@@ -36,15 +38,25 @@ _SHARED = tempfile.gettempdir()
 # Of this run alone, so that what is left in it was left by this run.
 _FOLDER = tempfile.mkdtemp(prefix="quorum-attention-tests-")
 # After multiprocessing has removed its own folder, which lies in there.
-Finalize(None, shutil.rmtree, args=(_FOLDER,), kwargs={"ignore_errors": True}, exitpriority=-200)
+Finalize(
+    None,
+    shutil.rmtree,
+    args=(_FOLDER,),
+    kwargs={"ignore_errors": True},
+    exitpriority=-200,
+)
 tempfile.tempdir = os.environ["TMPDIR"] = _FOLDER
-# Where pytest's own folders stay for a look at them, and what torch compiled for the next run.
+# Where pytest's own folders stay for a look at them, and what torch compiled for the
+# next run.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _SHARED)
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{_SHARED}/torchinductor_{os.getuid()}")
-# It compiles in processes of its own otherwise, as many as there are cores for each process of
-# pytest-xdist, which waited for them as it ended.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", f"{_SHARED}/torchinductor_{os.getuid()}"
+)
+# It compiles in processes of its own otherwise, as many as there are cores for each
+# process of pytest-xdist, which waited for them as it ended.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Tables are as wide as in a pipe, wherever tests run; processes of pytest-xdist have a width set.
+# Tables are as wide as in a pipe, wherever tests run; processes of pytest-xdist have a
+# width set.
 os.environ.pop("COLUMNS", None)
 # No test reads, or writes, the calibration of whoever runs it.
 os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="calibration-")
@@ -54,10 +66,13 @@ _passed = pytest.StashKey[bool]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "as_allocated: fresh memory is as the allocator hands it out, not full of NaN"
+        "markers",
+        "as_allocated: fresh memory is as the allocator hands it out, not full of NaN",
     )
     config.addinivalue_line("markers", "slow: left out by `make test`")
-    config.addinivalue_line("markers", "slow_but_first: all cases but the first are slow")
+    config.addinivalue_line(
+        "markers", "slow_but_first: all cases but the first are slow"
+    )
     count_page_locks()
 
 
@@ -85,15 +100,18 @@ def pytest_runtest_makereport(item: pytest.Item, call):
 
 @pytest.fixture(autouse=True, scope="module")
 def collections_are_quick() -> None:
-    """What has been imported by now (all of torch's compiler, for some) is not looked through every
-    time that a test, or a recovery, collects garbage."""
+    """What has been imported by now (all of torch's compiler, for some) is not looked
+    through every time that a test, or a recovery, collects garbage."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest, collections_are_quick: None) -> Iterator[None]:
-    """Memory, page locks, threads, processes, files and settings are as they were before.
+def nothing_is_left(
+    request: pytest.FixtureRequest, collections_are_quick: None
+) -> Iterator[None]:
+    """Memory, page locks, threads, processes, files and settings are as they were
+    before.
 
     Of a test that failed nothing is asked: its traceback holds what it worked with.
     """

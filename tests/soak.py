@@ -1,8 +1,8 @@
-"""A soak: random calls for minutes or hours, alone, of three threads at once and interrupted, each
-held against float64; whether the process grows.
+"""A soak: random calls for minutes or hours, alone, of three threads at once and
+interrupted, each held against float64; whether the process grows.
 
-``PYTHONPATH=src:tests python -m soak --minutes 60 --seed 1``. Exit status 0: no call was wrong,
-nothing grew, nothing was left.
+``PYTHONPATH=src:tests python -m soak --minutes 60 --seed 1``. Exit status 0: no call
+was wrong, nothing grew, nothing was left.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from statistics import median
 from typing import Any
 
 MIB = 1 << 20
-# What each may grow by over the second half of a soak: the slope through its rows, times the time.
-# A leak of 1 KB a call is 20 MiB in the second half of an hour. Less than these is what torch's
-# allocators, its compiler's caches and glibc's free lists do by themselves.
+# What each may grow by over the second half of a soak: the slope through its rows,
+# times the time. A leak of 1 KB a call is 20 MiB in the second half of an hour. Less
+# than these is what torch's allocators, its compiler's caches and glibc's free lists do
+# by themselves.
 LIMITS = {
     "anonymous": 48 * MIB, "device": 4 * MIB, "descriptors": 4, "threads": 4, "children": 1,
     "shared_files": 1, "temporary_files": 4,
@@ -97,7 +98,8 @@ class Soak:
             print(f"WRONG {kind.__name__}: {words}", flush=True)
 
     def cases(self, count: int) -> list[Any]:
-        """Neighbouring seeds of random_calls: on a GPU they share what has to be compiled."""
+        """Neighbouring seeds of random_calls: on a GPU they share what has to be
+        compiled."""
         from random_calls.draw import BLOCK, draw
 
         first = self.draw.randrange(1 << 40) // BLOCK * BLOCK
@@ -114,7 +116,9 @@ class Soak:
     def _row(self, seconds: float) -> None:
         row = {"seconds": round(seconds, 1), "calls": self.calls.total(), **held()}
         self.rows.append(row)
-        print(", ".join(f"{name} {number:,}" for name, number in row.items()), flush=True)
+        print(
+            ", ".join(f"{name} {number:,}" for name, number in row.items()), flush=True
+        )
 
 
 def alone(soak: Soak) -> None:
@@ -126,14 +130,17 @@ def alone(soak: Soak) -> None:
 
 
 def at_once(soak: Soak) -> None:
-    """Calls of three threads at once, without what changes the process for all of its threads."""
+    """Calls of three threads at once, without what changes the process for all of its
+    threads."""
     from random_calls.run import check
 
     cases = [replace(case, failure=None) for case in soak.cases(3)]
     with ThreadPoolExecutor(3) as threads:
         for verdict in threads.map(lambda case: check(case, soak.device), cases):
             # A device's allocator counts what all threads take.
-            if not all(words.startswith("more memory than") for words in verdict.wrong or [""]):
+            if not all(
+                words.startswith("more memory than") for words in verdict.wrong or [""]
+            ):
                 soak.judge("at once", verdict)
 
 
@@ -142,7 +149,8 @@ class Interrupt(KeyboardInterrupt):
 
 
 def interrupted(soak: Soak) -> None:
-    """A call interrupted at a random instant leaves its inputs alone, and the next is right."""
+    """A call interrupted at a random instant leaves its inputs alone, and the next is
+    right."""
     import torch
     from random_calls.call import CallResults, perform
     from random_calls.run import Verdict, check
@@ -166,7 +174,9 @@ def interrupted(soak: Soak) -> None:
         try:
             with contextlib.suppress(NotImplementedError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                signal.setitimer(signal.ITIMER_REAL, max(1e-5, soak.draw.random() * took))
+                signal.setitimer(
+                    signal.ITIMER_REAL, max(1e-5, soak.draw.random() * took)
+                )
                 perform(case, inputs, torch.device(soak.device), results)
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except Interrupt:
@@ -187,7 +197,8 @@ KINDS = (alone, at_once, interrupted)
 
 
 def held() -> dict[str, float]:
-    """What this process holds by itself, workers ended and caches of bounded size emptied."""
+    """What this process holds by itself, workers ended and caches of bounded size
+    emptied."""
     import torch
 
     from quorum_attention import devices
@@ -196,7 +207,9 @@ def held() -> dict[str, float]:
     torch._dynamo.reset()
     for found in gc.get_objects():
         if type(found) is functools._lru_cache_wrapper:
-            ours = (found.__module__ or "").startswith(("quorum_attention", "random_calls"))
+            ours = (found.__module__ or "").startswith(
+                ("quorum_attention", "random_calls")
+            )
             if ours and found.cache_parameters()["maxsize"] is not None:
                 found.cache_clear()
     gc.collect()
@@ -221,8 +234,8 @@ def held() -> dict[str, float]:
 def grown(rows: Sequence[dict[str, float]]) -> list[str]:
     """What grew over the second half, in words.
 
-    The slope is the median of those through all pairs of rows (Theil and Sen): a few rows that
-    jump move it little.
+    The slope is the median of those through all pairs of rows (Theil and Sen): a few
+    rows that jump move it little.
     """
     half, found = rows[len(rows) // 2 :], []
     pairs = [(a, b) for a, b in combinations(half, 2) if b["seconds"] > a["seconds"]]
@@ -230,14 +243,18 @@ def grown(rows: Sequence[dict[str, float]]) -> list[str]:
         slopes = [(b[name] - a[name]) / (b["seconds"] - a["seconds"]) for a, b in pairs]
         added = median(slopes or [0.0]) * (half[-1]["seconds"] - half[0]["seconds"])
         if added > limit:
-            found.append(f"{name} grew by {added:,.0f} in the second half; {limit:,} is allowed")
+            found.append(
+                f"{name} grew by {added:,.0f} in the second half; {limit:,} is allowed"
+            )
     return found
 
 
 def main() -> int:
     """0 where nothing was wrong."""
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="how long (default 5)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which calls (default 0)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     given = parser.parse_args()
@@ -247,7 +264,11 @@ def main() -> int:
         soak, seconds = Soak(given.device, given.seed), 60 * given.minutes
         passed = soak.run(seconds, min(60.0, seconds / 12))
         print(dict(soak.calls))
-        print("passed" if passed else f"FAILED: {len(soak.wrong)}, the last {soak.wrong[-1]}")
+        print(
+            "passed"
+            if passed
+            else f"FAILED: {len(soak.wrong)}, the last {soak.wrong[-1]}"
+        )
     return 0 if passed else 1
 
 

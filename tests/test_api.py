@@ -1,4 +1,5 @@
-"""``attention()``: empty and mapped inputs, progress, what a report says, plans of other calls."""
+"""``attention()``: empty and mapped inputs, progress, what a report says, plans of
+other calls."""
 
 from __future__ import annotations
 
@@ -42,9 +43,14 @@ def test_arrays(dtype: torch.dtype) -> None:
     arrays = [tensor.numpy() for tensor in vars(given).values()]
     for array in arrays:
         array.flags.writeable = False
-    (*three, grad_out), (out, *grads) = arrays, np.zeros((4, *given.query.shape), np.float32)
+    (*three, grad_out), (out, *grads) = (
+        arrays,
+        np.zeros((4, *given.query.shape), np.float32),
+    )
     _, lse = qa.attention_with_lse(*three, depth=1, out=out)
-    found = qa.attention_backward(grad_out, *three, out, lse, depth=1, grads=tuple(grads))
+    found = qa.attention_backward(
+        grad_out, *three, out, lse, depth=1, grads=tuple(grads)
+    )
     assert [t.data_ptr() for t in found] == [a.ctypes.data for a in grads]
     results = map(torch.from_numpy, (out, *grads))
     assert_close(results, (wanted.out, *wanted.grads), GRADIENT_TOLERANCE[dtype])
@@ -54,7 +60,12 @@ def test_progress_callable_and_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     given, seen = inputs(300), []
     heads, head_dim = given.query.shape[1], given.query.shape[3]
     plan = qa.plan(
-        300, heads=heads, head_dim=head_dim, dtype=given.query.dtype, levels=(7,), over_inputs=False
+        300,
+        heads=heads,
+        head_dim=head_dim,
+        dtype=given.query.dtype,
+        levels=(7,),
+        over_inputs=False,
     )
     qa.attention(*given.three, plan=plan, progress=lambda *now: seen.append(now))
     assert seen == [(i + 1, 7, "forward") for i in range(7)]
@@ -82,12 +93,23 @@ def test_a_report_says_what_happened(depth: int) -> None:
     qa.attention(*three, depth=depth, enable_gqa=True, report=report).sum().backward()
     for part in (report.forward, report.backward):
         assert part is not None
-        assert (part.kernel, part.levels, part.planned_levels) == ("cpu", levels, levels)
+        assert (part.kernel, part.levels, part.planned_levels) == (
+            "cpu",
+            levels,
+            levels,
+        )
         assert part.units == 7**depth * part.n_groups
         assert part.n_groups * part.heads_per_group == 4
         # At depth 1 all tasks run at once where the inputs are; nothing is moved.
         assert (part.loaded_bytes > 0) == (part.stored_bytes > 0) == (depth == 2)
-        assert set(part.stages) == {"gather", "h2d", "compute", "merge", "d2h", "scatter"}
+        assert set(part.stages) == {
+            "gather",
+            "h2d",
+            "compute",
+            "merge",
+            "d2h",
+            "scatter",
+        }
         assert part.stages["compute"] > 0
         assert part.seconds > 0
         assert part.planned_peak_bytes > 0
@@ -113,7 +135,13 @@ Q = torch.zeros(1, 2, 50, 8)
     ],
 )
 def test_a_plan_of_another_call_is_refused(change, says) -> None:
-    sizes = {"n_tokens": 50, "heads": 2, "head_dim": 8, "dtype": torch.float32, **change}
+    sizes = {
+        "n_tokens": 50,
+        "heads": 2,
+        "head_dim": 8,
+        "dtype": torch.float32,
+        **change,
+    }
     plan = qa.plan(sizes.pop("n_tokens"), **sizes)
     with pytest.raises(ValueError, match=says):
         qa.attention(Q, Q, Q, plan=plan)
@@ -128,7 +156,11 @@ def test_of_calls_small_cut_and_failed() -> None:
         qa.attention(q, q, q, report=report, depth=1).sum().backward()
         with pytest.raises(qa.BudgetError):
             qa.attention(q, q, q, budget=100)
-    assert (report.total.forwards, report.total.backwards, report.total.cut) == (1, 1, 2)
+    assert (report.total.forwards, report.total.backwards, report.total.cut) == (
+        1,
+        1,
+        2,
+    )
     assert (outer.total.forwards, outer.total.backwards, outer.total.cut) == (2, 2, 2)
     assert outer.total.seconds > report.total.seconds > 0
     assert outer.total.peak_bytes == max(
@@ -143,7 +175,11 @@ def test_of_calls_small_cut_and_failed() -> None:
 def test_overlap_is_what_the_longest_stage_hides_of_the_others() -> None:
     for seconds, stages, overlap in (
         (2.5, {"h2d": 0.5, "d2h": 0.5, "compute": 2.0}, 0.5),
-        (9.0, {"h2d": 1.0, "compute": 2.0}, 0.0),  # something else took time: not negative
+        (
+            9.0,
+            {"h2d": 1.0, "compute": 2.0},
+            0.0,
+        ),  # something else took time: not negative
         (2.0, {"compute": 2.0}, None),
     ):
         made = PassReport("dense", seconds=seconds, stages=stages)

@@ -15,8 +15,12 @@ from quorum_attention.execution.device.mover import Mover
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def leaves(given: Inputs, needed: tuple[bool, bool, bool] = (True, True, True)) -> Inputs:
-    three = (t.clone().requires_grad_(n) for t, n in zip(given.three, needed, strict=True))
+def leaves(
+    given: Inputs, needed: tuple[bool, bool, bool] = (True, True, True)
+) -> Inputs:
+    three = (
+        t.clone().requires_grad_(n) for t, n in zip(given.three, needed, strict=True)
+    )
     return Inputs(*three, given.grad_out)
 
 
@@ -31,7 +35,8 @@ def test_gradcheck(levels: tuple[int, ...], is_causal: bool) -> None:
         is_causal=is_causal,
     )  # fmt: skip
     assert torch.autograd.gradcheck(
-        lambda q, k, v: qa.attention(q, k, v, is_causal=is_causal, plan=plan), given.three
+        lambda q, k, v: qa.attention(q, k, v, is_causal=is_causal, plan=plan),
+        given.three,
     )
 
 
@@ -61,8 +66,11 @@ CALLS = {
 
 @pytest.mark.parametrize("which", ["query", "key", "value", "out", "lse", *CALLS])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_what_the_backward_reads_and_is_changed_before_is_torchs_error(which, depth) -> None:
-    """All of it are saved tensors: inputs, results, masks, and what a kernel closes over."""
+def test_what_the_backward_reads_and_is_changed_before_is_torchs_error(
+    which, depth
+) -> None:
+    """All of it are saved tensors: inputs, results, masks, and what a kernel closes
+    over."""
     plain, tensor = inputs(60), torch.randn(60, 60)
     given, call = leaves(plain), CALLS.get(which, lambda t: {})(tensor)
     qa.attention(*given.three, **call, depth=depth).backward(plain.grad_out)
@@ -97,16 +105,25 @@ def test_hooks_on_saved_tensors_see_all_that_is_read() -> None:
 
 
 @pytest.mark.parametrize("what", ["out", "mask", "lse"])
-def test_create_graph_works_and_a_second_derivative_is_refused_in_words(what: str) -> None:
+def test_create_graph_works_and_a_second_derivative_is_refused_in_words(
+    what: str,
+) -> None:
     plain, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
     given = leaves(plain)
     out, lse = qa.attention_with_lse(*given.three, mask if what == "mask" else None)
     grads = torch.autograd.grad(out, given.three, plain.grad_out, create_graph=True)
-    wanted = exact(plain, mask=mask.detach() if what == "mask" else None, gradients=True)
+    wanted = exact(
+        plain, mask=mask.detach() if what == "mask" else None, gradients=True
+    )
     assert_close(grads, wanted.grads, 5e-5)
-    result, leaf = (lse if what == "lse" else out), (mask if what == "mask" else given.query)
+    result, leaf = (
+        (lse if what == "lse" else out),
+        (mask if what == "mask" else given.query),
+    )
     first = torch.autograd.grad(result.square().sum(), leaf, create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match=r"second derivatives .* not supported"):
+    with pytest.raises(
+        NotImplementedError, match=r"second derivatives .* not supported"
+    ):
         first.sum().backward()
 
 
@@ -143,7 +160,9 @@ def test_a_preallocated_output_serves_step_after_step() -> None:
 
 
 @pytest.mark.parametrize("how", ["the next call", "its owner", "the returned one"])
-def test_a_preallocated_output_overwritten_before_the_backward_is_torchs_error(how: str) -> None:
+def test_a_preallocated_output_overwritten_before_the_backward_is_torchs_error(
+    how: str,
+) -> None:
     plain = inputs(60)
     room = torch.empty_like(plain.grad_out)
     out = qa.attention(*leaves(plain).three, out=room)
@@ -162,7 +181,8 @@ def test_a_preallocated_output_overwritten_before_the_backward_is_torchs_error(h
     [({}, 4, 8), ({}, 2, 24), ({"depth": 1}, 2, 8), ({"kernel": "dense"}, 4, 24)],
 )
 def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
-    """As torch's: a step further in the graph, or torch's error where the backward needs them."""
+    """As torch's: a step further in the graph, or torch's error where the backward
+    needs them."""
     plain = inputs(60, heads=4, kv_heads=kv_heads, value_dim=value_dim)
     given, call = leaves(plain), {"enable_gqa": True, **call}
     out = qa.attention(*given.three, **call)
@@ -177,7 +197,10 @@ def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
     assert out.grad_fn is not None
     more = torch.ones((), requires_grad=True)
     results = pass_of(plain, False, **call)()
-    for made in (*results, *pass_of(plain, True, tuple(t.clone() for t in results), **call)()):
+    for made in (
+        *results,
+        *pass_of(plain, True, tuple(t.clone() for t in results), **call)(),
+    ):
         made += more
         made.sum().backward()
     assert more.grad is not None
@@ -185,7 +208,8 @@ def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_results_used_again(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows leave a slot as with pinned results of a GPU: by copies that torch never sees."""
+    """Rows leave a slot as with pinned results of a GPU: by copies that torch never
+    sees."""
 
     def store(self, slot, far, pieces) -> None:
         for piece in pieces:

@@ -24,9 +24,21 @@ import run
         ["small", "--seconds=0.001"],
         ["plain", f"--before={ROOT / 'src'}", "--cases=small", "--rounds=2"],
         ["wrapped", "--tokens=64", "--draws=1"],
-        ["entries", "--share=0.001", "--rows=permuted,lengths", "--rounds=1", "--cpu-time"],
+        [
+            "entries",
+            "--share=0.001",
+            "--rows=permuted,lengths",
+            "--rounds=1",
+            "--cpu-time",
+        ],
         ["prompt", "--ways=offloaded,ours", "--tokens=300", "--generate=2"],
-        ["devices", "--devices=cpu,cpu", "--tokens=600", "--rounds=2", "--budgets=1GiB"],
+        [
+            "devices",
+            "--devices=cpu,cpu",
+            "--tokens=600",
+            "--rounds=2",
+            "--budgets=1GiB",
+        ],
         [
             "ranks",
             "--ranks=2",
@@ -46,7 +58,9 @@ def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None
     origin = content["run"]
     rows = content["rows"]
     assert origin["command"].startswith(f"python benchmarks/run.py {arguments[0]}")
-    assert str(tmp_path) not in json.dumps(origin), "a record names no place of a machine"
+    assert str(tmp_path) not in json.dumps(origin), (
+        "a record names no place of a machine"
+    )
     assert origin["versions"]["torch"] == torch.__version__
     assert file.name.startswith(f"{origin['date']}-cpu-{arguments[0]}-")
     case = arguments[0]
@@ -86,9 +100,17 @@ def test_a_long_step_is_measured(
     sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
     monkeypatch.setitem(step.SHAPES, "small", {**step.SHAPES["small"], **sizes})
     monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 1 << 20)
-    asked = "equal-at=96 tokens=128 layers=1,2 first=32 most=256 memory=20MiB tile=64 longer=4"
+    asked = (
+        "equal-at=96 tokens=128 layers=1,2 first=32 most=256 memory=20MiB tile=64 "
+        "longer=4"
+    )
     run.main(
-        ["step", "--device=cpu", *(f"--{word}" for word in asked.split()), f"--results={tmp_path}"]
+        [
+            "step",
+            "--device=cpu",
+            *(f"--{word}" for word in asked.split()),
+            f"--results={tmp_path}",
+        ]
     )
     (file,) = tmp_path.iterdir()
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]

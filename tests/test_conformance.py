@@ -1,5 +1,5 @@
-"""One call by every way of computing it: one device, several, Ray (in this process), files;
-ranks are in tests/distributed.
+"""One call by every way of computing it: one device, several, Ray (in this process),
+files; ranks are in tests/distributed.
 
 More cases: ``python tests/test_conformance.py WAY FIRST COUNT`` (WAY may be "3 ranks").
 """
@@ -72,7 +72,9 @@ def main(way: str, first: str, count: str) -> None:
     torch.set_num_threads(1)
     if way.endswith("ranks"):  # "3 ranks"
         with tempfile.TemporaryDirectory() as folder:
-            spawn(count_wrong, int(way.split()[0]), Path(folder), int(first), int(count))
+            spawn(
+                count_wrong, int(way.split()[0]), Path(folder), int(first), int(count)
+            )
     else:
         print(f"{way}: {count} calls, {wrong(way, int(first), int(count))} wrong")
 

@@ -1,5 +1,5 @@
-"""Calls that are one kernel call: remembered by all that their checks and decisions depend on, made
-again unchecked, and as a planned call would be."""
+"""Calls that are one kernel call: remembered by all that their checks and decisions
+depend on, made again unchecked, and as a planned call would be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from quorum_attention.dispatch import cache_key, is_plain_call
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
 
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
+ON_CPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="calls would go to the GPU"
+)
 GROUPED: dict[str, Any] = {"enable_gqa": True}
 
 
@@ -41,13 +43,19 @@ def inputs(
     learned: bool = True,
 ) -> list[torch.Tensor]:
     shapes = ((4, n_queries or 24), (kv_heads, n_keys), (kv_heads, n_keys))
-    return [torch.randn(1, h, n, 16).to(dtype).requires_grad_(learned) for h, n in shapes]
+    return [
+        torch.randn(1, h, n, 16).to(dtype).requires_grad_(learned) for h, n in shapes
+    ]
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         three = (t.double() for t in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*three, **options, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            *three, **options, enable_gqa=True
+        )
 
 
 def refused(*args: Any) -> Any:
@@ -75,7 +83,10 @@ def test_it_is_right_and_is_not_checked_again(
         torch.randn(1, 4, 16, 24).mT,
     ):
         leaves = inputs()
-        out, want = qa.attention(*leaves, **options, **GROUPED), exact(*leaves, **options)
+        out, want = (
+            qa.attention(*leaves, **options, **GROUPED),
+            exact(*leaves, **options),
+        )
         torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
         grads = torch.autograd.grad(out, leaves, grad_out)
         wanted = torch.autograd.grad(want, leaves, grad_out.double())
@@ -102,9 +113,12 @@ def both(
 def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
     dtype: torch.dtype, n: int, upstream: float
 ) -> None:
-    """From materialised scores and from the operator in fp32; too large in fp16, too small, and
-    odd."""
-    three, grad_out = inputs(n, n_queries=n, dtype=dtype), torch.randn(1, 4, n, 16, dtype=dtype)
+    """From materialised scores and from the operator in fp32; too large in fp16, too
+    small, and odd."""
+    three, grad_out = (
+        inputs(n, n_queries=n, dtype=dtype),
+        torch.randn(1, 4, n, 16, dtype=dtype),
+    )
     if upstream == upstream:
         grad_out = (upstream * grad_out.double()).to(dtype)
     else:
@@ -115,7 +129,9 @@ def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
             for written in ({}, {}, {"out_dtype": dtype})
         )
         assert remembered()
-        assert [(t.dtype, t.stride()) for t in again] == [(dtype, t.stride()) for t in planned]
+        assert [(t.dtype, t.stride()) for t in again] == [
+            (dtype, t.stride()) for t in planned
+        ]
         torch.testing.assert_close(again, planned, rtol=0, atol=0, equal_nan=True)
 
 
@@ -126,15 +142,19 @@ def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
     [(torch.bfloat16, 12), (torch.bfloat16, 90), (torch.float16, 12), (torch.float16, 90),
      (torch.float64, 12), (torch.float64, 90), (torch.float32, 12)],
 )  # fmt: skip
-def test_calls_under_a_mask_are_remembered_without_it(dtype: torch.dtype, n: int) -> None:
-    """Each is of its own mask, boolean or additive, of one dimension or four; also with rows that
-    see no key, and where the upstream gradient is not finite."""
+def test_calls_under_a_mask_are_remembered_without_it(
+    dtype: torch.dtype, n: int
+) -> None:
+    """Each is of its own mask, boolean or additive, of one dimension or four; also with
+    rows that see no key, and where the upstream gradient is not finite."""
     for shape, boolean in (((n, n), True), ((n, n), False), ((1, 4, 1, n), True)):
         names = len(dispatch._CACHE)
         for time in range(3):
             mask = torch.rand(shape) < 0.6
             mask[..., 0] |= time > 1
-            mask = mask if boolean else torch.randn(shape).masked_fill(~mask, -torch.inf)
+            mask = (
+                mask if boolean else torch.randn(shape).masked_fill(~mask, -torch.inf)
+            )
             three = inputs(n, n_queries=n, dtype=dtype)
             grad_out = torch.randn(1, 4, n, 16, dtype=dtype)
             if time == 2:
@@ -148,8 +168,11 @@ def test_calls_under_a_mask_are_remembered_without_it(dtype: torch.dtype, n: int
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(before: bool) -> None:
-    """A first row of zeros has log-sum-exp 0 under a causal mask: that takes a second attempt."""
+def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(
+    before: bool,
+) -> None:
+    """A first row of zeros has log-sum-exp 0 under a causal mask: that takes a second
+    attempt."""
     q, k, v = inputs()
     with torch.no_grad():
         q[:, :, 0] = 0.0
@@ -166,21 +189,27 @@ def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
     q, k, v = inputs()
     qa.attention(q, k, v, enable_gqa=True)
     for options in ({}, {"value": v[:, :, 1:], **GROUPED}, {"is_causal": 0, **GROUPED}):
-        with pytest.raises((ValueError, TypeError), match=r"enable_gqa|tokens|is_causal"):
+        with pytest.raises(
+            (ValueError, TypeError), match=r"enable_gqa|tokens|is_causal"
+        ):
             qa.attention(q, k, **{"value": v, **options})
 
 
 # --- By what --------------------------------------------------------------------------------------
 
 
-def small(heads: int = 4, kv_heads: int = 4, n_queries: int = 8, n_keys: int = 8) -> list[Any]:
+def small(
+    heads: int = 4, kv_heads: int = 4, n_queries: int = 8, n_keys: int = 8
+) -> list[Any]:
     shapes = ((heads, n_queries), (kv_heads, n_keys), (kv_heads, n_keys))
     return [torch.randn(1, h, n, 16) for h, n in shapes]
 
 
 def key_of(tensors: list[Any], **changes: Any) -> Any:
     arguments = Arguments(**changes)
-    return cache_key(*tensors, arguments) if is_plain_call(*tensors, arguments) else None
+    return (
+        cache_key(*tensors, arguments) if is_plain_call(*tensors, arguments) else None
+    )
 
 
 def changed(which: int, change: Callable[[torch.Tensor], Any]) -> list[Any]:
@@ -201,7 +230,9 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "key heads": lambda: key_of(small(kv_heads=2)),
     "queries": lambda: key_of(small(n_queries=9)),
     "keys": lambda: key_of(small(n_keys=17)),
-    "rows that are not dense": lambda: key_of(changed(1, lambda t: t.mT.contiguous().mT)),
+    "rows that are not dense": lambda: key_of(
+        changed(1, lambda t: t.mT.contiguous().mT)
+    ),
     "head dimension": lambda: key_of([t[..., :8].contiguous() for t in small()]),
     "place": lambda: key_of(changed(2, lambda t: t.to("meta"))),
     "value dimension": lambda: key_of(changed(2, lambda t: t[..., :8].contiguous())),
@@ -209,7 +240,9 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
     "scale": lambda: key_of(small(), scale=0.25),
     "grouped": lambda: key_of(small(), enable_gqa=True),
     "learned": lambda: key_of(changed(1, torch.Tensor.requires_grad_)),
-    "deterministic": lambda: within(setting(torch.use_deterministic_algorithms, True, False)),
+    "deterministic": lambda: within(
+        setting(torch.use_deterministic_algorithms, True, False)
+    ),
     "kernels": lambda: within(
         setting(registry.register_kernel, CpuKernel(), registry.get_kernel("cpu"))
     ),
@@ -218,7 +251,10 @@ DIFFERENCES: dict[str, Callable[[], Any]] = {
 
 def test_equal_calls_have_one_key_and_what_makes_a_difference_gives_another() -> None:
     assert key_of(small()) == key_of(small()) is not None
-    assert len({key_of(changed(which, torch.Tensor.requires_grad_)) for which in range(3)}) == 1
+    assert (
+        len({key_of(changed(which, torch.Tensor.requires_grad_)) for which in range(3)})
+        == 1
+    )
     with torch.no_grad():
         assert key_of(changed(1, torch.Tensor.requires_grad_)) == key_of(small())
     plain = key_of(small())  # before kernels are registered
@@ -271,7 +307,9 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 def test_unusual_tensors_and_surroundings_give_no_key() -> None:
     for what, change in TENSORS.items():
-        assert [key_of(changed(which, change)) for which in range(3)] == [None] * 3, what
+        assert [key_of(changed(which, change)) for which in range(3)] == [None] * 3, (
+            what
+        )
     for what, context in UNUSUAL.items():
         assert within(context()) is None, what
         assert key_of(small()) is not None
@@ -283,8 +321,15 @@ def test_calls_under_a_mask_have_a_key_of_its_kind_and_all_lengths() -> None:
         torch.ones(1, 4, 8, 8), torch.ones(8, 8).double(), torch.ones(()),
     ]  # fmt: skip
     assert len({key_of(small(), attn_mask=mask) for mask in masks}) == len(masks)
-    assert key_of(small(), attn_mask=masks[1]) == key_of(small(), attn_mask=torch.rand(8, 8))
-    assert len({key_of(small(n_keys=n), attn_mask=torch.ones(8, 1)) for n in range(65, 75)}) == 10
+    assert key_of(small(), attn_mask=masks[1]) == key_of(
+        small(), attn_mask=torch.rand(8, 8)
+    )
+    assert (
+        len(
+            {key_of(small(n_keys=n), attn_mask=torch.ones(8, 1)) for n in range(65, 75)}
+        )
+        == 10
+    )
 
 
 @ON_CPU

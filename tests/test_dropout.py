@@ -1,5 +1,5 @@
-"""Dropout: the same pairs however a call is cut, wherever it runs, forward and backward; seeds are
-drawn once in a call, from torch's generator."""
+"""Dropout: the same pairs however a call is cut, wherever it runs, forward and
+backward; seeds are drawn once in a call, from torch's generator."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SEED = 2**40 + 17
 
 
 def shows(*batch: int) -> tuple[torch.Tensor, ...]:
-    """Inputs whose output shows which pairs are kept: all weigh the same, and values are columns of
-    the identity."""
+    """Inputs whose output shows which pairs are kept: all weigh the same, and values
+    are columns of the identity."""
     same = torch.zeros(*batch, 2, 20, 4)
     return same, same, torch.eye(20).expand(*batch, 2, 20, 20)
 
@@ -49,20 +49,41 @@ CUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_same_pairs_however_a_call_is_cut(kernel: str, cut: str) -> None:
     """Those of the definition, forward and backward."""
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 4, "batch": (2,), "dtype": torch.float64}
+    sizes = {
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "batch": (2,),
+        "dtype": torch.float64,
+    }
     given = inputs(45, 38, **sizes)
-    sizes |= {"n_keys": 38, "batch": 2, "kernel": kernel, "dropout_p": 0.4, "tile": 3, **CUTS[cut]}
+    sizes |= {
+        "n_keys": 38,
+        "batch": 2,
+        "kernel": kernel,
+        "dropout_p": 0.4,
+        "tile": 3,
+        **CUTS[cut],
+    }
     plans = [{"plan": qa.plan(45, backward=way, **sizes)} for way in (False, True)]
-    call = {"enable_gqa": True, "dropout_p": 0.4, "dropout_seed": SEED, "kernel": kernel}
+    call = {
+        "enable_gqa": True,
+        "dropout_p": 0.4,
+        "dropout_seed": SEED,
+        "kernel": kernel,
+    }
     found = both_passes(given, plans, **call)
-    wanted = textbook(*given.three, given.grad_out, qa.Mask(), 0.5, dropout=Dropout(0.4, SEED))
+    wanted = textbook(
+        *given.three, given.grad_out, qa.Mask(), 0.5, dropout=Dropout(0.4, SEED)
+    )
     assert_close(found, (wanted.out, wanted.lse, *wanted.grads[:3]), 1e-11)
 
 
 @pytest.mark.parametrize("kernel", ["auto", *KERNELS])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_none_and_all(kernel: str, depth: int) -> None:
-    """Nothing dropped is the call without dropout; all dropped is 0, as torch has it."""
+    """Nothing dropped is the call without dropout; all dropped is 0, as torch has
+    it."""
     given = inputs(60)
     plain = qa.attention_with_lse(*given.three, kernel=kernel, depth=depth)
     same = qa.attention_with_lse(*given.three, kernel=kernel, depth=depth, dropout_p=0)
@@ -70,7 +91,9 @@ def test_none_and_all(kernel: str, depth: int) -> None:
     leaves = [t.clone().requires_grad_() for t in given.three]
     out, lse = qa.attention_with_lse(*leaves, kernel=kernel, depth=depth, dropout_p=1.0)
     assert_close(lse, plain[1], 1e-6)
-    assert not any(t.any() for t in (out, *torch.autograd.grad(out, leaves, given.grad_out)))
+    assert not any(
+        t.any() for t in (out, *torch.autograd.grad(out, leaves, given.grad_out))
+    )
 
 
 def test_a_backward_needs_the_seed() -> None:
@@ -86,7 +109,9 @@ def test_a_backward_needs_the_seed() -> None:
     )
     leaves = [t.clone().requires_grad_() for t in given.three]
     again = qa.attention(*leaves, dropout_p=0.25, dropout_seed=seed)
-    assert all(map(torch.equal, grads, torch.autograd.grad(again, leaves, given.grad_out)))
+    assert all(
+        map(torch.equal, grads, torch.autograd.grad(again, leaves, given.grad_out))
+    )
 
 
 def test_a_kernel_without_dropout_never_leaves_it_out() -> None:
@@ -103,7 +128,9 @@ def test_a_kernel_without_dropout_never_leaves_it_out() -> None:
         qa.plan(1000, dropout_p=0.5, device="cuda", kernel="cudnn")
 
 
-def test_another_seed_in_every_call_and_the_same_again_after_the_same_manual_seed() -> None:
+def test_another_seed_in_every_call_and_the_same_again_after_the_same_manual_seed() -> (
+    None
+):
     torch.manual_seed(3)
     first, second = kept_by(shows(1)), kept_by(shows(1))
     assert not torch.equal(first, second)
@@ -113,7 +140,9 @@ def test_another_seed_in_every_call_and_the_same_again_after_the_same_manual_see
 
 
 @pytest.mark.parametrize(
-    "call", [{}, {"dropout_p": 0}, {"dropout_p": 0.5, "dropout_seed": 4}, {"depth": 1}], ids=str
+    "call",
+    [{}, {"dropout_p": 0}, {"dropout_p": 0.5, "dropout_seed": 4}, {"depth": 1}],
+    ids=str,
 )
 def test_nothing_is_drawn_where_no_seed_is_needed(call: dict[str, Any]) -> None:
     torch.manual_seed(5)
@@ -125,7 +154,9 @@ def test_nothing_is_drawn_where_no_seed_is_needed(call: dict[str, Any]) -> None:
     assert torch.equal(after, torch.rand(3))
 
 
-def test_vmap_with_a_seed_drops_the_same_in_every_entry_and_asks_how_random_it_is_else() -> None:
+def test_vmap_with_a_seed_drops_the_same_in_every_entry_and_asks_how_random_it_is_else() -> (
+    None
+):
     found = vmap(lambda *t: kept_by(t, dropout_seed=SEED))(*shows(3, 2))
     drops = dropped(Dropout(0.5, SEED), 2, 2, torch.arange(20), [Rows(0, 20, 0)])
     assert all(torch.equal(one, ~drops) for one in found)
@@ -172,7 +203,9 @@ def test_gradients_under_vmap_are_of_the_pairs_of_the_forward() -> None:
 
 
 def test_compiled_functions_draw_outside_the_graph() -> None:
-    compiled = torch.compile(lambda *t: qa.attention(*t, dropout_p=0.5) * 1.0, backend="eager")
+    compiled = torch.compile(
+        lambda *t: qa.attention(*t, dropout_p=0.5) * 1.0, backend="eager"
+    )
     torch.manual_seed(9)
     found = [compiled(*shows(1)) for _ in range(2)]
     torch.manual_seed(9)

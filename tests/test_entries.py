@@ -24,8 +24,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 _ENTRIES = (1, 1, 2, 3, 5, 8)
 
 
-def checked(inputs: list[torch.Tensor], bias: torch.Tensor | None, options: dict[str, Any]) -> None:
-    """A call of several batch dimensions, and its gradients, are those of the textbook."""
+def checked(
+    inputs: list[torch.Tensor], bias: torch.Tensor | None, options: dict[str, Any]
+) -> None:
+    """A call of several batch dimensions, and its gradients, are those of the
+    textbook."""
     leaves = [t.detach().requires_grad_() for t in inputs[:3]]
     learned = [] if bias is None else [bias.detach().requires_grad_()]
     found = qa.attention(*leaves, *learned, **options)
@@ -45,11 +48,15 @@ def checked(inputs: list[torch.Tensor], bias: torch.Tensor | None, options: dict
     if bias is not None:
         whole = want.grads[3].view(*found.shape[:-1], -1)
         wanted.append(whole.sum_to_size(bias.shape))
-    for name, one, other in zip(("out", *"qkvb"), (found, *grads), wanted, strict=False):
+    for name, one, other in zip(
+        ("out", *"qkvb"), (found, *grads), wanted, strict=False
+    ):
         assert error(one, other) < 1e-5, name
 
 
-def drawn(draw: random.Random) -> tuple[list[torch.Tensor], torch.Tensor | None, dict[str, Any]]:
+def drawn(
+    draw: random.Random,
+) -> tuple[list[torch.Tensor], torch.Tensor | None, dict[str, Any]]:
     """A call whose batch dimensions lie in memory in any order."""
     dims = draw.choice([1, 2, 2, 3])
     batch = [draw.choice(_ENTRIES) for _ in range(dims)]
@@ -74,7 +81,8 @@ def drawn(draw: random.Random) -> tuple[list[torch.Tensor], torch.Tensor | None,
 
 
 def test_batches_that_lie_in_any_order() -> None:
-    """Views of several batch dimensions that do not flatten, and biases that span some of them."""
+    """Views of several batch dimensions that do not flatten, and biases that span some
+    of them."""
     for number in range(40):
         draw = random.Random(number)
         torch.manual_seed(number)
@@ -83,8 +91,8 @@ def test_batches_that_lie_in_any_order() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the queries of kernel calls of several entries, which no test of a kernel
-    before its first use has."""
+    """The shapes of the queries of kernel calls of several entries, which no test of a
+    kernel before its first use has."""
     shapes: list[tuple[int, ...]] = []
     for name in ("rectangle_forward", "rectangle_backward"):
         run = getattr(CpuKernel, name)
@@ -104,12 +112,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     ids=str,
 )
 def test_small_entries_go_many_to_a_call(
-    calls: list[tuple[int, ...]], stored: tuple[int, ...], order: tuple[int, ...], n_calls: int
+    calls: list[tuple[int, ...]],
+    stored: tuple[int, ...],
+    order: tuple[int, ...],
+    n_calls: int,
 ) -> None:
-    """One call for each run of entries along the last batch dimension, or one of a copy."""
+    """One call for each run of entries along the last batch dimension, or one of a
+    copy."""
     dims = len(stored)
     lying = torch.randn(*stored, 4, 16, 16)
-    three = [lying.permute(*order, dims, dims + 1, dims + 2).requires_grad_() for _ in range(3)]
+    three = [
+        lying.permute(*order, dims, dims + 1, dims + 2).requires_grad_()
+        for _ in range(3)
+    ]
     calls.clear()
     qa.attention(*three, budget="1GiB").sum().backward()
     assert len(calls) == 2 * n_calls
@@ -120,7 +135,9 @@ def test_a_budget_that_holds_a_part_of_the_entries_cuts_between_many_of_them(
 ) -> None:
     """Not into calls of one entry each."""
     three = [torch.randn(4000, 4, 16, 16) for _ in range(3)]
-    whole = qa.plan(16, batch=4000, heads=4, head_dim=16, dtype=torch.float32, device="cpu")
+    whole = qa.plan(
+        16, batch=4000, heads=4, head_dim=16, dtype=torch.float32, device="cpu"
+    )
     for share in (0.9, 0.8):
         report = qa.Report()
         calls.clear()
@@ -152,11 +169,14 @@ def test_the_gradient_of_a_shared_bias_takes_many_entries_at_a_time(
 
 
 def test_tokens_in_any_order_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that would be run by blocks are packed as well, one or many cells at a time."""
+    """Calls that would be run by blocks are packed as well, one or many cells at a
+    time."""
     monkeypatch.setattr(packing, "_CLEARLY", 0)
     monkeypatch.setattr(ways, "_FEW_CALLS", 0)
     for number in range(60):
-        monkeypatch.setattr(packing, "_HOST_BYTES", 1 << random.Random(number).choice([10, 15, 23]))
+        monkeypatch.setattr(
+            packing, "_HOST_BYTES", 1 << random.Random(number).choice([10, 15, 23])
+        )
         masked_call(number)
 
 
@@ -174,7 +194,9 @@ MASKS = {
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_masks_of_entries_take_few_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_entries_take_few_calls(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many masks differ, and wherever their tokens lie."""
     mask, n_entries, n = MASKS[kind]()
     three = entries_of(n_entries, n)
@@ -220,7 +242,8 @@ def test_a_packed_call_stays_within_its_bytes() -> None:
 def test_a_mask_of_calls_with_other_sizes_is_packed_where_its_kernel_takes_their_biases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was chosen for a narrow call is not what a wider one of the same mask gets."""
+    """What was chosen for a narrow call is not what a wider one of the same mask
+    gets."""
     refuse = CpuKernel.refusal
 
     def refuses_wide_biases(self: CpuKernel, shape: CallShape) -> str | None:
@@ -233,7 +256,17 @@ def test_a_mask_of_calls_with_other_sizes_is_packed_where_its_kernel_takes_their
     kernels = []
     for width in (8, 32):
         shape = CallShape(
-            "cpu", torch.float32, 2, 2, width, width, batch_shape=(3000,), n_queries=12, n_keys=12
+            "cpu",
+            torch.float32,
+            2,
+            2,
+            width,
+            width,
+            batch_shape=(3000,),
+            n_queries=12,
+            n_keys=12,
         )
-        kernels += kernel_for_mask(mask, "cpu", shape, device, needs_grad=True, tried=False)[1:]
+        kernels += kernel_for_mask(
+            mask, "cpu", shape, device, needs_grad=True, tried=False
+        )[1:]
     assert [type(kernel) for kernel in kernels] == [PackedKernel, MaskedKernel]

@@ -1,5 +1,5 @@
-"""The equations that results are compared with are themselves right, and share nothing with the
-package."""
+"""The equations that results are compared with are themselves right, and share nothing
+with the package."""
 
 from __future__ import annotations
 
@@ -44,16 +44,26 @@ def test_they_are_torchs_attention_in_float64() -> None:
             *leaves, mask, is_causal=is_causal, scale=0.3, enable_gqa=True
         )
         wanted = torch.autograd.grad(out, leaves, grad_out)
-        done = equations.forward(query, key, value, mask, is_causal=is_causal, scale=0.3)
+        done = equations.forward(
+            query, key, value, mask, is_causal=is_causal, scale=0.3
+        )
         found = equations.backward(done, grad_out)
         of_keys = [equations.summed_by_key_head(t, 2) for t in (found.key, found.value)]
         for mine, theirs in zip(
             (done.out, found.query, *of_keys), (out.detach(), *wanted), strict=True
         ):
-            torch.testing.assert_close(mine.reshape(theirs.shape), theirs, atol=1e-12, rtol=1e-12)
+            torch.testing.assert_close(
+                mine.reshape(theirs.shape), theirs, atol=1e-12, rtol=1e-12
+            )
 
 
-RULES = Mask(causal=True, offset=3, window=(4, 2), softcap=1.5, sinks=torch.randn(4, dtype=DOUBLE))
+RULES = Mask(
+    causal=True,
+    offset=3,
+    window=(4, 2),
+    softcap=1.5,
+    sinks=torch.randn(4, dtype=DOUBLE),
+)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -69,7 +79,9 @@ def test_gradients_are_differences_of_results(rules: Mask, dropout: float) -> No
     steps = [torch.randn_like(t) for t in tensors]
 
     def run(step: float) -> equations.Forward:
-        q, k, v, b, *rest = (t + step * by for t, by in zip(tensors, steps, strict=True))
+        q, k, v, b, *rest = (
+            t + step * by for t, by in zip(tensors, steps, strict=True)
+        )
         mask = Mask(
             bias=b, causal=rules.causal, offset=rules.offset, window=rules.window,
             softcap=rules.softcap, sinks=rest[0] if rest else None,
@@ -96,10 +108,16 @@ def test_gradients_are_differences_of_results(rules: Mask, dropout: float) -> No
 
 
 def test_philox_is_as_published() -> None:
-    """The known answers of Random123, by the authors of Philox (philox4x32, 7 rounds)."""
+    """The known answers of Random123, by the authors of Philox (philox4x32, 7
+    rounds)."""
     answers = {
         (0, 0, 0, 0, 0): (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
-        (0xFFFFFFFF,) * 4 + (2**64 - 1,): (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+        (0xFFFFFFFF,) * 4 + (2**64 - 1,): (
+            0x5207DDC2,
+            0x45165E59,
+            0x4D8EE751,
+            0x8C52F662,
+        ),
     }
     for (*counter, seed), words in answers.items():
         found = equations.philox_4x32_7(

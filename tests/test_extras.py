@@ -27,11 +27,15 @@ def test_nothing_says_to_install_it_from_an_index(path: Path) -> None:
     assert not re.search(r"pip install[^\n]*quorum-attention\b", text)
     if path in SOURCES and path.name != "extras.py":
         assert "pip install" not in text, "extras.install_hint says it"
-    for extra in re.findall(r"install_hint\(['\"](\w+)['\"]\)|pip install \\?\"\.\[(\w+)\]", text):
+    for extra in re.findall(
+        r"install_hint\(['\"](\w+)['\"]\)|pip install \\?\"\.\[(\w+)\]", text
+    ):
         assert set(extra) - {""} <= EXTRAS
 
 
-def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_picture_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=re.escape(install_hint("draw"))):
         check_drawable(tmp_path / "a.png")

@@ -38,11 +38,19 @@ SCORES: dict[str, Callable[..., torch.Tensor] | None] = {
 
 def draw_tensors(n_queries: int, n_keys: int, kv_heads: int = 4) -> list[torch.Tensor]:
     """query, key, value of two entries, float64."""
-    shapes = [(2, 4, n_queries, 16), (2, kv_heads, n_keys, 16), (2, kv_heads, n_keys, 8)]
-    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    shapes = [
+        (2, 4, n_queries, 16),
+        (2, kv_heads, n_keys, 16),
+        (2, kv_heads, n_keys, 8),
+    ]
+    return [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes
+    ]
 
 
-def results(call: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def results(
+    call: Callable[..., Any], tensors: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """Output and gradients of a call."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     out = call(*leaves)
@@ -58,7 +66,8 @@ def reference(
     mask_mod: Callable[..., torch.Tensor] | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The formula with all scores at once. torch's function has no gradients on CPUs."""
+    """The formula with all scores at once. torch's function has no gradients on
+    CPUs."""
     n_repeats = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(n_repeats, 1)
     value = value.repeat_interleave(n_repeats, 1)
@@ -90,16 +99,21 @@ def test_calls_of_every_kind(
     kv_heads: int,
     scale: float | None,
 ) -> None:
-    """Results are those of the formula, of masks and score modifications, cut by a budget."""
+    """Results are those of the formula, of masks and score modifications, cut by a
+    budget."""
     mask_mod = MASKS[mask]
     block_mask = None
     if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, 2, 4, n_queries, n_keys, "cpu", BLOCK_SIZE=block)
+        block_mask = create_block_mask(
+            mask_mod, 2, 4, n_queries, n_keys, "cpu", BLOCK_SIZE=block
+        )
     tensors = draw_tensors(n_queries, n_keys, kv_heads)
 
     def call(*leaves: torch.Tensor) -> Any:
         function = flex.flex_attention
-        return function(*leaves, SCORES[score], block_mask, scale, enable_gqa=kv_heads < 4)
+        return function(
+            *leaves, SCORES[score], block_mask, scale, enable_gqa=kv_heads < 4
+        )
 
     def exact(*leaves: torch.Tensor) -> torch.Tensor:
         return reference(*leaves, SCORES[score], mask_mod, scale)  # type: ignore[misc]
@@ -114,8 +128,9 @@ def test_calls_of_every_kind(
 
 
 def test_blocks_that_a_mask_lists_and_no_others_are_kept() -> None:
-    """A mask from lists of blocks has a ``mask_mod`` that keeps all pairs. FlexAttention's kernels
-    go by the lists; its form without a compiler looks at ``mask_mod`` alone."""
+    """A mask from lists of blocks has a ``mask_mod`` that keeps all pairs.
+    FlexAttention's kernels go by the lists; its form without a compiler looks at
+    ``mask_mod`` alone."""
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
     numbers = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
     block_mask = BlockMask.from_kv_blocks(counts, numbers, BLOCK_SIZE=32)
@@ -144,7 +159,8 @@ def test_log_sums() -> None:
 
 
 def test_whom_the_patch_reaches() -> None:
-    """Modules that imported the function by name are reached, other threads' calls are torch's."""
+    """Modules that imported the function by name are reached, other threads' calls are
+    torch's."""
     importer = ModuleType("importer_of_flex_attention")
     importer.flex_attention = torchs  # type: ignore[attr-defined]
     sys.modules[importer.__name__] = importer
@@ -171,7 +187,9 @@ def test_what_a_score_modification_reads_gets_no_gradient() -> None:
         qa.patched_flex_attention(min_tokens=0),
         pytest.raises(NotImplementedError, match="gradient"),
     ):
-        flex.flex_attention(*tensors, lambda score, b, h, q, k: score + table[q - k + 50])
+        flex.flex_attention(
+            *tensors, lambda score, b, h, q, k: score + table[q - k + 50]
+        )
 
 
 @pytest.mark.slow
@@ -179,10 +197,14 @@ def test_a_compiled_call() -> None:
     """``torch.compile`` inside the block calls it outside the graph."""
     tensors = draw_tensors(90, 90)
     block_mask = create_block_mask(MASKS["causal"], 1, 1, 90, 90, "cpu", BLOCK_SIZE=32)
-    expected = results(lambda *leaves: reference(*leaves, mask_mod=MASKS["causal"]), tensors)
+    expected = results(
+        lambda *leaves: reference(*leaves, mask_mod=MASKS["causal"]), tensors
+    )
     report = qa.Report()
     with qa.patched_flex_attention(min_tokens=0, report=report):
         compiled = torch.compile(flex.flex_attention, backend="aot_eager")
-        ours = results(lambda *leaves: compiled(*leaves, block_mask=block_mask), tensors)
+        ours = results(
+            lambda *leaves: compiled(*leaves, block_mask=block_mask), tensors
+        )
     assert report.total.forwards == 1
     assert_close(ours, expected, 1e-9)

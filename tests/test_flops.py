@@ -1,4 +1,5 @@
-"""Operations that FlopCounterMode counts: as for torch's own attention, whichever kernel runs."""
+"""Operations that FlopCounterMode counts: as for torch's own attention, whichever
+kernel runs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ CALLS = {
 }
 
 
-def counted(call: Callable[..., torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[int, int]:
+def counted(
+    call: Callable[..., torch.Tensor], given: Sequence[torch.Tensor]
+) -> tuple[int, int]:
     """The operations of a forward, and of its backward; 0 without gradients."""
     with FlopCounterMode(display=False) as counter:
         out = call(*given)
@@ -45,11 +48,14 @@ def counted(call: Callable[..., torch.Tensor], given: Sequence[torch.Tensor]) ->
 
 
 def of_torch(sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The operations of a forward and a backward by torch's formulas, with all heads as entries."""
+    """The operations of a forward and a backward by torch's formulas, with all heads as
+    entries."""
     entries = torch.Size(sizes[0][:-2]).numel()
     query, key, value = [(entries, 1, *size[-2:]) for size in sizes]
     grad_out = (entries, 1, query[2], value[3])
-    return sdpa_flop_count(query, key, value), sdpa_backward_flop_count(grad_out, query, key, value)
+    return sdpa_flop_count(query, key, value), sdpa_backward_flop_count(
+        grad_out, query, key, value
+    )
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))

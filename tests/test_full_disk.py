@@ -1,5 +1,5 @@
-"""A disk that is full, met by each that writes: what there was stays as it was, nothing is left
-behind, and it is said, but of what only saves time."""
+"""A disk that is full, met by each that writes: what there was stays as it was, nothing
+is left behind, and it is said, but of what only saves time."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def _run(folder: Path, turn: int) -> int:
 def _calibrate(folder: Path, turn: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            calibration.RateMeasurements, "seconds", lambda bench, run, *seconds: 1e-3 * turn
+            calibration.RateMeasurements,
+            "seconds",
+            lambda bench, run, *seconds: 1e-3 * turn,
         )
         calibration.calibrate("cpu", torch.float32)
 
 
-# What writes into a folder, at each turn something else; what a lack of room is for it: an error, a
-# status, or "" (it goes unsaid); what is said.
+# What writes into a folder, at each turn something else; what a lack of room is for it:
+# an error, a status, or "" (it goes unsaid); what is said.
 FULL, RESERVED = "No space left on device", "are missing"
 WRITERS: dict[str, tuple[Callable[[Path, int], Any], str, str]] = {
     "text": (lambda f, turn: write_text(f / "x.txt", f"{turn}\n" * 1_000), "OSError", FULL),
@@ -55,7 +57,9 @@ WRITERS: dict[str, tuple[Callable[[Path, int], Any], str, str]] = {
 }  # fmt: skip
 
 
-def _outcome(write: Callable[[Path, int], Any], folder: Path, turn: int) -> tuple[str, str]:
+def _outcome(
+    write: Callable[[Path, int], Any], folder: Path, turn: int
+) -> tuple[str, str]:
     """ "" and nothing, or what went wrong and what was said."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,5 @@
-"""An interrupt (Ctrl-C) at any step of a call leaves gradients and autocast as they were."""
+"""An interrupt (Ctrl-C) at any step of a call leaves gradients and autocast as they
+were."""
 
 from __future__ import annotations
 
@@ -15,8 +16,13 @@ import torch
 import quorum_attention as qa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# Interrupts are raised in the package, and where torch turns gradients and autocast off.
-_PLACES = ("quorum_attention", "torch/autograd/grad_mode.py", "torch/amp/autocast_mode.py")
+# Interrupts are raised in the package, and where torch turns gradients and autocast
+# off.
+_PLACES = (
+    "quorum_attention",
+    "torch/autograd/grad_mode.py",
+    "torch/amp/autocast_mode.py",
+)
 _CALLS_OF_EACH = 25
 
 
@@ -33,12 +39,15 @@ class Interrupt:
         self.steps = 0
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        # In a generator expression that is being let go of, Python only prints an error.
+        # In a generator expression that is being let go of, Python only prints an
+        # error.
         code = frame.f_code
-        if code.co_name == "<genexpr>" or not any(place in code.co_filename for place in _PLACES):
+        if code.co_name == "<genexpr>" or not any(
+            place in code.co_filename for place in _PLACES
+        ):
             return None
-        # Python looks for signals where a function begins. (Before other lines it does not: not
-        # between the body of a ``with`` block and its end.)
+        # Python looks for signals where a function begins. (Before other lines it does
+        # not: not between the body of a ``with`` block and its end.)
         if event == "call":
             self.steps += 1
             if self.steps == self.step:
@@ -99,7 +108,9 @@ PLACES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__.strip("_"))
-def test_gradients_and_autocast_are_as_before(call: Callable[..., object], place: str) -> None:
+def test_gradients_and_autocast_are_as_before(
+    call: Callable[..., object], place: str
+) -> None:
     if call is _recorded and place == "no_grad":
         pytest.skip("nothing is recorded")
     draw = random.Random(f"{call.__name__} {place}")
@@ -119,7 +130,9 @@ def test_gradients_and_autocast_are_as_before(call: Callable[..., object], place
         for _ in range(_CALLS_OF_EACH):
             step = draw.randint(1, counter.steps)
             try:
-                Interrupt(step).run(made)  # which may have fewer steps than the one before
+                Interrupt(step).run(
+                    made
+                )  # which may have fewer steps than the one before
             except KeyboardInterrupt:
                 interrupted += 1
             assert state() == before, f"interrupted at step {step} of {counter.steps}"

@@ -1,4 +1,5 @@
-"""A keyword argument that a public function does not have: the error names what was meant."""
+"""A keyword argument that a public function does not have: the error names what was
+meant."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ Q = torch.zeros(1, 2, 8, 4)
 MODULES = ["", ".distributed", ".devices", ".recipes", ".kernels.kit"]
 MODULES += [".integrations.transformers"] if find_spec("transformers") else []
 MODULES += [".ray"] if find_spec("ray") else []
-# What users read, and do not make; functions without options; and what takes any name, as
-# Transformers asks it to.
+# What users read, and do not make; functions without options; and what takes any name,
+# as Transformers asks it to.
 NOT_ASKED = {
     "BudgetError", "OutOfMemoryError", "InnerKernel", "Plan", "Report", "kernels", "unpatch_sdpa",
     "PoolPass", "PoolReport", "close", "ShardedReport", "ModelShape", "StepMemory", "LongContext",
@@ -52,10 +53,14 @@ def asked_for(function: Callable[..., Any], **named: Any) -> str:
     given: list[Any] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.default is parameter.empty and parameter.kind == 1:
-            given.append({"n_tokens": 64, "tokens": 64, "mesh": Q}.get(parameter.name, Q))
+            given.append(
+                {"n_tokens": 64, "tokens": 64, "mesh": Q}.get(parameter.name, Q)
+            )
 
     def call() -> None:
-        function(*given, **named).__enter__()  # `context_parallel` is a generator until then
+        function(
+            *given, **named
+        ).__enter__()  # `context_parallel` is a generator until then
 
     with pytest.raises(TypeError) as caught:
         call()
@@ -72,7 +77,9 @@ def test_an_unknown_option_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_option_that_is_misspelt_is_found(name: str) -> None:
     function = FUNCTIONS[name]
-    options = re.findall(r"\w+", asked_for(function, no_such_option=1).partition("it has ")[2])
+    options = re.findall(
+        r"\w+", asked_for(function, no_such_option=1).partition("it has ")[2]
+    )
     assert options
     for option in options:
         if len(option) >= 6:
@@ -106,8 +113,8 @@ def test_the_names_of_other_libraries_are_known(name: str) -> None:
 
 
 def test_what_is_suggested_exists() -> None:
-    """Every option that stands for another library's is one of a public function; every expression
-    gives a field that there is."""
+    """Every option that stands for another library's is one of a public function; every
+    expression gives a field that there is."""
     options = {
         option
         for function in FUNCTIONS.values()
@@ -125,9 +132,13 @@ def test_what_is_suggested_exists() -> None:
 
 
 def test_settings_say_what_belongs_to_a_call() -> None:
-    with pytest.raises(TypeError, match="is_causal is no option of settings; give it to the call"):
+    with pytest.raises(
+        TypeError, match="is_causal is no option of settings; give it to the call"
+    ):
         qa.using(is_causal=True)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=re.escape("patched_sdpa() has no 'budgets'; did you mean")):
+    with pytest.raises(
+        TypeError, match=re.escape("patched_sdpa() has no 'budgets'; did you mean")
+    ):
         qa.patched_sdpa(budgets=1)  # type: ignore[call-arg]
 
 
@@ -139,7 +150,9 @@ def test_signatures_stay() -> None:
 
 def test_a_mask_is_made_while_torch_compiles() -> None:
     def call(query: torch.Tensor) -> torch.Tensor:
-        return qa.attention(query, query, query, attn_mask=qa.Mask(causal=True, softcap=20.0))
+        return qa.attention(
+            query, query, query, attn_mask=qa.Mask(causal=True, softcap=20.0)
+        )
 
     query = torch.randn(1, 2, 16, 8)
     compiled = torch.compile(call, backend="eager", fullgraph=True)

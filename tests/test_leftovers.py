@@ -53,10 +53,15 @@ def a_worker() -> ExitStack:
         (a_thread, "the thread stuck"),
         (a_worker, "the process [0-9]+: .*(forkserver|spawn).*"),
         (an_ended_process, "the process [0-9]+: ended, not waited for"),
-        (lambda: tempfile.TemporaryDirectory(suffix=".unfinished"), "the file /.*unfinished"),
+        (
+            lambda: tempfile.TemporaryDirectory(suffix=".unfinished"),
+            "the file /.*unfinished",
+        ),
     ],
 )
-def test_what_is_left_is_seen(kind: Callable[[], AbstractContextManager[None]], words: str) -> None:
+def test_what_is_left_is_seen(
+    kind: Callable[[], AbstractContextManager[None]], words: str
+) -> None:
     before = standing()
     with kind():
         (left,) = left_since(before, patience_s=0.0)
@@ -64,11 +69,17 @@ def test_what_is_left_is_seen(kind: Callable[[], AbstractContextManager[None]], 
     assert not left_since(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.int32, torch.bool]
+)
 def test_fresh_memory_is_nonsense(dtype: torch.dtype) -> None:
     like = torch.zeros(3, 2, dtype=dtype)
     filler = torch.full((3, 2), nonsense(dtype), dtype=dtype)
-    for tensor in (torch.empty(3, 2, dtype=dtype), torch.empty_like(like), like.new_empty(3, 2)):
+    for tensor in (
+        torch.empty(3, 2, dtype=dtype),
+        torch.empty_like(like),
+        like.new_empty(3, 2),
+    ):
         torch.testing.assert_close(tensor, filler, equal_nan=True, rtol=0, atol=0)
 
 
@@ -78,7 +89,8 @@ SECONDS = 10
 def rows(**grows: float) -> list[dict[str, float]]:
     """An hour of rows, a minute apart; what is named grows by so much a minute."""
     return [
-        {"seconds": 60.0 * i} | {name: 1000 + grows.get(name, 0.0) * i for name in soak.LIMITS}
+        {"seconds": 60.0 * i}
+        | {name: 1000 + grows.get(name, 0.0) * i for name in soak.LIMITS}
         for i in range(60)
     ]
 
@@ -110,4 +122,6 @@ def test_a_short_soak() -> None:
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
-    assert all(f"'{kind}': " in done.stdout for kind in ("alone", "at once", "interrupts"))
+    assert all(
+        f"'{kind}': " in done.stdout for kind in ("alone", "at once", "interrupts")
+    )

@@ -1,5 +1,5 @@
-"""What torch's own function takes besides the usual: autocast, two dimensions, broadcasting.
-(What does not broadcast is refused: tests/test_nonsense.py.)"""
+"""What torch's own function takes besides the usual: autocast, two dimensions,
+broadcasting. (What does not broadcast is refused: tests/test_nonsense.py.)"""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def both(shapes, mask=None, **call):
     found = []
     for attention in (qa.attention, sdpa):
         leaves = [t.clone().requires_grad_() for t in made]
-        named = {k: v for k, v in call.items() if attention is qa.attention or k in _TORCHS}
+        named = {
+            k: v for k, v in call.items() if attention is qa.attention or k in _TORCHS
+        }
         out = attention(*leaves, mask, **named)
         weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
         (out * weight).sum().backward()
@@ -61,7 +63,8 @@ def test_dimensions_that_broadcast(shapes, call) -> None:
 
 @pytest.mark.slow
 def test_dimensions_that_broadcast_in_every_combination() -> None:
-    """Every way of leaving out or shrinking a batch dimension or the heads of each input."""
+    """Every way of leaving out or shrinking a batch dimension or the heads of each
+    input."""
     kinds = [(), (1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3)]
     for q, k, v in itertools.product(kinds, repeat=3):
         check(((*q, N, D), (*k, M, D), (*v, M, D)))
@@ -70,13 +73,18 @@ def test_dimensions_that_broadcast_in_every_combination() -> None:
 @pytest.mark.parametrize("shape", [(N, M), (M,), (1, M), (N, 1), (1, 1)], ids=str)
 def test_two_dimensions_under_a_mask(shape) -> None:
     mask = torch.randn(shape, dtype=torch.float64)
-    for one in (mask, mask > mask.max(-1, keepdim=True).values - 1):  # every row keeps a key
+    for one in (
+        mask,
+        mask > mask.max(-1, keepdim=True).values - 1,
+    ):  # every row keeps a key
         check(((N, D), (M, D), (M, D)), one)
 
 
 def test_two_dimensions_everywhere() -> None:
     """Results, lse, a given output, and the backward as a function."""
-    given = Inputs(torch.randn(N, D), torch.randn(M, D), torch.randn(M, 3), torch.ones(N, 3))
+    given = Inputs(
+        torch.randn(N, D), torch.randn(M, D), torch.randn(M, 3), torch.ones(N, 3)
+    )
     out, lse, *grads = both_passes(given)
     assert (out.shape, lse.shape) == ((N, 3), (N,))
     assert_close(out, sdpa(*given.three), 1e-5)
@@ -90,13 +98,19 @@ def test_two_dimensions_everywhere() -> None:
     assert torch.equal(grads[0], leaf.grad)
     with pytest.raises(ValueError, match=r"out must have shape"):
         qa.attention(*given.three, out=torch.empty(N, 4))
-    with pytest.raises(NotImplementedError, match="grads cannot be given for inputs that are"):
-        pass_of(given, True, (out, lse), grads=tuple(map(torch.empty_like, given.three)))()
+    with pytest.raises(
+        NotImplementedError, match="grads cannot be given for inputs that are"
+    ):
+        pass_of(
+            given, True, (out, lse), grads=tuple(map(torch.empty_like, given.three))
+        )()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "given", [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.float16)], ids=str
+    "given",
+    [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.float16)],
+    ids=str,
 )
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}])
 def test_autocast(dtype, given, call) -> None:
@@ -125,15 +139,21 @@ def test_autocast_is_of_a_device_and_spares_float64() -> None:
         assert_close(out, exact(wide).out, 1e-12)
     with torch.autocast("cpu", enabled=False):
         assert qa.attention(*inputs(60).three).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="dtype"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(TypeError, match="dtype"),
+    ):
         qa.attention(wide.query, wide.key.float(), wide.value)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
 def test_nothing_is_cast_on_the_way(kernel: str) -> None:
-    """An output asked for in fp32 is as exact as without autocast: statistics stay in fp32."""
+    """An output asked for in fp32 is as exact as without autocast: statistics stay in
+    fp32."""
     plain = inputs(300, dtype=torch.bfloat16)
-    plan = qa.plan(300, heads=2, head_dim=8, dtype=torch.bfloat16, levels=(7,), kernel=kernel)
+    plan = qa.plan(
+        300, heads=2, head_dim=8, dtype=torch.bfloat16, levels=(7,), kernel=kernel
+    )
     each = {"plan": plan, "out_dtype": torch.float32}, {}
     usual = both_passes(plain, each)
     with torch.autocast("cpu", dtype=torch.bfloat16):

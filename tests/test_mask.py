@@ -1,5 +1,5 @@
-"""``Mask``: what it is read as, how long that is remembered, and what it refuses. That calls under
-it are right: tests/test_conformance.py."""
+"""``Mask``: what it is read as, how long that is remembered, and what it refuses. That
+calls under it are right: tests/test_conformance.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def test_dropout_under_a_mask_on_a_gpu_is_planned_for_the_native_kernel(
     softcap: float | None,
 ) -> None:
     sizes: dict[str, Any] = {"device": "cuda", "dropout_p": 0.1, "budget": "1GiB"}
-    for mask in (Mask(window=(99, 0)), Mask(causal="lower_right", documents=torch.arange(500))):
+    for mask in (
+        Mask(window=(99, 0)),
+        Mask(causal="lower_right", documents=torch.arange(500)),
+    ):
         plan = qa.plan(500, attn_mask=replace(mask, softcap=softcap), **sizes)
         assert plan.kernel == "native"
 
@@ -72,7 +75,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("again", [True, False], ids=["the same mask", "another mask"])
 def test_a_tensor_that_changes_is_read_again(change: str, again: bool) -> None:
-    """Ids in memory that NumPy fills, for one: torch knows of nothing that is written there."""
+    """Ids in memory that NumPy fills, for one: torch knows of nothing that is written
+    there."""
     q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
     ids = torch.zeros(20, dtype=torch.int64)
     mask = Mask(documents=ids)
@@ -100,7 +104,11 @@ def test_a_mask_is_read_once_for_all_masks_of_the_same_tensors() -> None:
 
 
 def test_masks_are_combined() -> None:
-    window, causal, lower = Mask(window=5), Mask(causal=True), Mask(causal="lower_right")
+    window, causal, lower = (
+        Mask(window=5),
+        Mask(causal=True),
+        Mask(causal="lower_right"),
+    )
     right, documents = Mask(window=(-1, 2)), Mask(documents=torch.arange(30) // 9)
 
     def kept(mask: Mask, n: int = 30) -> torch.Tensor:
@@ -134,7 +142,9 @@ def test_masks_are_combined() -> None:
         ({"sinks": torch.zeros(2, 2)}, "Mask.sinks must have 1 dimensions"),
     ],
 )
-def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], words: str) -> None:
+def test_fields_that_make_no_sense_are_refused(
+    fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         Mask(**fields)
 
@@ -142,11 +152,23 @@ def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], words: st
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (Mask(documents=torch.zeros(7, dtype=torch.int64)), "Mask.documents must have shape"),
-        (Mask(key_padding=torch.ones(3, 8, dtype=torch.bool)), "Mask.key_padding must have shape"),
-        (Mask(key_lengths=torch.tensor([9, 2])), "Mask.key_lengths must be from 0 to the 8 keys"),
+        (
+            Mask(documents=torch.zeros(7, dtype=torch.int64)),
+            "Mask.documents must have shape",
+        ),
+        (
+            Mask(key_padding=torch.ones(3, 8, dtype=torch.bool)),
+            "Mask.key_padding must have shape",
+        ),
+        (
+            Mask(key_lengths=torch.tensor([9, 2])),
+            "Mask.key_lengths must be from 0 to the 8 keys",
+        ),
         (Mask(key_lengths=torch.tensor([1])), "Mask.key_lengths must have shape"),
-        (Mask(sinks=torch.zeros(3)), "Mask.sinks must be one for each of the 2 query heads"),
+        (
+            Mask(sinks=torch.zeros(3)),
+            "Mask.sinks must be one for each of the 2 query heads",
+        ),
         (Mask(bias=torch.zeros(8, 7)), "attn_mask must broadcast"),
     ],
 )
@@ -203,7 +225,10 @@ def test_a_mask_lets_go_of_its_functions_and_tensors() -> None:
     q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
 
     table = torch.ones(20, dtype=torch.bool)
-    mask = Mask(keeps=lambda b, h, q, k, table=table: table[k], key_padding=torch.rand(1, 20) < 0.5)
+    mask = Mask(
+        keeps=lambda b, h, q, k, table=table: table[k],
+        key_padding=torch.rand(1, 20) < 0.5,
+    )
     held = [ref(table), ref(mask.keeps), ref(mask.key_padding)]
     for _ in range(2):
         qa.attention(q, k, v, attn_mask=mask)
@@ -250,8 +275,11 @@ def test_calls_take_them_for_what_they_say(make, lengths) -> None:
 
 @pytest.mark.parametrize("min_tokens", [1, 10_000])
 @pytest.mark.parametrize("make", MAKES)
-def test_a_patched_function_takes_them_as_torchs_own_does(make, min_tokens: int) -> None:
-    """Torch's own recognises them by the function's name, which is ours while it is patched."""
+def test_a_patched_function_takes_them_as_torchs_own_does(
+    make, min_tokens: int
+) -> None:
+    """Torch's own recognises them by the function's name, which is ours while it is
+    patched."""
     query, key, value = tensors(20, 50)
     bias = made(make, 20, 50)
     expected = torchs(query, key, value, bias)
@@ -259,8 +287,12 @@ def test_a_patched_function_takes_them_as_torchs_own_does(make, min_tokens: int)
         with qa.patched_sdpa(min_tokens=min_tokens, enabled=enabled):
             patched = torch.nn.functional.scaled_dot_product_attention
             torch.testing.assert_close(patched(query, key, value, bias), expected)
-            torch.testing.assert_close(patched(query, key, value, attn_mask=bias), expected)
-            with pytest.raises(ValueError, match="CausalBias should not be used with causal"):
+            torch.testing.assert_close(
+                patched(query, key, value, attn_mask=bias), expected
+            )
+            with pytest.raises(
+                ValueError, match="CausalBias should not be used with causal"
+            ):
                 patched(query, key, value, bias, 0.0, True)
 
 
@@ -269,7 +301,11 @@ def test_in_compiled_code_of_other_lengths_and_within_a_mask() -> None:
     bias = made(causal_lower_right, 20, 50)
     compiled = torch.compile(lambda *three: qa.attention(*three, bias), backend="eager")
     torch.testing.assert_close(compiled(*three), torchs(*three, bias))
-    with pytest.raises(ValueError, match=r"\(20, 50\) tokens, got a CausalBias of \(19, 50\)"):
+    with pytest.raises(
+        ValueError, match=r"\(20, 50\) tokens, got a CausalBias of \(19, 50\)"
+    ):
         qa.attention(*three, made(causal_lower_right, 19, 50))
-    with pytest.raises(NotImplementedError, match="attn_mask must be a plain tensor, got a Causal"):
+    with pytest.raises(
+        NotImplementedError, match="attn_mask must be a plain tensor, got a Causal"
+    ):
         qa.attention(*three, qa.Mask(bias=bias))

@@ -1,5 +1,5 @@
-"""Allocations made to fail, one after the other: right, or an honest error. Failures of memory are
-recognised by the errors that allocators really raise."""
+"""Allocations made to fail, one after the other: right, or an honest error. Failures of
+memory are recognised by the errors that allocators really raise."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [((3,), 2, "device"), ((3,), 1, "host"), ((), 1, "host")],
     ids=str,
 )
-def test_one_failure_anywhere_is_recovered_from(backward, levels, n_cap, accumulator) -> None:
-    """Only what the call must have whole (its results, an accumulator) may end it: it fails at the
-    first allocations, where there are results, accumulators and the first task, then at some."""
+def test_one_failure_anywhere_is_recovered_from(
+    backward, levels, n_cap, accumulator
+) -> None:
+    """Only what the call must have whole (its results, an accumulator) may end it: it
+    fails at the first allocations, where there are results, accumulators and the first
+    task, then at some."""
     given = inputs(100, heads=2, head_dim=4, dtype=torch.float16)
     plan = qa.plan(
         100, heads=2, head_dim=4, dtype=torch.float16, tile=8, is_causal=True, levels=levels,
@@ -39,7 +42,9 @@ def test_one_failure_anywhere_is_recovered_from(backward, levels, n_cap, accumul
     run()
     succeeded = []
     # A backward allocates three times as often.
-    for n in chain(range(1, 12), count_from(12, (16 if backward else 3) if levels else 1)):
+    for n in chain(
+        range(1, 12), count_from(12, (16 if backward else 3) if levels else 1)
+    ):
         said = ""
         with FailingAllocations(n) as failing:
             try:
@@ -70,7 +75,12 @@ class DerivedError(RuntimeError):
         (qa.OutOfMemoryError("ours"), True),
         (qa.BudgetError("ours"), True),
         (RuntimeError("std::bad_alloc"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"
+            ),
+            True,
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("out of memory"), False),
@@ -83,7 +93,9 @@ class DerivedError(RuntimeError):
         (OSError(28, "No space left on device"), False),
     ],
 )
-def test_what_is_taken_for_a_failure_of_memory(error: BaseException, is_one: bool) -> None:
+def test_what_is_taken_for_a_failure_of_memory(
+    error: BaseException, is_one: bool
+) -> None:
     assert is_out_of_memory(error) == is_one
 
 

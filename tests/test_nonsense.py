@@ -1,4 +1,5 @@
-"""Whatever makes no sense gets an error that names the argument, what came and what is allowed."""
+"""Whatever makes no sense gets an error that names the argument, what came and what is
+allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ Q, IDS = torch.randn(1, 2, 50, 8), torch.arange(50)
 def nested() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype, says torch
-        return torch.nested.nested_tensor([torch.randn(2, 50, 8), torch.randn(2, 40, 8)])
+        return torch.nested.nested_tensor(
+            [torch.randn(2, 50, 8), torch.randn(2, 40, 8)]
+        )
 
 
 def inferred() -> torch.Tensor:
@@ -72,7 +75,8 @@ CALLS = [
     ({"dropout_seed": -1}, ValueError, "dropout_seed must be at least 0"),
     ({"depth": "deep"}, ValueError, "depth must be 'auto' or .* got 'deep'"),
     ({"depth": True}, ValueError, "depth must be"),
-    # Seven times the tasks with every level, and each as large as before: it would never end.
+    # Seven times the tasks with every level, and each as large as before: it would
+    # never end.
     ({"depth": 10}, ValueError, r"at most . for 50 tokens.*more levels make no"),
     ({"depth": 1, "plan": PLAN}, ValueError, "plan and depth cannot both be given"),
     ({"plan": 3}, TypeError, "plan must be a quorum_attention.Plan, got 3"),
@@ -97,7 +101,10 @@ CALLS = [
 @pytest.mark.parametrize(("change", "kind", "says"), CALLS)
 def test_a_call(change: dict[str, object], kind: type[Exception], says: str) -> None:
     """The message names the argument, what came and what is allowed."""
-    if torch.cuda.is_available() and change in ({"devices": "cuda"}, {"kernel": "cudnn"}):
+    if torch.cuda.is_available() and change in (
+        {"devices": "cuda"},
+        {"kernel": "cudnn"},
+    ):
         pytest.skip("it would go there")
     given = {"query": Q, "key": Q, "value": Q, **change}
     with pytest.raises(kind, match=says):
@@ -117,11 +124,14 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in PLANS.items() for value in values]
+    ("name", "value"),
+    [(name, value) for name, values in PLANS.items() for value in values],
 )
 def test_a_plan(name: str, value: object) -> None:
     sizes = {"n_tokens": 300, "device": "cpu", "heads": 8, name: value}
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"{name}|chunks") as e:
+    with pytest.raises(
+        (ValueError, TypeError, NotImplementedError), match=f"{name}|chunks"
+    ) as e:
         qa.plan(**sizes)
     assert "\n" not in str(e.value)
     assert len(str(e.value)) < 300
@@ -135,8 +145,17 @@ def test_numpy_integers_are_integers() -> None:
     """In plans, calls and budgets; also NumPy's own truth values."""
     plain = {"n_tokens": 300, "heads": 2, "head_dim": 8, "tile": 16}
     numpys = {name: np.int32(value) for name, value in plain.items()}
-    more = {"levels": (7, 3), "budget": 1 << 30, "dtype": torch.float32, "device": "cpu"}
-    theirs = {"levels": np.array([7, 3]), "budget": np.int64(1 << 30), "is_causal": np.True_}
+    more = {
+        "levels": (7, 3),
+        "budget": 1 << 30,
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
+    theirs = {
+        "levels": np.array([7, 3]),
+        "budget": np.int64(1 << 30),
+        "is_causal": np.True_,
+    }
     assert qa.plan(**{**numpys, **more, **theirs}) == qa.plan(
         **{**plain, **more, "is_causal": True}
     )

@@ -1,4 +1,5 @@
-"""Attention as one operator: compiled, exported, mapped, checkpointed; with settings, objects."""
+"""Attention as one operator: compiled, exported, mapped, checkpointed; with settings,
+objects."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from quorum_attention.kernels import DenseKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ours = functools.partial(qa.attention, enable_gqa=True)
-OPERATOR = torch.ops.quorum_attention.attention.default  # there once ``attention`` is imported
+OPERATOR = (
+    torch.ops.quorum_attention.attention.default
+)  # there once ``attention`` is imported
 Function = Callable[..., torch.Tensor]
 
 
@@ -60,8 +63,9 @@ def agree(
     tolerance: float = 1e-10,
     more: Callable[[int], list[torch.Tensor]] = lambda n: [],
 ) -> None:
-    """Both give the same results and gradients, the first without a break of its graph and with at
-    most two graphs for all lengths; without ``wanted`` as the first does outside of a graph."""
+    """Both give the same results and gradients, the first without a break of its graph
+    and with at most two graphs for all lengths; without ``wanted`` as the first does
+    outside of a graph."""
     made = compiled(found)
     torch._dynamo.utils.counters.clear()
     for n in lengths:
@@ -70,7 +74,9 @@ def agree(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+def torchs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any
+) -> torch.Tensor:
     return sdpa(q, k, v, enable_gqa=True, **more)
 
 
@@ -81,7 +87,9 @@ def test_options_of_every_kind() -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = ours(q, k, v, is_causal=True, budget="1GiB", kernel="dense", depth=1)
         out = out + ours(q, k, v, kernel="dense")
-        out = out + ours(q, k, v, devices=[torch.device("cpu")], accumulator="device", scale=0.3)
+        out = out + ours(
+            q, k, v, devices=[torch.device("cpu")], accumulator="device", scale=0.3
+        )
         return out + qa.attention_with_lse(q, k, v, enable_gqa=True, budget=1 << 30)[0]
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -113,7 +121,9 @@ def test_a_value_may_vary_and_the_budget_is_that_of_the_graph() -> None:
      {"attn_mask": qa.Mask(keeps=lambda b, h, q, k: k >= 0)}],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_objects_break_the_graph_and_are_refused_by_other_traces(options: dict[str, Any]) -> None:
+def test_objects_break_the_graph_and_are_refused_by_other_traces(
+    options: dict[str, Any],
+) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     given = three(grad=False)
@@ -186,7 +196,9 @@ def test_shapes_and_masks_of_every_kind(what: str) -> None:
 @pytest.mark.slow
 def test_sinks_and_bias_and_log_sum_exp_get_their_gradients() -> None:
     double = {"dtype": torch.float64}
-    agree(learned, more=lambda n: [torch.randn(4, **double), torch.randn(n, n, **double)])
+    agree(
+        learned, more=lambda n: [torch.randn(4, **double), torch.randn(n, n, **double)]
+    )
 
 
 @pytest.mark.slow
@@ -218,24 +230,32 @@ def _by_nothing(q: torch.Tensor, n: int) -> torch.Tensor:
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("function", [_by_number, _by_tensor, _by_nothing])
-def test_a_function_of_a_mask_that_is_made_in_the_compiled_code(function: Function) -> None:
-    """One a call, whose backward comes when all calls are made: as that of layers does."""
+def test_a_function_of_a_mask_that_is_made_in_the_compiled_code(
+    function: Function,
+) -> None:
+    """One a call, whose backward comes when all calls are made: as that of layers
+    does."""
     made, q = torch.compile(function, backend="aot_eager"), three()[0]
     several = [(made(q, n), function(q, n)) for n in (3, 11, 20, 11)]
     gc.collect()
     for found, wanted in several:
-        of_found, of_wanted = (torch.autograd.grad(t.square().sum(), q)[0] for t in (found, wanted))
+        of_found, of_wanted = (
+            torch.autograd.grad(t.square().sum(), q)[0] for t in (found, wanted)
+        )
         assert_close(found, wanted, 1e-12)
         assert_close(of_found, of_wanted, 1e-12)
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("through", [lambda call: call, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "through", [lambda call: call, compiled], ids=["eager", "compiled"]
+)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "not reentrant"])
 def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(
     kind: str, through: Callable[[Function], Function]
 ) -> None:
-    """With a seed as outside of the graph; without one, of the pairs that the forward kept."""
+    """With a seed as outside of the graph; without one, of the pairs that the forward
+    kept."""
 
     def block(seed: int | None, *given: torch.Tensor) -> torch.Tensor:
         return ours(*given, dropout_p=0.4, dropout_seed=seed, kernel="dense")
@@ -244,7 +264,9 @@ def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(
         call = functools.partial(block, seed)
         if kind == "plain":
             return call
-        return lambda *given: checkpoint(call, *given, use_reentrant=kind == "reentrant")
+        return lambda *given: checkpoint(
+            call, *given, use_reentrant=kind == "reentrant"
+        )
 
     given = three()
     out, *_, of_value = grads_of(through(checked(None)), given)
@@ -285,9 +307,15 @@ def test_settings_are_those_of_the_moment_and_go_to_the_backward(through: str) -
         out = call(*given)
     with qa.using(depth=2, report=outside):
         out.sum().backward()
-    assert (inside.total.forwards, inside.total.backwards, inside.total.cut) == (1, 1, 2)
+    assert (inside.total.forwards, inside.total.backwards, inside.total.cut) == (
+        1,
+        1,
+        2,
+    )
     assert outside.total.backwards == 0
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1, "no recompilation"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1, (
+        "no recompilation"
+    )
 
 
 @pytest.mark.slow
@@ -312,11 +340,16 @@ def test_a_block_of_settings_inside_of_compiled_code() -> None:
 def test_export_with_lengths_that_vary_saved_and_loaded(strict: bool) -> None:
     class Model(torch.nn.Module):
         def forward(self, *given: torch.Tensor) -> torch.Tensor:
-            return qa.attention(*given, is_causal=True, depth=1, enable_gqa=True, budget="1GiB")
+            return qa.attention(
+                *given, is_causal=True, depth=1, enable_gqa=True, budget="1GiB"
+            )
 
     n = torch.export.Dim("n", min=4, max=4096)
     made = torch.export.export(
-        Model(), tuple(three(grad=False)), strict=strict, dynamic_shapes=(({2: n},) * 3,)
+        Model(),
+        tuple(three(grad=False)),
+        strict=strict,
+        dynamic_shapes=(({2: n},) * 3,),
     )
     file = io.BytesIO()
     torch.export.save(made, file)
@@ -334,7 +367,9 @@ class TwoCalls(torch.nn.Module):
         super().__init__()
         self.register_buffer("ids", torch.arange(32) // 9)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         described = qa.Mask(causal=True, documents=self.ids)
         return ours(q, k, v, is_causal=True) + ours(q, k, v, described, depth=1)
 
@@ -349,7 +384,9 @@ def test_a_package_of_compiled_code(tmp_path: Path) -> None:
         path = torch._inductor.aoti_compile_and_package(
             exported, package_path=str(tmp_path / "calls.pt2")
         )
-        assert_close([torch._inductor.aoti_load_package(path)(*given)], [TwoCalls()(*given)], 0.0)
+        assert_close(
+            [torch._inductor.aoti_load_package(path)(*given)], [TwoCalls()(*given)], 0.0
+        )
 
 
 @pytest.mark.slow_but_first
@@ -358,20 +395,25 @@ def test_a_package_of_compiled_code(tmp_path: Path) -> None:
     "kind", ["reentrant", "not reentrant", "recompute", "save", "save by name"]
 )
 def test_checkpoints_of_every_kind(kind: str, through: str) -> None:
-    """Of a selective one, the operator can be named in the policy; then it runs once. Policies of
-    TRL and Axolotl keep what has "flash_attn" in its name."""
+    """Of a selective one, the operator can be named in the policy; then it runs once.
+    Policies of TRL and Axolotl keep what has "flash_attn" in its name."""
     report, asked = qa.Report(), []
     weight = torch.randn(8, 8, dtype=torch.float64)
 
     def policy(ctx: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
         asked.append(operator)
-        is_kept = {"save": operator is OPERATOR, "save by name": "flash_attn" in str(operator)}
+        is_kept = {
+            "save": operator is OPERATOR,
+            "save by name": "flash_attn" in str(operator),
+        }
         save = is_kept.get(kind, False)
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     how: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
     if kind in ("recompute", "save", "save by name"):
-        how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        how["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, policy
+        )
 
     def block(attention: Function, *given: torch.Tensor) -> torch.Tensor:
         return attention(given[0] @ weight, *given[1:], is_causal=True).sin()
@@ -401,7 +443,8 @@ REAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_mask_with_numbers_in_a_trace_of_fake_tensors(name: str) -> None:
-    """Refused by name, where torch's own function ends in an assertion; right where it may be."""
+    """Refused by name, where torch's own function ends in an assertion; right where it
+    may be."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     given = three(20, grad=False)
@@ -410,7 +453,9 @@ def test_a_mask_with_numbers_in_a_trace_of_fake_tensors(name: str) -> None:
         return ours(*tensors, REAL[name])
 
     for mode in ("fake", "symbolic"):
-        with pytest.raises(TypeError, match=f"^{name.partition(' of a Mask')[0]}.* must be a fake"):
+        with pytest.raises(
+            TypeError, match=f"^{name.partition(' of a Mask')[0]}.* must be a fake"
+        ):
             make_fx(call, tracing_mode=mode)(*given)
         traced = make_fx(call, tracing_mode=mode, _allow_non_fake_inputs=True)(*given)
         assert_close(traced(*given), call(*given), 1e-12)

@@ -1,5 +1,5 @@
-"""Masks of tokens that become a bias, as they do on a GPU: right on the CPU, where the code is the
-same."""
+"""Masks of tokens that become a bias, as they do on a GPU: right on the CPU, where the
+code is the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The biases of calls; every mask of tokens that can become one does, on the CPU too."""
+    """The biases of calls; every mask of tokens that can become one does, on the CPU
+    too."""
     monkeypatch.setattr(ways, "DEVICES_FOR_BIAS", ("cpu", "cuda"))
     monkeypatch.setattr(ways, "LITTLE", 1 << 62)
     monkeypatch.setattr(dispatch, "short_mask_tensor", lambda *_: None)
@@ -42,7 +43,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_random_masks_become_a_bias(
     made: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one call or by several; with learned biases, sinks, soft caps and budgets beside them."""
+    """By one call or by several; with learned biases, sinks, soft caps and budgets
+    beside them."""
     for number in range(60):
         size = random.Random(number).choice([8, 12, 26])
         monkeypatch.setattr(pair_bias, "_MOST_BYTES", 1 << size)
@@ -52,7 +54,8 @@ def test_random_masks_become_a_bias(
 
 @pytest.fixture
 def tensors(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The tensors of short calls; every mask of tokens that can become one does, on the CPU too."""
+    """The tensors of short calls; every mask of tokens that can become one does, on the
+    CPU too."""
     monkeypatch.setattr(ways, "DEVICES_FOR_BIAS", ("cpu", "cuda"))
     made: list[torch.Tensor] = []
     make = dispatch.short_mask_tensor
@@ -75,8 +78,8 @@ def test_random_masks_become_a_tensor(tensors: list[torch.Tensor]) -> None:
 
 
 def test_the_tensor_of_a_mask(tensors: list[torch.Tensor]) -> None:
-    """It has the dimensions that kept pairs depend on; later calls like the first one are looked
-    up; errors are those of other calls."""
+    """It has the dimensions that kept pairs depend on; later calls like the first one
+    are looked up; errors are those of other calls."""
     three, mask = lengths_of(7)
     ids = torch.randint(0, 5, (12,))
     padding = qa.Mask(key_padding=ids > 2)
@@ -100,7 +103,11 @@ def test_the_tensor_of_a_mask(tensors: list[torch.Tensor]) -> None:
         qa.attention(*three, attn_mask=given)
     qa.attention(*three, attn_mask=mask, kernel="cpu")
     qa.attention(*three, attn_mask=mask, dropout_p=0.1)
-    for lengths in (torch.full((7,), 13), torch.full((7,), -1), torch.ones(6, dtype=torch.int64)):
+    for lengths in (
+        torch.full((7,), 13),
+        torch.full((7,), -1),
+        torch.ones(6, dtype=torch.int64),
+    ):
         with pytest.raises(ValueError, match="key_lengths"):
             qa.attention(*three, attn_mask=qa.Mask(key_lengths=lengths))
     with pytest.raises(ValueError, match="documents"):
@@ -115,7 +122,8 @@ def lengths_of(n_entries: int, n: int = 12) -> tuple[list[torch.Tensor], qa.Mask
 
 
 def test_one_bias_for_many_entries(made: list[torch.Tensor]) -> None:
-    """Of one row where all queries keep the same keys, and of one entry where all entries do."""
+    """Of one row where all queries keep the same keys, and of one entry where all
+    entries do."""
     three, mask = lengths_of(3000)
     ids = torch.randint(0, 5, (12,))
     for given, shape in (
@@ -184,7 +192,8 @@ def test_a_call_with_a_bias_stays_within_its_bytes(
 
 
 def test_what_takes_no_bias_goes_the_other_ways(made: list[torch.Tensor]) -> None:
-    """Dropout, kernels that take no bias, calls that are cut into tasks, and other masks."""
+    """Dropout, kernels that take no bias, calls that are cut into tasks, and other
+    masks."""
     three, mask = lengths_of(5)
     qa.attention(*three, attn_mask=mask, dropout_p=0.1).sum().backward()
     qa.attention(*three, attn_mask=mask, kernel="dense")
@@ -201,7 +210,8 @@ def test_what_takes_no_bias_goes_the_other_ways(made: list[torch.Tensor]) -> Non
 def test_a_window_without_end(
     size: int, becomes_bias: bool, request: pytest.FixtureRequest
 ) -> None:
-    """As users write "no limit": ``sys.maxsize``, whose sum with a position has 64 bits no more."""
+    """As users write "no limit": ``sys.maxsize``, whose sum with a position has 64 bits
+    no more."""
     if becomes_bias:
         request.getfixturevalue("made")
     three, _ = lengths_of(5)
@@ -214,8 +224,12 @@ def test_a_window_without_end(
     torch.testing.assert_close(results[2], results[3])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32], ids=str)
-def test_numbers_of_any_integer_dtype(dtype: torch.dtype, made: list[torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32], ids=str
+)
+def test_numbers_of_any_integer_dtype(
+    dtype: torch.dtype, made: list[torch.Tensor]
+) -> None:
     three, mask = lengths_of(5)
     assert mask.key_lengths is not None
     ids = torch.arange(12) // 5
@@ -223,13 +237,16 @@ def test_numbers_of_any_integer_dtype(dtype: torch.dtype, made: list[torch.Tenso
         (qa.Mask(key_lengths=mask.key_lengths.to(dtype)), mask),
         (qa.Mask(documents=(ids.to(dtype), ids)), qa.Mask(documents=ids)),
     ):
-        narrow_out, wide_out = (qa.attention(*three, attn_mask=m) for m in (narrow, wide))
+        narrow_out, wide_out = (
+            qa.attention(*three, attn_mask=m) for m in (narrow, wide)
+        )
         assert torch.equal(narrow_out, wide_out)
     assert len(made) == 4
 
 
 def test_a_mask_of_calls_with_other_sizes_chooses_kernels_for_each() -> None:
-    """A kernel by blocks that was chosen for a call without gradients may refuse one with them."""
+    """A kernel by blocks that was chosen for a call without gradients may refuse one
+    with them."""
     mask = qa.Mask(key_lengths=torch.tensor([3, 300, 20, 100]))
     device = torch.device("cuda", 0)
     for head_dim, needs_grad in ((64, False), (512, False), (512, True)):
@@ -239,7 +256,9 @@ def test_a_mask_of_calls_with_other_sizes_chooses_kernels_for_each() -> None:
             value_dim=head_dim,
             dtype=torch.float32,
         )
-        _, kernel = kernel_for_mask(mask, "auto", shape, device, needs_grad=needs_grad, tried=False)
+        _, kernel = kernel_for_mask(
+            mask, "auto", shape, device, needs_grad=needs_grad, tried=False
+        )
         by_blocks = kernel._by_blocks()
         assert by_blocks.refusal(replace(shape, needs_grad=needs_grad)) is None
 

@@ -1,4 +1,5 @@
-"""Shares of a call's work: every row of every head is in one of them, and they are even.
+"""Shares of a call's work: every row of every head is in one of them, and they are
+even.
 
 Devices, ranks and files cut calls by ``partition.py``.
 """
@@ -43,7 +44,9 @@ def test_shares_have_each_row_once_and_as_much_work_as_they_should(seed: int) ->
     n_rows = draw.choice([1, 5, 64, 300])
     tile = draw.choice([1, 16, n_rows])
     work = row_work(n_rows, tile, causal=draw.random() < 0.5)
-    inner = sorted(Fraction(draw.randint(0, n_heads * 12), 12) for _ in range(draw.randint(0, 5)))
+    inner = sorted(
+        Fraction(draw.randint(0, n_heads * 12), 12) for _ in range(draw.randint(0, 5))
+    )
     cuts = [Fraction(0), *inner, Fraction(n_heads)]
     shares = cut_line(work, cuts)
     assert len(shares) == len(cuts) - 1
@@ -63,7 +66,9 @@ def test_equal_shares_end_between_heads_where_the_heads_divide() -> None:
     work = row_work(1 << 20, 128, causal=True)
     shares = cut_line(work, [Fraction(21 * number, 3) for number in range(4)])
     all_rows = Interval(0, 1 << 20)
-    assert shares == [[RowBlock(Interval(7 * n, 7 * n + 7), all_rows)] for n in range(3)]
+    assert shares == [
+        [RowBlock(Interval(7 * n, 7 * n + 7), all_rows)] for n in range(3)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(50))

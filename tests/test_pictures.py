@@ -46,7 +46,8 @@ def test_coverage_is_drawn(decomposition, n_queries, n_keys, is_causal, tmp_path
 
 @pytest.mark.slow
 def test_a_report_is_drawn(tmp_path):
-    """One row a pass, wall clock and stages; after a monolithic call, that there are none."""
+    """One row a pass, wall clock and stages; after a monolithic call, that there are
+    none."""
     pytest.importorskip("matplotlib")
     report, before = qa.Report(), "matplotlib.pyplot" in sys.modules
     with pytest.raises(ValueError, match="nothing has run yet"):
@@ -57,7 +58,9 @@ def test_a_report_is_drawn(tmp_path):
     report.draw(tmp_path / "forward.png")
     out.sum().backward()
     report.draw(tmp_path / "both.png")
-    assert (tmp_path / "both.png").stat().st_size > 1.3 * (tmp_path / "forward.png").stat().st_size
+    assert (tmp_path / "both.png").stat().st_size > 1.3 * (
+        tmp_path / "forward.png"
+    ).stat().st_size
     assert len(colours_of(tmp_path / "both.png")) > 8
     assert before or "matplotlib.pyplot" not in sys.modules, "pyplot is left alone"
 
@@ -73,7 +76,9 @@ def test_blocks_cover_every_pair_once(levels, layout, is_causal, window):
         for block in blocks(task, Pairs(50, 40, is_causal, verdict)):
             inside = (q >= block.query_start) & (q < block.query_stop)
             inside = inside & (k >= block.key_start) & (k < block.key_stop)
-            seen += inside & (not block.causal or (k - block.key_start <= q - block.query_start))
+            seen += inside & (
+                not block.causal or (k - block.key_start <= q - block.query_start)
+            )
     wanted = (q < 50) & (k < 40) & ((not is_causal) | (k <= q))
     wanted = wanted & ((window is None) | ((q - k >= -3) & (q - k <= 9)))
     assert (seen == wanted).all()

@@ -1,7 +1,7 @@
 """How plainly the package reads: counts that may fall and never rise.
 
-``python tests/test_plain.py`` prints the counts and, for each, the places. The counts are places to
-look. Whoever reads the code aloud is the judge.
+``python tests/test_plain.py`` prints the counts and, for each, the places. The counts
+are places to look. Whoever reads the code aloud is the judge.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 26,
+    "packed functions": 14,
     "tangled functions": 4,
     "vague names": 45,
     "riddles": 4,
     "tuples assigned to tuples": 23,
-    "formatter switched off": 1,
+    "formatter switched off": 0,
     "class names defined twice": 0,
     "records with several names": 1,
 }
-NODES_PER_LINE = 10.6
+NODES_PER_LINE = 9.9
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16
 TANGLED = 12
 # Names that do not say which thing they hold.
 _VAGUE = (
-    "found one other others made given said says told every kept held mine whole wholes left most "
-    "some own such of wanted thing things least known asked another both each what who here there "
-    "more less alone beside alike again lies room rooms ran read written"
+    "found one other others made given said says told every kept held mine whole "
+    "wholes left most some own such of wanted thing things least known asked another "
+    "both each what who here there more less alone beside alike again lies room rooms "
+    "ran read written"
 )
 VAGUE = frozenset(_VAGUE.split())
 # Sentences that begin like this name their subject late or never.
@@ -42,10 +43,11 @@ RIDDLE = re.compile(
     r"\s*(Of|It|What|Whatever|Who|Whose|Those|That of|As one|By so|So many|None:|Such|To be|"
     r"In which|Into how|Of each|For so|Where what)\b"
 )
-# Records that are handed from room to room: a parameter of that type has the same name in all.
+# Records that are handed from room to room: a parameter of that type has the same name
+# in all.
 _RECORDS = (
-    "CallShape Decomposition CallOptions BackwardInputs Request Schedule Plan Problem Tensors Mask "
-    "CallBlock"
+    "CallShape Decomposition CallOptions BackwardInputs Request Schedule Plan Problem "
+    "Tensors Mask CallBlock"
 )
 RECORDS = frozenset(_RECORDS.split())
 BRANCHES = (
@@ -68,7 +70,8 @@ def body_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
 
 
 def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    """Count the lines of a function's body, without its docstring, blank lines and comments."""
+    """Count the lines of a function's body, without its docstring, blank lines and
+    comments."""
     body = body_of(function)
     if not body:
         return 0
@@ -77,7 +80,8 @@ def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str])
 
 
 def complexity(body: list[ast.AST]) -> int:
-    """Count the ways through a function's body: one more for each branch, ``and`` and ``or``."""
+    """Count the ways through a function's body: one more for each branch, ``and`` and
+    ``or``."""
     total = 1
     for node in body:
         if isinstance(node, BRANCHES):
@@ -90,7 +94,8 @@ def complexity(body: list[ast.AST]) -> int:
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a node defines: variables, parameters, functions and classes."""
+    """Yield the names that a node defines: variables, parameters, functions and
+    classes."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id
     elif isinstance(node, ast.arg):
@@ -100,15 +105,19 @@ def names_in(node: ast.AST) -> Iterator[str]:
 
 
 def record_of(parameter: ast.arg) -> str | None:
-    """Return the record that a parameter's annotation names, if it is one of ``RECORDS``."""
+    """Return the record that a parameter's annotation names, if it is one of
+    ``RECORDS``."""
     if parameter.annotation is None:
         return None
     name = ast.unparse(parameter.annotation).split("|")[0].strip().split(".")[-1]
     return name if name in RECORDS else None
 
 
-def riddles_in(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield line and text of docstrings and comments whose first sentence hides its subject."""
+def riddles_in(
+    tree_nodes: list[ast.AST], lines: list[str]
+) -> Iterator[tuple[int, str]]:
+    """Yield line and text of docstrings and comments whose first sentence hides its
+    subject."""
     for node in tree_nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             docstring = ast.get_docstring(node) or ""
@@ -123,7 +132,8 @@ def riddles_in(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[in
 
 
 def census(package: Path = PACKAGE) -> tuple[Places, float]:
-    """Return the places of each count, and the mean of syntax nodes on a line of a function."""
+    """Return the places of each count, and the mean of syntax nodes on a line of a
+    function."""
     places: Places = {count: [] for count in LIMITS}
     files_of_class: dict[str, set[str]] = defaultdict(set)
     names_of_record: dict[str, Counter[str]] = defaultdict(Counter)
@@ -134,7 +144,10 @@ def census(package: Path = PACKAGE) -> tuple[Places, float]:
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines()
         tree_nodes = list(ast.walk(ast.parse(text)))
-        places_in_file = [*places_in_text(tree_nodes, lines), *places_in_tree(tree_nodes, lines)]
+        places_in_file = [
+            *places_in_text(tree_nodes, lines),
+            *places_in_tree(tree_nodes, lines),
+        ]
         for count, place in places_in_file:
             places[count].append(f"{file}:{place}")
         for node in tree_nodes:
@@ -147,15 +160,20 @@ def census(package: Path = PACKAGE) -> tuple[Places, float]:
                 n_lines += lines_of(node, lines)
     for name, files in files_of_class.items():
         if len(files) > 1:
-            places["class names defined twice"].append(f"{name}: {', '.join(sorted(files))}")
+            places["class names defined twice"].append(
+                f"{name}: {', '.join(sorted(files))}"
+            )
     for record, counts in names_of_record.items():
         if len(counts) > 1:
             places["records with several names"].append(f"{record}: {dict(counts)}")
     return places, n_nodes / n_lines
 
 
-def places_in_text(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield count and place of riddles, and of lines that the formatter leaves alone."""
+def places_in_text(
+    tree_nodes: list[ast.AST], lines: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield count and place of riddles, and of lines that the formatter leaves
+    alone."""
     for number, sentence in riddles_in(tree_nodes, lines):
         yield "riddles", f"{number} {sentence[:80]}"
     for number, line in enumerate(lines, 1):
@@ -163,7 +181,9 @@ def places_in_text(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tupl
             yield "formatter switched off", f"{number}"
 
 
-def places_in_tree(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[str, str]]:
+def places_in_tree(
+    tree_nodes: list[ast.AST], lines: list[str]
+) -> Iterator[tuple[str, str]]:
     """Yield count and place of names, assignments and functions."""
     for node in tree_nodes:
         for name in names_in(node):
@@ -184,13 +204,18 @@ def places_in_tree(tree_nodes: list[ast.AST], lines: list[str]) -> Iterator[tupl
 
 def is_tuple_to_tuple(assignment: ast.Assign) -> bool:
     """Tell whether one statement assigns several values to as many names."""
-    return isinstance(assignment.targets[0], ast.Tuple) and isinstance(assignment.value, ast.Tuple)
+    return isinstance(assignment.targets[0], ast.Tuple) and isinstance(
+        assignment.value, ast.Tuple
+    )
 
 
 def test_the_package_does_not_read_worse() -> None:
-    """No count rises. The message names all places: the new ones are among the changed lines."""
+    """No count rises. The message names all places: the new ones are among the changed
+    lines."""
     places, density = census()
-    worse = {count: found for count, found in places.items() if len(found) > LIMITS[count]}
+    worse = {
+        count: found for count, found in places.items() if len(found) > LIMITS[count]
+    }
     assert not worse, "\n".join(
         f"{count}: {len(found)}, at most {LIMITS[count]}\n  " + "\n  ".join(found)
         for count, found in worse.items()
@@ -205,7 +230,8 @@ def test_the_counts_see_what_they_count(tmp_path: Path) -> None:
         "class Twice: ...\n"
         "def packed(shape: CallShape, sizes: CallShape, found):\n"
         "    a, b = 1, 2\n"
-        + "    c = [x + y * z for x in a for y in b for z in a if x and y or a or b]\n" * 4
+        + "    c = [x + y * z for x in a for y in b for z in a if x and y or a or b]\n"
+        * 4
         + "    return c  # fmt: skip\n",
         encoding="utf-8",
     )

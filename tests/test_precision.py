@@ -1,10 +1,11 @@
-"""Large scores in fp32 and float64: no further from the truth than torch's attention, by default in
-float64, materialised in fp32.
+"""Large scores in fp32 and float64: no further from the truth than torch's attention,
+by default in float64, materialised in fp32.
 
-The truth is NumPy's long double. A score of 1,000 has lost three digits of its exponential, so
-what counts is that forward and backward round a score alike, whatever the scale and the cut, and
-that probabilities add up to 1. Torch's own operator for CPUs does not round alike in fp32 where the
-scale is no power of two: its gradient of the value is ten times as far off.
+The truth is NumPy's long double. A score of 1,000 has lost three digits of its
+exponential, so what counts is that forward and backward round a score alike, whatever
+the scale and the cut, and that probabilities add up to 1. Torch's own operator for CPUs
+does not round alike in fp32 where the scale is no power of two: its gradient of the
+value is ten times as far off.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import quorum_attention as qa
 wide = np.longdouble
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(np.finfo(wide).eps > 1e-18, reason="long double is no wider than double"),
+    pytest.mark.skipif(
+        np.finfo(wide).eps > 1e-18, reason="long double is no wider than double"
+    ),
 ]
 DOUBLE, SINGLE = torch.float64, torch.float32
 Attention = Callable[..., torch.Tensor]
@@ -31,10 +34,13 @@ Attention = Callable[..., torch.Tensor]
 
 @lru_cache(maxsize=64)
 def drawn(seed, n, width, size, dtype, causal=False, scale=None):
-    """Query, key, value and upstream gradient, (1, h, n, d) each; output, gradients and that of the
-    scores in long double."""
+    """Query, key, value and upstream gradient, (1, h, n, d) each; output, gradients and
+    that of the scores in long double."""
     generator = torch.Generator().manual_seed(seed)
-    given = [torch.randn((1, 2, n, width), generator=generator, dtype=dtype) for _ in range(4)]
+    given = [
+        torch.randn((1, 2, n, width), generator=generator, dtype=dtype)
+        for _ in range(4)
+    ]
     given[0] *= size
     q, k, v, do = (t.numpy().astype(wide) for t in given)
     scale = wide(width) ** wide(-0.5) if scale is None else wide(scale)
@@ -49,9 +55,9 @@ def drawn(seed, n, width, size, dtype, causal=False, scale=None):
 
 
 def errors(attention: Attention, calls: int, bias=False, **how) -> np.ndarray:
-    """Root mean squares of the errors of output and gradients (of a bias alone, if asked for), as
-    shares of them; the geometric mean over calls: rows of two keys that weigh nearly the same make
-    a few of them large."""
+    """Root mean squares of the errors of output and gradients (of a bias alone, if
+    asked for), as shares of them; the geometric mean over calls: rows of two keys that
+    weigh nearly the same make a few of them large."""
     every = []
     for seed in range(calls):
         (*three, do), right = drawn(seed, **how)
@@ -66,8 +72,13 @@ def errors(attention: Attention, calls: int, bias=False, **how) -> np.ndarray:
         else:
             out = attention(*leaves)
             found = [out.detach(), *torch.autograd.grad(out, leaves, do)]
-        apart = [(mine.numpy() - true, true) for mine, true in zip(found, right, strict=False)]
-        every.append([np.sqrt((off**2).mean() / (true**2).mean()) for off, true in apart])
+        apart = [
+            (mine.numpy() - true, true)
+            for mine, true in zip(found, right, strict=False)
+        ]
+        every.append(
+            [np.sqrt((off**2).mean() / (true**2).mean()) for off, true in apart]
+        )
     return np.exp(np.log(every).mean(axis=0))
 
 
@@ -81,8 +92,9 @@ def materialised(*given, **call):
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @pytest.mark.parametrize("kernel", ["auto", "dense", "cpu cut", "dense cut"])
 def test_float64(width: int, size: float, kernel: str) -> None:
-    """Half as much again is what rounding in another order makes of a few calls. A row whose keys
-    are in several tasks cannot be made to add up to 1; torch's default does not do that either."""
+    """Half as much again is what rounding in another order makes of a few calls. A row
+    whose keys are in several tasks cannot be made to add up to 1; torch's default does
+    not do that either."""
     by_torch = materialised if kernel == "dense" else sdpa
     kernel, _, cut = kernel.partition(" ")
     how = {"calls": 25, "n": 40} if not cut else {"calls": 3, "n": 140}
@@ -93,7 +105,14 @@ def test_float64(width: int, size: float, kernel: str) -> None:
 
 
 def test_the_gradient_of_a_mask() -> None:
-    how = {"calls": 25, "n": 40, "width": 37, "size": 300.0, "dtype": DOUBLE, "bias": True}
+    how = {
+        "calls": 25,
+        "n": 40,
+        "width": 37,
+        "size": 300.0,
+        "dtype": DOUBLE,
+        "bias": True,
+    }
     assert (errors(qa.attention, **how) <= 1.6 * errors(sdpa, **how)).all()
 
 
@@ -122,7 +141,9 @@ class Planned(torch.autograd.Function):
 
 
 def windowed(*given, is_causal, **call):
-    return qa.attention(*given, qa.Mask(causal=is_causal, window=given[0].shape[2]), **call)
+    return qa.attention(
+        *given, qa.Mask(causal=is_causal, window=given[0].shape[2]), **call
+    )
 
 
 HOW = {
@@ -133,11 +154,16 @@ HOW = {
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("width", "scale"), [(32, 32**-0.5), (37, 37**-0.5), (64, 0.07)])
+@pytest.mark.parametrize(
+    ("width", "scale"), [(32, 32**-0.5), (37, 37**-0.5), (64, 0.07)]
+)
 def test_float32_at_scores_of_100(how: str, width: int, scale: float) -> None:
-    """Before queries were multiplied by a part of the scale: dQ and dK 2.5 times, dV 9 times."""
+    """Before queries were multiplied by a part of the scale: dQ and dK 2.5 times, dV 9
+    times."""
     call = {"is_causal": True, "scale": scale}
     of = {"calls": 6, "n": 300, "width": width, "size": 30.0, "dtype": SINGLE}
     of |= {"causal": True, "scale": scale}
-    share = errors(partial(HOW[how], **call), **of) / errors(partial(materialised, **call), **of)
+    share = errors(partial(HOW[how], **call), **of) / errors(
+        partial(materialised, **call), **of
+    )
     assert (share <= [1.3, 1.7, 1.7, 4.0]).all(), share

@@ -14,7 +14,8 @@ from quorum_attention.kernels.result_layout import result_strides
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 2, 4, 20, 8
 
-# By name: a query (batch, heads, tokens, head_dim), and its dimensions from the outermost inwards.
+# By name: a query (batch, heads, tokens, head_dim), and its dimensions from the
+# outermost inwards.
 QUERIES: dict[str, tuple[Callable[[], torch.Tensor], tuple[int, ...]]] = {
     "head-major": (lambda: torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM), (0, 1, 2, 3)),
     "token-major": (
@@ -61,7 +62,8 @@ def order_of(result: torch.Tensor) -> tuple[int, ...]:
 @pytest.mark.parametrize("layout", QUERIES)
 @pytest.mark.parametrize("value_dim", [8, 12, 5])
 def test_every_route_has_the_querys_order(layout: str, value_dim: int) -> None:
-    """``out.transpose(1, 2).view(...)`` raised where a call was cut, but not where it was not."""
+    """``out.transpose(1, 2).view(...)`` raised where a call was cut, but not where it
+    was not."""
     make, order = QUERIES[layout]
     for kv_heads in (HEADS, 2):
         query = make().requires_grad_()
@@ -79,10 +81,15 @@ def test_every_route_has_the_querys_order(layout: str, value_dim: int) -> None:
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize(
-    ("layout", "dynamic"), [("token-major", None), ("a part of qkv", True), ("expanded", None)]
+    ("layout", "dynamic"),
+    [("token-major", None), ("a part of qkv", True), ("expanded", None)],
 )
-def test_compiled_calls_know_the_order_before_they_run(layout: str, dynamic: bool | None) -> None:
-    def call(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def test_compiled_calls_know_the_order_before_they_run(
+    layout: str, dynamic: bool | None
+) -> None:
+    def call(
+        query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
         out = qa.attention(query, key, key, attn_mask=Mask(window=(9, 0)))
         return out, out.stride()
 

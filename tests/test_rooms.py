@@ -11,9 +11,18 @@ import pytest
 import quorum_attention
 
 ROOT = Path(quorum_attention.__file__).parent
-# Every room, a folder or a file, from the ground up. Rooms of one floor do not import each other.
+# Every room, a folder or a file, from the ground up. Rooms of one floor do not import
+# each other.
 FLOORS = (
-    ("argument_checks", "arithmetic", "errors", "extras", "keywords", "progress", "threads"),
+    (
+        "argument_checks",
+        "arithmetic",
+        "errors",
+        "extras",
+        "keywords",
+        "progress",
+        "threads",
+    ),
     ("quorums", "units"),
     ("decomposition", "mask", "writing"),
     ("kernels", "partition", "pictures"),
@@ -47,7 +56,8 @@ MODULES = {module_of(path): path for path in (ROOT / "__init__.py", *FILES)}
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Full names of the modules a file imports, inside functions too, types excepted."""
+    """Full names of the modules a file imports, inside functions too, types
+    excepted."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     hidden = {
         id(inner)
@@ -92,13 +102,18 @@ def test_imports_only_look_down() -> None:
 
 @pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Inside functions neither: what two files share has a file of its own, below both."""
+    """Inside functions neither: what two files share has a file of its own, below
+    both."""
     graph = {
-        module: {name for name in imported(path) if name in MODULES} - {module, "quorum_attention"}
+        module: {name for name in imported(path) if name in MODULES}
+        - {module, "quorum_attention"}
         for module, path in MODULES.items()
     }
-    # Whoever imports nothing that is left goes, again and again: circles stay, and their users.
-    while free := {module for module, below in graph.items() if not below & graph.keys()}:
+    # Whoever imports nothing that is left goes, again and again: circles stay, and
+    # their users.
+    while free := {
+        module for module, below in graph.items() if not below & graph.keys()
+    }:
         for module in free:
             del graph[module]
     left = {module: sorted(below & graph.keys()) for module, below in graph.items()}

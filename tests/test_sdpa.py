@@ -1,4 +1,5 @@
-"""torch's function taken over: what is taken, what is passed on untouched, and for whom."""
+"""torch's function taken over: what is taken, what is passed on untouched, and for
+whom."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def _as_it_was() -> Iterator[None]:
 
 
 def three(n: int = 40, **how: Any) -> list[torch.Tensor]:
-    return [torch.randn(2, 4, n, 8, **{"dtype": torch.float64, **how}) for _ in range(3)]
+    return [
+        torch.randn(2, 4, n, 8, **{"dtype": torch.float64, **how}) for _ in range(3)
+    ]
 
 
 def taken(*args: Any, **named: Any) -> bool:
@@ -75,7 +78,10 @@ def test_results_and_gradients_are_torchs(kind: str, depth: int) -> None:
         k, v = k[:, :2], v[:, :2]
     found = []
     for patched in (True, False):
-        leaves, named = [t.clone().requires_grad_() for t in (q, k, v)], dict(CALLS[kind])
+        leaves, named = (
+            [t.clone().requires_grad_() for t in (q, k, v)],
+            dict(CALLS[kind]),
+        )
         if kind == "learned":
             named["attn_mask"] = named["attn_mask"].clone().requires_grad_()
             leaves.append(named["attn_mask"])
@@ -114,7 +120,9 @@ def passed_on() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("kind", list(passed_on()))
-def test_what_is_not_taken_goes_on_as_it_came(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_taken_goes_on_as_it_came(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The very same objects, and whatever becomes of them."""
     args, named = passed_on()[kind]
     seen, report = [], qa.Report()
@@ -167,7 +175,9 @@ def test_derivatives_that_are_torchs_alone() -> None:
                 assert torch.equal(ask(), wanted[name]), name
     assert report.total.forwards == 0
     with qa.patched_sdpa(min_tokens=0, report=report):
-        assert_close(f.grad(loss)(q), torch.autograd.functional.jacobian(loss, q), 1e-10)
+        assert_close(
+            f.grad(loss)(q), torch.autograd.functional.jacobian(loss, q), 1e-10
+        )
         f.vmap(lambda t: F.scaled_dot_product_attention(t, t, t))(q)
     assert report.total.forwards == 2 + len(q)
 
@@ -185,7 +195,11 @@ def test_errors_inside_are_the_caller_s_and_leave_nothing() -> None:
         qa.patched_sdpa(min_tokens=0, depth=1, progress=stop),
     ):
         F.scaled_dot_product_attention(q, k, v)
-    for bad in ({"min_tokens": -1}, {"budget": "x"}, {"kernel": qa.LongNetKernel([(30, 1)])}):
+    for bad in (
+        {"min_tokens": -1},
+        {"budget": "x"},
+        {"kernel": qa.LongNetKernel([(30, 1)])},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             qa.patched_sdpa(**bad)
 
@@ -207,11 +221,14 @@ def test_a_block_is_of_its_own_thread_and_the_permanent_patch_of_all() -> None:
 
 
 def test_a_checkpoint_s_backward_outside_of_the_block_is_noticed() -> None:
-    """Its second run, which torch's own makes there, would save other tensors than the first."""
+    """Its second run, which torch's own makes there, would save other tensors than the
+    first."""
     leaf = three()[0].requires_grad_()
     with qa.patched_sdpa(min_tokens=0):
         out = checkpoint(
-            lambda t: F.scaled_dot_product_attention(t, t, t).sin(), leaf, use_reentrant=False
+            lambda t: F.scaled_dot_product_attention(t, t, t).sin(),
+            leaf,
+            use_reentrant=False,
         )
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
         out.sum().backward()
@@ -219,10 +236,14 @@ def test_a_checkpoint_s_backward_outside_of_the_block_is_noticed() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from("bbepuf"), st.booleans(), st.integers(0, 9)), max_size=12)
+    st.lists(
+        st.tuples(st.sampled_from("bbepuf"), st.booleans(), st.integers(0, 9)),
+        max_size=12,
+    )
 )
 def test_whatever_begins_and_ends_in_whatever_order(moves) -> None:
-    """Blocks, the permanent patch, and somebody else who wraps the name and lets go again."""
+    """Blocks, the permanent patch, and somebody else who wraps the name and lets go
+    again."""
     q, k, v = three(4)
     blocks: list[tuple[Any, bool]] = []
     permanent = False
@@ -240,7 +261,9 @@ def test_whatever_begins_and_ends_in_whatever_order(moves) -> None:
             elif move == "f" and not others and not blocks and not permanent:
                 inner = F.scaled_dot_product_attention
                 others.append(inner)
-                F.scaled_dot_product_attention = lambda *a, _inner=inner, **n: _inner(*a, **n)
+                F.scaled_dot_product_attention = lambda *a, _inner=inner, **n: _inner(
+                    *a, **n
+                )
             wanted = blocks[-1][1] if blocks else permanent
             assert taken(q, k, v) == wanted
             if not blocks and not permanent and not others:
@@ -265,15 +288,21 @@ def test_modules_of_torch_and_names_imported_before() -> None:
 
 
 def encoder(layers: int = 0) -> torch.nn.Module:
-    layer = torch.nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dtype=torch.float64)
+    layer = torch.nn.TransformerEncoderLayer(
+        32, 4, 48, batch_first=True, dtype=torch.float64
+    )
     return torch.nn.TransformerEncoder(layer, layers) if layers else layer
 
 
 def multihead(**named: Any) -> torch.nn.Module:
-    return torch.nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64, **named)
+    return torch.nn.MultiheadAttention(
+        32, 4, batch_first=True, dtype=torch.float64, **named
+    )
 
 
-def attend_to_itself(module: torch.nn.Module, x: torch.Tensor, **named: Any) -> torch.Tensor:
+def attend_to_itself(
+    module: torch.nn.Module, x: torch.Tensor, **named: Any
+) -> torch.Tensor:
     """The output of a module of attention, without weights."""
     if isinstance(module, torch.nn.MultiheadAttention):
         out: torch.Tensor = module(x, x, x, need_weights=False, **named)[0]
@@ -292,7 +321,10 @@ def test_modules_in_evaluation_have_no_fast_path(make: Any, padded: bool) -> Non
     padding = torch.arange(30)[None] >= torch.tensor([[30], [21]])
     named = {"key_padding_mask": padding} if padded else {}
     real = ~padding if padded else torch.ones_like(padding)
-    report, calls = qa.Report(), 2 if isinstance(module, torch.nn.TransformerEncoder) else 1
+    report, calls = (
+        qa.Report(),
+        2 if isinstance(module, torch.nn.TransformerEncoder) else 1,
+    )
     with torch.inference_mode():
         wanted = attend_to_itself(module, x, **named)
         with qa.patched_sdpa(min_tokens=0, depth=1, report=report):
@@ -331,11 +363,15 @@ def test_the_fast_path_is_as_it_was_after_the_last_block(before: bool) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_weights_that_are_asked_for_are_said(training: bool) -> None:
-    """They are a tensor of tokens x tokens, which no replacement of SDPA can prevent."""
+    """They are a tensor of tokens x tokens, which no replacement of SDPA can
+    prevent."""
     module, x = multihead().train(training), torch.randn(2, 30, 32, dtype=torch.float64)
     with torch.no_grad():
         wanted = module(x, x, x)
-        with qa.patched_sdpa(min_tokens=20), pytest.warns(UserWarning, match="need_weights=False"):
+        with (
+            qa.patched_sdpa(min_tokens=20),
+            pytest.warns(UserWarning, match="need_weights=False"),
+        ):
             assert_close(module(x, x, x)[1], wanted[1], 1e-12)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -424,6 +460,11 @@ def test_other_traces() -> None:
             fakes = three()
             assert F.scaled_dot_product_attention(*fakes).shape == fakes[0].shape
     assert_close(graph(*given), by_name(*given), 1e-12)
-    with pytest.warns(DeprecationWarning, match="deprecated"), qa.patched_sdpa(min_tokens=0):
-        traced = torch.jit.trace(lambda *t: F.scaled_dot_product_attention(*t), tuple(given))
+    with (
+        pytest.warns(DeprecationWarning, match="deprecated"),
+        qa.patched_sdpa(min_tokens=0),
+    ):
+        traced = torch.jit.trace(
+            lambda *t: F.scaled_dot_product_attention(*t), tuple(given)
+        )
     assert_close(traced(*given), by_name(*given), 1e-12)

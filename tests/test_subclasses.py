@@ -20,7 +20,9 @@ class Counting(torch.Tensor):
     seen: list[Any] = []  # noqa: RUF012
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         cls.seen.append(func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -53,7 +55,9 @@ def test_gradients_go_through() -> None:
     leaf = torch.randn(1, 2, 60, 16, requires_grad=True)
     named = leaf.as_subclass(Named)
     qa.attention(named, leaf, leaf, depth=1).square().sum().backward()
-    (expected,) = torch.autograd.grad(qa.attention(leaf, leaf, leaf).square().sum(), leaf)
+    (expected,) = torch.autograd.grad(
+        qa.attention(leaf, leaf, leaf).square().sum(), leaf
+    )
     torch.testing.assert_close(leaf.grad, expected)
 
 

@@ -1,6 +1,7 @@
 """A helper thread that the system does not grant ends no work and changes no result.
 
-Bars: tests/progress/test_bar.py; copies through buffers: tests/execution/device/test_staging.py.
+Bars: tests/progress/test_bar.py; copies through buffers:
+tests/execution/device/test_staging.py.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def test_every_thread_of_the_package_may_be_refused() -> None:
         for name, call in calls(path):
             if name in MAKES_THREADS:
                 makers.append(path.name)
-                assert "quorum_attention.threads import" in text or path.name == "threads.py"
+                assert (
+                    "quorum_attention.threads import" in text
+                    or path.name == "threads.py"
+                )
             if name in DISPLAYS:
                 assert "auto_refresh=False" in ast.unparse(call), path
             if name == "start" and "thread" in ast.unparse(call.func):
@@ -64,7 +68,9 @@ def test_every_thread_of_the_package_may_be_refused() -> None:
     assert len(makers) >= 5, "the search finds what there is"
 
 
-def test_nothing_is_locked(no_threads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_locked(
+    no_threads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = stand_in(monkeypatch, refused=lambda start: False)
     tensor = torch.zeros(100_000)
     with PageLocks([Copied(tensor, by_address=True)]) as locks:
@@ -87,7 +93,9 @@ def test_pages_are_not_made_beforehand(no_threads: list[str]) -> None:
     assert tensor[-1] == 1
 
 
-def test_triton_is_imported_later(no_threads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_imported_later(
+    no_threads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_launch, "triton_available", lambda: True)
     triton_launch.warm_up.__wrapped__()
     assert no_threads == ["imports Triton"]
@@ -104,7 +112,8 @@ def test_a_peak_that_nobody_sampled_is_not_known(no_threads: list[str]) -> None:
 def test_as_many_executors_as_the_system_grants(
     granted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has its thread, so none is started later, and none keeps work that it refused."""
+    """Each has its thread, so none is started later, and none keeps work that it
+    refused."""
     start = threading.Thread.start
     begun: list[Any] = []
 

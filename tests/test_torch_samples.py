@@ -1,7 +1,8 @@
-"""torch's own samples of ``scaled_dot_product_attention``: none is refused, all are as torch's.
+"""torch's own samples of ``scaled_dot_product_attention``: none is refused, all are as
+torch's.
 
-They are those that torch's operator tests run (``OpInfo``), in every dtype, with gradients and
-without; plain, cut, and inside a budget.
+They are those that torch's operator tests run (``OpInfo``), in every dtype, with
+gradients and without; plain, cut, and inside a budget.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
 
-pytest.importorskip("expecttest", reason="torch's samples need it: the dev extra installs it")
+pytest.importorskip(
+    "expecttest", reason="torch's samples need it: the dev extra installs it"
+)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -49,7 +52,9 @@ class Sample(NamedTuple):
 
         return tuple(map(leaf, self.args)), {n: leaf(v) for n, v in self.kwargs.items()}
 
-    def run(self, attention: Any, dtype: torch.dtype, **call: Any) -> list[torch.Tensor]:
+    def run(
+        self, attention: Any, dtype: torch.dtype, **call: Any
+    ) -> list[torch.Tensor]:
         """The result, and the gradient of every tensor."""
         args, kwargs = self.leaves(dtype)
         out = attention(*args, **kwargs, **call)
@@ -58,7 +63,9 @@ class Sample(NamedTuple):
         if not inputs:
             assert not out.requires_grad
             return [out]
-        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(
+            out.shape
+        )
         weight = weight.to(self.dtype).to(dtype)
         return [out, *torch.autograd.grad(out, inputs, weight)]
 
@@ -67,7 +74,8 @@ SEED = 123
 
 
 def _torchs(query, key, value, *, dropout_p=0.0, **call):
-    """torch's function; one that drops, by torch's own textbook with the pairs that we drop."""
+    """torch's function; one that drops, by torch's own textbook with the pairs that we
+    drop."""
     if not dropout_p:
         return sdpa(query, key, value, **call)
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -94,14 +102,17 @@ CALLS = ({"depth": 1}, {"kernel": "dense"}, {"budget": "16 MiB"})
 
 @pytest.mark.slow
 def test_every_sample_is_torchs(tmp_path: Path) -> None:
-    """Shape, dtype, results and gradients (of the mask too), within what the dtype allows, or as
-    exact as torch's fused call: as it is, and in one of three other ways in turn."""
+    """Shape, dtype, results and gradients (of the mask too), within what the dtype
+    allows, or as exact as torch's fused call: as it is, and in one of three other ways
+    in turn."""
     path = tmp_path / "samples.pt"
     program = [sys.executable, "-m", "helpers.torch_samples", str(path)]
     subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=120)
     made: dict[str, list[Any]] = torch.load(path, weights_only=False)
     found = [Sample(*one) for one in made["samples"]]
-    assert not made["errors"], "torch has calls that it expects to raise: try them here as well"
+    assert not made["errors"], (
+        "torch has calls that it expects to raise: try them here as well"
+    )
     # As many as torch 2.11 has, at the least; with masks, causal ones, and gradients.
     assert len(found) >= 200
     assert any("attn_mask" in one.kwargs and one.requires_grad for one in found)
@@ -110,14 +121,19 @@ def test_every_sample_is_torchs(tmp_path: Path) -> None:
         with sdpa_kernel(SDPBackend.MATH):
             torchs = one.run(_torchs, one.dtype)
             exact = one.run(_torchs, torch.float64)
-        # torch computes three dimensions, and dropout, without a fused kernel. An output that is
-        # rounded to 16 bits is what a fused backward has of rows of nearly one key.
+        # torch computes three dimensions, and dropout, without a fused kernel. An
+        # output that is rounded to 16 bits is what a fused backward has of rows of
+        # nearly one key.
         narrow = one.requires_grad and one.dtype.itemsize == 2
         fused = one.run(_fused, one.dtype) if narrow and not one.drops else torchs
         widest = 2.5 if narrow and one.drops else 1
         for call in ({}, CALLS[turn % len(CALLS)]):
             mine = one.run(qa.attention, one.dtype, dropout_seed=SEED, **call)
-            for number, (ours, other, true) in enumerate(zip(mine, torchs, exact, strict=True)):
+            for number, (ours, other, true) in enumerate(
+                zip(mine, torchs, exact, strict=True)
+            ):
                 assert (ours.shape, ours.dtype) == (other.shape, other.dtype)
-                limit = (GRADIENT_TOLERANCE if number else TOLERANCE)[one.dtype] * widest
+                limit = (GRADIENT_TOLERANCE if number else TOLERANCE)[
+                    one.dtype
+                ] * widest
                 assert_close(ours, true, max(limit, 1.5 * error(fused[number], true)))

@@ -1,8 +1,8 @@
 """Invariant 8: what fails under a trace, or comes of a mode, is never remembered.
 
-Every first call is made in a process of its own, inside a checkpoint, under hooks, or in any mode
-of torch's. An ordinary call after it has to run on the kernel that it would have run on anyway, and
-come out right.
+Every first call is made in a process of its own, inside a checkpoint, under hooks, or
+in any mode of torch's. An ordinary call after it has to run on the kernel that it would
+have run on anyway, and come out right.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def run(code: str, *arguments: object) -> None:
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("mode", list(FIRST))
-def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: str) -> None:
+def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(
+    mode: str,
+) -> None:
     run(_BEGIN + textwrap.dedent(FIRST[mode]) + _AFTER)
 
 
@@ -156,10 +158,13 @@ def test_a_first_call_and_the_next_are_right(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here")
+@pytest.mark.skipif(
+    not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here"
+)
 def test_inductor_compiles_a_step_in_one_graph_and_says_nothing() -> None:
-    """torch.compile as users call it: the graph that it makes code of, forward and backward, has
-    the attention as an operator. What it compiled is kept for the next run."""
+    """torch.compile as users call it: the graph that it makes code of, forward and
+    backward, has the attention as an operator. What it compiled is kept for the next
+    run."""
     done = run_python(
         "import os\nos.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'\n"
         + _BEGIN
@@ -199,7 +204,9 @@ IDS = torch.arange(150) // 40
 
 
 def _documents():
-    return qa.from_score_mod(mask_mod=document(IDS) & sliding_window(33), compiled=False)
+    return qa.from_score_mod(
+        mask_mod=document(IDS) & sliding_window(33), compiled=False
+    )
 
 
 PLACES = {
@@ -210,7 +217,9 @@ KERNELS = {
     "cpu": lambda: "cpu",
     "dense": lambda: "dense",
     "function": lambda: qa.from_lse_function(_function),
-    "score": lambda: qa.from_score_mod(lambda s, b, h, q, k: s - 0.1 * k, compiled=False),
+    "score": lambda: qa.from_score_mod(
+        lambda s, b, h, q, k: s - 0.1 * k, compiled=False
+    ),
     "documents": _documents,
     "longnet": lambda: qa.LongNetKernel([(30, 1), (60, 2)]),
 }
@@ -219,7 +228,8 @@ KERNELS = {
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("place", PLACES)
 def test_work_goes_where_the_inputs_are_under_any_mode(place: str) -> None:
-    """No tensor that is made on the way takes its device, its dtype or its kind from a mode."""
+    """No tensor that is made on the way takes its device, its dtype or its kind from a
+    mode."""
     q, mask = torch.randn(1, 2, 150, 16), torch.rand(150, 150) > 0.3
     for name, make in KERNELS.items():
         own = mask if name in ("cpu", "dense") else None
@@ -231,7 +241,9 @@ def test_work_goes_where_the_inputs_are_under_any_mode(place: str) -> None:
             # With the same kernel and all that it kept, and with another.
             for other in (kernel, make()):
                 wanted = both_passes(given, kernel=other, attn_mask=own, **call)
-                torch.testing.assert_close([t.clone() for t in found], list(wanted), msg=name)
+                torch.testing.assert_close(
+                    [t.clone() for t in found], list(wanted), msg=name
+                )
             leaf = tensor.clone().requires_grad_()
             qa.attention(leaf, leaf, leaf, kernel=kernel, depth=depth).sum().backward()
 

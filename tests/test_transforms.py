@@ -43,15 +43,22 @@ def loss(attention: Attention, **call) -> Attention:
      ({"kernel": "dense"}, (1, 0, None))],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("mask", [None, (20, 20), (2, 1, 20), (2, 2, 1, 20), (1,)], ids=str)
-def test_vmap(call: dict[str, object], in_dims: tuple[int | None, ...], mask: Any) -> None:
-    """One more batch dimension, wherever it is; what has none is shared. A mask may have it."""
+@pytest.mark.parametrize(
+    "mask", [None, (20, 20), (2, 1, 20), (2, 2, 1, 20), (1,)], ids=str
+)
+def test_vmap(
+    call: dict[str, object], in_dims: tuple[int | None, ...], mask: Any
+) -> None:
+    """One more batch dimension, wherever it is; what has none is shared. A mask may
+    have it."""
     whole, dims, wide = three(), in_dims, None
     given = [
-        t[0] if dim is None else t.movedim(0, dim) for t, dim in zip(whole, in_dims, strict=True)
+        t[0] if dim is None else t.movedim(0, dim)
+        for t, dim in zip(whole, in_dims, strict=True)
     ]
     shared = [
-        t[:1].expand_as(t) if dim is None else t for t, dim in zip(whole, in_dims, strict=True)
+        t[:1].expand_as(t) if dim is None else t
+        for t, dim in zip(whole, in_dims, strict=True)
     ]
     if mask is not None:
         given.append(torch.randn(3, *mask, dtype=torch.float64))
@@ -59,28 +66,45 @@ def test_vmap(call: dict[str, object], in_dims: tuple[int | None, ...], mask: An
         if call.get("is_causal"):
             wide = wide.masked_fill(torch.ones(20, 20).triu(1) > 0, -torch.inf)
     found = vmap(lambda *t: qa.attention(*t, **call), dims)(*given)
-    plain = {"is_causal": bool(call.get("is_causal"))} if mask is None else {"attn_mask": wide}
+    plain = (
+        {"is_causal": bool(call.get("is_causal"))}
+        if mask is None
+        else {"attn_mask": wide}
+    )
     assert_close(found, sdpa(*shared, **plain), 1e-12)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("shape", [(20, 20), (2, 1, 20)], ids=str)
 def test_gradients_of_each_and_of_all(depth: int, shape: tuple[int, ...]) -> None:
-    """Through both orders of vmap and grad, twice nested too; shared inputs get sums. A mask that
-    is shared gets a gradient of each where each is asked for, else the sum."""
+    """Through both orders of vmap and grad, twice nested too; shared inputs get sums. A
+    mask that is shared gets a gradient of each where each is asked for, else the
+    sum."""
     q, k, v = three()
     mine, torchs = loss(qa.attention, depth=depth), loss(sdpa)
-    mask, masks = torch.randn(shape, dtype=q.dtype), torch.randn(3, *shape, dtype=q.dtype)
+    mask, masks = (
+        torch.randn(shape, dtype=q.dtype),
+        torch.randn(3, *shape, dtype=q.dtype),
+    )
     for transform, given in (
         (lambda f: grad(f, (0, 1, 2)), (q, k, v)),
         (lambda f: vmap(grad(f, (0, 1, 2)), (0, None, 0)), (q, k[0], v)),
         (lambda f: vmap(vmap(grad(f, (0, 1, 2)))), (q, k, v)),
-        (lambda f: grad(lambda *t: vmap(f, (0, None, 0))(*t).sum(), (0, 1, 2)), (q, k[0], v)),
+        (
+            lambda f: grad(lambda *t: vmap(f, (0, None, 0))(*t).sum(), (0, 1, 2)),
+            (q, k[0], v),
+        ),
         (lambda f: grad(f, (0, 3)), (q, k, v, mask)),
         (lambda f: vmap(grad(f, (1, 3)), (0, 0, 0, None)), (q, k, v, mask)),
         (lambda f: vmap(grad(f, (2, 3))), (q, k, v, masks)),
-        (lambda f: vmap(grad(f, (3,)), (None, None, None, 0)), (q[0], k[0], v[0], masks)),
-        (lambda f: grad(lambda *t: vmap(f, (0, 0, 0, None))(*t).sum(), (0, 3)), (q, k, v, mask)),
+        (
+            lambda f: vmap(grad(f, (3,)), (None, None, None, 0)),
+            (q[0], k[0], v[0], masks),
+        ),
+        (
+            lambda f: grad(lambda *t: vmap(f, (0, 0, 0, None))(*t).sum(), (0, 3)),
+            (q, k, v, mask),
+        ),
     ):
         assert_close(transform(mine)(*given), transform(torchs)(*given), 1e-11)
 
@@ -96,7 +120,9 @@ def test_jacobians_backwards() -> None:
 @pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["query", "key", "value", "mask"])
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("attention", [qa.attention, qa.attention_with_lse])
-def test_dual_tensors_are_refused(which: int, needs_grad: bool, attention: Attention) -> None:
+def test_dual_tensors_are_refused(
+    which: int, needs_grad: bool, attention: Attention
+) -> None:
     """A tangent of zero would be a wrong one."""
     given = [t.clone().requires_grad_(needs_grad) for t in three()]
     given.append(torch.zeros(20, 20, dtype=given[0].dtype))
@@ -126,20 +152,25 @@ def test_other_derivatives_are_refused_whatever_asks_for_them(what: str) -> None
         REFUSED[what](three()[0])
 
 
-def test_a_dual_upstream_gradient_is_refused_and_an_open_level_alone_changes_nothing() -> None:
+def test_a_dual_upstream_gradient_is_refused_and_an_open_level_alone_changes_nothing() -> (
+    None
+):
     """Forward over reverse, as of Hessian-vector products."""
     q, k, v = (t.clone().requires_grad_() for t in three())
     with forward_ad.dual_level():
         out = qa.attention(q, k, v)
         assert_close(out, sdpa(q, k, v), 1e-12)
         with pytest.raises(NotImplementedError, match="forward-mode"):
-            torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), out.detach()))
+            torch.autograd.grad(
+                out, q, forward_ad.make_dual(torch.ones_like(out), out.detach())
+            )
 
 
 def selective(function: Attention) -> Attention:
     """``function`` in a checkpoint that chooses among operators."""
     policy = functools.partial(
-        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE
+        create_selective_checkpoint_contexts,
+        lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE,
     )
     return lambda t: checkpoint(function, t, use_reentrant=False, context_fn=policy)
 
@@ -180,7 +211,8 @@ def tangent_of(function: Attention, t: torch.Tensor) -> torch.Tensor | None:
 
 
 def hessian_product(function: Attention, t: torch.Tensor) -> torch.Tensor | None:
-    """The derivative of a gradient, forward over reverse, with a dual upstream gradient."""
+    """The derivative of a gradient, forward over reverse, with a dual upstream
+    gradient."""
     t = t.clone().requires_grad_()
     with forward_ad.dual_level():
         out = function(t)
@@ -190,7 +222,9 @@ def hessian_product(function: Attention, t: torch.Tensor) -> torch.Tensor | None
 
 DERIVATIVES: dict[str, Callable[[Attention, torch.Tensor], object]] = {
     "dual": tangent_of,
-    "dual that requires a gradient": lambda f, t: tangent_of(f, t.clone().requires_grad_()),
+    "dual that requires a gradient": lambda f, t: tangent_of(
+        f, t.clone().requires_grad_()
+    ),
     "jvp": lambda f, t: jvp(f, (t,), (t,)),
     "upstream": hessian_product,
 }
@@ -200,7 +234,8 @@ DERIVATIVES: dict[str, Callable[[Attention, torch.Tensor], object]] = {
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("way", AS_OPERATOR)
 def test_no_operator_drops_a_tangent(way: str, derivative: str) -> None:
-    """Torch's own registration of a derivative drops tangents: derivatives were exactly 0."""
+    """Torch's own registration of a derivative drops tangents: derivatives were exactly
+    0."""
     with pytest.raises(NotImplementedError, match=r"forward-mode .* not supported"):
         DERIVATIVES[derivative](AS_OPERATOR[way](), three()[0])
 
@@ -211,7 +246,9 @@ TRACED: dict[str, Callable[[torch.Tensor], object]] = {
         lambda x: qa.attention_with_lse(x, t, t)[1], t
     ),
     "make_fx": lambda t: make_fx(lambda x: tangent_of(one, x))(t),
-    "make_fx of fakes": lambda t: make_fx(lambda x: tangent_of(one, x), tracing_mode="fake")(t),
+    "make_fx of fakes": lambda t: make_fx(
+        lambda x: tangent_of(one, x), tracing_mode="fake"
+    )(t),
     "compiled": lambda t: compiled(lambda x: tangent_of(one, x))(t),
     "compiled jvp": lambda t: compiled(lambda x: jvp(one, (x,), (x,))[1])(t),
 }
@@ -257,8 +294,11 @@ def test_a_torch_that_moved_what_is_used_is_said_and_keeps_derivatives(
     assert_close(x.grad, torch.full((3,), 2.0), 0)
 
 
-def test_a_compiled_call_of_the_patched_function_is_torchs_own_in_forward_mode() -> None:
-    """Of five dimensions, so torch takes its math backend, which has these derivatives."""
+def test_a_compiled_call_of_the_patched_function_is_torchs_own_in_forward_mode() -> (
+    None
+):
+    """Of five dimensions, so torch takes its math backend, which has these
+    derivatives."""
 
     def function(t: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(t, t, t)
@@ -270,10 +310,14 @@ def test_a_compiled_call_of_the_patched_function_is_torchs_own_in_forward_mode()
     assert_close(tangent, jvp(function, (t,), (torch.ones_like(t),))[1], 1e-12)
 
 
-def test_neither_the_backward_as_a_function_nor_given_results_can_be_transformed() -> None:
+def test_neither_the_backward_as_a_function_nor_given_results_can_be_transformed() -> (
+    None
+):
     q, k, v = three()
     out, lse = qa.attention_with_lse(q, k, v)
-    instead = pytest.raises(NotImplementedError, match="take the gradients of attention instead")
+    instead = pytest.raises(
+        NotImplementedError, match="take the gradients of attention instead"
+    )
     with instead:
         vmap(qa.attention_backward)(q, q, k, v, out, lse)
     mask = torch.zeros(20, 20, dtype=q.dtype)
@@ -281,8 +325,12 @@ def test_neither_the_backward_as_a_function_nor_given_results_can_be_transformed
     for number, tensor in enumerate(given):
         with forward_ad.dual_level(), instead:
             dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
-            qa.attention_backward(*given[:number], dual, *given[number + 1 :], kernel="dense")
-    with pytest.raises(NotImplementedError, match=r"out cannot be given under torch.func"):
+            qa.attention_backward(
+                *given[:number], dual, *given[number + 1 :], kernel="dense"
+            )
+    with pytest.raises(
+        NotImplementedError, match=r"out cannot be given under torch.func"
+    ):
         vmap(lambda *t: qa.attention(*t, out=torch.empty_like(q[0])))(q, k, v)
     with (
         forward_ad.dual_level(),
@@ -298,12 +346,16 @@ def test_sinks_and_plans_may_be_mapped_over() -> None:
     plan = qa.plan(20, heads=2, head_dim=8, batch=2, dtype=q.dtype, levels=(3,))
 
     def mine(sinks: torch.Tensor, *t: torch.Tensor) -> torch.Tensor:
-        return qa.attention(*t, attn_mask=qa.Mask(sinks=sinks), plan=plan).square().sum()
+        return (
+            qa.attention(*t, attn_mask=qa.Mask(sinks=sinks), plan=plan).square().sum()
+        )
 
     def wanted(
         sinks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        scores = torch.cat([q @ k.mT * 8**-0.5, sinks[:, None, None].expand(2, 2, 20, 1)], -1)
+        scores = torch.cat(
+            [q @ k.mT * 8**-0.5, sinks[:, None, None].expand(2, 2, 20, 1)], -1
+        )
         return (scores.softmax(-1)[..., :-1] @ v).square().sum()
 
     found, right = (vmap(grad(f, (0, 1, 3)))(sinks, q, k, v) for f in (mine, wanted))
@@ -322,8 +374,12 @@ def test_tensors_of_a_mask_cannot_be_mapped() -> None:
     }
     for name, mask in masks.items():
         name = name.removesuffix(" of two")
-        with pytest.raises(NotImplementedError, match=f"torch.vmap cannot map over {name}"):
-            vmap(lambda i, *t, mask=mask: qa.attention(*t, attn_mask=mask(i)))(ids, q, k, v)
+        with pytest.raises(
+            NotImplementedError, match=f"torch.vmap cannot map over {name}"
+        ):
+            vmap(lambda i, *t, mask=mask: qa.attention(*t, attn_mask=mask(i)))(
+                ids, q, k, v
+            )
     for call in ({}, {"depth": 1}):
         with pytest.raises(NotImplementedError, match="or one of a torch"):
             vmap(
@@ -335,7 +391,8 @@ def test_tensors_of_a_mask_cannot_be_mapped() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_tensors_of_a_mask_may_come_from_what_is_derived(depth: int) -> None:
-    """They have no gradient, so the wrappers that torch.func.grad puts around them say nothing."""
+    """They have no gradient, so the wrappers that torch.func.grad puts around them say
+    nothing."""
     q, k, v = (t.flatten(0, 1) for t in three())
     lower = torch.ones(20, 20, dtype=torch.bool).tril()
 
@@ -355,15 +412,20 @@ def test_tensors_of_a_mask_may_come_from_what_is_derived(depth: int) -> None:
     assert_close(grad(mine)(q), grad(torchs)(q), 1e-11)
 
 
-def _second_causal(batch: object, head: object, query: object, key: object) -> torch.Tensor:
+def _second_causal(
+    batch: object, head: object, query: object, key: object
+) -> torch.Tensor:
     """Causal in the second entry of a batch."""
     return (batch != 1) | (query >= key)
 
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}], ids=str)
-def test_functions_of_a_mask_know_the_entries_of_their_own_batch(call: dict[str, object]) -> None:
-    """Whatever vmap adds to it: the numbers of entries that they get are those of one call."""
+def test_functions_of_a_mask_know_the_entries_of_their_own_batch(
+    call: dict[str, object],
+) -> None:
+    """Whatever vmap adds to it: the numbers of entries that they get are those of one
+    call."""
     q, k, v = three()
     lengths = torch.tensor([20, 13])
     kept = (torch.arange(20) < lengths[:, None])[:, None, None].repeat(1, 1, 20, 1)
@@ -377,6 +439,10 @@ def test_functions_of_a_mask_know_the_entries_of_their_own_batch(call: dict[str,
         return sdpa(*given, kept)
 
     assert_close(vmap(ours)(q, k, v), wanted(q, k, v), 1e-12)
-    assert_close(vmap(vmap(ours))(q[None], k[None], v[None]), wanted(q, k, v)[None], 1e-12)
-    own, right = (torch.stack(vmap(grad(loss(f), (0, 1, 2)))(q, k, v)) for f in (ours, wanted))
+    assert_close(
+        vmap(vmap(ours))(q[None], k[None], v[None]), wanted(q, k, v)[None], 1e-12
+    )
+    own, right = (
+        torch.stack(vmap(grad(loss(f), (0, 1, 2)))(q, k, v)) for f in (ours, wanted)
+    )
     assert_close(own, right, 1e-11)

@@ -22,9 +22,7 @@ from quorum_attention.units import (
 SOURCES = sorted(Path(quorum_attention.__file__).parent.rglob("*.py"))
 # What messages count, as it stands behind a number that may be one.
 PLURALS = re.compile(
-    "backwards|calls|chunks|cuts|devices|draws|entries|forwards|groups|heads|keys|kernels|layers|"
-    "parts|passes|pairs|processes|queries|ranks|rectangles|rounds|rows|schedules|slots|spans|tasks|"
-    "threads|times|tokens|units|ways|workers"
+    "backwards|calls|chunks|cuts|devices|draws|entries|forwards|groups|heads|keys|kernels|layers|parts|passes|pairs|processes|queries|ranks|rectangles|rounds|rows|schedules|slots|spans|tasks|threads|times|tokens|units|ways|workers"
 )
 # Numbers that are never one, or stand in words of another sense.
 _ELSEWHERE = {
@@ -44,14 +42,28 @@ def test_any_duration_reads_back_as_itself() -> None:
         seconds = 10 ** draw.uniform(-6, 10)
         text = format_seconds(seconds)
         parts = re.findall(r"([0-9.,]+) (us|ms|s|min|h|day)s?\b", text)
-        read = sum(float(number.replace(",", "")) * sizes[unit] for number, unit in parts)
+        read = sum(
+            float(number.replace(",", "")) * sizes[unit] for number, unit in parts
+        )
         assert abs(read - seconds) <= 0.022 * seconds, text
         assert "e+" not in text
 
 
 def test_a_least_size_as_printed_is_enough_and_hardly_more() -> None:
     draw = random.Random("sizes")
-    every = [0, 1, 1023, 1024, 1025, 2**20 - 1, 2**20, 2**20 + 1, 27_789_312, 2**40 + 1, 2**60 + 1]
+    every = [
+        0,
+        1,
+        1023,
+        1024,
+        1025,
+        2**20 - 1,
+        2**20,
+        2**20 + 1,
+        27_789_312,
+        2**40 + 1,
+        2**60 + 1,
+    ]
     for n in [*every, *(int(10 ** draw.uniform(0, 18)) for _ in range(5000))]:
         text = format_least(n)
         assert n <= parse_bytes(text) <= n + n // 100, text
@@ -117,7 +129,9 @@ def numbers_before_plurals(path: Path) -> list[str]:
             continue
         for value, text in zip(node.values, node.values[1:], strict=False):
             if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant):
-                words = re.match(r" (?:[a-z]+/|head )?([a-z]+)\b.{0,20}", str(text.value))
+                words = re.match(
+                    r" (?:[a-z]+/|head )?([a-z]+)\b.{0,20}", str(text.value)
+                )
                 if words and PLURALS.fullmatch(words[1]):
                     found.append(words[0].strip())
     return found

@@ -23,7 +23,9 @@ def refused(words: str, *args: Any, **options: Any) -> None:
 
 def test_a_block_mask() -> None:
     query = torch.randn(1, 2, 20, 8)
-    causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20, device="cpu")
+    causal = create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, 20, 20, device="cpu"
+    )
     refused(r"attn_mask .* BlockMask: give Mask\(keeps=", query, query, query, causal)
     out = qa.attention(query, query, query, Mask(keeps=causal.mask_mod))
     torch.testing.assert_close(out, qa.attention(query, query, query, is_causal=True))
@@ -44,7 +46,9 @@ def test_nested_and_sparse_tensors() -> None:
 def test_a_scale_that_is_learned() -> None:
     query = torch.randn(1, 2, 20, 8)
     scale = torch.nn.Parameter(torch.tensor(0.3))
-    refused(r"scale .* give query \* scale with scale=1.0", query, query, query, scale=scale)
+    refused(
+        r"scale .* give query \* scale with scale=1.0", query, query, query, scale=scale
+    )
     out = qa.attention(query * scale, query, query, scale=1.0)
     torch.testing.assert_close(out, qa.attention(query, query, query, scale=0.3))
     assert torch.autograd.grad(out.sum(), scale)[0].isfinite()
@@ -58,9 +62,13 @@ def test_masks_of_several_batch_dimensions() -> None:
         lambda: Mask(documents=kept.long()),
         lambda: Mask(key_lengths=lengths),
     ):
-        with pytest.raises(ValueError, match=r"batch dimensions count as one, tensor.flatten\(0"):
+        with pytest.raises(
+            ValueError, match=r"batch dimensions count as one, tensor.flatten\(0"
+        ):
             make()
-    refused("all batch dimensions as one", query, query, query, Mask(key_padding=kept[0]))
+    refused(
+        "all batch dimensions as one", query, query, query, Mask(key_padding=kept[0])
+    )
     mask = Mask(key_padding=kept.flatten(0, -2), key_lengths=lengths.flatten(0, -1))
     assert qa.attention(query, query, query, mask).shape == query.shape
 
@@ -78,6 +86,9 @@ def test_kernels_pickle_and_copy() -> None:
         assert torch.equal(qa.attention(query, query, query, kernel=another), out)
     native = qa.NativeKernel(window=(5, 0), softcap=3.0, alibi_slopes=torch.ones(2))
     again = pickle.loads(pickle.dumps(native))
-    assert (again.softcap, again.geometry.band) == (native.softcap, native.geometry.band)
+    assert (again.softcap, again.geometry.band) == (
+        native.softcap,
+        native.geometry.band,
+    )
     for name in ("cpu", "dense", "cudnn", "fa4", "native"):
         assert pickle.loads(pickle.dumps(get_kernel(name))).name == name

@@ -1,9 +1,10 @@
-"""An additive mask wider than query, key and value is added as it is, on every way through the
-package; its gradient is that of the mask as it was given.
+"""An additive mask wider than query, key and value is added as it is, on every way
+through the package; its gradient is that of the mask as it was given.
 
 The equations that results are compared with share nothing with the package
-(helpers/equations.py). Numbers of these masks are so large that the inputs' dtype rounds them by
-many units: a mask that is rounded anywhere is off by tenths of the largest result.
+(helpers/equations.py). Numbers of these masks are so large that the inputs' dtype
+rounds them by many units: a mask that is rounded anywhere is off by tenths of the
+largest result.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def alibi(dtype: torch.dtype = torch.float32, rows: int = N) -> torch.Tensor:
 
 
 def check(inputs: list[torch.Tensor], mask: Any, **options: Any) -> None:
-    """A call's results and gradients, that of the mask among them, are those of the equations."""
+    """A call's results and gradients, that of the mask among them, are those of the
+    equations."""
     *three, grad_out = inputs
     leaves = [t.detach().requires_grad_() for t in three]
     bias = mask.bias if isinstance(mask, qa.Mask) else mask
@@ -52,10 +54,16 @@ def check(inputs: list[torch.Tensor], mask: Any, **options: Any) -> None:
     grads = torch.autograd.grad(out, [*leaves, *learned], grad_out)
     causal, seed = options.get("is_causal", False), options.get("dropout_seed", 0)
     done = equations.forward(
-        *three, mask, is_causal=causal, dropout_p=options.get("dropout_p", 0.0), dropout_seed=seed
+        *three,
+        mask,
+        is_causal=causal,
+        dropout_p=options.get("dropout_p", 0.0),
+        dropout_seed=seed,
     )
     exact = equations.backward(done, grad_out)
-    of_keys = [equations.summed_by_key_head(t, HEADS // 2) for t in (exact.key, exact.value)]
+    of_keys = [
+        equations.summed_by_key_head(t, HEADS // 2) for t in (exact.key, exact.value)
+    ]
     wanted = [done.out, exact.query, *of_keys]
     if learned:
         assert grads[3].dtype == bias.dtype
@@ -80,7 +88,9 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kernel", ["auto", "cpu", "dense"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_alibi_in_fp32_is_added_in_fp32(dtype: torch.dtype, kernel: str, way: str) -> None:
+def test_alibi_in_fp32_is_added_in_fp32(
+    dtype: torch.dtype, kernel: str, way: str
+) -> None:
     options = dict(WAYS[way])
     inputs, mask = drawn(dtype), alibi().requires_grad_()
     if options.get("budget") == "least":
@@ -91,7 +101,9 @@ def test_alibi_in_fp32_is_added_in_fp32(dtype: torch.dtype, kernel: str, way: st
 
 
 @pytest.mark.parametrize(
-    "shape", [(N, M), (1, M), (N, 1), (2, 1, 1, M), (2, HEADS, N, M), (HEADS, 1, M)], ids=str
+    "shape",
+    [(N, M), (1, M), (N, 1), (2, 1, 1, M), (2, HEADS, N, M), (HEADS, 1, M)],
+    ids=str,
 )
 def test_whatever_dimensions_the_mask_has(shape: tuple[int, ...]) -> None:
     mask = (4000 + 2 * torch.randn(shape)).requires_grad_()
@@ -107,7 +119,8 @@ def test_whatever_dimensions_the_mask_has(shape: tuple[int, ...]) -> None:
     ids=str,
 )  # fmt: skip
 def test_every_other_dtype(inputs: torch.dtype, mask: torch.dtype) -> None:
-    """Two dtypes of 16 bits round each other too; narrower masks are exact as they are."""
+    """Two dtypes of 16 bits round each other too; narrower masks are exact as they
+    are."""
     for depth in ("auto", 1):
         check(drawn(inputs), alibi(mask).requires_grad_(), depth=depth)
 
@@ -131,7 +144,9 @@ def test_a_mask_beyond_the_range_of_fp16_only_shifts_scores(shift: float) -> Non
 def test_beside_every_rule_of_a_mask(rules: qa.Mask, kernel: str) -> None:
     for depth in ("auto", 1):
         bias = alibi().requires_grad_()
-        check(drawn(torch.float16), rules & qa.Mask(bias=bias), kernel=kernel, depth=depth)
+        check(
+            drawn(torch.float16), rules & qa.Mask(bias=bias), kernel=kernel, depth=depth
+        )
 
 
 def test_in_torchs_place() -> None:
@@ -177,7 +192,9 @@ def test_a_kernel_of_a_users_own_never_gets_one_unless_it_says_so() -> None:
     kernel: Kernel = Narrow()
     inputs = drawn(torch.bfloat16)
     qa.attention(*inputs[:3], alibi(torch.bfloat16), enable_gqa=True, kernel=kernel)
-    with pytest.raises(NotImplementedError, match=r"kernel 'narrow' cannot run.*attn_mask.to"):
+    with pytest.raises(
+        NotImplementedError, match=r"kernel 'narrow' cannot run.*attn_mask.to"
+    ):
         qa.attention(*inputs[:3], alibi(), enable_gqa=True, kernel=kernel)
 
 
@@ -185,7 +202,15 @@ def test_a_kernel_of_a_users_own_never_gets_one_unless_it_says_so() -> None:
 def test_its_bytes_are_planned(kernel: str) -> None:
     """A rectangle's part of a wide mask may be a copy in fp32."""
     shapes = [
-        CallShape("cpu", torch.bfloat16, 4, 4, 64, 64, bias=BiasShape(True, True, True, wide=wide))
+        CallShape(
+            "cpu",
+            torch.bfloat16,
+            4,
+            4,
+            64,
+            64,
+            bias=BiasShape(True, True, True, wide=wide),
+        )
         for wide in (False, True)
     ]
     extent = Extent(1, 4, 4, n_tokens=4096, max_queries=4096, max_keys=4096)
@@ -196,7 +221,8 @@ def test_its_bytes_are_planned(kernel: str) -> None:
 
 
 def test_tiles_of_a_wide_mask_take_what_was_planned() -> None:
-    """A mask in host memory, in another order of dimensions, within the smallest budget."""
+    """A mask in host memory, in another order of dimensions, within the smallest
+    budget."""
     n = 1500
     q, k, v = (torch.randn(1, 2, n, 32).bfloat16() for _ in range(3))
     mask = (-2000 - torch.arange(float(n)))[:, None].expand(n, n).mT.double()

@@ -1,4 +1,5 @@
-"""Files are whole or not there: tensors, pictures, reports, calibrations; whoever is stopped."""
+"""Files are whole or not there: tensors, pictures, reports, calibrations; whoever is
+stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("step", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_whatever_goes_wrong_the_earlier_file_stays(
-    tmp_path: Path, step: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    step: str,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing(*arguments: object) -> None:
         raise error
@@ -38,7 +42,9 @@ def test_whatever_goes_wrong_the_earlier_file_stays(
     assert path.read_bytes() == EARLIER
 
 
-def test_permissions_are_the_usual_ones_or_those_of_the_old_file(tmp_path: Path) -> None:
+def test_permissions_are_the_usual_ones_or_those_of_the_old_file(
+    tmp_path: Path,
+) -> None:
     before = os.umask(0o027)
     try:
         write_text(tmp_path / "x", "new")

@@ -1,9 +1,11 @@
-"""Errors against float64 of a long causal call, ours and other kernels', on sampled rows.
+"""Errors against float64 of a long causal call, ours and other kernels', on sampled
+rows.
 
-One head, because heads are alike. Everything is drawn from a normal distribution. Rows are sampled
-twice over: at random from the whole call, and from its last 8,192, where a row sums the most
-(queries) or the fewest (keys) products. An error is the norm of the difference over the norm of
-what is right, over all sampled rows together. Needs a CUDA device.
+One head, because heads are alike. Everything is drawn from a normal distribution. Rows
+are sampled twice over: at random from the whole call, and from its last 8,192, where a
+row sums the most (queries) or the fewest (keys) products. An error is the norm of the
+difference over the norm of what is right, over all sampled rows together. Needs a CUDA
+device.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class ExactCall(NamedTuple):
     scale: float
 
     def attend(self, rows: torch.Tensor) -> Results:
-        """Probabilities of ascending rows, (rows, keys up to the last row's); their output, and
-        delta, (rows, 1).
+        """Probabilities of ascending rows, (rows, keys up to the last row's); their
+        output, and delta, (rows, 1).
         """
         stop = int(rows[-1]) + 1
         query = self.query[rows]
@@ -71,7 +73,8 @@ def exact_rows(call: ExactCall, rows: torch.Tensor) -> Results:
 
 
 def exact_key_rows(call: ExactCall, rows: torch.Tensor) -> Results:
-    """Rows of dK and dV. Queries before the first of ``rows`` have no part in any of them."""
+    """Rows of dK and dV. Queries before the first of ``rows`` have no part in any of
+    them."""
     grad_key = torch.zeros_like(call.key[rows])
     grad_value = torch.zeros_like(call.value[rows])
     n_tokens = call.query.shape[0]
@@ -115,7 +118,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", default="256MiB", help="of one head")
     parser.add_argument("--kernel", default="auto", help="our inner kernel")
     parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--beside", default="flash,cudnn", help="kernels alone, by commas")
+    parser.add_argument(
+        "--beside", default="flash,cudnn", help="kernels alone, by commas"
+    )
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -149,7 +154,8 @@ def sampled_rows(n_tokens: int, n_rows: int) -> dict[str, torch.Tensor]:
 def exact_samples(
     tensors: list[torch.Tensor], samples: dict[str, torch.Tensor]
 ) -> dict[str, Results]:
-    """Rows of the right results, by sample; rows of all samples are computed at once."""
+    """Rows of the right results, by sample; rows of all samples are computed at
+    once."""
     query, key, value, grad_out = (tensor[0, 0].double() for tensor in tensors)
     call = ExactCall(query, key, value, grad_out, query.shape[1] ** -0.5)
     all_rows = torch.unique(torch.cat(list(samples.values())))
@@ -167,7 +173,9 @@ def methods_of(
     return {**methods, "quorum": partial(recovered, options.budget, options.kernel)}
 
 
-def relative_errors(results: Results, exact: Results, rows: torch.Tensor) -> list[float]:
+def relative_errors(
+    results: Results, exact: Results, rows: torch.Tensor
+) -> list[float]:
     errors = []
     for result, expected in zip(results, exact, strict=True):
         sampled = result[0, 0].to(expected.device)[rows].double()
@@ -175,7 +183,9 @@ def relative_errors(results: Results, exact: Results, rows: torch.Tensor) -> lis
     return errors
 
 
-def describe(sample: str, method: str, errors: dict[str, list[float]], rival: str) -> str:
+def describe(
+    sample: str, method: str, errors: dict[str, list[float]], rival: str
+) -> str:
     """The errors of a method, and their ratios to the first rival's."""
     cells = []
     pairs = zip(NAMES, errors[method], errors[rival], strict=True)

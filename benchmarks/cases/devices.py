@@ -1,7 +1,7 @@
 """One call on several devices of a machine, against one of them with the same kernel.
 
-Causal calls from host memory, forward and backward, under budgets of each device; the first of
---rounds is not counted. On CPUs: --devices cpu,cpu --tokens 3000.
+Causal calls from host memory, forward and backward, under budgets of each device; the
+first of --rounds is not counted. On CPUs: --devices cpu,cpu --tokens 3000.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def measure_round(
     def run_backward() -> Any:
         return qa.attention_backward(grad_out, *inputs, out, lse, **options)
 
-    forward_seconds, (out, lse) = timed(lambda: qa.attention_with_lse(*inputs, **options))
+    forward_seconds, (out, lse) = timed(
+        lambda: qa.attention_with_lse(*inputs, **options)
+    )
     backward_seconds, grads = timed(run_backward)
     n_tokens = grad_out.shape[2]
     step = max(1, n_tokens // SAMPLED_ROWS)
@@ -69,8 +71,8 @@ def measure_round(
 def killed_over_ideal(
     pool: Pool, tensors: list[torch.Tensor], undisturbed: float, **options: Any
 ) -> float:
-    """Seconds of a forward whose last worker is killed in the middle, over what is ideal: then the
-    other workers do all that was left.
+    """Seconds of a forward whose last worker is killed in the middle, over what is
+    ideal: then the other workers do all that was left.
 
     Args:
         undisturbed: seconds of a forward in which no worker is killed.
@@ -86,21 +88,30 @@ def killed_over_ideal(
     return seconds / ideal_seconds
 
 
-def largest_difference(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def largest_difference(
+    results: list[torch.Tensor], expected: list[torch.Tensor]
+) -> float:
     """The largest difference of a result, as a share of its largest value."""
     return max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(results, expected, strict=True)
+        float((a - b).abs().max() / b.abs().max())
+        for a, b in zip(results, expected, strict=True)
     )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budgets", default="1GiB,128MiB", help="of each device, by commas")
+    parser.add_argument(
+        "--budgets", default="1GiB,128MiB", help="of each device, by commas"
+    )
     parser.add_argument("--devices", default="all", help="by commas")
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=4, help="calls of each, the first included")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="calls of each, the first included"
+    )
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--kill", action="store_true", help="a worker, in the middle of a forward")
+    parser.add_argument(
+        "--kill", action="store_true", help="a worker, in the middle of a forward"
+    )
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -114,7 +125,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def draw_tensors(options: argparse.Namespace, device: str) -> list[torch.Tensor]:
-    """Query, key, value and the gradient of the output, in memory that workers can map."""
+    """Query, key, value and the gradient of the output, in memory that workers can
+    map."""
     dtype = torch.float32 if device == "cpu" else torch.float16
     shape = (1, options.heads, options.tokens, HEAD_DIM)
     tensors = [alloc_shared(shape, dtype) for _ in range(4)]
@@ -129,8 +141,8 @@ def measure_budget(
 ) -> dict[str, Any]:
     call = {"is_causal": True, "kernel": options.kernel, "budget": budget}
     one_device = pool.devices[0]
-    # One after the other: idle workers unlock their memory after ten seconds. For one device inputs
-    # are page-locked, as they are for workers.
+    # One after the other: idle workers unlock their memory after ten seconds. For one
+    # device inputs are page-locked, as they are for workers.
     on_gpu = torch.cuda.is_available()
     pinned = [tensor.pin_memory() if on_gpu else tensor for tensor in tensors]
     single = measure_passes(pinned, options.rounds, devices=one_device, **call)
@@ -149,6 +161,7 @@ def measure_budget(
         a / b for a, b in zip(medians(single.seconds[1:]), several_medians, strict=True)
     )
     print(
-        f"{row}: {forward:.3f}; {backward:.3f} times one, difference {difference:.1e}", flush=True
+        f"{row}: {forward:.3f}; {backward:.3f} times one, difference {difference:.1e}",
+        flush=True,
     )
     return rows

@@ -1,9 +1,11 @@
-"""Calls of many small entries, and of masks that keep pairs here and there, beside torch's own.
+"""Calls of many small entries, and of masks that keep pairs here and there, beside
+torch's own.
 
-Each row is a forward with its backward by autograd, in seconds: torch's call with the same pairs as
-a tensor (built beforehand), and ours, whose mask is new to it in every call. The methods take
-turns; medians. --share 0.1 takes a tenth of the entries, --share 7 more than 100,000 of them;
---pass forward leaves the backward out; --cpu-time counts what one thread computes.
+Each row is a forward with its backward by autograd, in seconds: torch's call with the
+same pairs as a tensor (built beforehand), and ours, whose mask is new to it in every
+call. The methods take turns; medians. --share 0.1 takes a tenth of the entries, --share
+7 more than 100,000 of them; --pass forward leaves the backward out; --cpu-time counts
+what one thread computes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Row:
     """A call.
 
     Attributes:
-        inputs: query, key and value, (*batch, heads, n, d), on the device that computes.
+        inputs: query, key and value, (*batch, heads, n, d), on the device that
+            computes.
         make_mask: makes ``attn_mask`` of our call.
         dense: ``attn_mask`` of torch's call: bool, or additive.
         learned: the bias whose gradient is asked for as well.
@@ -109,11 +112,14 @@ def padding(entries: int, draw: Draw) -> Row:
     is_kept = draw.keep(entries, 12, 0.7)
     is_kept[:, 0] = True
     inputs = draw.inputs(entries, 4, 12, 16)
-    return Row(inputs, lambda: qa.Mask(key_padding=is_kept.clone()), is_kept[:, None, None])
+    return Row(
+        inputs, lambda: qa.Mask(key_padding=is_kept.clone()), is_kept[:, None, None]
+    )
 
 
 def shifted(images: int, draw: Draw) -> Row:
-    """Swin's shifted windows: 64 of an image, by their regions; those at its edges hold several."""
+    """Swin's shifted windows: 64 of an image, by their regions; those at its edges hold
+    several."""
     regions = torch.zeros(8, 8, 7, 7, dtype=torch.int64)
     regions[-1, :, 4:] += 1
     regions[:, -1, :, 4:] += 2
@@ -138,7 +144,9 @@ def missing(tokens: int, draw: Draw) -> Row:
     """Half of the keys are padding, anywhere."""
     is_kept = draw.keep(1, tokens, 0.5)
     inputs = draw.inputs(1, 4, tokens, 64)
-    return Row(inputs, lambda: qa.Mask(key_padding=is_kept.clone()), is_kept[:, None, None])
+    return Row(
+        inputs, lambda: qa.Mask(key_padding=is_kept.clone()), is_kept[:, None, None]
+    )
 
 
 def windows(entries: int, draw: Draw) -> Row:
@@ -178,7 +186,9 @@ def calls_of(row: Row, *, backward: bool) -> dict[str, Callable[[], Any]]:
 
     def call(attend: Callable[..., torch.Tensor], mask: Any) -> Any:
         if backward:
-            return torch.autograd.grad(attend(*row.inputs, attn_mask=mask), leaves, grad_out)
+            return torch.autograd.grad(
+                attend(*row.inputs, attn_mask=mask), leaves, grad_out
+            )
         with torch.no_grad():
             return attend(*row.inputs, attn_mask=mask)
 
@@ -189,7 +199,8 @@ def calls_of(row: Row, *, backward: bool) -> dict[str, Callable[[], Any]]:
 
 
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of both methods' calls, the ratio of the later ones, and the largest difference."""
+    """Seconds of both methods' calls, the ratio of the later ones, and the largest
+    difference."""
     calls = calls_of(row, backward=options.passes == "both")
     results: dict[str, Any] = {}
 
@@ -204,7 +215,11 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     our_median = later_median(seconds["quorum"])
     torch_median = later_median(seconds["torch"])
     difference = largest_difference(results["quorum"], results["torch"])
-    return {"seconds": seconds, "ratio": our_median / torch_median, "difference": difference}
+    return {
+        "seconds": seconds,
+        "ratio": our_median / torch_median,
+        "difference": difference,
+    }
 
 
 def largest_difference(results: Any, expected: Any) -> float:
@@ -236,8 +251,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", help="by commas; all by default")
     parser.add_argument("--share", type=float, default=1.0, help="of the entries")
     parser.add_argument("--cpu-time", action="store_true", help="of one thread")
-    parser.add_argument("--rounds", type=int, default=3, help="calls of each after the first")
-    parser.add_argument("--pass", dest="passes", choices=["both", "forward"], default="both")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="calls of each after the first"
+    )
+    parser.add_argument(
+        "--pass", dest="passes", choices=["both", "forward"], default="both"
+    )
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -247,7 +266,9 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         draw = Draw(torch.bfloat16, "cuda")
     if options.cpu_time:
         torch.set_num_threads(1)
-    print(f"{'row':12} {'torch':>9} {'ours':>9}  ratio  (first calls; largest difference)")
+    print(
+        f"{'row':12} {'torch':>9} {'ours':>9}  ratio  (first calls; largest difference)"
+    )
     for name in options.rows.split(",") if options.rows else ROWS:
         torch.manual_seed(0)
         result = measure(make_row(name, options.share, draw), options)

@@ -1,11 +1,13 @@
-"""Plain calls, as a user writes them: ``attention(q, k, v, budget=...)`` and ``out.backward(g)``.
+"""Plain calls, as a user writes them: ``attention(q, k, v, budget=...)`` and
+``out.backward(g)``.
 
-Inputs in host memory (page-locked, or not) or on the device, results made by the call, gradients by
-autograd. Beside them other kernels alone: everything on the device, autograd too. All take turns,
-call by call, so that a device that gets warmer counts against none of them. First calls, and
-medians of the later ones; with --before an older version as well (git worktree add ../before
-COMMIT; --before ../before/src). On a CPU a few calls of ours alone. fa4 needs flash-attn-4; flex
-is torch's compiled FlexAttention with its block lists made beforehand.
+Inputs in host memory (page-locked, or not) or on the device, results made by the call,
+gradients by autograd. Beside them other kernels alone: everything on the device,
+autograd too. All take turns, call by call, so that a device that gets warmer counts
+against none of them. First calls, and medians of the later ones; with --before an older
+version as well (git worktree add ../before COMMIT; --before ../before/src). On a CPU a
+few calls of ours alone. fa4 needs flash-attn-4; flex is torch's compiled FlexAttention
+with its block lists made beforehand.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ class Case:
 
     Attributes:
         place: of the tensors: "pinned" or "pageable" host memory, or "device".
-        kernel, depth: as in ``attention``; "flex" is compiled FlexAttention, recovered, which has
-            the window as its rule.
+        kernel, depth: as in ``attention``; "flex" is compiled FlexAttention, recovered,
+            which has the window as its rule.
         calls: how many of them are one measurement.
     """
 
@@ -93,7 +95,8 @@ Measurement = Callable[[], list[float]]
 
 
 def flash_attention_4(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    """FlashAttention-4 as its users call it, on tensors token after token, (1, n, heads, d)."""
+    """FlashAttention-4 as its users call it, on tensors token after token, (1, n,
+    heads, d)."""
     from flash_attn.cute import flash_attn_func
 
     output = flash_attn_func(*inputs, **{"causal": True, **options})
@@ -111,7 +114,9 @@ def compiled_flex(case: Case) -> Callable[..., torch.Tensor]:
     make_lists = torch.compile(create_block_mask)
     lists = make_lists(keeps_pair, None, None, case.tokens, case.tokens, "cuda")
     is_grouped = case.heads != case.kv_heads
-    return partial(torch.compile(flex_attention), block_mask=lists, enable_gqa=is_grouped)
+    return partial(
+        torch.compile(flex_attention), block_mask=lists, enable_gqa=is_grouped
+    )
 
 
 def rival(name: str, case: Case, tensors: list[torch.Tensor]) -> Measurement:
@@ -127,7 +132,9 @@ def rival(name: str, case: Case, tensors: list[torch.Tensor]) -> Measurement:
             return list(timed_passes(attend, tensors[:3], tensors[3]))
 
     is_grouped = case.heads != case.kv_heads
-    attend = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=is_grouped)
+    attend = partial(
+        scaled_dot_product_attention, is_causal=True, enable_gqa=is_grouped
+    )
     return run
 
 
@@ -156,7 +163,11 @@ class OurCalls:
     """
 
     def __init__(
-        self, case: Case, version: Version, tensors: list[torch.Tensor], peaks: list[int]
+        self,
+        case: Case,
+        version: Version,
+        tensors: list[torch.Tensor],
+        peaks: list[int],
     ) -> None:
         self.case = case
         self.version = version
@@ -216,7 +227,8 @@ def place_tensors(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]
 
 
 def describe(seconds: dict[str, list[Any]]) -> str:
-    """Milliseconds of each method: forward, backward, and what the first call took beyond."""
+    """Milliseconds of each method: forward, backward, and what the first call took
+    beyond."""
     words = []
     for method, calls in seconds.items():
         forward, backward = medians(calls[1:] or calls)
@@ -232,7 +244,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", help="by commas; all by default")
     parser.add_argument("--alone", default="cudnn", help="of cudnn, fa4, fa2, flex")
     parser.add_argument("--kernel", help="of our calls")
-    parser.add_argument("--rounds", type=int, default=4, help="calls of each, the first included")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="calls of each, the first included"
+    )
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -1,21 +1,25 @@
-"""A long prompt in little device memory: seconds of the prefill and of each token after it.
+"""A long prompt in little device memory: seconds of the prefill and of each token after
+it.
 
-The model has a published shape in bf16 and random weights; on a CPU a small shape runs in a minute.
-It answers by ``generate``. A short prompt comes first, so that kernels are compiled.
-Each row runs in a process of its own, whose device memory is limited to --memory, and which has
---timeout seconds. A row that runs out of memory says so.
+The model has a published shape in bf16 and random weights; on a CPU a small shape runs
+in a minute. It answers by ``generate``. A short prompt comes first, so that kernels are
+compiled. Each row runs in a process of its own, whose device memory is limited to
+--memory, and which has --timeout seconds. A row that runs out of memory says so.
 
 Ways, --ways chooses some:
 
 sdpa: SDPA, the cache of Transformers on the device.
-offloaded: SDPA, the cache of Transformers in host memory, a layer on the device at a time.
-chunks: the same, the prompt in chunks of 4,096 tokens, as ``prefill_chunk_size`` has it.
-heads: HeadInfer's scheme: keys and values in host memory, one key/value head on the device at a
-time; the prompt in chunks.
+offloaded: SDPA, the cache of Transformers in host memory, a layer on the device at a
+time.
+chunks: the same, the prompt in chunks of 4,096 tokens, as ``prefill_chunk_size`` has
+it.
+heads: HeadInfer's scheme: keys and values in host memory, one key/value head on the
+device at a time; the prompt in chunks.
 long_context: ``long_context(model)`` with the offloaded cache.
-ours: ``long_prompt(model)``; with --weights host the layers' weights are in host memory. Beside
-each figure stands what ``quorum-attention estimate`` says. With --questions, so many questions of
-64 tokens about the prompt follow, one after the other and as a batch.
+ours: ``long_prompt(model)``; with --weights host the layers' weights are in host
+memory. Beside each figure stands what ``quorum-attention estimate`` says. With
+--questions, so many questions of 64 tokens about the prompt follow, one after the other
+and as a batch.
 """
 
 from __future__ import annotations
@@ -47,8 +51,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=("device", "host"), default="device")
     parser.add_argument("--host-memory", type=parse_bytes, help="for the cache")
     parser.add_argument("--folder", help="for the part of the cache that lies in files")
-    parser.add_argument("--generate", type=int, default=8, help="tokens after the prompt's first")
-    parser.add_argument("--repeats", type=int, default=1, help="answers; medians are shown")
+    parser.add_argument(
+        "--generate", type=int, default=8, help="tokens after the prompt's first"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="answers; medians are shown"
+    )
     parser.add_argument("--questions", type=int, default=0, help="about the prompt")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a row")
 
@@ -108,8 +116,8 @@ def describe(row: dict[str, Any]) -> str:
         peak = format_bytes(row["peak_bytes"])
         weights = format_bytes(row["weights_bytes"])
         words.append(
-            f"prefill {row['prefill_seconds']:.2f} s, {row['token_seconds']:.4f} s a token, "
-            f"peak {peak}, of which weights {weights}"
+            f"prefill {row['prefill_seconds']:.2f} s, {row['token_seconds']:.4f} s a "
+            f"token, peak {peak}, of which weights {weights}"
         )
     if "estimated" in row:
         estimated = row["estimated"]

@@ -1,11 +1,13 @@
-"""``distributed.attention`` on the GPUs of this machine, beside one device and beside others.
+"""``distributed.attention`` on the GPUs of this machine, beside one device and beside
+others.
 
-One process a GPU, NCCL; inputs on the devices, sharded by sequence. Seconds of a forward, and of a
-forward and backward through autograd: medians, of the slowest rank; all ranks begin at one moment.
-"...-x8": eight calls are enqueued one after the other before anybody waits, as a model's layers
-are. "fa4" and "cudnn" are one device with the whole sequence. A method that raises is left out, and
-its error said; one that hangs takes its process with it: give it a run of its own (--methods).
-Without a GPU: Gloo, --ranks 2 --divide 64.
+One process a GPU, NCCL; inputs on the devices, sharded by sequence. Seconds of a
+forward, and of a forward and backward through autograd: medians, of the slowest rank;
+all ranks begin at one moment. "...-x8": eight calls are enqueued one after the other
+before anybody waits, as a model's layers are. "fa4" and "cudnn" are one device with the
+whole sequence. A method that raises is left out, and its error said; one that hangs
+takes its process with it: give it a run of its own (--methods). Without a GPU: Gloo,
+--ranks 2 --divide 64.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Case(plain.Case):
 
     Attributes:
         rounds: how often its calls are timed.
-        is_per_rank: whether ``tokens`` are those of a rank, or else of the whole sequence.
+        is_per_rank: whether ``tokens`` are those of a rank, or else of the whole
+            sequence.
     """
 
     rounds: int = 5
@@ -76,7 +79,8 @@ class Method:
 
     Attributes:
         is_sharded: whether all ranks make the call, or else rank 0 alone.
-        context: makes the context of the calls, which is entered before the clock starts.
+        context: makes the context of the calls, which is entered before the clock
+            starts.
     """
 
     call: Callable[..., torch.Tensor]
@@ -124,7 +128,8 @@ def ours(setting: Setting) -> Method:
 
 
 class _Swap(torch.autograd.Function):
-    """Heads for rows, of equal shards: (1, h, n, d) to (1, h / ranks, n * ranks, d); or back."""
+    """Heads for rows, of equal shards: (1, h, n, d) to (1, h / ranks, n * ranks, d); or
+    back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: int, back: bool) -> torch.Tensor:
@@ -151,7 +156,9 @@ def exchange(setting: Setting) -> Method:
     n_ranks = setting.n_ranks
 
     def call(*inputs: torch.Tensor) -> torch.Tensor:
-        swapped = (_Swap.apply(tensor, n_ranks, False).transpose(1, 2) for tensor in inputs)
+        swapped = (
+            _Swap.apply(tensor, n_ranks, False).transpose(1, 2) for tensor in inputs
+        )
         out = flash_attention_4(*swapped).transpose(1, 2)
         return _Swap.apply(out, n_ranks, True)
 
@@ -159,8 +166,8 @@ def exchange(setting: Setting) -> Method:
 
 
 def torch_ring(setting: Setting) -> Method:
-    """Torch's own context parallel; its shards are a head and a tail of the sequence, so the same
-    tensors are other tokens to it."""
+    """Torch's own context parallel; its shards are a head and a tail of the sequence,
+    so the same tensors are other tokens to it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -169,15 +176,18 @@ def torch_ring(setting: Setting) -> Method:
     mesh = init_device_mesh(device.type, (setting.n_ranks,))
 
     def sharding() -> Any:
-        # Torch shards the buffers in place, and takes device and length from the first (an empty
-        # list is an IndexError). The shards of query, key and value are made already.
+        # Torch shards the buffers in place, and takes device and length from the first
+        # (an empty list is an IndexError). The shards of query, key and value are made
+        # already.
         buffer = torch.zeros(sum(setting.sizes), device=device)
         return context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
+            return functional.scaled_dot_product_attention(
+                q, keys, values, is_causal=True
+            )
 
     return Method(call, setting.shard, context=sharding)
 
@@ -216,7 +226,10 @@ def measure_calls(method: Method, calls: int) -> list[float]:
 
     if dist.get_rank() != 0 and not method.is_sharded:
         calls = 0
-    return [seconds_together(work, method, calls) for work in (forward, forward_and_backward)]
+    return [
+        seconds_together(work, method, calls)
+        for work in (forward, forward_and_backward)
+    ]
 
 
 def seconds_together(work: Callable[[], None], method: Method, calls: int) -> float:
@@ -235,7 +248,9 @@ def start_together() -> float:
     dist.barrier()
     wait()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    moment = torch.tensor(time.perf_counter() + 2e-3, dtype=torch.float64, device=device)
+    moment = torch.tensor(
+        time.perf_counter() + 2e-3, dtype=torch.float64, device=device
+    )
     dist.broadcast(moment, 0)
     while time.perf_counter() < moment.item():
         pass
@@ -281,7 +296,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--rounds", type=int, help="those of the case")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--divide", type=int, default=1, help="tokens of all cases, for a trial")
+    parser.add_argument(
+        "--divide", type=int, default=1, help="tokens of all cases, for a trial"
+    )
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,11 @@
-"""Small calls on a CPU against torch's own, side by side: what a call that fits costs beyond it.
+"""Small calls on a CPU against torch's own, side by side: what a call that fits costs
+beyond it.
 
-A forward without gradients, and a forward with its backward through autograd; microseconds,
-medians. The methods take turns, call by call, in all orders: each finds the processor's caches as
-another's backward has left them. torch is a third method, too: what it differs from itself by
-("itself") is what the measurement is off by. --cpu-time counts what the thread computes.
+A forward without gradients, and a forward with its backward through autograd;
+microseconds, medians. The methods take turns, call by call, in all orders: each finds
+the processor's caches as another's backward has left them. torch is a third method,
+too: what it differs from itself by ("itself") is what the measurement is off by.
+--cpu-time counts what the thread computes.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def timed_calls(
     """A forward, and a forward with its backward, on new inputs."""
     queries = (case.batch, case.heads, case.queries, HEAD_DIM)
     keys = (case.batch, case.kv_heads, case.keys, HEAD_DIM)
-    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in (queries, keys, keys)]
+    leaves = [
+        torch.randn(shape).to(dtype).requires_grad_() for shape in (queries, keys, keys)
+    ]
     grad_out = torch.randn(queries).to(dtype)
     options = {"is_causal": case.causal, "enable_gqa": case.heads != case.kv_heads}
 
@@ -140,8 +144,9 @@ def median_difference(times: list[float], reference_times: list[float]) -> float
 
 def describe(passes: str, result: dict[str, float]) -> str:
     return (
-        f"{passes} {result['torch']:.0f}, {result['quorum']:.0f} ({result['beyond']:+.0f}, "
-        f"{result['ratio']:.2f}, itself {result['itself']:+.0f})"
+        f"{passes} {result['torch']:.0f}, {result['quorum']:.0f} "
+        f"({result['beyond']:+.0f}, {result['ratio']:.2f}, itself "
+        f"{result['itself']:+.0f})"
     )
 
 
@@ -154,7 +159,10 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each case."""
     clock = time.thread_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(1)
-    print(f"{'batch x heads x queries x keys':44}  microseconds: torch, ours (beyond, ratio)")
+    print(
+        f"{'batch x heads x queries x keys':44}  microseconds: torch, ours (beyond, "
+        "ratio)"
+    )
     for case in CASES:
         for dtype in case.dtypes.split():
             name = case.name(dtype)

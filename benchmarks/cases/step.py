@@ -1,22 +1,27 @@
-"""A step of ``examples/train_long.py``: as it comes, with attention recovered, with everything.
+"""A step of ``examples/train_long.py``: as it comes, with attention recovered, with
+everything.
 
-On a GPU the model has the published shape of Qwen3-8B, in bf16, and random weights; on a CPU a
-small shape runs in a minute. Parts, --only chooses some:
+On a GPU the model has the published shape of Qwen3-8B, in bf16, and random weights; on
+a CPU a small shape runs in a minute. Parts, --only chooses some:
 
-equal: loss and gradients of one text through SDPA, through another of torch's kernels (how far two
-right answers are apart), with attention recovered, and with everything that long_context does.
+equal: loss and gradients of one text through SDPA, through another of torch's kernels
+(how far two right answers are apart), with attention recovered, and with everything
+that long_context does.
 
-long: steps on a longer text with everything: seconds of the first and the last, device memory, and
-what attention alone takes beyond q, k, v, o and their gradients. --layers 2,4 runs so many layers
-of the model, with all weights in memory, and says of the whole model what the difference comes to:
-extrapolated. --ranks 2 shards the text over two GPUs, each with all weights.
+long: steps on a longer text with everything: seconds of the first and the last, device
+memory, and what attention alone takes beyond q, k, v, o and their gradients. --layers
+2,4 runs so many layers of the model, with all weights in memory, and says of the whole
+model what the difference comes to: extrapolated. --ranks 2 shards the text over two
+GPUs, each with all weights.
 
-longest: the longest text that fits in --memory, each way: the line through the memory of two
-lengths is followed, and the length found is run unless it is more than --most tokens. The remedies
-are checkpoints in host memory and a chunked loss around SDPA. (Where checkpoints are in host memory
-the device has the same to hold however many --layers run.)
+longest: the longest text that fits in --memory, each way: the line through the memory
+of two lengths is followed, and the length found is run unless it is more than --most
+tokens. The remedies are checkpoints in host memory and a chunked loss around SDPA.
+(Where checkpoints are in host memory the device has the same to hold however many
+--layers run.)
 
-estimate: the peaks of steps with everything, checkpoints in host memory, beside what ``estimate
+estimate: the peaks of steps with everything, checkpoints in host memory, beside what
+``estimate
 --model`` says of them: five lengths, on a GPU of three shapes.
 """
 
@@ -59,9 +64,9 @@ SHAPES["Qwen3-4B"] = {
     "num_attention_heads": 32,
     "tie_word_embeddings": True,
 }
-# By kind of device: shape, tokens of ``equal`` and ``long``, attention's budget, tokens of a tile
-# of an MLP; and of ``longest`` the most tokens that it runs, those it begins with, and how many
-# times as many with everything.
+# By kind of device: shape, tokens of ``equal`` and ``long``, attention's budget, tokens
+# of a tile of an MLP; and of ``longest`` the most tokens that it runs, those it begins
+# with, and how many times as many with everything.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {
         "shape": "Qwen3-8B",
@@ -99,7 +104,9 @@ MIN_TOKENS = 64
 CUDA_BYTES = 3 << 30
 
 
-def prepare(model: Any, way: str, options: argparse.Namespace, place: str = "auto") -> None:
+def prepare(
+    model: Any, way: str, options: argparse.Namespace, place: str = "auto"
+) -> None:
     """Change ``model`` in place for a way, with checkpoints in that place."""
     if way == "attention":
         long_context(
@@ -111,7 +118,9 @@ def prepare(model: Any, way: str, options: argparse.Namespace, place: str = "aut
             checkpoints=None,
         )
     if way == "remedies":
-        long_context(model, attention=False, mlp_tile=None, fused_norms=False, checkpoints=place)
+        long_context(
+            model, attention=False, mlp_tile=None, fused_norms=False, checkpoints=place
+        )
     if way == "everything":
         if dist.is_initialized():
             model.set_attn_implementation(register(group=dist.group.WORLD))
@@ -140,7 +149,9 @@ def sharded_step(model: Any, ids: torch.Tensor) -> float:
     ids = ids.chunk(n_ranks, 1)[rank]
     labels = shifted.chunk(n_ranks, 1)[rank]
     tokens = ids.shape[1] * n_ranks - 1
-    loss = model(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=tokens).loss
+    loss = model(
+        input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=tokens
+    ).loss
     loss.backward()
     loss = loss.detach()
     for tensor in (loss, *trained_gradients(model)):
@@ -177,13 +188,20 @@ def estimate(options: argparse.Namespace) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     for name in shapes:
         model = new_model(name, options.rank, options.device)
-        long_context(model, budget=options.budget, mlp_tile=options.tile, checkpoints="host")
+        long_context(
+            model, budget=options.budget, mlp_tile=options.tile, checkpoints="host"
+        )
         for power in range(5):
             tokens = options.first << power
             meter, _ = measured_step(model, tokens, options.device)
             estimated = estimated_peak(model, tokens, options)
             points.append(
-                {"shape": name, "tokens": tokens, "peak": meter.peak, "estimate": estimated}
+                {
+                    "shape": name,
+                    "tokens": tokens,
+                    "peak": meter.peak,
+                    "estimate": estimated,
+                }
             )
             print(
                 f"{name}, {tokens:,} tokens: {format_bytes(meter.peak)}, estimate "
@@ -211,9 +229,14 @@ def estimated_peak(model: Any, tokens: int, options: argparse.Namespace) -> int:
 def equal(options: argparse.Namespace) -> dict[str, Any]:
     """Loss and gradients, each way, of one text: distances from SDPA's."""
     model = new_model(options.shape, options.rank, options.device)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
     comparison = Comparison(model, library(options.equal_at, options.device))
-    print(f"{options.equal_at:,} tokens; SDPA (flash): loss {comparison.loss:.6f}", flush=True)
+    print(
+        f"{options.equal_at:,} tokens; SDPA (flash): loss {comparison.loss:.6f}",
+        flush=True,
+    )
     second = SDPBackend.CUDNN_ATTENTION if options.device == "cuda" else SDPBackend.MATH
     with sdpa_kernel(second):
         comparison.add(f"SDPA ({second.name.lower()})")
@@ -221,8 +244,8 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
     comparison.add(WAYS["attention"])
     prepare(model, "everything", options)
     comparison.add(WAYS["everything"])
-    # As near as two of torch's kernels are to each other, or a few roundings of a loss summed in
-    # another order.
+    # As near as two of torch's kernels are to each other, or a few roundings of a loss
+    # summed in another order.
     rounding = 1e-5 if options.device == "cpu" else 1e-2
     tolerance = max(2 * comparison.ways[0]["gradients_off"], rounding)
     agree = all(way["gradients_off"] <= tolerance for way in comparison.ways[1:])
@@ -268,7 +291,8 @@ class Comparison:
         }
         self.ways.append(way)
         print(
-            f"{name}: loss {loss:.6f}, gradients {distance:.2e} from SDPA's, {seconds:.1f} s",
+            f"{name}: loss {loss:.6f}, gradients {distance:.2e} from SDPA's, "
+            f"{seconds:.1f} s",
             flush=True,
         )
 
@@ -287,14 +311,17 @@ def first_layers(model: Any, count: int) -> Iterator[None]:
 
 
 def long(options: argparse.Namespace) -> dict[str, Any]:
-    """A step of everything on a long text: seconds and memory, of some layers or of all."""
+    """A step of everything on a long text: seconds and memory, of some layers or of
+    all."""
     model = new_model(options.shape, options.rank, options.device)
     prepare(model, "everything", options)
     n_layers = len(model.model.layers)
     with first_layers(model, 1):
         # Kernels are compiled; the first step of all layers locks host memory.
         step(model, library(options.tokens, options.device))
-    steps = [long_steps(model, count, options) for count in options.layers or [n_layers]]
+    steps = [
+        long_steps(model, count, options) for count in options.layers or [n_layers]
+    ]
     row = {"tokens": options.tokens, "of_layers": n_layers, "steps": steps}
     row |= whole_model(steps, n_layers)
     del model
@@ -303,14 +330,16 @@ def long(options: argparse.Namespace) -> dict[str, Any]:
         return {f"{name} over {options.ranks}": row}
     row["attention_bytes"] = attention_bytes(options)
     print(
-        f"attention takes {format_bytes(row['attention_bytes'])} beyond q, k, v, o and their "
-        "gradients",
+        f"attention takes {format_bytes(row['attention_bytes'])} beyond q, k, v, o and "
+        "their gradients",
         flush=True,
     )
     return {name: row}
 
 
-def long_steps(model: Any, n_layers: int, options: argparse.Namespace) -> dict[str, Any]:
+def long_steps(
+    model: Any, n_layers: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """Steps of the first layers."""
     seconds = []
     with first_layers(model, n_layers):
@@ -332,7 +361,8 @@ def long_steps(model: Any, n_layers: int, options: argparse.Namespace) -> dict[s
 
 
 def whole_model(steps: list[dict[str, Any]], n_layers: int) -> dict[str, Any]:
-    """Seconds of all layers: those of a step of all, or what two steps of some come to."""
+    """Seconds of all layers: those of a step of all, or what two steps of some come
+    to."""
     first = steps[0]
     last = steps[-1]
     if last["layers"] == n_layers:
@@ -341,12 +371,16 @@ def whole_model(steps: list[dict[str, Any]], n_layers: int) -> dict[str, Any]:
         return {}
     layer = (last["seconds"] - first["seconds"]) / (last["layers"] - first["layers"])
     seconds = last["seconds"] + (n_layers - last["layers"]) * layer
-    print(f"{n_layers} layers: {seconds:.0f} s (extrapolated, {layer:.2f} s a layer)", flush=True)
+    print(
+        f"{n_layers} layers: {seconds:.0f} s (extrapolated, {layer:.2f} s a layer)",
+        flush=True,
+    )
     return {"seconds": seconds, "seconds_a_layer": layer, "extrapolated": True}
 
 
 def attention_bytes(options: argparse.Namespace) -> int:
-    """Bytes of one attention, forward and backward, beyond its inputs, output and gradients."""
+    """Bytes of one attention, forward and backward, beyond its inputs, output and
+    gradients."""
     shape = SHAPES[options.shape]
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
 
@@ -423,7 +457,10 @@ class LongestText:
             if not fits:
                 tokens = min(self._reach(grain), tokens - grain)
         note = "" if fits else " by the line: not run"
-        print(f"{WAYS[self._way]}: {tokens:,} tokens in {format_bytes(memory)}{note}", flush=True)
+        print(
+            f"{WAYS[self._way]}: {tokens:,} tokens in {format_bytes(memory)}{note}",
+            flush=True,
+        )
         return {"points": self.points, "tokens": tokens, "ran": fits}
 
     def _measure_two_lengths(self) -> None:
@@ -441,8 +478,13 @@ class LongestText:
 
     def _measure(self, tokens: int) -> None:
         meter, _ = measured_step(self._model, tokens, self._options.device)
-        print(f"{WAYS[self._way]}: {tokens:,} tokens, {format_bytes(meter.peak)}", flush=True)
-        self.points.append({"tokens": tokens, "peak": meter.peak, "seconds": meter.seconds})
+        print(
+            f"{WAYS[self._way]}: {tokens:,} tokens, {format_bytes(meter.peak)}",
+            flush=True,
+        )
+        self.points.append(
+            {"tokens": tokens, "peak": meter.peak, "seconds": meter.seconds}
+        )
 
     def _reach(self, grain: int) -> int:
         """Tokens at which the line through the last two points reaches the memory."""
@@ -469,18 +511,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--equal-at", type=parse_count, help="tokens of the comparison")
     parser.add_argument("--tokens", type=parse_count, help="tokens of the long step")
-    parser.add_argument("--steps", type=int, default=2, help="of long; the last is counted")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="of long; the last is counted"
+    )
     parser.add_argument("--layers", type=lambda s: [int(n) for n in s.split(",")])
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of long")
     parser.add_argument("--budget", help="of an attention call, with what it returns")
     parser.add_argument("--tile", type=parse_count, help="tokens of an MLP at a time")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--memory", type=parse_bytes, help="that the longest text may take")
+    parser.add_argument(
+        "--memory", type=parse_bytes, help="that the longest text may take"
+    )
     parser.add_argument("--first", type=parse_count, help="shortest text of longest")
     parser.add_argument("--longer", type=int, help="times that, with everything")
     parser.add_argument("--ways", default=",".join(WAYS), help="of longest")
-    parser.add_argument("--most", type=parse_count, help="longest text that longest runs")
-    parser.add_argument("--plot", metavar="FILE", help="a picture of longest, .png or .svg")
+    parser.add_argument(
+        "--most", type=parse_count, help="longest text that longest runs"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="a picture of longest, .png or .svg"
+    )
 
 
 def complete(options: argparse.Namespace) -> None:
@@ -500,7 +550,10 @@ PARTS = {"equal": equal, "long": long, "longest": longest, "estimate": estimate}
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run the parts that are asked for."""
     complete(options)
-    print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}", flush=True)
+    print(
+        f"{options.shape}'s shape, random weights, adapters of rank {options.rank}",
+        flush=True,
+    )
     if options.ranks > 1:
         yield on_ranks(long, options)
         return

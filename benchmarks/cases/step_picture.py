@@ -30,7 +30,9 @@ def draw(rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     figure.savefig(options.plot, dpi=150)
 
 
-def draw_way(peaks: Axes, seconds: Axes, way: str, row: dict[str, Any], memory: float) -> None:
+def draw_way(
+    peaks: Axes, seconds: Axes, way: str, row: dict[str, Any], memory: float
+) -> None:
     points = sorted(row["points"], key=lambda point: point["tokens"])
     tokens = [point["tokens"] for point in points]
     sizes = [point["peak"] / 2**30 for point in points]

@@ -1,6 +1,8 @@
-"""The paper's appendix: dense and LongNet kernels recovered, against the same kernels uncut.
+"""The paper's appendix: dense and LongNet kernels recovered, against the same kernels
+uncut.
 
-The largest and the mean absolute difference of every result, of causal calls, at depths 1 and 2.
+The largest and the mean absolute difference of every result, of causal calls, at depths
+1 and 2.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def measure(
             recovered = compute(tensors, kernel=kernel, depth=depth)
             for name, result, expected in zip(RESULTS, recovered, uncut, strict=True):
                 difference = (result.double() - expected.double()).abs()
-                differences[name].append((float(difference.max()), float(difference.mean())))
+                differences[name].append(
+                    (float(difference.max()), float(difference.mean()))
+                )
     return differences
 
 
@@ -70,5 +74,7 @@ def compute(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
     """Output and gradients."""
     *inputs, grad_out = tensors
     out, lse = qa.attention_with_lse(*inputs, is_causal=True, **options)
-    grads = qa.attention_backward(grad_out, *inputs, out, lse, is_causal=True, **options)
+    grads = qa.attention_backward(
+        grad_out, *inputs, out, lse, is_causal=True, **options
+    )
     return [out, *grads]

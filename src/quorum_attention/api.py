@@ -1,4 +1,5 @@
-"""The public functions: ``attention``, with its log-sum-exp, its backward, and by one kernel."""
+"""The public functions: ``attention``, with its log-sum-exp, its backward, and by one
+kernel."""
 
 from __future__ import annotations
 
@@ -43,82 +44,95 @@ def attention(
 ) -> torch.Tensor:
     """Scaled dot-product attention inside a memory budget, exact, with gradients.
 
-    The arguments up to ``enable_gqa`` are those of torch's ``scaled_dot_product_attention``. A call
-    that fits the budget is one kernel call. A larger one is cut into head groups and, by cyclic
-    quorum sets, into independent tasks over parts of the sequence, whose results merge exactly.
+    The arguments up to ``enable_gqa`` are those of torch's
+    ``scaled_dot_product_attention``. A call that fits the budget is one kernel call. A
+    larger one is cut into head groups and, by cyclic quorum sets, into independent
+    tasks over parts of the sequence, whose results merge exactly.
 
     Args:
-        query: (..., heads, n_queries, head_dim); fp16, bf16, fp32 or fp64; on a CUDA device, in
-            host memory, or memory-mapped. NumPy arrays and np.memmap work too. The dimension of
-            heads may be missing: then it is missing in the result too.
+        query: (..., heads, n_queries, head_dim); fp16, bf16, fp32 or fp64; on a CUDA
+            device, in host memory, or memory-mapped. NumPy arrays and np.memmap work
+            too. The dimension of heads may be missing: then it is missing in the result
+            too.
         key: (..., kv_heads, n_keys, head_dim), dtype and device of the query.
-        value: (..., kv_heads, n_keys, value_dim). Batch dimensions broadcast, and so does one
-            head, as in torch. Under ``torch.autocast`` all three are cast to its dtype; gradients
-            have the inputs' dtypes.
-        attn_mask: boolean (True keeps) or additive, broadcastable to (..., heads, n_queries,
-            n_keys), on any device. It is never expanded as a whole. An additive mask gets a
-            gradient in its dtype and on its device (docs/gradients.md). Or a
-            ``quorum_attention.Mask`` for windows, documents, padding, soft caps, sinks and more,
-            without a tensor of n_queries x n_keys (docs/masks.md).
-        dropout_p: probability, from 0 to 1, that an attention weight is dropped; the others are
-            divided by ``1 - dropout_p``. As in torch's function, a module's training mode does not
-            matter. Seed and positions alone decide which are dropped, so the same pairs are
-            dropped however the call is cut, and in the backward (docs/dropout.md).
-        is_causal: query i sees keys j <= i (top-left, as in torch); may be combined with a mask.
+        value: (..., kv_heads, n_keys, value_dim). Batch dimensions broadcast, and so
+            does one head, as in torch. Under ``torch.autocast`` all three are cast to
+            its dtype; gradients have the inputs' dtypes.
+        attn_mask: boolean (True keeps) or additive, broadcastable to (..., heads,
+            n_queries, n_keys), on any device. It is never expanded as a whole. An
+            additive mask gets a gradient in its dtype and on its device
+            (docs/gradients.md). Or a ``quorum_attention.Mask`` for windows, documents,
+            padding, soft caps, sinks and more, without a tensor of n_queries x n_keys
+            (docs/masks.md).
+        dropout_p: probability, from 0 to 1, that an attention weight is dropped; the
+            others are divided by ``1 - dropout_p``. As in torch's function, a module's
+            training mode does not matter. Seed and positions alone decide which are
+            dropped, so the same pairs are dropped however the call is cut, and in the
+            backward (docs/dropout.md).
+        is_causal: query i sees keys j <= i (top-left, as in torch); may be combined
+            with a mask.
         scale: factor of the scores; None is head_dim ** -0.5.
-        enable_gqa: allow fewer key/value heads than query heads; they are never expanded.
-        dropout_seed: from 0 to 2**63 - 1; the same seed drops the same pairs. None draws one from
-            torch's CPU generator in each call with dropout; the report has it.
-        out: preallocated result (..., heads, n_queries, value_dim) of any dtype, on the device, in
-            host memory or mapped. It must not overlap itself or the inputs, and must be writable
-            (this cannot be checked for ``torch.frombuffer`` of bytes). If gradients are recorded,
-            the call returns another tensor over the same memory, which carries the graph. ``out``
-            can be given again once the backward is done; before, the backward raises torch's error
-            about a changed tensor.
-        out_dtype: dtype of the result; None is the query's. Merging is in fp32 (fp64 for fp64
-            inputs) in any case; with torch.float32 the last rounding is left out.
+        enable_gqa: allow fewer key/value heads than query heads; they are never
+            expanded.
+        dropout_seed: from 0 to 2**63 - 1; the same seed drops the same pairs. None
+            draws one from torch's CPU generator in each call with dropout; the report
+            has it.
+        out: preallocated result (..., heads, n_queries, value_dim) of any dtype, on the
+            device, in host memory or mapped. It must not overlap itself or the inputs,
+            and must be writable (this cannot be checked for ``torch.frombuffer`` of
+            bytes). If gradients are recorded, the call returns another tensor over the
+            same memory, which carries the graph. ``out`` can be given again once the
+            backward is done; before, the backward raises torch's error about a changed
+            tensor.
+        out_dtype: dtype of the result; None is the query's. Merging is in fp32 (fp64
+            for fp64 inputs) in any case; with torch.float32 the last rounding is left
+            out.
 
-    Options:
-        budget: device memory the call may take beyond what is allocated when it begins: bytes, or
-            text such as "2GiB". None is nine tenths of the free memory. On a CPU this is host
-            memory. Forward and backward each have the whole budget, and so has each of several
-            devices; a list has one budget for each device.
-        plan: from ``quorum_attention.plan``; fixes the forward, and kernel and levels of the
-            backward.
-        depth: levels of cutting; 0 is the uncut call. With a number, a call that runs out of
-            memory raises, and is not recovered.
-        kernel: name of a registered kernel (``quorum_attention.kernels()``) or an InnerKernel;
-            "auto" takes the first that can run the call (docs/kernels.md).
-        accumulator: where unfinished rows are kept between tasks: "device", "host" or "auto".
-        devices: where to compute. None is the inputs' device, or for host inputs the current CUDA
-            device if there is one. A list such as ["cuda:0", "cuda:1"], or "all" CUDA devices of
-            this machine, share the call: the first such call starts a worker process for each
-            (docs/devices.md). Or a ``quorum_attention.devices.Pool``.
+    Options: budget: device memory the call may take beyond what is allocated when it
+        begins: bytes, or
+            text such as "2GiB". None is nine tenths of the free memory. On a CPU this
+            is host memory. Forward and backward each have the whole budget, and so has
+            each of several devices; a list has one budget for each device.
+        plan: from ``quorum_attention.plan``; fixes the forward, and kernel and levels
+            of the backward.
+        depth: levels of cutting; 0 is the uncut call. With a number, a call that runs
+            out of memory raises, and is not recovered.
+        kernel: name of a registered kernel (``quorum_attention.kernels()``) or an
+            InnerKernel; "auto" takes the first that can run the call (docs/kernels.md).
+        accumulator: where unfinished rows are kept between tasks: "device", "host" or
+        "auto".
+        devices: where to compute. None is the inputs' device, or for host inputs the
+            current CUDA device if there is one. A list such as ["cuda:0", "cuda:1"], or
+            "all" CUDA devices of this machine, share the call: the first such call
+            starts a worker process for each (docs/devices.md). Or a
+            ``quorum_attention.devices.Pool``.
         progress: True for a progress bar (plain lines in files), or a callable
             (done, total, label).
         report: a ``Report``, to be filled with what the call did.
 
     Returns:
-        (..., heads, n_queries, value_dim), on the query's device; 0 in rows without a key
-        (with NaN or infinity in the query, kernel "dense" gives NaN there, as torch does). It is
-        dense in memory, with the query's order of dimensions however it was computed: where the
-        query is ``x.view(batch, tokens, heads, head_dim).transpose(1, 2)``, the result's
-        ``transpose(1, 2).view(batch, tokens, -1)`` is no copy. (docs/limits.md has two exceptions.)
-        Subclasses of tensors take part as in torch's functions, by ``__torch_function__``.
+        (..., heads, n_queries, value_dim), on the query's device; 0 in rows without a
+        key (with NaN or infinity in the query, kernel "dense" gives NaN there, as torch
+        does). It is dense in memory, with the query's order of dimensions however it
+        was computed: where the query is ``x.view(batch, tokens, heads,
+        head_dim).transpose(1, 2)``, the result's ``transpose(1, 2).view(batch, tokens,
+        -1)`` is no copy. (docs/limits.md has two exceptions.) Subclasses of tensors
+        take part as in torch's functions, by ``__torch_function__``.
 
     Raises:
         ValueError, TypeError: an argument does not fit; before anything is allocated.
-        NotImplementedError: no kernel supports the call, or this is under torch.jit.trace, in
-            forward mode or a second derivative. The message says what works instead.
+        NotImplementedError: no kernel supports the call, or this is under
+            torch.jit.trace, in forward mode or a second derivative. The message says
+            what works instead.
         BudgetError: the budget is too small; names the smallest that works.
         OutOfMemoryError: memory ran out, and no finer cut is possible.
 
     Examples:
-        >>> q, k, v = (torch.randn(1, 8, 2048, 64, requires_grad=True) for _ in range(3))
+        >>> q, k, v = (torch.randn(1, 8, 2048, 64, requires_grad=True) for _ in "qkv")
         >>> out = qa.attention(q, k, v, is_causal=True, budget="20MiB")
         >>> out.sum().backward()
-        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        >>> torch.allclose(out, expected, atol=1e-4)
+        >>> sdpa = torch.nn.functional.scaled_dot_product_attention
+        >>> torch.allclose(out, sdpa(q, k, v, is_causal=True), atol=1e-4)
         True
     """
     if has_own_torch_function(query, key, value):
@@ -171,9 +185,9 @@ def attention_with_lse(
     """``attention`` that also returns the log-sum-exp of every row's scores.
 
     Returns:
-        (out, lse): lse (..., heads, n_queries), natural log, fp32 (fp64 for fp64 inputs), -inf
-        for rows without keys; on the query's device, or in host memory if the accumulators were
-        there. Gradients flow through both.
+        (out, lse): lse (..., heads, n_queries), natural log, fp32 (fp64 for fp64
+        inputs), -inf for rows without keys; on the query's device, or in host memory if
+        the accumulators were there. Gradients flow through both.
 
     Examples:
         >>> q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
@@ -234,26 +248,28 @@ def attention_backward(
     grad_sinks: bool = False,
     **options: Unpack[CallKeywords],
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of ``attention``, without autograd; into preallocated tensors if given.
+    """The gradients of ``attention``, without autograd; into preallocated tensors if
+    given.
 
     Args:
         grad_out: upstream gradient, shape of ``out``; fp16, bf16, fp32 or fp64.
         query, key, value, attn_mask, is_causal, scale, enable_gqa: as in the forward.
         out, lse: as ``attention_with_lse`` returned them.
-        dropout_p, dropout_seed: those of the forward; with dropout the seed is required.
-        grads: (grad_query, grad_key, grad_value) to fill, of one dtype, on the device, in host
-            memory or mapped from files (for gradients larger than memory). They must not overlap
-            each other or the inputs; see ``out`` of ``attention``.
+        dropout_p, dropout_seed: those of the forward; with dropout the seed is
+            required.
+        grads: (grad_query, grad_key, grad_value) to fill, of one dtype, on the device,
+            in host memory or mapped from files (for gradients larger than memory). They
+            must not overlap each other or the inputs; see ``out`` of ``attention``.
         grad_lse: the upstream gradient of ``lse``, of its shape, or None.
-        grad_mask: True also returns the gradient of the additive ``attn_mask``. A tensor of its
-            shape, of any floating dtype, is filled with it.
+        grad_mask: True also returns the gradient of the additive ``attn_mask``. A
+            tensor of its shape, of any floating dtype, is filled with it.
         grad_sinks: True also returns the gradient of a Mask's ``sinks``.
 
     Options and errors are those of ``attention``.
 
     Returns:
-        (grad_query, grad_key, grad_value), or ``grads``; then grad_mask and grad_sinks, if asked
-        for.
+        (grad_query, grad_key, grad_value), or ``grads``; then grad_mask and grad_sinks,
+        if asked for.
 
     Examples:
         >>> q, k, v, grad_out = (torch.randn(1, 2, 300, 16) for _ in range(4))
@@ -271,7 +287,11 @@ def attention_backward(
         enable_gqa,
         options=call_options(attention_backward, options),
     )
-    originals = (as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value"))
+    originals = (
+        as_tensor(query, "query"),
+        as_tensor(key, "key"),
+        as_tensor(value, "value"),
+    )
     tensors, request = checked_request("attention_backward", *originals, arguments)
     backward_inputs = check_backward_inputs(
         tensors,
@@ -303,17 +323,20 @@ def native_attention(
     out_dtype: torch.dtype | None = None,
     allow_tf32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attention_with_lse`` by one call of the native kernel, on the device of the inputs.
+    """``attention_with_lse`` by one call of the native kernel, on the device of the
+    inputs.
 
     Args:
-        query, key, value, is_causal, scale, out_dtype: as of ``attention``; grouped heads too.
-        query_bits, key_bits: (n,), (m,) int64 group bits, copied: a pair is kept where they have no
-            bit in common (paper, section 3.3). Both or neither.
+        query, key, value, is_causal, scale, out_dtype: as of ``attention``; grouped
+            heads too.
+        query_bits, key_bits: (n,), (m,) int64 group bits, copied: a pair is kept where
+            they have no bit in common (paper, section 3.3). Both or neither.
         allow_tf32: for fp32 inputs, faster and less exact products.
 
     Raises:
         NotImplementedError: the kernel cannot run the call; says why.
-        TypeError, ValueError: an argument that is wrong or does not fit the others, by name.
+        TypeError, ValueError: an argument that is wrong or does not fit the others, by
+            name.
     """
     refuse_traces("native_attention", query, key, value)
     kernel = NativeKernel(allow_tf32=allow_tf32)

@@ -1,4 +1,5 @@
-"""Checks of numbers, switches and words among a call's arguments; errors name the argument."""
+"""Checks of numbers, switches and words among a call's arguments; errors name the
+argument."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 
 def whole_number(value: Any, name: str, lowest: int, highest: int | None = None) -> int:
-    """Return ``value`` as an int: a Python or NumPy integer, or any object with ``__index__``.
+    """Return ``value`` as an int: a Python or NumPy integer, or any object with
+    ``__index__``.
 
     Raises:
         TypeError: it is not an integer (a bool is not).
@@ -17,7 +19,9 @@ def whole_number(value: Any, name: str, lowest: int, highest: int | None = None)
     try:
         if type(value) is int:  # also a length that torch's compiler lets vary
             number = value
-        elif isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        elif isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith(
+            "bool"
+        ):
             raise TypeError
         else:
             number = index(value)
@@ -36,7 +40,8 @@ def real_number(value: Any, name: str) -> float:
     """Return ``value`` as a finite float.
 
     Raises:
-        TypeError: it is not a real number (a bool or a tensor that requires a gradient is not).
+        TypeError: it is not a real number (a bool or a tensor that requires a gradient
+            is not).
         ValueError: it is NaN or infinite.
     """
     # A float that torch's compiler lets vary says nothing more.
@@ -54,8 +59,11 @@ def real_number(value: Any, name: str) -> float:
 
 
 def _stands_for_real_number(value: Any) -> bool:
-    """Tell whether an object that is no float has the value of one, and gets no gradient."""
-    if isinstance(value, (bool, str, bytes, complex)) or not hasattr(value, "__float__"):
+    """Tell whether an object that is no float has the value of one, and gets no
+    gradient."""
+    if isinstance(value, (bool, str, bytes, complex)) or not hasattr(
+        value, "__float__"
+    ):
         return False
     dtype = str(getattr(value, "dtype", ""))
     if "bool" in dtype or "complex" in dtype:
@@ -80,10 +88,13 @@ def switch(value: Any, name: str) -> bool:
     """Return ``value`` as a bool.
 
     Raises:
-        TypeError: it is not a Python or NumPy bool; the truth of other objects is not asked for.
+        TypeError: it is not a Python or NumPy bool; the truth of other objects is not
+            asked for.
     """
     kind = type(value)
-    if kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
+    if kind is bool or (
+        kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+    ):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {shown(value)}")
 

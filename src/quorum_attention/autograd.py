@@ -1,8 +1,8 @@
 """``attention`` as a function of autograd's. The work is done in ``passes``.
 
-Everything that the backward reads is saved as tensors: inputs, mask, results, and tensors that the
-kernel captures. So torch itself reports one that has been written to since, and hooks on saved
-tensors see all of them.
+Everything that the backward reads is saved as tensors: inputs, mask, results, and
+tensors that the kernel captures. So torch itself reports one that has been written to
+since, and hooks on saved tensors see all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _REFUSED = (
 )
 
 ResultHook = Callable[[Callable[[], Any]], Any]
-"""A function that gets one that computes (out, lse), and may return stored ones instead."""
+"""A function that gets one that computes (out, lse), and may return stored ones
+instead."""
 
 # Set by a checkpoint that stores results of recorded calls; None: results are computed.
 result_hook: ContextVar[ResultHook | None] = ContextVar("result_hook", default=None)
@@ -52,8 +53,8 @@ class AutogradPass:
     """One pass of a checked call, under autograd.
 
     Attributes:
-        wanted_grads: whether a backward computes the gradients of mask and of sinks; None: the pass
-            is a forward.
+        wanted_grads: whether a backward computes the gradients of mask and of sinks;
+            None: the pass is a forward.
     """
 
     request: Request
@@ -63,11 +64,12 @@ class AutogradPass:
         """Compute the results of the pass.
 
         Args:
-            inputs: the fields of ``Tensors``; for a backward then out, lse, grad_out and grad_lse.
+            inputs: the fields of ``Tensors``; for a backward then out, lse, grad_out
+                and grad_lse.
 
         Returns:
-            (out, lse); or the gradients of query, key and value, then those of mask and sinks
-            where they are wanted.
+            (out, lse); or the gradients of query, key and value, then those of mask and
+            sinks where they are wanted.
         """
         tensors = Tensors(*inputs[:6])
         request = self.request
@@ -76,8 +78,9 @@ class AutogradPass:
             request = replace(request, dropout=dropout)
         if self.wanted_grads is None:
             out, lse = run_with_hook(partial(run_forward, tensors, request))
-            # ``out`` gets no graph, so it can be given again. What is returned and saved is another
-            # tensor over the same memory, with the same version counter.
+            # ``out`` gets no graph, so it can be given again. What is returned and
+            # saved is another tensor over the same memory, with the same version
+            # counter.
             if request.out is not None:
                 out = out.detach()
             return out, lse
@@ -97,17 +100,22 @@ class AutogradPass:
 class Attention(torch.autograd.Function):
     """An ``AutogradPass`` of tensors.
 
-    The backward is such a pass too, so that ``torch.vmap`` can map it, and that a second derivative
-    meets a clear error.
+    The backward is such a pass too, so that ``torch.vmap`` can map it, and that a
+    second derivative meets a clear error.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Do as torch's method, which first inspects the signature of ``forward``: 0.1 ms."""
+        """Do as torch's method, which first inspects the signature of ``forward``: 0.1
+        ms."""
         if has_transforms():
             return super().apply(*args)  # type: ignore[no-untyped-call]
-        # As torch's does: wrappers of a transformation that is over are replaced by their tensors.
-        alive = [unwrap_if_dead(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        # As torch's does: wrappers of a transformation that is over are replaced by
+        # their tensors.
+        alive = [
+            unwrap_if_dead(arg) if isinstance(arg, torch.Tensor) else arg
+            for arg in args
+        ]
         return super(torch.autograd.Function, cls).apply(*alive)  # type: ignore[misc]
 
     @staticmethod
@@ -118,7 +126,9 @@ class Attention(torch.autograd.Function):
         return results
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
+    ) -> None:
         """Save what the backward reads."""
         *tensors, ctx.autograd_pass = inputs
         ctx.set_materialize_grads(False)
@@ -166,7 +176,9 @@ class Attention(torch.autograd.Function):
             [arg] * info.batch_size if dim is None else arg.unbind(dim)
             for arg, dim in zip(args, in_dims, strict=True)
         ]
-        results = [Attention.apply(*entry) for entry in zip(*entries_of_args, strict=True)]
+        results = [
+            Attention.apply(*entry) for entry in zip(*entries_of_args, strict=True)
+        ]
         results_by_name = zip(*results, strict=True)
         stacked = tuple([torch.stack(entries) for entries in results_by_name])
         out_dims = (0,) * len(stacked)
@@ -183,7 +195,8 @@ def grad_or_zeros(out: torch.Tensor, grad_out: torch.Tensor | None) -> torch.Ten
 def by_input(
     grads: Sequence[torch.Tensor], has_mask_grad: bool, has_sinks_grad: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of query, key, value, mask and sinks; None for those not computed.
+    """Return the gradients of query, key, value, mask and sinks; None for those not
+    computed.
 
     Args:
         grads: of query, key and value, then of mask and sinks where there are such.
@@ -211,11 +224,11 @@ def attend(
     """Compute (out, lse) of a checked call, under autograd if it is recorded.
 
     Args:
-        out: the tensor for the result as its caller gave it, which is returned if nothing is
-            recorded.
+        out: the tensor for the result as its caller gave it, which is returned if
+            nothing is recorded.
     """
-    # ``out`` is passed inside the request: as an argument, autograd would take it for an input, and
-    # the result for a view of that input.
+    # ``out`` is passed inside the request: as an argument, autograd would take it for
+    # an input, and the result for a view of that input.
     if request.records:
         result, lse = Attention.apply(*tensors, AutogradPass(request))
         out = None

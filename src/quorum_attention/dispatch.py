@@ -1,10 +1,11 @@
 """Calls like an earlier one, made again without being checked.
 
-To check a call and to decide how it runs takes the host longer than many calls take the device. So
-a call that asks for attention and nothing more is looked up first, by everything on which its
-checks and its decision depend (``cache_key``). Its request is cached, which in turn caches which of
-its passes are one kernel call (``passes/one_call.py``). A cached request holds no tensor, and no
-kernel that its user may let go.
+To check a call and to decide how it runs takes the host longer than many calls take the
+device. So a call that asks for attention and nothing more is looked up first, by
+everything on which its checks and its decision depend (``cache_key``). Its request is
+cached, which in turn caches which of its passes are one kernel call
+(``passes/one_call.py``). A cached request holds no tensor, and no kernel that its user
+may let go.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
 from quorum_attention.planner.calibration import rates_known
 
-# By names of this file: to look them up in torch would take longer than the shortest calls.
+# By names of this file: to look them up in torch would take longer than the shortest
+# calls.
 _forward_ad = torch.autograd.forward_ad
 _is_autocast_enabled = torch.is_autocast_enabled
 _is_deterministic = torch._C._get_deterministic_algorithms
@@ -47,8 +49,8 @@ _is_grad_enabled = torch.is_grad_enabled
 
 _NUMBERS = (bool, int, float, str)
 _WORD_BYTES = 16
-# When there are more requests, all are forgotten. (Under a mask each keeps its kernel's tables in
-# page-locked memory, 0.4 MB for 262,144 tokens.)
+# When there are more requests, all are forgotten. (Under a mask each keeps its kernel's
+# tables in page-locked memory, 0.4 MB for 262,144 tokens.)
 _MAX_CACHED = 128
 _CACHE: dict[Hashable, Request] = {}
 
@@ -58,8 +60,9 @@ def attention_results(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out, lse) of a call.
 
-    The request of an earlier call is used if there is one. A traced call becomes an operator where
-    one can make it. All other calls are checked, and get a request of their own.
+    The request of an earlier call is used if there is one. A traced call becomes an
+    operator where one can make it. All other calls are checked, and get a request of
+    their own.
     """
     if not torch.compiler.is_dynamo_compiling():
         return _uncompiled_results(query, key, value, arguments)
@@ -95,10 +98,14 @@ def _uncompiled_results(
 def dispatch_uncached(
     query: Any, key: Any, value: Any, arguments: Arguments, call_key: Hashable | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check a call, cache its request under ``call_key`` if it has one, and compute (out, lse)."""
+    """Check a call, cache its request under ``call_key`` if it has one, and compute
+    (out, lse)."""
     tensors, request = checked_request("attention", query, key, value, arguments)
-    # If tensors were broadcast, tensors like the given ones are not those of the request.
-    is_unchanged = tensors.query is query and tensors.key is key and tensors.value is value
+    # If tensors were broadcast, tensors like the given ones are not those of the
+    # request.
+    is_unchanged = (
+        tensors.query is query and tensors.key is key and tensors.value is value
+    )
     if call_key is not None and is_unchanged:
         if len(_CACHE) >= _MAX_CACHED:
             _CACHE.clear()
@@ -111,7 +118,8 @@ def dispatch_uncached(
 def checked_request(
     function: str, query: Any, key: Any, value: Any, arguments: Arguments
 ) -> tuple[Tensors, Request]:
-    """Check a call as ``request_of`` does, with the current settings; it may name several devices.
+    """Check a call as ``request_of`` does, with the current settings; it may name
+    several devices.
 
     Raises:
         NotImplementedError: a trace is active, or made one of the tensors.
@@ -129,8 +137,8 @@ def checked_request(
 
 
 def is_plain_call(query: Any, key: Any, value: Any, arguments: Arguments) -> bool:
-    """Tell whether a call of plain tensors asks for attention and nothing more, and nothing is
-    active that would make it another call."""
+    """Tell whether a call of plain tensors asks for attention and nothing more, and
+    nothing is active that would make it another call."""
     if not _is_cacheable(arguments):
         return False
     for tensor in (query, key, value):
@@ -146,8 +154,9 @@ def cache_key(
 ) -> Hashable | None:
     """Return the cache key of a plain call, or None if it is not cached (for its mask).
 
-    Calls of one key differ in their numbers only, and on a CPU in how many keys they have where no
-    gradients are recorded: a model that decodes has one more in every call.
+    Calls of one key differ in their numbers only, and on a CPU in how many keys they
+    have where no gradients are recorded: a model that decodes has one more in every
+    call.
     """
     device_type = query.device.type
     mask_key = _mask_key(arguments.attn_mask, query.device)
@@ -157,15 +166,20 @@ def cache_key(
         # Operators of a GPU want rows to begin at a multiple of a word.
         starts = [tensor.data_ptr() % _WORD_BYTES for tensor in (query, key, value)]
     except RuntimeError:
-        # A tensor of a transformation, even of one that is over, has no memory of its own.
+        # A tensor of a transformation, even of one that is over, has no memory of its
+        # own.
         return None
     backend = BACKENDS[device_type]
     compute_device = query.device if backend.own_memory else best_device()
     if compute_device.type != device_type and capturing(compute_device):
         return None  # it is refused
-    recorded = _is_grad_enabled() and _needs_grad(query, key, value, arguments.attn_mask)
+    recorded = _is_grad_enabled() and _needs_grad(
+        query, key, value, arguments.attn_mask
+    )
     n_keys_vary = False
-    if compute_device.type == "cpu" and not (recorded or arguments.is_causal or mask_key):
+    if compute_device.type == "cpu" and not (
+        recorded or arguments.is_causal or mask_key
+    ):
         n_keys_vary = 0 < key.shape[2] == value.shape[2]
     return (
         _layout_key(query),
@@ -185,15 +199,19 @@ def cache_key(
     )
 
 
-def _needs_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> bool:
-    """Tell whether one of the inputs, or a mask that is a tensor, requires a gradient."""
+def _needs_grad(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
+) -> bool:
+    """Tell whether one of the inputs, or a mask that is a tensor, requires a
+    gradient."""
     if query.requires_grad or key.requires_grad or value.requires_grad:
         return True
     return isinstance(mask, torch.Tensor) and mask.requires_grad
 
 
 def _is_cacheable(arguments: Arguments) -> bool:
-    """Tell whether the arguments beside the tensors ask for attention and nothing more."""
+    """Tell whether the arguments beside the tensors ask for attention and nothing
+    more."""
     if type(arguments.dropout_p) is not float or arguments.dropout_p != 0.0:
         return False
     if arguments.out is not None or arguments.out_dtype is not None:
@@ -234,8 +252,8 @@ def _layout_key(tensor: torch.Tensor, *, rows_vary: bool = False) -> Hashable:
     """Return sizes, strides, dtype and device of a tensor.
 
     Args:
-        rows_vary: whether calls with other numbers of rows share the key. The number is then
-            rounded up, as decisions round it up (``planner/decide.py``).
+        rows_vary: whether calls with other numbers of rows share the key. The number is
+            then rounded up, as decisions round it up (``planner/decide.py``).
     """
     if not rows_vary:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -243,7 +261,8 @@ def _layout_key(tensor: torch.Tensor, *, rows_vary: bool = False) -> Hashable:
     rounded_rows = (rows - 1).bit_length()
     strides: Hashable = True
     if not tensor.is_contiguous():
-        # A batch of one has a stride that means nothing, and grows where rows lie before heads.
+        # A batch of one has a stride that means nothing, and grows where rows lie
+        # before heads.
         strides = tensor.stride()[1:] if batch == 1 else tensor.stride()
     return batch, heads, rounded_rows, dim, strides, tensor.dtype, tensor.device
 
@@ -251,8 +270,8 @@ def _layout_key(tensor: torch.Tensor, *, rows_vary: bool = False) -> Hashable:
 def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
     """Return the key of a mask, or None if a call with it is not cached.
 
-    The key of a tensor is its layout. On a GPU a ``Mask`` without tensors, functions and other
-    masks has a key too: its fields, as numbers. The key of no mask is empty.
+    The key of a tensor is its layout. On a GPU a ``Mask`` without tensors, functions
+    and other masks has a key too: its fields, as numbers. The key of no mask is empty.
     """
     if mask is None:
         return ()
@@ -269,8 +288,11 @@ def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
     return (mask.sides, *fields.items())
 
 
-def _with_mask_tensor(query: torch.Tensor, key: torch.Tensor, arguments: Arguments) -> Arguments:
-    """Return the arguments of a plain call with a tensor in place of a ``Mask`` of tokens.
+def _with_mask_tensor(
+    query: torch.Tensor, key: torch.Tensor, arguments: Arguments
+) -> Arguments:
+    """Return the arguments of a plain call with a tensor in place of a ``Mask`` of
+    tokens.
 
     They are replaced in short calls on a GPU.
     """

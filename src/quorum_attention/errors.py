@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-# Texts of plain RuntimeErrors: of torch's allocator for the CPU, of NVIDIA's libraries, which take
-# memory for themselves when they are first used, and of Triton, which takes some for each kernel.
+# Texts of plain RuntimeErrors: of torch's allocator for the CPU, of NVIDIA's libraries,
+# which take memory for themselves when they are first used, and of Triton, which takes
+# some for each kernel.
 _ALLOCATORS_SAY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -20,7 +21,8 @@ _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class OutOfMemoryError(torch.OutOfMemoryError):
-    """The call ran out of memory, and no finer cut was possible (or plan or depth was given)."""
+    """The call ran out of memory, and no finer cut was possible (or plan or depth was
+    given)."""
 
 
 class CalibrationError(RuntimeError):
@@ -51,9 +53,9 @@ class BudgetError(OutOfMemoryError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether ``error`` says that memory ran out.
 
-    It is known by its type: torch.OutOfMemoryError, MemoryError, or an accelerator error with the
-    code of a failed allocation. Where allocators raise a plain RuntimeError it is known by its
-    text.
+    It is known by its type: torch.OutOfMemoryError, MemoryError, or an accelerator
+    error with the code of a failed allocation. Where allocators raise a plain
+    RuntimeError it is known by its text.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -61,7 +63,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY
     if type(error) is RuntimeError:
         text = str(error)
-        return text.strip() in _NOTHING_ELSE_SAID or any(part in text for part in _ALLOCATORS_SAY)
+        return text.strip() in _NOTHING_ELSE_SAID or any(
+            part in text for part in _ALLOCATORS_SAY
+        )
     return False
 
 
@@ -77,7 +81,8 @@ def first_line(error: BaseException) -> str:
 def our_out_of_memory() -> Iterator[None]:
     """Turn an allocator's error that leaves the block into our ``OutOfMemoryError``.
 
-    The allocator's error is not chained: its traceback would hold the failed call's tensors.
+    The allocator's error is not chained: its traceback would hold the failed call's
+    tensors.
     """
     allocator_text = None
     try:
@@ -88,6 +93,6 @@ def our_out_of_memory() -> Iterator[None]:
         allocator_text = first_line(error)
     if allocator_text is not None:
         raise OutOfMemoryError(
-            "out of memory: it was the memory of results or accumulators, which a finer plan needs "
-            f"as well. The allocator said: {allocator_text}"
+            "out of memory: it was the memory of results or accumulators, which a "
+            f"finer plan needs as well. The allocator said: {allocator_text}"
         )

@@ -12,9 +12,9 @@ from functools import wraps
 from typing import Any, TypeVar
 
 _ANY_MASK = 'attn_mask=Mask(causal="lower_right")'
-# Other libraries' names (torch, flash-attn, xformers, FlexAttention, Transformers), and what has
-# that meaning here: names of options, of which a function takes the first that it has, or an
-# expression, for functions that take the option that it begins with.
+# Other libraries' names (torch, flash-attn, xformers, FlexAttention, Transformers), and
+# what has that meaning here: names of options, of which a function takes the first that
+# it has, or an expression, for functions that take the option that it begins with.
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "alibi_slopes": ("kernel=NativeKernel(alibi_slopes=...)",),
     "attention_dropout": ("dropout_p",),
@@ -33,7 +33,10 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "gqa": ("enable_gqa",),
     "implementation": ("kernel",),
     "k": ("key",),
-    "key_padding_mask": ("attn_mask=Mask(key_padding=~key_padding_mask)", "key_padding"),
+    "key_padding_mask": (
+        "attn_mask=Mask(key_padding=~key_padding_mask)",
+        "key_padding",
+    ),
     "logits_soft_cap": ("attn_mask=Mask(softcap=...)", "softcap"),
     "mask": ("attn_mask",),
     "mask_mod": ("attn_mask=Mask(keeps=...)", "keeps"),
@@ -113,7 +116,8 @@ def names_of(function: Callable[..., Any]) -> dict[str, None]:
 
 
 def helps_with_names(function: _Function) -> _Function:
-    """Have a function, or an ``__init__``, say which keyword argument was probably meant."""
+    """Have a function, or an ``__init__``, say which keyword argument was probably
+    meant."""
     options = names_of(function)
     shown_name = function.__qualname__.removesuffix(".__init__")
 

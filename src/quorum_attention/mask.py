@@ -1,4 +1,5 @@
-"""``Mask``: what an attention call keeps, and what becomes of its scores, in one object."""
+"""``Mask``: what an attention call keeps, and what becomes of its scores, in one
+object."""
 
 from __future__ import annotations
 
@@ -29,61 +30,68 @@ _COUNTED = frozenset({"documents", "key_lengths"})
 class Mask:
     """Which pairs of queries and keys a call keeps, and what changes their scores.
 
-    Give it as ``attn_mask`` of ``attention`` and its companions. A pair is kept if every given
-    field keeps it. No tensor of queries times keys is made, but in short calls on a GPU, of
-    at most 64 MiB (docs/masks.md). Scores are scaled, then capped; then ``bias`` is added; then
-    ``sinks`` take part in the softmax. A row without a kept key has output
-    0 and log-sum-exp -inf; with sinks, its log-sum-exp is the sink.
+    Give it as ``attn_mask`` of ``attention`` and its companions. A pair is kept if
+    every given field keeps it. No tensor of queries times keys is made, but in short
+    calls on a GPU, of at most 64 MiB (docs/masks.md). Scores are scaled, then capped;
+    then ``bias`` is added; then ``sinks`` take part in the softmax. A row without a
+    kept key has output 0 and log-sum-exp -inf; with sinks, its log-sum-exp is the sink.
 
-    A mask may be given to many calls. If one of its tensors was changed in place, the next call
-    reads it again. A replay of a CUDA graph would not: while one is captured, a mask with
-    documents, lengths or padding is refused.
+    A mask may be given to many calls. If one of its tensors was changed in place, the
+    next call reads it again. A replay of a CUDA graph would not: while one is captured,
+    a mask with documents, lengths or padding is refused.
 
     Attributes:
-        causal: keep keys at or before the place of the query. True or "upper_left" places query i
-            at key i, as torch's ``is_causal`` does. "lower_right" places the last query at the last
-            key (queries that follow a cache of keys), as ``offset="lower_right"`` does.
-        offset: the place of a query among the keys less the query's number, for ``causal``,
-            ``window`` and ``chunk``: a number for all queries; integers (n_queries,), (batch,
-            n_queries) or (batch, 1); or "lower_right". None: 0, or "lower_right" where ``causal``
-            says so. "lower_right" counts tokens of each document alone, and the first
-            ``key_lengths[b]`` keys alone: the last query of a document stands at its last key, the
-            query before at the key before, and so on; queries that no key is left for stand before
-            the document's first key. So documents are what calls of their own would be, as in
-            FlashAttention's ``varlen`` functions, and entries end where their keys do, as in its
-            ``kvcache`` function. ``key_padding`` moves no query, nor do fields of other masks
-            (``either``, ``every``, ``&``, ``|``).
-        window: keep keys within this many tokens before and after the place of the query: a number
-            for both, or (left, right); -1 is no limit on that side.
-        chunk: keep keys in the chunk of this many keys in which the place of the query lies. Chunks
-            are counted from the first key of the call, also with documents.
-        documents: keep pairs with equal ids: integers (N,) or (batch, N) for queries and keys, or
-            one such tensor for the queries and one for the keys. Ids may be in any order; long runs
-            of equal ids are fastest.
-        key_lengths: (batch,) integers: keep the first ``key_lengths[b]`` keys of batch entry b.
+        causal: keep keys at or before the place of the query. True or "upper_left"
+            places query i at key i, as torch's ``is_causal`` does. "lower_right" places
+            the last query at the last key (queries that follow a cache of keys), as
+            ``offset="lower_right"`` does.
+        offset: the place of a query among the keys less the query's number, for
+            ``causal``, ``window`` and ``chunk``: a number for all queries; integers
+            (n_queries,), (batch, n_queries) or (batch, 1); or "lower_right". None: 0,
+            or "lower_right" where ``causal`` says so. "lower_right" counts tokens of
+            each document alone, and the first ``key_lengths[b]`` keys alone: the last
+            query of a document stands at its last key, the query before at the key
+            before, and so on; queries that no key is left for stand before the
+            document's first key. So documents are what calls of their own would be, as
+            in FlashAttention's ``varlen`` functions, and entries end where their keys
+            do, as in its ``kvcache`` function. ``key_padding`` moves no query, nor do
+            fields of other masks (``either``, ``every``, ``&``, ``|``).
+        window: keep keys within this many tokens before and after the place of the
+            query: a number for both, or (left, right); -1 is no limit on that side.
+        chunk: keep keys in the chunk of this many keys in which the place of the query
+            lies. Chunks are counted from the first key of the call, also with
+            documents.
+        documents: keep pairs with equal ids: integers (N,) or (batch, N) for queries
+            and keys, or one such tensor for the queries and one for the keys. Ids may
+            be in any order; long runs of equal ids are fastest.
+        key_lengths: (batch,) integers: keep the first ``key_lengths[b]`` keys of batch
+            entry b.
         key_padding: (batch, n_keys) or (n_keys,) bool: keep keys where it is True.
-        keeps: any other rule, as FlexAttention's ``mask_mod(batch, head, query, key)``, in numbers
-            of the whole call (queries and keys each counted from 0). It is evaluated tile by tile,
-            unless it is a mask of ``quorum_attention.kernels.kit`` that knows its blocks. On a GPU
-            the table of blocks is kept while the tensors it closes over stay the same
+        keeps: any other rule, as FlexAttention's ``mask_mod(batch, head, query, key)``,
+            in numbers of the whole call (queries and keys each counted from 0). It is
+            evaluated tile by tile, unless it is a mask of
+            ``quorum_attention.kernels.kit`` that knows its blocks. On a GPU the table
+            of blocks is kept while the tensors it closes over stay the same
             (docs/masks.md).
         either: keep pairs that at least one of these masks keeps (``Mask | Mask``).
-        every: keep pairs that all of these masks keep (``Mask & Mask``, where the two have the same
-            field).
+        every: keep pairs that all of these masks keep (``Mask & Mask``, where the two
+            have the same field).
         bias: a tensor as for ``attn_mask``: additive, or boolean (True keeps).
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        sinks: (query heads,) one logit for each head, which takes part in the softmax without a
-            value; it may require a gradient.
+        sinks: (query heads,) one logit for each head, which takes part in the softmax
+            without a value; it may require a gradient.
 
     Raises:
         TypeError, ValueError: a field that makes no sense, by name.
 
     Examples:
-        >>> mask = qa.Mask(causal=True, window=(127, 0), key_lengths=torch.tensor([300, 200]))
+        >>> lengths = torch.tensor([300, 200])
+        >>> mask = qa.Mask(causal=True, window=(127, 0), key_lengths=lengths)
         >>> q = torch.randn(2, 4, 300, 16)
         >>> qa.attention(q, q, q, attn_mask=mask).shape
         torch.Size([2, 4, 300, 16])
-        >>> prefix = qa.Mask(causal=True) | qa.Mask(keeps=lambda b, h, query, key: key < 10)
+        >>> prefix = qa.Mask(keeps=lambda b, h, query, key: key < 10)
+        >>> prefix_lm = qa.Mask(causal=True) | prefix
     """
 
     causal: bool | Literal["upper_left", "lower_right"] = False
@@ -108,23 +116,35 @@ class Mask:
         if self.chunk is not None:
             whole_number(self.chunk, "Mask.chunk", 1, FAR)
         if isinstance(self.documents, tuple) and len(self.documents) != 2:
-            raise ValueError(f"Mask.documents must be one tensor or two, got {len(self.documents)}")
-        for ids in self.documents if isinstance(self.documents, tuple) else (self.documents,):
+            raise ValueError(
+                f"Mask.documents must be one tensor or two, got {len(self.documents)}"
+            )
+        for ids in (
+            self.documents if isinstance(self.documents, tuple) else (self.documents,)
+        ):
             _check_tensor(ids, "Mask.documents", "integers", (1, 2))
         _check_tensor(self.key_lengths, "Mask.key_lengths", "integers", (1,))
         _check_tensor(self.key_padding, "Mask.key_padding", "bool", (1, 2))
         _check_tensor(self.bias, "Mask.bias", None, None)
         _check_tensor(self.sinks, "Mask.sinks", "floating-point", (1,))
         if self.keeps is not None and not callable(self.keeps):
-            raise TypeError(f"Mask.keeps must be callable or None, got {shown(self.keeps)}")
+            raise TypeError(
+                f"Mask.keeps must be callable or None, got {shown(self.keeps)}"
+            )
         _check_inner_masks(self.either, "Mask.either")
         _check_inner_masks(self.every, "Mask.every")
-        if self.softcap is not None and not real_number(self.softcap, "Mask.softcap") > 0:
-            raise ValueError(f"Mask.softcap must be above 0 or None, got {self.softcap!r}")
+        if (
+            self.softcap is not None
+            and not real_number(self.softcap, "Mask.softcap") > 0
+        ):
+            raise ValueError(
+                f"Mask.softcap must be above 0 or None, got {self.softcap!r}"
+            )
 
     @property
     def is_structured(self) -> bool:
-        """Whether any field but ``bias``, ``softcap`` and ``sinks`` says which pairs are kept."""
+        """Whether any field but ``bias``, ``softcap`` and ``sinks`` says which pairs
+        are kept."""
         names = self.set_fields().keys()
         return not names <= {"offset", *_SCORES}
 
@@ -156,7 +176,8 @@ class Mask:
         return fields
 
     def __and__(self, mask: Mask) -> Mask:
-        """Return a mask of pairs that both keep; bias, soft cap and sinks are of the one with them.
+        """Return a mask of pairs that both keep; bias, soft cap and sinks are of the
+        one with them.
 
         Raises:
             ValueError: both have a bias, a soft cap or sinks.
@@ -167,13 +188,17 @@ class Mask:
         other_fields = mask.set_fields()
         for name in _SCORES:
             if name in own_fields and name in other_fields:
-                raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")
+                raise ValueError(
+                    f"Mask & Mask: both have {name}; give it in one of them"
+                )
         fields = {**own_fields, **other_fields}
         counts_from_last = self.counts_from_last or mask.counts_from_last
         if _are_independent(own_fields, other_fields, counts_from_last):
             return Mask(**fields)
         scores = {name: fields[name] for name in _SCORES if name in fields}
-        return Mask(every=(_pairs_mask(own_fields), _pairs_mask(other_fields)), **scores)
+        return Mask(
+            every=(_pairs_mask(own_fields), _pairs_mask(other_fields)), **scores
+        )
 
     def __or__(self, mask: Mask) -> Mask:
         """Return a mask of pairs that at least one keeps.
@@ -194,11 +219,14 @@ def _pairs_mask(fields: dict[str, Any]) -> Mask:
     return Mask(**pairs)
 
 
-def _are_independent(first: dict[str, Any], second: dict[str, Any], counts_from_last: bool) -> bool:
+def _are_independent(
+    first: dict[str, Any], second: dict[str, Any], counts_from_last: bool
+) -> bool:
     """Tell whether the fields of two masks mean the same in one mask.
 
-    No field may be in both. An offset, or "lower_right", of one mask must not hold for the other;
-    and "lower_right" counts keys of the documents and lengths of its own mask alone.
+    No field may be in both. An offset, or "lower_right", of one mask must not hold for
+    the other; and "lower_right" counts keys of the documents and lengths of its own
+    mask alone.
     """
     if first.keys() & second.keys():
         return False
@@ -209,11 +237,13 @@ def _are_independent(first: dict[str, Any], second: dict[str, Any], counts_from_
     return not first.keys() & positional or not second.keys() & positional
 
 
-def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Mask:
+def map_tensors(
+    mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor]
+) -> Mask:
     """Return the mask with other tensors in the fields that say which pairs are kept.
 
-    The masks within it are changed too. If ``change`` (tensor, name of the field) returns what it
-    is given, the mask itself is returned.
+    The masks within it are changed too. If ``change`` (tensor, name of the field)
+    returns what it is given, the mask itself is returned.
     """
     names = ("offset", "documents", "key_lengths", "key_padding", "either", "every")
     fields = {name: _map_value(getattr(mask, name), name, change) for name in names}
@@ -222,8 +252,11 @@ def map_tensors(mask: Mask, change: Callable[[torch.Tensor, str], torch.Tensor])
     return replace(mask, **fields)
 
 
-def _map_value(value: Any, name: str, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
-    """Return a field's value with other tensors; the value itself if none has changed."""
+def _map_value(
+    value: Any, name: str, change: Callable[[torch.Tensor, str], torch.Tensor]
+) -> Any:
+    """Return a field's value with other tensors; the value itself if none has
+    changed."""
     if isinstance(value, torch.Tensor):
         return change(value, name)
     if isinstance(value, Mask):
@@ -240,7 +273,8 @@ FIELDS = tuple(Mask.__dataclass_fields__)
 
 
 def _check_offset(offset: Any) -> None:
-    """Check ``Mask.offset``: a whole number, a tensor of them, "lower_right" or None."""
+    """Check ``Mask.offset``: a whole number, a tensor of them, "lower_right" or
+    None."""
     if offset is None:
         return
     if isinstance(offset, torch.Tensor):
@@ -251,24 +285,29 @@ def _check_offset(offset: Any) -> None:
         return
     if offset != "lower_right":
         raise ValueError(
-            f"Mask.offset must be a whole number, a tensor of them or 'lower_right', got {offset!r}"
+            "Mask.offset must be a whole number, a tensor of them or 'lower_right', "
+            f"got {offset!r}"
         )
 
 
 def _check_inner_masks(masks: Any, name: str) -> None:
     """Check that masks within a mask say which pairs are kept, and nothing else."""
-    if not isinstance(masks, tuple) or not all(isinstance(mask, Mask) for mask in masks):
+    if not isinstance(masks, tuple) or not all(
+        isinstance(mask, Mask) for mask in masks
+    ):
         raise TypeError(f"{name} must be a tuple of masks, got {shown(masks)}")
     for mask in masks:
         for field in _SCORES:
             if getattr(mask, field) is not None:
                 raise ValueError(
-                    f"{name} says which pairs are kept: its masks have no {field}; give it in the "
-                    "mask that holds them"
+                    f"{name} says which pairs are kept: its masks have no {field}; "
+                    "give it in the mask that holds them"
                 )
 
 
-def _check_tensor(value: Any, name: str, kind: str | None, dims: tuple[int, ...] | None) -> None:
+def _check_tensor(
+    value: Any, name: str, kind: str | None, dims: tuple[int, ...] | None
+) -> None:
     """Check a tensor, if there is one.
 
     Args:
@@ -284,9 +323,12 @@ def _check_tensor(value: Any, name: str, kind: str | None, dims: tuple[int, ...]
         instead = ""
         if kind != "floating-point" and value.dim() > max(dims):
             end_dim = -1 if max(dims) == 1 else -2
-            instead = f": several batch dimensions count as one, tensor.flatten(0, {end_dim})"
+            instead = (
+                f": several batch dimensions count as one, tensor.flatten(0, {end_dim})"
+            )
         raise ValueError(
-            f"{name} must have {words} dimensions, got shape {tuple(value.shape)}{instead}"
+            f"{name} must have {words} dimensions, got shape "
+            f"{tuple(value.shape)}{instead}"
         )
     if kind is not None and kind != _kind_of(value):
         raise TypeError(f"{name} must be {kind}, got {value.dtype}")
@@ -306,7 +348,7 @@ def _window_sides(window: Any) -> tuple[int, int]:
         before, after = (whole_number(side, "Mask.window", -1) for side in sides)
     except (TypeError, ValueError):
         raise ValueError(
-            "Mask.window must be a number of tokens or (left, right), whole numbers from -1 "
-            f"(no limit), got {shown(window)}"
+            "Mask.window must be a number of tokens or (left, right), whole numbers "
+            f"from -1 (no limit), got {shown(window)}"
         ) from None
     return before, after

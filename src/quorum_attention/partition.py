@@ -1,11 +1,14 @@
-"""The work of a call in shares, as blocks of rows of heads: for devices, for ranks and for files.
+"""The work of a call in shares, as blocks of rows of heads: for devices, for ranks and
+for files.
 
-The query heads of all batch entries stand in one line, one after the other, and the rows of each
-head in order. A share of the work is a stretch of this line: the last rows of one head, whole
-heads, the first rows of another head. Work is counted in query-key pairs.
+The query heads of all batch entries stand in one line, one after the other, and the
+rows of each head in order. A share of the work is a stretch of this line: the last rows
+of one head, whole heads, the first rows of another head. Work is counted in query-key
+pairs.
 
-A position in the line is an exact number of heads: 5/2 is where half the work of the third head is
-done. So equal shares end exactly between two heads wherever the heads divide.
+A position in the line is an exact number of heads: 5/2 is where half the work of the
+third head is done. So equal shares end exactly between two heads wherever the heads
+divide.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class RowWork(NamedTuple):
         return self.pairs_above(rows.stop) - self.pairs_above(rows.start)
 
     def row_at(self, pairs: int) -> int:
-        """Return the row before which ``pairs`` pairs are done, at the nearest edge of a tile."""
+        """Return the row before which ``pairs`` pairs are done, at the nearest edge of
+        a tile."""
         row = bisect_left(range(self.n_rows), pairs, key=self.pairs_above)
         return min(self.n_rows, round(row / self.tile) * self.tile)
 
@@ -56,7 +60,8 @@ def cut_line(work: RowWork, cuts: Sequence[Fraction]) -> list[list[RowBlock]]:
 
     Args:
         work: of every head.
-        cuts: positions in the line of heads, ascending. A share lies between two neighbours.
+        cuts: positions in the line of heads, ascending. A share lies between two
+            neighbours.
     """
     points = [_point_at(work, cut_position) for cut_position in cuts]
     return [_stretch(start, stop, work.n_rows) for start, stop in pairwise(points)]
@@ -99,15 +104,19 @@ def split_at_multiples(span: Interval, size: int) -> list[Interval]:
 
 
 def split_groups(heads: Interval, group_size: int, n_runs: int = 1) -> list[Interval]:
-    """Return query heads in runs that read either whole key/value heads or a part of one.
+    """Return query heads in runs that read either whole key/value heads or a part of
+    one.
 
     Args:
         heads: query heads.
         group_size: query heads that share a key/value head.
-        n_runs: the whole groups are cut into so many runs at most, one for each exchange of ranks.
+        n_runs: the whole groups are cut into so many runs at most, one for each
+            exchange of ranks.
     """
     first = ceil_div(heads.start, group_size)
     n_groups = max(0, heads.stop // group_size - first)
     n_runs = max(1, min(n_runs, n_groups))
-    edges = [(first + n_groups * run // n_runs) * group_size for run in range(n_runs + 1)]
+    edges = [
+        (first + n_groups * run // n_runs) * group_size for run in range(n_runs + 1)
+    ]
     return list(cut(heads, edges))

@@ -1,9 +1,10 @@
-"""torch's own attention function taken over: for a block (``patched_sdpa``), or for good
-(``patch_sdpa``, ``unpatch_sdpa``).
+"""torch's own attention function taken over: for a block (``patched_sdpa``), or for
+good (``patch_sdpa``, ``unpatch_sdpa``).
 
-The name ``torch.nn.functional.scaled_dot_product_attention`` gets another function, as long as any
-block or the permanent patch needs it. That function looks at the settings where it is called, so
-threads without them get torch's own. What ``attention`` cannot take goes to torch's own as it came.
+The name ``torch.nn.functional.scaled_dot_product_attention`` gets another function, as
+long as any block or the permanent patch needs it. That function looks at the settings
+where it is called, so threads without them get torch's own. What ``attention`` cannot
+take goes to torch's own as it came.
 """
 
 from __future__ import annotations
@@ -42,29 +43,32 @@ _Sdpa = Callable[..., torch.Tensor]
 MIN_TOKENS = 4096
 
 _lock = Lock()
-# ``min_tokens`` of all blocks that are open in any thread, and of the permanent patch; the largest
-# number for one that turns the patch off.
+# ``min_tokens`` of all blocks that are open in any thread, and of the permanent patch;
+# the largest number for one that turns the patch off.
 _open_min_tokens: list[int] = []
 
 
 class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_grad)
-    """``attention`` in place of torch's ``scaled_dot_product_attention`` within a ``with`` block.
+    """``attention`` in place of torch's ``scaled_dot_product_attention`` within a
+    ``with`` block.
 
-    It is ``using`` with the patch: the options hold for ``attention`` too, inner blocks win, blocks
-    may end in any order, and threads that begin inside do not have it (``patch_sdpa`` is for all).
-    Modules that imported the function by name before keep torch's own. The fast path of
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` in evaluation, which would not call
-    the function, is off while any block is open, in all threads. A call of
-    ``nn.MultiheadAttention`` that asks for weights makes them as ever, and a warning says so.
+    It is ``using`` with the patch: the options hold for ``attention`` too, inner blocks
+    win, blocks may end in any order, and threads that begin inside do not have it
+    (``patch_sdpa`` is for all). Modules that imported the function by name before keep
+    torch's own. The fast path of ``nn.MultiheadAttention`` and
+    ``nn.TransformerEncoderLayer`` in evaluation, which would not call the function, is
+    off while any block is open, in all threads. A call of ``nn.MultiheadAttention``
+    that asks for weights makes them as ever, and a warning says so.
 
-    torch's own function still computes calls of one query or of fewer tokens than ``min_tokens``,
-    of tensors that are not plain (subclasses, nested, sparse, on other devices), in forward mode,
-    under nested derivatives of torch.func, with only the math backend enabled (which has second
-    derivatives), while a CUDA graph is captured, and calls that ``attention`` does not support. A
-    budget that is too small raises.
+    torch's own function still computes calls of one query or of fewer tokens than
+    ``min_tokens``, of tensors that are not plain (subclasses, nested, sparse, on other
+    devices), in forward mode, under nested derivatives of torch.func, with only the
+    math backend enabled (which has second derivatives), while a CUDA graph is captured,
+    and calls that ``attention`` does not support. A budget that is too small raises.
 
     Args:
-        min_tokens: calls with fewer go to torch's own; the longer of queries and keys counts.
+        min_tokens: calls with fewer go to torch's own; the longer of queries and keys
+            counts.
         enabled: False leaves all calls inside to torch's own.
 
     Other arguments, and errors, as in ``using``.
@@ -100,8 +104,11 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
         _count(closed=self._layer)
 
 
-def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[SettingsKeywords]) -> None:
-    """Have ``attention`` in place of ``scaled_dot_product_attention`` in all threads, from now on.
+def patch_sdpa(
+    *, min_tokens: int = MIN_TOKENS, **options: Unpack[SettingsKeywords]
+) -> None:
+    """Have ``attention`` in place of ``scaled_dot_product_attention`` in all threads,
+    from now on.
 
     The options of any block win over these. Called again, it replaces them.
 
@@ -111,7 +118,9 @@ def patch_sdpa(*, min_tokens: int = MIN_TOKENS, **options: Unpack[SettingsKeywor
         >>> qa.patch_sdpa(budget="2GiB")
         >>> qa.unpatch_sdpa()
     """
-    _replace_permanent(checked_settings("patch_sdpa", sdpa=True, min_tokens=min_tokens, **options))
+    _replace_permanent(
+        checked_settings("patch_sdpa", sdpa=True, min_tokens=min_tokens, **options)
+    )
 
 
 def unpatch_sdpa() -> None:
@@ -136,11 +145,15 @@ def _count(*, opened: Settings | None = None, closed: Settings | None = None) ->
             _replace(name, replacement_of, opened=opened is not None)
 
 
-def _replace(name: str, replacement_of: Callable[[_Sdpa], _Sdpa], *, opened: bool) -> None:
-    """Put a replacement in place, or put back the original unless another one is in place."""
+def _replace(
+    name: str, replacement_of: Callable[[_Sdpa], _Sdpa], *, opened: bool
+) -> None:
+    """Put a replacement in place, or put back the original unless another one is in
+    place."""
     present = getattr(torch.nn.functional, name)
     original = getattr(present, "_quorum_attention_original", None)
-    # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
+    # Over a sharded sequence (``distributed.context_parallel``) the settings are
+    # enough.
     is_sharded = hasattr(present, "_quorum_attention_sharded")
     if opened and original is None and not is_sharded:
         replacement: Any = replacement_of(present)
@@ -159,7 +172,8 @@ def _min_tokens(settings: Settings | None) -> int:
 
 
 def _min_tokens_when_compiled() -> int:
-    """Return the least of all open blocks: torch's compiler cannot look at a context."""
+    """Return the least of all open blocks: torch's compiler cannot look at a
+    context."""
     if sys.maxsize in _open_min_tokens:
         return sys.maxsize
     return min(_open_min_tokens, default=sys.maxsize)
@@ -182,7 +196,9 @@ def _replacement_of_sdpa(original: _Sdpa) -> _Sdpa:
         if out is not None:
             return out
         # Torch's CausalBias looks for the name in torch.nn.functional, which is ours.
-        torch_sdpa: _Sdpa = attn_mask._dispatch if is_causal_bias(attn_mask) else original
+        torch_sdpa: _Sdpa = (
+            attn_mask._dispatch if is_causal_bias(attn_mask) else original
+        )
         named = {"scale": scale, "enable_gqa": enable_gqa}
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **named)
 
@@ -191,7 +207,8 @@ def _replacement_of_sdpa(original: _Sdpa) -> _Sdpa:
 
 
 def _warning_of_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``multi_head_attention_forward`` that warns of calls with weights of many tokens."""
+    """Return ``multi_head_attention_forward`` that warns of calls with weights of many
+    tokens."""
 
     def warn(query: torch.Tensor, key: torch.Tensor) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -199,9 +216,9 @@ def _warning_of_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         if max(query.shape[0], key.shape[0]) < _min_tokens(current_settings()):
             return
         warnings.warn(
-            "nn.MultiheadAttention was called with need_weights=True, its default, so torch makes "
-            "a tensor of tokens x tokens, and quorum attention does not compute this call: give "
-            "need_weights=False",
+            "nn.MultiheadAttention was called with need_weights=True, its default, so "
+            "torch makes a tensor of tokens x tokens, and quorum attention does not "
+            "compute this call: give need_weights=False",
             stacklevel=4,
         )
 
@@ -219,11 +236,13 @@ def _attention_or_none(
 ) -> torch.Tensor | None:
     """Return the output of a call; None leaves the call to torch's own function.
 
-    A call is left to it by its size or kind, or because it was refused before any work: torch can
-    do it, or says why not in its own words.
+    A call is left to it by its size or kind, or because it was refused before any work:
+    torch can do it, or says why not in its own words.
     """
     is_compiling = torch.compiler.is_dynamo_compiling()
-    min_tokens = _min_tokens_when_compiled() if is_compiling else _min_tokens(current_settings())
+    min_tokens = (
+        _min_tokens_when_compiled() if is_compiling else _min_tokens(current_settings())
+    )
     if not _is_long(query, key, value, arguments, min_tokens):
         return None
     if not is_compiling and _is_special(query):
@@ -245,8 +264,11 @@ def _attention_or_none(
     return out
 
 
-def _is_long(query: Any, key: Any, value: Any, arguments: Arguments, min_tokens: int) -> bool:
-    """Tell whether a call is of plain tensors, long enough, and has more than one query."""
+def _is_long(
+    query: Any, key: Any, value: Any, arguments: Arguments, min_tokens: int
+) -> bool:
+    """Tell whether a call is of plain tensors, long enough, and has more than one
+    query."""
     attn_mask = arguments.attn_mask
     if min_tokens == sys.maxsize:
         return False
@@ -279,7 +301,9 @@ def _is_special(query: torch.Tensor) -> bool:
     if torch.autograd.forward_ad._current_level >= 0 or capturing(query.device):
         return True
     if torch._C._are_functorch_transforms_active():
-        kinds = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+        kinds = [
+            level.key() for level in torch._C._functorch.get_interpreter_stack() or ()
+        ]
         transform_type = torch._C._functorch.TransformType
         if kinds.count(transform_type.Grad) > 1 or transform_type.Jvp in kinds:
             return True

@@ -1,12 +1,13 @@
-"""Helper threads. They make work faster or show how far it is; work goes on without them."""
+"""Helper threads. They make work faster or show how far it is; work goes on without
+them."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-# Python raises these where the system grants no thread: a limit on processes, or on memory that has
-# no room for one more stack (8 MiB, usually).
+# Python raises these where the system grants no thread: a limit on processes, or on
+# memory that has no room for one more stack (8 MiB, usually).
 NO_THREAD = (RuntimeError, MemoryError)
 
 
@@ -20,10 +21,11 @@ def try_start(thread: threading.Thread) -> bool:
 
 
 def start_executors(count: int, name: str) -> list[ThreadPoolExecutor]:
-    """Executors of one running thread each: ``count`` of them, or as many as the system grants.
+    """Executors of one running thread each: ``count`` of them, or as many as the system
+    grants.
 
-    An executor that starts its thread when work is submitted would raise then, and still keep the
-    work: a thread that starts later would do it.
+    An executor that starts its thread when work is submitted would raise then, and
+    still keep the work: a thread that starts later would do it.
     """
     executors: list[ThreadPoolExecutor] = []
     for _ in range(count):

@@ -1,4 +1,5 @@
-"""Bytes, counts and seconds as text: reads "2GiB" and "1M", writes "1.50 GiB" and "4 h 28 min"."""
+"""Bytes, counts and seconds as text: reads "2GiB" and "1M", writes "1.50 GiB" and "4 h
+28 min"."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _UNITS = {"": 1, "b": 1} | {
 }
 # Suffixes of counts: powers of 1024 too.
 _COUNTS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
-# More digits make no sense here; Python refuses thousands, and exponents could take all memory.
+# More digits make no sense here; Python refuses thousands, and exponents could take all
+# memory.
 _PATTERN = re.compile(
     r"\s*(?P<number>([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(e[+-]?[0-9]{1,2})?)\s*"
     r"(?P<unit>[a-z]*)\s*",
@@ -30,16 +32,17 @@ _LARGEST_ERROR = 1e6
 def parse_bytes(value: Any, name: str = "budget") -> int:
     """Return the bytes of ``value``.
 
-    The value is a whole number of bytes (1e9 is one), or text such as "512MiB", "2 GiB", "1.5GB",
-    "1e9".
+    The value is a whole number of bytes (1e9 is one), or text such as "512MiB", "2
+    GiB", "1.5GB", "1e9".
 
-    Binary units (KiB, MiB, GiB, TiB; also K, M, G, T) are powers of 1024, decimal ones (KB, MB,
-    GB, TB) powers of 1000; case does not matter. A fraction of a byte is dropped.
+    Binary units (KiB, MiB, GiB, TiB; also K, M, G, T) are powers of 1024, decimal ones
+    (KB, MB, GB, TB) powers of 1000; case does not matter. A fraction of a byte is
+    dropped.
 
     Raises:
         TypeError: ``value`` is neither a whole number (Python's or NumPy's) nor a str.
-        ValueError: it is negative, 2**63 or more, or not of that form; ``name`` says which
-            argument it was.
+        ValueError: it is negative, 2**63 or more, or not of that form; ``name`` says
+            which argument it was.
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -50,16 +53,17 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
     except TypeError:
         kind = ValueError if isinstance(value, str) else TypeError
         raise kind(
-            f"{name} must be a whole number of bytes or text such as '512MiB', '2GiB', '1.5GB' or "
-            f"'1e9', got {shown(value)}"
+            f"{name} must be a whole number of bytes or text such as '512MiB', '2GiB', "
+            f"'1.5GB' or '1e9', got {shown(value)}"
         ) from None
 
 
 def parse_count(text: str) -> int:
-    """Return a positive whole number from text: "1048576", "1,048,576", "1e6", "128K", "1M".
+    """Return a positive whole number from text: "1048576", "1,048,576", "1e6", "128K",
+    "1M".
 
-    K, M and G are powers of 1024, as sequence lengths usually are: "1M" is 1,048,576, and a
-    million is "1e6".
+    K, M and G are powers of 1024, as sequence lengths usually are: "1M" is 1,048,576,
+    and a million is "1e6".
 
     Raises:
         ValueError: it is not of that form, not whole, below 1 or 2**63 or more.
@@ -67,14 +71,15 @@ def parse_count(text: str) -> int:
     number = _parsed(text.replace(",", "").replace("_", ""), _COUNTS)
     if number is None or number.denominator != 1 or not 1 <= number < _LIMIT:
         raise ValueError(
-            "must be a whole number, at least 1 and less than 2**63, such as 1048576, 1,048,576, "
-            f"1e6, 128K or 1M (1M is 1,048,576), got {shown(text)}"
+            "must be a whole number, at least 1 and less than 2**63, such as 1048576, "
+            f"1,048,576, 1e6, 128K or 1M (1M is 1,048,576), got {shown(text)}"
         )
     return int(number)
 
 
 def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
-    """Return ``text`` as an exact number; None where it is not one of at most 40 digits."""
+    """Return ``text`` as an exact number; None where it is not one of at most 40
+    digits."""
     match = _PATTERN.fullmatch(text)
     if match is None:
         return None
@@ -85,7 +90,8 @@ def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
 
 
 def format_bytes(n_bytes: int | float) -> str:
-    """Return ``n_bytes`` in the largest binary unit that keeps it at least one: "1.50 GiB"."""
+    """Return ``n_bytes`` in the largest binary unit that keeps it at least one: "1.50
+    GiB"."""
     size = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -95,7 +101,8 @@ def format_bytes(n_bytes: int | float) -> str:
 
 
 def format_least(n_bytes: int) -> str:
-    """Return ``n_bytes`` rounded up, in one word: given as a budget, "1.51GiB" is no less."""
+    """Return ``n_bytes`` rounded up, in one word: given as a budget, "1.51GiB" is no
+    less."""
     power = max(0, n_bytes.bit_length() - 1) // 10
     unit = 1024 ** min(4, power)
     step = Fraction(unit, 100) if unit > 1 else Fraction(1)
@@ -104,17 +111,22 @@ def format_least(n_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return ``seconds`` in suitable units: "85.3 ms", "6.54 s", "3 min 20 s", "4 h 28 min",
-    "67 days 6 h"."""
+    """Return ``seconds`` in suitable units: "85.3 ms", "6.54 s", "3 min 20 s", "4 h 28
+    min", "67 days 6 h"."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:.0f} s"
-    for limit, factor, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms"), (99.95, 1.0, "s")):
+    for limit, factor, unit in (
+        (0.9995e-3, 1e6, "us"),
+        (0.9995, 1e3, "ms"),
+        (99.95, 1.0, "s"),
+    ):
         if seconds < limit:
             return f"{seconds * factor:#.3g}".rstrip(".") + f" {unit}"
     return _format_long_time(seconds)
 
 
-# Units of long times: seconds in a unit and in the next smaller one, and the names of both.
+# Units of long times: seconds in a unit and in the next smaller one, and the names of
+# both.
 _TIME_SCALES = ((86400, 3600, "day", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
 
 
@@ -135,7 +147,8 @@ def _format_long_time(seconds: float) -> str:
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number of things in words: "1 unit", "2,048 units"; "3 passes" with ``plural``."""
+    """Return a number of things in words: "1 unit", "2,048 units"; "3 passes" with
+    ``plural``."""
     if number == 1:
         return f"{number:,} {noun}"
     plural = plural or f"{noun}s"

@@ -1,7 +1,8 @@
 """Writing files so that each is complete or absent.
 
-A new file is written beside the one it replaces, under a name that ends in ``UNFINISHED``, and
-renamed at the end. If anything fails before that, the old file stays.
+A new file is written beside the one it replaces, under a name that ends in
+``UNFINISHED``, and renamed at the end. If anything fails before that, the old file
+stays.
 """
 
 from __future__ import annotations
@@ -22,22 +23,28 @@ UNFINISHED = ".unfinished"
 
 
 def check_target(path: str | PathLike[str]) -> Path:
-    """Return the file that writing to ``path`` replaces: ``path`` with symbolic links followed.
+    """Return the file that writing to ``path`` replaces: ``path`` with symbolic links
+    followed.
 
     Raises:
-        OSError: it is not a regular file, may not be written, or its directory does not exist or
-            may not be written; or it is another user's link in a folder that all may write to.
-            Nothing has been changed.
+        OSError: it is not a regular file, may not be written, or its directory does not
+            exist or may not be written; or it is another user's link in a folder that
+            all may write to. Nothing has been changed.
     """
     problem = f"{path} cannot be written"
     path = Path(path)
     with suppress(FileNotFoundError):
         status = os.lstat(path)
         folder_status = os.stat(path.absolute().parent)
-        # Another user's link could aim at this user's files. Linux itself has this rule for sticky
-        # folders (``fs.protected_symlinks``), also for links to links.
-        is_link_open_to_all = stat.S_ISLNK(status.st_mode) and folder_status.st_mode & stat.S_IWOTH
-        if is_link_open_to_all and status.st_uid not in (os.geteuid(), folder_status.st_uid):
+        # Another user's link could aim at this user's files. Linux itself has this rule
+        # for sticky folders (``fs.protected_symlinks``), also for links to links.
+        is_link_open_to_all = (
+            stat.S_ISLNK(status.st_mode) and folder_status.st_mode & stat.S_IWOTH
+        )
+        if is_link_open_to_all and status.st_uid not in (
+            os.geteuid(),
+            folder_status.st_uid,
+        ):
             raise PermissionError(f"{problem}: it is a link of user {status.st_uid}")
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(f"{problem}: it is not a regular file")
@@ -48,11 +55,15 @@ def check_target(path: str | PathLike[str]) -> Path:
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(f"{problem}: it is read-only")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{problem}: {folder}, where it is made, may not be written")
+        raise PermissionError(
+            f"{problem}: {folder}, where it is made, may not be written"
+        )
     return target
 
 
-def open_regular(path: str | PathLike[str], mode: Literal["rb", "r+b"] = "rb") -> BinaryIO:
+def open_regular(
+    path: str | PathLike[str], mode: Literal["rb", "r+b"] = "rb"
+) -> BinaryIO:
     """Open a regular file. Anything else is refused, and a pipe is not waited for.
 
     Raises:
@@ -70,20 +81,25 @@ def open_regular(path: str | PathLike[str], mode: Literal["rb", "r+b"] = "rb") -
 
 
 @contextmanager
-def atomic_write(path: str | PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A new empty file, open for reading and writing, that replaces ``path`` at the end.
+def atomic_write(
+    path: str | PathLike[str], *, durable: bool = True
+) -> Iterator[BinaryIO]:
+    """A new empty file, open for reading and writing, that replaces ``path`` at the
+    end.
 
-    It does so when the ``with`` block ends without an exception, after its content is on the disk,
-    and takes over the old file's permissions. Symbolic links stay: the file they lead to is
-    replaced. Other hard links to the old file keep the old content.
+    It does so when the ``with`` block ends without an exception, after its content is
+    on the disk, and takes over the old file's permissions. Symbolic links stay: the
+    file they lead to is replaced. Other hard links to the old file keep the old
+    content.
 
     Args:
-        durable: wait until the content is on the disk. Without, a power failure may leave any
-            content, so whoever reads it must find that out; for caches, because to wait takes up to
-            seconds where much else is being written.
+        durable: wait until the content is on the disk. Without, a power failure may
+            leave any content, so whoever reads it must find that out; for caches,
+            because to wait takes up to seconds where much else is being written.
 
     Raises:
-        OSError: see ``check_target``; or the disk is full. The file at ``path`` is as it was.
+        OSError: see ``check_target``; or the disk is full. The file at ``path`` is as
+            it was.
     """
     target = check_target(path)
     # A name may have 255 bytes, and a character four.
@@ -107,8 +123,13 @@ def atomic_write(path: str | PathLike[str], *, durable: bool = True) -> Iterator
 
 
 def with_file_name(error: BaseException, path: str | PathLike[str]) -> BaseException:
-    """``error``, with the name of the file: a full disk does not say what it had no room for."""
-    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+    """``error``, with the name of the file: a full disk does not say what it had no
+    room for."""
+    if (
+        isinstance(error, OSError)
+        and error.errno is not None
+        and error.filename is None
+    ):
         error.filename = os.fspath(path)
     return error
 
@@ -122,8 +143,8 @@ def write_text(path: str | PathLike[str], text: str, *, durable: bool = True) ->
 def reserve_space(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
     """Make ``file`` ``n_bytes`` long, zeros, with its space on the disk reserved.
 
-    Without the reservation, writing to a mapping of the file kills the process (SIGBUS) when the
-    disk is full.
+    Without the reservation, writing to a mapping of the file kills the process (SIGBUS)
+    when the disk is full.
 
     Args:
         name: of the file, for the message.
@@ -140,15 +161,16 @@ def reserve_space(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> No
             disk = os.fstatvfs(file.fileno())
             free = disk.f_bavail * disk.f_frsize
             raise OSError(
-                f"{name} takes {format_bytes(n_bytes)}, and {format_bytes(free)} of disk are free: "
-                f"{max(1, n_bytes - free)} bytes are missing"
+                f"{name} takes {format_bytes(n_bytes)}, and {format_bytes(free)} of "
+                f"disk are free: {max(1, n_bytes - free)} bytes are missing"
             ) from error
         raise
 
 
 def copy_permissions(file: BinaryIO, target: Path) -> None:
-    """Give an open file the permissions of this user's regular file at ``target``, which it
-    replaces. Those of another user's are not taken over: he may have put it there."""
+    """Give an open file the permissions of this user's regular file at ``target``,
+    which it replaces. Those of another user's are not taken over: he may have put it
+    there."""
     with suppress(OSError):
         old = os.lstat(target)
         if stat.S_ISREG(old.st_mode) and old.st_uid == os.geteuid():
@@ -156,8 +178,8 @@ def copy_permissions(file: BinaryIO, target: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Write the names in ``directory`` to the disk, where the system can: a new one then outlasts a
-    power failure."""
+    """Write the names in ``directory`` to the disk, where the system can: a new one
+    then outlasts a power failure."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:

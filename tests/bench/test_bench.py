@@ -1,4 +1,5 @@
-"""The benchmark: right figures, recorded failures, whole tables; its children end with it."""
+"""The benchmark: right figures, recorded failures, whole tables; its children end with
+it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ SPEC = spec_of(options(), "sdpa", 64)
 
 
 def fast(seconds: float = 0.1) -> Outcome:
-    found = Outcome(forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20)
+    found = Outcome(
+        forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20
+    )
     found.errors = {name: [1e-4] * 2 for name in RESULTS}
     return found
 
@@ -54,7 +57,10 @@ def test_a_measurement_in_this_process() -> None:
     for dtype, low, high in (("float32", 1e-8, 2e-6), ("float16", 1e-4, 2e-3)):
         found = child.measure(replace(asked, dtype=dtype, draws=2))
         assert set(found.errors) == set(RESULTS)
-        assert all(len(e) == 2 and all(low < x < high for x in e) for e in found.errors.values())
+        assert all(
+            len(e) == 2 and all(low < x < high for x in e)
+            for e in found.errors.values()
+        )
     found = child.measure(replace(asked, method="cudnn"))
     assert found.status == UNSUPPORTED
     assert "CUDA" in found.reason
@@ -73,7 +79,8 @@ def test_whatever_a_process_does_is_an_answer() -> None:
 
 
 def run(experiment: str, chosen: Namespace, rule) -> tuple[tuple, list[Spec]]:
-    """The table of an experiment whose answers come from ``rule``, and what it asked for."""
+    """The table of an experiment whose answers come from ``rule``, and what it asked
+    for."""
     asked: list[Spec] = []
 
     def answer(experiment: str, spec: Spec) -> Outcome:
@@ -99,7 +106,13 @@ def test_a_sweep_ends_with_a_method() -> None:
         ["sdpa", "4,096", "both", "8", "1", "1.00 MiB"],
         ["sdpa", "8,192", "both", "oom", "", ""],
     ]
-    assert [row[1] for row in rows[4:]] == ["1,024", "2,048", "4,096", "8,192", "16,384"]
+    assert [row[1] for row in rows[4:]] == [
+        "1,024",
+        "2,048",
+        "4,096",
+        "8,192",
+        "16,384",
+    ]
     _, asked = run("cost", options(quick=True), lambda spec: fast(spec.tokens / 1024))
     assert [s.tokens for s in asked if s.method == "sdpa"] == [1024, 2048]
 
@@ -116,9 +129,12 @@ def test_experiments_make_whole_tables(quick: bool) -> None:
     assert len(set(every)) == len(every)
 
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux ends them")
+linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="Linux ends them"
+)
 SOURCE = str(Path(quorum_attention.__file__).parents[1])
-# The beginning of a child of ``recover``, which tells its number, and then works for long.
+# The beginning of a child of ``recover``, which tells its number, and then works for
+# long.
 WORK = (
     child.CODE.partition("from quorum_attention.bench.child")[0]
     + """

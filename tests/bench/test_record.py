@@ -1,4 +1,5 @@
-"""The record of a run: it says where its rows come from, and no run changes another's file."""
+"""The record of a run: it says where its rows come from, and no run changes another's
+file."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ import runs
 def test_a_run_has_a_file_of_its_own(tmp_path: Path) -> None:
     run = describe_run("a command", {"tokens": 3, "folder": tmp_path}, "cpu")
     for number in range(3):
-        RunRecord(new_path(tmp_path, "cpu-case", run), run).add({"row": {"torch": number}})
+        RunRecord(new_path(tmp_path, "cpu-case", run), run).add(
+            {"row": {"torch": number}}
+        )
     stem = f"{run['date']}-cpu-case-{run['commit'] or 'unknown'}"
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"{stem}.json", f"{stem}-2.json", f"{stem}-3.json"}
@@ -31,8 +34,11 @@ def test_a_run_has_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_gits_or_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package may lie within another project's repository: its commit is not ours."""
-    monkeypatch.setattr(record.quorum_attention, "__file__", "/usr/lib/nothing/__init__.py")
+    """An installed package may lie within another project's repository: its commit is
+    not ours."""
+    monkeypatch.setattr(
+        record.quorum_attention, "__file__", "/usr/lib/nothing/__init__.py"
+    )
     run = describe_run("a command", {}, "cpu")
     assert (run["commit"], run["is_clean"]) == (None, None)
     assert describe_run("a command", {}, "cpu", "1234abcd")["commit"] == "1234abcd"
@@ -53,7 +59,10 @@ def test_a_table_shows_the_newest_run_of_each_row(
         content = {"run": origin, "rows": rows[date]}
         (tmp_path / f"{date}-cpu-case-{commit}.json").write_text(json.dumps(content))
     newest = runs.newest_rows("cpu-case")
-    assert {name: row.value["torch"] for name, row in newest.items()} == {"short": 2, "long": 2}
+    assert {name: row.value["torch"] for name, row in newest.items()} == {
+        "short": 2,
+        "long": 2,
+    }
     assert newest["long"].run.origin["commit"] == "aaaaaaa"
     beside_fa4 = runs.newest_rows("cpu-case", "fa4")
     assert list(beside_fa4) == ["long"]

@@ -1,4 +1,5 @@
-"""Nothing of the caller's is written but ``out`` and ``grads``, and those only where allowed."""
+"""Nothing of the caller's is written but ``out`` and ``grads``, and those only where
+allowed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import torch
 from helpers.attention import TOLERANCE, assert_close, exact, inputs
 
 import quorum_attention as qa
-from quorum_attention.call.overlap import Mappings, addresses, may_share_memory, overlaps_itself
+from quorum_attention.call.overlap import (
+    Mappings,
+    addresses,
+    may_share_memory,
+    overlaps_itself,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N, H, D = 40, 2, 8
@@ -58,15 +64,16 @@ def test_overlaps_of_any_strides_are_told_as_by_looking_at_every_element() -> No
         found["share"] += shared
         found["overlap themselves"] += twice
         if places and others and not shared:
-            found["span, but do not share"] += min(places) <= max(others) and min(others) <= max(
-                places
-            )
+            found["span, but do not share"] += min(places) <= max(others) and min(
+                others
+            ) <= max(places)
     assert min(found.values()) > 200, found
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_views_between_each_other_in_one_tensor_are_fine(depth: int) -> None:
-    """Inputs, results and gradients as slices of packed tensors: spans overlap, elements do not."""
+    """Inputs, results and gradients as slices of packed tensors: spans overlap,
+    elements do not."""
     plain = inputs(N, heads=H, head_dim=D)
     packed = torch.zeros(1, N, 4, H, D)
     for j, tensor in enumerate(plain.three):
@@ -95,7 +102,9 @@ def test_a_result_over_a_mask_or_over_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="out must not share memory with attn_mask"):
         call_with(attn_mask=mask, out=mask.flatten()[: H * N * D].view(SHAPE))
     room = torch.zeros(2000)
-    call_with(out=room.as_strided(SHAPE, (0, 320, 8, 1)))  # of one entry: nothing overlaps
+    call_with(
+        out=room.as_strided(SHAPE, (0, 320, 8, 1))
+    )  # of one entry: nothing overlaps
     with pytest.raises(ValueError, match="out must not overlap itself"):
         call_with(out=room.as_strided(SHAPE, (640, 320, 4, 1)))
 
@@ -146,13 +155,19 @@ def test_gradients_over_anything_are_refused_before_any_work(change, says) -> No
         ({"grad_out": Z.to_sparse()}, NotImplementedError, "grad_out must be a de"),
         ({"grads": (Z,) * 2}, TypeError, "grads must be three tensors"),
         ({"grads": (Z, Z, Z[..., 1:])}, ValueError, r"grads\[2\] must have shape"),
-        ({"grads": (Z, Z.double(), Z)}, TypeError, r"grads\[1\] must be .*32, got torch.float64"),
+        (
+            {"grads": (Z, Z.double(), Z)},
+            TypeError,
+            r"grads\[1\] must be .*32, got torch.float64",
+        ),
         ({"grad_out": Z[:, :, 1:]}, ValueError, r"grad_out must have shape"),
         ({"lse": Z}, ValueError, r"lse must have shape \(1, 2, 40\)"),
         ({"lse": [1]}, TypeError, "lse must be a torch.Tensor"),
     ],
 )
-def test_what_a_backward_reads_has_to_be_what_a_forward_returns(change, kind, says) -> None:
+def test_what_a_backward_reads_has_to_be_what_a_forward_returns(
+    change, kind, says
+) -> None:
     with pytest.raises(kind, match=says):
         backward_with(lambda tensors, grads: change)
 
@@ -174,9 +189,12 @@ def read_only(kind: str, folder: Path) -> np.ndarray | torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-@pytest.mark.parametrize("kind", ["flag", "bytes", "broadcast", "map", "tensor of a map"])
+@pytest.mark.parametrize(
+    "kind", ["flag", "bytes", "broadcast", "map", "tensor of a map"]
+)
 def test_read_only_memory_is_read_but_never_written(tmp_path: Path, kind: str) -> None:
-    """Writing to a read-only map ends the process; bytes are objects that do not change."""
+    """Writing to a read-only map ends the process; bytes are objects that do not
+    change."""
     memory = read_only(kind, tmp_path)
     before = torch.as_tensor(memory).tolist()
     with pytest.raises(ValueError, match="out must be writable"):
@@ -192,7 +210,9 @@ def test_two_maps_of_one_file_are_the_same_memory(tmp_path: Path) -> None:
     if not Mappings.now().ranges:
         pytest.skip("this system does not say what is mapped where")
     path = tmp_path / "both"
-    np.random.default_rng(0).standard_normal((2, *SHAPE)).astype(np.float32).tofile(path)
+    np.random.default_rng(0).standard_normal((2, *SHAPE)).astype(np.float32).tofile(
+        path
+    )
     before = path.read_bytes()
     whole = np.memmap(path, np.float32, mode="r", shape=(2, *SHAPE))
     again = np.memmap(path, np.float32, mode="r+", shape=(2, *SHAPE))
@@ -203,23 +223,37 @@ def test_two_maps_of_one_file_are_the_same_memory(tmp_path: Path) -> None:
     call_with(value=whole[0], out=private[0])  # writes go nowhere else
     assert path.read_bytes() == before
     wanted = call_with(query=torch.ones(SHAPE), key=torch.ones(SHAPE), value=whole[0])
-    found = call_with(query=torch.ones(SHAPE), key=torch.ones(SHAPE), value=whole[0], out=again[1])
+    found = call_with(
+        query=torch.ones(SHAPE), key=torch.ones(SHAPE), value=whole[0], out=again[1]
+    )
     assert torch.equal(found, wanted)
-    assert not torch.equal(torch.from_numpy(np.fromfile(path, np.float32)[H * N * D :]), wanted)
+    assert not torch.equal(
+        torch.from_numpy(np.fromfile(path, np.float32)[H * N * D :]), wanted
+    )
 
 
 @pytest.mark.parametrize(
     ("array", "kind", "says"),
     [
-        (np.zeros(SHAPE, np.float32)[:, :, ::-1], ValueError, "cannot be shared .* negative"),
+        (
+            np.zeros(SHAPE, np.float32)[:, :, ::-1],
+            ValueError,
+            "cannot be shared .* negative",
+        ),
         (np.zeros(SHAPE, ">f4"), ValueError, "cannot be shared .* byte order"),
         (np.zeros(SHAPE, object), TypeError, "cannot be shared with torch"),
-        (np.ma.masked_array(np.zeros(SHAPE, np.float32)), TypeError, "must not be a masked array"),
+        (
+            np.ma.masked_array(np.zeros(SHAPE, np.float32)),
+            TypeError,
+            "must not be a masked array",
+        ),
         (np.zeros(SHAPE, np.int32), TypeError, "must be one of float16"),
     ],
 )
 @pytest.mark.parametrize("name", ["query", "value", "out"])
-def test_arrays_that_torch_cannot_hold_are_refused_by_name(name, array, kind, says) -> None:
+def test_arrays_that_torch_cannot_hold_are_refused_by_name(
+    name, array, kind, says
+) -> None:
     with pytest.raises(kind, match=f"{name} {says}"):
         call_with(**{name: array})
 
@@ -234,5 +268,7 @@ def test_a_lazy_sign_is_not_lost() -> None:
         call_with(**others, value=negative, depth=1),
         call_with(**others, value=-numbers.imag.clone(), depth=1),
     )
-    with pytest.raises(ValueError, match="out must not be a view with a sign of its own"):
+    with pytest.raises(
+        ValueError, match="out must not be a view with a sign of its own"
+    ):
         call_with(out=negative)

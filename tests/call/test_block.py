@@ -34,7 +34,9 @@ def test_blocks_together_are_the_call(first: int) -> None:
         if max(t.shape[-2] for t in case.inputs) > 160:
             continue
         if seed % 5 == 0:  # seldom drawn
-            case.mask = replace(case.mask if isinstance(case.mask, Mask) else Mask(), chunk=7)
+            case.mask = replace(
+                case.mask if isinstance(case.mask, Mask) else Mask(), chunk=7
+            )
         query, key, value, grad_out = case.inputs
         (*batch, heads, n, _), (kv_heads, m, _) = query.shape, key.shape[-3:]
         if isinstance(case.mask, torch.Tensor):
@@ -89,27 +91,43 @@ def test_blocks_together_are_the_call(first: int) -> None:
                 ):  # fmt: skip
                     call.cut(grad, block, of_keys=keys).add_(part)
         results = dict(zip(NAMES, found, strict=True))
-        case.check({n: t if n == "lse" else t.to(case.dtype) for n, t in results.items()})
+        case.check(
+            {n: t if n == "lse" else t.to(case.dtype) for n, t in results.items()}
+        )
 
 
 N, M = 70, 90
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_only_rows_of_the_same_call_are_the_same(dtype: torch.dtype, spread: float) -> None:
+def test_only_rows_of_the_same_call_are_the_same(
+    dtype: torch.dtype, spread: float
+) -> None:
     """A log-sum-exp that comes from elsewhere is told from that of another call."""
 
-    def check(call: WholeCall, read: Any, budget: int | None = None, blocks: int = 1) -> None:
+    def check(
+        call: WholeCall, read: Any, budget: int | None = None, blocks: int = 1
+    ) -> None:
         options = CallOptions(budget, devices=torch.device("cpu"))
         check_forward(
-            call, CallBlock(*(Interval(0, n) for n in (2, 4, N, M))), read, options, blocks
+            call,
+            CallBlock(*(Interval(0, n) for n in (2, 4, N, M))),
+            read,
+            options,
+            blocks,
         )
 
     given = inputs(N, M, batch=(2,), heads=4, kv_heads=2, dtype=dtype, spread=spread)
     kept = torch.rand(4, N, M) > 0.5
     for mask, causal in itertools.product((None, Mask(bias=kept)), (True, False)):
-        named: dict[str, Any] = {"is_causal": causal, "enable_gqa": True, "kernel": "cpu"}
+        named: dict[str, Any] = {
+            "is_causal": causal,
+            "enable_gqa": True,
+            "kernel": "cpu",
+        }
         out, lse = qa.attention_with_lse(*given.three, mask, **named)
         read = dict(zip(("query", "key", "value"), given.three, strict=True))
         read |= {"out": out, "lse": lse}

@@ -52,7 +52,9 @@ def call(mask: Any = None, **options: Any) -> torch.Tensor:
 def test_what_the_host_reads_is_refused(mask: qa.Mask, fields: str) -> None:
     """A second call with the same mask finds it resolved, and would read nothing."""
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match=f"^{fields} cannot be given while a CUDA"):
+        with pytest.raises(
+            NotImplementedError, match=f"^{fields} cannot be given while a CUDA"
+        ):
             call(mask)
 
 
@@ -74,13 +76,18 @@ def test_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ((there, here, qa.Mask(bias=here)), "Mask.bias"),
         ((there, None, qa.Mask(sinks=torch.zeros(1))), "Mask.sinks"),
     ):
-        with pytest.raises(NotImplementedError, match=f"^{name} cannot be on cpu while"):
-            capture.check_capture(device if arguments[0] is here else there.device, *arguments)
+        with pytest.raises(
+            NotImplementedError, match=f"^{name} cannot be on cpu while"
+        ):
+            capture.check_capture(
+                device if arguments[0] is here else there.device, *arguments
+            )
 
 
 @pytest.mark.usefixtures("captured")
 def test_what_a_graph_reads_at_replays_is_kept() -> None:
-    """The graph has addresses only: tables whose mask is gone must not be given to others."""
+    """The graph has addresses only: tables whose mask is gone must not be given to
+    others."""
     table = torch.arange(5)
     alive = weakref.ref(table)
     device_copies.to_device(table, torch.device("cpu"))

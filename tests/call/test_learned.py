@@ -1,5 +1,5 @@
-"""Tensors that users' functions read get no gradient: one that is to be trained is refused, where
-nobody could find it by its name as well."""
+"""Tensors that users' functions read get no gradient: one that is to be trained is
+refused, where nobody could find it by its name as well."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def kernels_of(slope: Callable[[Any], torch.Tensor]) -> list[Any]:
         bias = -slope(head_indices)[:, None, None] * apart
         return attention(query, key, value, is_causal=is_causal, scale=scale, bias=bias)
 
-    return [qa.from_score_mod(score_mod, compiled=False), qa.from_lse_function(function)]
+    return [
+        qa.from_score_mod(score_mod, compiled=False),
+        qa.from_lse_function(function),
+    ]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -67,14 +70,18 @@ def test_a_learned_tensor_is_refused_wherever_it_is(place: str) -> None:
                 assert torch.isfinite(qa.attention(*given, kernel=kernel)).all()
 
 
-def test_a_tensor_that_is_not_learned_is_read_and_masks_have_no_gradient_to_lose() -> None:
+def test_a_tensor_that_is_not_learned_is_read_and_masks_have_no_gradient_to_lose() -> (
+    None
+):
     slopes, reach = torch.rand(2), torch.full((2,), 9.0, requires_grad=True)
 
     def keeps(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q - k).abs() < reach[h]
 
     rule: Any = {"kernel": qa.from_score_mod(mask_mod=keeps, compiled=False)}
-    kernels: list[Any] = [{"kernel": kernel} for kernel in kernels_of(lambda h: slopes[h])]
+    kernels: list[Any] = [
+        {"kernel": kernel} for kernel in kernels_of(lambda h: slopes[h])
+    ]
     for options in (*kernels, {"attn_mask": Mask(keeps=keeps)}, rule):
         q, k, v = three()
         qa.attention(q, k, v, **options).sum().backward()

@@ -1,4 +1,5 @@
-"""Settings of a context: who wins, where they hold, and that blocks may end in any order."""
+"""Settings of a context: who wins, where they hold, and that blocks may end in any
+order."""
 
 from __future__ import annotations
 
@@ -65,7 +66,11 @@ def test_all_three_functions_and_the_result_is_the_same() -> None:
     with qa.using(depth=1, kernel="dense", report=report):
         assert_close(both_passes(given), plain, 1e-12)
         assert_close(qa.attention(*given.three), plain[0], 1e-12)
-    assert (report.total.forwards, report.total.backwards, report.total.cut) == (2, 1, 3)
+    assert (report.total.forwards, report.total.backwards, report.total.cut) == (
+        2,
+        1,
+        3,
+    )
     assert set(report.total.kernels) == {"dense"}
     assert report.forward is None, "only the total is filled"
 
@@ -75,14 +80,17 @@ def test_all_three_functions_and_the_result_is_the_same() -> None:
     [
         ({"depth": -1}, "depth"),
         ({"kernel": "none of these"}, "no kernel is named"),
-        # A recomputation outside of the block would have the gradient of another function.
+        # A recomputation outside of the block would have the gradient of another
+        # function.
         ({"kernel": qa.LongNetKernel([(30, 1)])}, "settings say how calls are run"),
         ({"kernel": qa.NativeKernel(window=(3, 0))}, "exact attention"),
         ({"devices": "mars"}, "devices"),
         ({"report": []}, "report"),
     ],
 )
-def test_nonsense_is_refused_by_name_before_the_block(bad: dict[str, object], says: str) -> None:
+def test_nonsense_is_refused_by_name_before_the_block(
+    bad: dict[str, object], says: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=says):
         qa.using(**bad)
     assert current_settings() is None
@@ -104,7 +112,9 @@ def test_as_a_decorator_of_functions_and_generators() -> None:
     deep(3)
     for depth in generator():
         assert depth == 2
-        assert current_settings() is None, "between its steps the caller has its own settings"
+        assert current_settings() is None, (
+            "between its steps the caller has its own settings"
+        )
     with pytest.raises(TypeError, match="asynchronous function"):
 
         @qa.using(depth=1)
@@ -131,10 +141,14 @@ fields = st.fixed_dictionaries(
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.lists(st.tuples(fields, st.sampled_from("bbbep"), st.integers(0, 5)), max_size=14))
+@given(
+    st.lists(
+        st.tuples(fields, st.sampled_from("bbbep"), st.integers(0, 5)), max_size=14
+    )
+)
 def test_whatever_the_order_in_which_blocks_begin_and_end(moves) -> None:  # type: ignore[no-untyped-def]
-    """Against the definition: of the open blocks, in the order of their beginning, the last that
-    names a field wins; below them lies the process's own layer."""
+    """Against the definition: of the open blocks, in the order of their beginning, the
+    last that names a field wins; below them lies the process's own layer."""
     plain = {"budget": None, "depth": "auto", "kernel": "auto", "accumulator": "auto"}
     base: dict[str, object] = {}
     opened: list[tuple[using, dict[str, object]]] = []
@@ -147,7 +161,9 @@ def test_whatever_the_order_in_which_blocks_begin_and_end(moves) -> None:  # typ
                 opened.pop(which % len(opened))[0].__exit__(None, None, None)
             elif move == "p":
                 base = layer
-                set_process_settings(checked_settings("using", **base) if base else None)
+                set_process_settings(
+                    checked_settings("using", **base) if base else None
+                )
             said = [base, *(fields for _, fields in opened)]
             wanted = {k: [plain[k], *(s[k] for s in said if k in s)][-1] for k in plain}
             found = with_current_settings(CallOptions())
@@ -163,8 +179,8 @@ def test_whatever_the_order_in_which_blocks_begin_and_end(moves) -> None:  # typ
 def test_a_recomputation_in_a_thread_of_autograd_s_has_the_settings_too(
     use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA has such threads; here one of our own stands in for them: with torch's context in its
-    thread-local objects, and a backward under way."""
+    """CUDA has such threads; here one of our own stands in for them: with torch's
+    context in its thread-local objects, and a backward under way."""
     found = []
 
     def work() -> None:
@@ -184,7 +200,9 @@ def test_a_recomputation_in_a_thread_of_autograd_s_has_the_settings_too(
         assert found[1] is None
         report, leaf = qa.Report(), q().requires_grad_()
         out = checkpoint(
-            lambda t: qa.attention(t, t, t, report=report), leaf, use_reentrant=use_reentrant
+            lambda t: qa.attention(t, t, t, report=report),
+            leaf,
+            use_reentrant=use_reentrant,
         )
         out.sum().backward()
     assert levels(report) == levels(report, "backward") == 1
@@ -195,6 +213,8 @@ def test_a_recomputation_in_a_thread_of_autograd_s_has_the_settings_too(
 def test_the_same_defaults_everywhere(function) -> None:  # type: ignore[no-untyped-def]
     usual = {**Arguments._field_defaults, **CallOptions._field_defaults}
     usual.pop("options")
-    known = {n: p.default for n, p in signature(function).parameters.items() if n in usual}
+    known = {
+        n: p.default for n, p in signature(function).parameters.items() if n in usual
+    }
     assert {"attn_mask", "dropout_p", "dropout_seed", "is_causal"} <= known.keys()
     assert known == {name: usual[name] for name in known}

@@ -1,4 +1,5 @@
-"""``check_kernel`` finds every planted error, and says where; right kernels are exact."""
+"""``check_kernel`` finds every planted error, and says where; right kernels are
+exact."""
 
 from __future__ import annotations
 
@@ -29,10 +30,13 @@ SMALL = {"device": "cpu", "n_tokens": 67, "levels": ((3,),)}
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", WRONG)
 def test_a_planted_error_is_found_and_located(name: str) -> None:
-    """A law is broken, or a cut differs: then the result, its error and its first rows are said."""
+    """A law is broken, or a cut differs: then the result, its error and its first rows
+    are said."""
     wider = "group" in name  # what only calls of fewer key heads show
     heads = 4 if wider else 2
-    found = qa.check_kernel(WRONG[name](), other_sizes=wider, heads=heads, seed=1, **SMALL)
+    found = qa.check_kernel(
+        WRONG[name](), other_sizes=wider, heads=heads, seed=1, **SMALL
+    )
     assert not found.exact
     wrong = [case for case in found.cases if case.verdict == "not exact"]
     assert wrong or found.broken
@@ -54,7 +58,8 @@ def test_a_planted_error_is_found_and_located(name: str) -> None:
      ("backward: noisy", "two calls with the same inputs differ in grad_")],
 )  # fmt: skip
 def test_what_no_cut_shows_is_said_in_words(name: str, words: str) -> None:
-    """Each of these is the same in every cut, or differs for another reason than the cut."""
+    """Each of these is the same in every cut, or differs for another reason than the
+    cut."""
     found = qa.check_kernel(WRONG[name](), other_sizes=False, heads=2, seed=1, **SMALL)
     assert any(words in sentence for sentence in found.broken), str(found)
 
@@ -106,14 +111,20 @@ def test_an_error_is_found_in_other_dtypes(
 ) -> None:
     """Limits come from the dtype: noise must not widen its own."""
     kernel = from_lse_function(FUNCTIONS[name])
-    result = qa.check_kernel(kernel, dtype=dtype, seed=2, other_sizes=other_sizes, **SMALL)
+    result = qa.check_kernel(
+        kernel, dtype=dtype, seed=2, other_sizes=other_sizes, **SMALL
+    )
     assert not result.exact, str(result)
 
 
 def test_a_law_is_tried_in_the_dtype_that_is_asked_for() -> None:
     """A buffer that is used again in fp16 is no fault of fp32."""
-    found = qa.check_kernel(ReusesItsBuffer(), dtype=HALF, heads=2, other_sizes=False, **SMALL)
-    assert any("out changes in a later call" in sentence for sentence in found.broken), str(found)
+    found = qa.check_kernel(
+        ReusesItsBuffer(), dtype=HALF, heads=2, other_sizes=False, **SMALL
+    )
+    assert any(
+        "out changes in a later call" in sentence for sentence in found.broken
+    ), str(found)
     found = qa.check_kernel(ReusesItsBuffer(), heads=2, other_sizes=False, **SMALL)
     assert found.exact, str(found)
 
@@ -125,7 +136,9 @@ def test_heads_and_entries_are_cut() -> None:
     (alone,) = (c for c in found.cases if not c.levels and not c.sizes)
     assert alone.heads_per_group == 1
     assert alone.verdict == "not exact"
-    together = [c for c in found.cases if c.levels and c.heads_per_group is None and not c.sizes]
+    together = [
+        c for c in found.cases if c.levels and c.heads_per_group is None and not c.sizes
+    ]
     assert together
     assert all(c.verdict != "not exact" for c in together)
     assert "heads 1 at a time" in str(found)
@@ -139,7 +152,15 @@ def test_a_whole_check_takes_seconds() -> None:
     assert found.exact
     asked = [c for c in found.cases if not c.sizes]
     assert len(asked) == 2 * (6 * 2 + 1)
-    assert {c.levels for c in asked} == {(), (3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3)}
+    assert {c.levels for c in asked} == {
+        (),
+        (3,),
+        (7,),
+        (13,),
+        (3, 3),
+        (7, 3),
+        (3, 3, 3),
+    }
     assert {c.sizes for c in found.cases if c.sizes} == {
         "220 queries, 331 keys", "331 queries, 220 keys", "4 heads over 2", "values of 24"
     }  # fmt: skip
@@ -161,7 +182,8 @@ def test_what_a_kernel_refuses_is_no_error_of_its_own() -> None:
 
 
 def test_a_check_says_how_far_it_is() -> None:
-    """From the first call to the last; a check of one kind of call, without other sizes, too."""
+    """From the first call to the last; a check of one kind of call, without other
+    sizes, too."""
     told: list[tuple[int, int, str]] = []
     for more in ({}, {"is_causal": True, "other_sizes": False}):
         told.clear()
@@ -178,7 +200,8 @@ def test_a_check_says_how_far_it_is() -> None:
 
 
 def test_heads_run_one_by_one_with_one_cut_of_the_tokens() -> None:
-    """It takes most of a check's calls, as many times more as there are heads and entries."""
+    """It takes most of a check's calls, as many times more as there are heads and
+    entries."""
     found = qa.check_kernel(
         "dense", n_tokens=60, backward=False, device="cpu", other_sizes=False,
         levels=[(3, 3), (7,), (3,)],

@@ -24,7 +24,9 @@ def test_plan_and_estimate_speak_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["forward"]["peak_bytes"] <= 64 << 20
 
 
-def test_estimate_of_a_long_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_of_a_long_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(QWEN3_8B))
     prompt = ["estimate", "--model", str(file), "--prompt", "256K", "--memory", "24GiB"]
@@ -33,12 +35,21 @@ def test_estimate_of_a_long_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
     estimate = json.loads(capsys.readouterr().out)
     assert estimate["fits"] is True
     assert estimate["tokens"] == 262_144
-    assert [part["name"] for part in estimate["parts"]] == ["weights", "cache", "working memory"]
+    assert [part["name"] for part in estimate["parts"]] == [
+        "weights",
+        "cache",
+        "working memory",
+    ]
     assert main([*prompt, *host]) == 0
     words = capsys.readouterr().out
     assert "prefill: " in words
     assert "fits in 24.00 GiB of the device" in words
-    for refused in (["--tokens", "5"], ["--lora", "8"], ["--budget", "1GiB"], ["--causal"]):
+    for refused in (
+        ["--tokens", "5"],
+        ["--lora", "8"],
+        ["--budget", "1GiB"],
+        ["--causal"],
+    ):
         assert main([*prompt, *refused]) == 2
         assert f"{refused[0]} does not go with --prompt" in capsys.readouterr().err
     assert main(["estimate", "--model", str(file), "--tokens", "5", "--causal"]) == 2
@@ -51,7 +62,9 @@ def test_doctor_names_every_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The interpreter would take ten seconds for the native one.
-    some = {name: kernel for name, kernel in doctor.kernels().items() if name != "native"}
+    some = {
+        name: kernel for name, kernel in doctor.kernels().items() if name != "native"
+    }
     monkeypatch.setattr(doctor, "kernels", lambda: some)
     assert main(["doctor", "--json"]) == 0
     devices = json.loads(capsys.readouterr().out)["devices"]
@@ -69,7 +82,9 @@ def test_doctor_names_every_kernel(
         ["bench", "--heads", "3", "--kv-heads", "2", "--device", "cpu"],
     ],
 )
-def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith("quorum-attention: ")
@@ -109,7 +124,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_check_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_a_function_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     short = ["--device", "cpu", "--tokens", "80", "--forward-only"]
     assert main(["check", "my_own_attention:my_attention", *short]) == 0
     assert "my_attention: exact within rounding" in capsys.readouterr().out
@@ -130,7 +147,10 @@ def test_check_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_check_shows_the_users_own_frames_of_a_failure(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", f"my_own_attention:{name}", "--device", "cpu", "--no-causal"]) == 2
+    assert (
+        main(["check", f"my_own_attention:{name}", "--device", "cpu", "--no-causal"])
+        == 2
+    )
     said = capsys.readouterr().err
     assert "quorum_attention" not in said
     assert "my_own_attention.py" in said
@@ -169,7 +189,13 @@ def test_more_devices_take_less_time(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     "option",
-    [["--levels", "7"], ["--census"], ["--backward"], ["--device", "cpu"], ["--window", "9"]],
+    [
+        ["--levels", "7"],
+        ["--census"],
+        ["--backward"],
+        ["--device", "cpu"],
+        ["--window", "9"],
+    ],
 )
 def test_what_would_be_ignored_is_refused(
     option: list[str], capsys: pytest.CaptureFixture[str]

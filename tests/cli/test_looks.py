@@ -1,4 +1,5 @@
-"""What a user sees: in a terminal, in a pipe, in 60 columns; the same words everywhere."""
+"""What a user sees: in a terminal, in a pipe, in 60 columns; the same words
+everywhere."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_sixty_columns_are_enough(
     measured = Outcome(errors=errors, forward_seconds=[1e-4], peak_bytes=1001 << 20)
     monkeypatch.setattr(bench, "run_child", lambda spec, timeout: measured)
     # Triton's interpreter would take ten seconds for the native one.
-    without_native = {name: kernel for name, kernel in doctor.kernels().items() if name != "native"}
+    without_native = {
+        name: kernel for name, kernel in doctor.kernels().items() if name != "native"
+    }
     monkeypatch.setattr(doctor, "kernels", lambda: without_native)
     # A kernel is checked once for both widths.
     monkeypatch.setattr(check, "check_kernel", cache(check_kernel))
@@ -67,12 +70,15 @@ def test_what_is_printed_is_no_markup(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_version_needs_no_torch() -> None:
     code = "import sys; sys.modules |= {'torch': None, 'numpy': None}\n"
     code += "from quorum_attention.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True
+    )
     assert done.stdout.strip() == qa.__version__, done.stderr
 
 
-# What some library would write to a stream of the process, while results are computed. The command
-# is changed when it is loaded, which is when it loads torch: streams are completed before.
+# What some library would write to a stream of the process, while results are computed.
+# The command is changed when it is loaded, which is when it loads torch: streams are
+# completed before.
 LOUD = """
 import os, sys
 from quorum_attention import cli
@@ -96,9 +102,13 @@ sys.exit(cli.main())
 
 
 @pytest.mark.slow
-def test_what_libraries_say_goes_into_no_result_though_streams_are_closed(tmp_path: Path) -> None:
+def test_what_libraries_say_goes_into_no_result_though_streams_are_closed(
+    tmp_path: Path,
+) -> None:
     for name in "qkv":
-        array = np.random.default_rng(ord(name)).standard_normal((1, 2, 40, 8), np.float32)
+        array = np.random.default_rng(ord(name)).standard_normal(
+            (1, 2, 40, 8), np.float32
+        )
         np.save(tmp_path / f"{name}.npy", array)
     run = ["run", "--device", "cpu", *(f"{tmp_path}/{name}.npy" for name in "qkv")]
     assert main([*run, f"{tmp_path}/whole.npy"]) == 0

@@ -1,4 +1,5 @@
-"""``recover``: what it enforces, measures and says are one thing; its check sees planted errors."""
+"""``recover``: what it enforces, measures and says are one thing; its check sees
+planted errors."""
 
 from __future__ import annotations
 
@@ -61,18 +62,36 @@ def test_the_smallest_budget_that_is_named_works_and_both_calls_are_shown(
     # Plan, budget, limit and peak agree.
     limited, ours, free = found["methods"]
     assert limited["status"] == "out of memory"
-    assert "can't allocate memory" in limited["reason"], "it was torch's own memory that ran out"
+    assert "can't allocate memory" in limited["reason"], (
+        "it was torch's own memory that ran out"
+    )
     assert ours["status"] == "ok"
-    planned = [ours["report"][name]["planned_peak_bytes"] for name in ("forward", "backward")]
+    planned = [
+        ours["report"][name]["planned_peak_bytes"] for name in ("forward", "backward")
+    ]
     assert max(planned) <= found["budget_bytes"] - PROCESS
     assert ours["peak_bytes"] <= max(planned) + PROCESS
-    # Four results of 4 MiB and tiles beside them, 10 to 11 MiB: nothing of the process itself.
+    # Four results of 4 MiB and tiles beside them, 10 to 11 MiB: nothing of the process
+    # itself.
     assert 16 << 20 <= free["peak_bytes"] <= 32 << 20
     failed, came_back, errors, *price = said.splitlines()[1:]
-    assert re.findall(r"(\w+) [0-9.]+e-0[6-9]", errors) == ["lse", "out", "dQ", "dK", "dV"], errors
-    assert re.match(r"torch within [0-9.]+ MiB: failed in its (forward|backward): ", failed)
+    assert re.findall(r"(\w+) [0-9.]+e-0[6-9]", errors) == [
+        "lse",
+        "out",
+        "dQ",
+        "dK",
+        "dV",
+    ], errors
+    assert re.match(
+        r"torch within [0-9.]+ MiB: failed in its (forward|backward): ", failed
+    )
     assert came_back.endswith("Matches float64 on sampled rows: yes.")
-    for heading in ("first forward", "second forward", "first backward", "second backward"):
+    for heading in (
+        "first forward",
+        "second forward",
+        "first backward",
+        "second backward",
+    ):
         (line,) = (line for line in price if heading in line)
         assert len(re.findall(r"[0-9.]+ (?:us|ms|s)\b", line)) == 2, line
 
@@ -118,18 +137,24 @@ def test_results_are_right_and_both_methods_get_the_same_inputs(
     spec = spec_for("quorum", None)
     if of_a_file:
         spec = replace(spec, inputs=str(tmp_path / "in.safetensors"))
-        tensors = {name: torch.randn(1, 2, 600, 32) for name in ("query", "key", "value")}
+        tensors = {
+            name: torch.randn(1, 2, 600, 32) for name in ("query", "key", "value")
+        }
         safetensors.torch.save_file(tensors, spec.inputs)
     answer = child.measure(spec)
     assert answer.status == "ok", answer.reason
     assert set(answer.errors) == {"lse", "out", "grad_query", "grad_key", "grad_value"}
     assert all(error < 1e-5 for (error,) in answer.errors.values())
     one, other = (child._drawn_call(spec, on_device, 0) for on_device in (False, True))
-    for mine, its in zip((*one.inputs, one.grad), (*other.inputs, other.grad), strict=True):
+    for mine, its in zip(
+        (*one.inputs, one.grad), (*other.inputs, other.grad), strict=True
+    ):
         torch.testing.assert_close(mine, its, rtol=0, atol=0)
     backward = methods.Method.backward
     monkeypatch.setattr(
-        methods.Method, "backward", lambda *given: [t.mul_(1.1) for t in backward(*given)]
+        methods.Method,
+        "backward",
+        lambda *given: [t.mul_(1.1) for t in backward(*given)],
     )
     errors = child.measure(spec).errors
     assert errors["out"][0] < 1e-5
@@ -140,7 +165,11 @@ def test_results_are_right_and_both_methods_get_the_same_inputs(
 def test_the_peak_is_counted_from_where_the_limit_is() -> None:
     """So no peak is above its limit, and what comes after has its memory back."""
     done = subprocess.run(
-        [sys.executable, "-c", _FILLS], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _FILLS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     peak, limit = json.loads(done.stdout.splitlines()[-1])
@@ -186,6 +215,8 @@ def test_planted_errors_are_seen(planted: str) -> None:
         [results[name] for name in NAMES], is_causal=True,
     )  # fmt: skip
     # Keys and values are held against the result's own output and log-sum-exp.
-    follows = {"out": {"grad_key"}, "lse": {"grad_key", "grad_value"}}.get(planted, set())
+    follows = {"out": {"grad_key"}, "lse": {"grad_key", "grad_value"}}.get(
+        planted, set()
+    )
     for name in results.keys() - follows:
         assert (found[name] > 1e-3) == (name == planted)

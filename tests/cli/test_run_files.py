@@ -1,5 +1,5 @@
-"""``run`` destroys nothing: what is on the disk is replaced when its successor is whole, or not at
-all, whatever is asked for and whatever happens on the way."""
+"""``run`` destroys nothing: what is on the disk is replaced when its successor is
+whole, or not at all, whatever is asked for and whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ def earlier(tmp_path: Path) -> Path:
 
 
 def in_folder(path: Path) -> dict[str, bytes]:
-    return {found.name: found.read_bytes() for found in path.parent.iterdir() if found.is_file()}
+    return {
+        found.name: found.read_bytes()
+        for found in path.parent.iterdir()
+        if found.is_file()
+    }
 
 
 ODD = torch.zeros(1, 2, 5, 4)
@@ -59,7 +63,11 @@ ODD = torch.zeros(1, 2, 5, 4)
     ],
 )  # fmt: skip
 def test_a_refused_call_leaves_the_earlier_output(
-    inputs: Path, earlier: Path, wrong: Any, said: str, capsys: pytest.CaptureFixture[str]
+    inputs: Path,
+    earlier: Path,
+    wrong: Any,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By its options, the name of its output, or the tensors of its input."""
     more, out = wrong if isinstance(wrong, list) else [], str(earlier)
@@ -78,7 +86,10 @@ def test_a_refused_call_leaves_the_earlier_output(
 
 @pytest.mark.parametrize("how", ["path", "dot", "symlink", "hard link"])
 def test_the_input_is_no_output(
-    inputs: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    inputs: Path,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     other = inputs.parent / "other"
     if how == "symlink":
@@ -93,7 +104,9 @@ def test_the_input_is_no_output(
     assert in_folder(inputs) == before
 
 
-def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_file_is_not_replaced(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pipe = inputs.parent / "pipe"
     os.mkfifo(pipe)
     reader, writer = os.pipe()
@@ -175,7 +188,9 @@ def test_a_mask_in_the_file_is_taken(
     safetensors.torch.save_file({**tensors, name: mask}, path)
     assert main(["run", str(path), str(output), *CPU]) == 0
     assert "float32, bias, on cpu" in capsys.readouterr().out
-    wanted = torch.nn.functional.scaled_dot_product_attention(*tensors.values(), attn_mask=mask)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *tensors.values(), attn_mask=mask
+    )
     torch.testing.assert_close(safetensors.torch.load_file(output)["out"], wanted)
     # Who cannot take one says so.
     assert main(["recover", "--qkv", str(path), *CPU]) == 2
@@ -184,5 +199,8 @@ def test_a_mask_in_the_file_is_taken(
         assert main(["recover", "--qkv", str(path), option, "2", *CPU]) == 2
         assert f"{option} does not go with --qkv" in capsys.readouterr().err
     safetensors.torch.save_file({"mask": mask}, tmp_path / "mask")
-    assert main(["run", str(path), str(output), "--mask", str(tmp_path / "mask"), *CPU]) == 2
+    assert (
+        main(["run", str(path), str(output), "--mask", str(tmp_path / "mask"), *CPU])
+        == 2
+    )
     assert "one must go" in capsys.readouterr().err

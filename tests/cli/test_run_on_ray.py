@@ -26,7 +26,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
-    three = [torch.randn(2, *sizes) for sizes in ((4, 300, 16), (2, 300, 16), (2, 300, 8))]
+    three = [
+        torch.randn(2, *sizes) for sizes in ((4, 300, 16), (2, 300, 16), (2, 300, 8))
+    ]
     out, lse = qa.attention_with_lse(*three, is_causal=True, enable_gqa=True)
     tensors = dict(zip(("query", "key", "value"), three, strict=True))
     tensors |= {"grad_out": torch.randn(2, 4, 300, 8), "out": out, "lse": lse}
@@ -37,7 +39,10 @@ def inputs(tmp_path: Path) -> Path:
 
 def same(folder: Path) -> None:
     """The results of both ways, and there is nothing else."""
-    a, b = (safetensors.torch.load_file(folder / f"{n}.safetensors") for n in ("plain", "farmed"))
+    a, b = (
+        safetensors.torch.load_file(folder / f"{n}.safetensors")
+        for n in ("plain", "farmed")
+    )
     assert a.keys() == b.keys()
     for name in a:
         assert torch.allclose(a[name], b[name], atol=1e-5), name
@@ -45,7 +50,8 @@ def same(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "more"), [("1", ["--lse"]), ("7", ["--backward"]), ("", ["--out-dtype", "float64"])]
+    ("chunks", "more"),
+    [("1", ["--lse"]), ("7", ["--backward"]), ("", ["--out-dtype", "float64"])],
 )
 def test_as_without(
     inputs: Path, tmp_path: Path, ray: FakeRay, chunks: str, more: list[str]
@@ -54,7 +60,16 @@ def test_as_without(
     common = [str(inputs), "--causal", *more]
     assert main(["run", common[0], str(plain), *common[1:]]) == 0
     wish = ["--chunks", chunks] if chunks else []
-    options = ["--ray", "auto", "--ray-workers", "3", "--budget", "1GiB", "--keep-every", "2"]
+    options = [
+        "--ray",
+        "auto",
+        "--ray-workers",
+        "3",
+        "--budget",
+        "1GiB",
+        "--keep-every",
+        "2",
+    ]
     assert main(["run", common[0], str(farmed), *common[1:], *options, *wish]) == 0
     same(tmp_path)
     assert ray.asked == ["auto"]
@@ -62,7 +77,11 @@ def test_as_without(
 
 @pytest.mark.parametrize("chunks", [1, 7])
 def test_a_stopped_run_is_resumed(
-    inputs: Path, tmp_path: Path, ray: FakeRay, chunks: int, monkeypatch: pytest.MonkeyPatch
+    inputs: Path,
+    tmp_path: Path,
+    ray: FakeRay,
+    chunks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Heads that are complete are not computed again."""
     plain, farmed = tmp_path / "plain.safetensors", tmp_path / "farmed.safetensors"

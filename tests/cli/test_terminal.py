@@ -1,7 +1,7 @@
 """Commands on a real terminal: their exit status, and what a person sees.
 
-Where a command writes to a terminal it draws bars and knows how wide lines may be, which no test
-with a pipe sees.
+Where a command writes to a terminal it draws bars and knows how wide lines may be,
+which no test with a pipe sees.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ COMMANDS = [
     "estimate --tokens 128K --device cuda --model config.json --memory 80GiB",
     "run --device cpu in.safetensors out.safetensors",
 ]
-# As `recover` measures: in a process of its own, with a bar from the start and under a limit.
+# As `recover` measures: in a process of its own, with a bar from the start and under a
+# limit.
 LIMITED = """
 from quorum_attention.bench import child
 from quorum_attention.progress import bars
@@ -61,31 +62,51 @@ def check_looks(written: str, lines: list[str], columns: int) -> None:
     assert "Traceback" not in written
     assert max(map(len, lines)) <= columns
     assert not any("━" in line for line in lines), "bars are erased"
-    assert written.rfind("\x1b[?25h") >= written.rfind("\x1b[?25l"), "the cursor is seen again"
+    assert written.rfind("\x1b[?25h") >= written.rfind("\x1b[?25l"), (
+        "the cursor is seen again"
+    )
 
 
 def check_tables(lines: list[str]) -> None:
-    """Tables are not broken: what `recover` measured has a cell for each method on every line."""
-    head = next(n for n, line in enumerate(lines) if "Quorum Attention" in line and ":" not in line)
-    rows = [line for line in lines[head + 1 : head + 6] if re.match("memory|first|second", line)]
+    """Tables are not broken: what `recover` measured has a cell for each method on
+    every line."""
+    head = next(
+        n
+        for n, line in enumerate(lines)
+        if "Quorum Attention" in line and ":" not in line
+    )
+    rows = [
+        line
+        for line in lines[head + 1 : head + 6]
+        if re.match("memory|first|second", line)
+    ]
     assert len(rows) >= 3
-    assert {len(line) for line in rows} == {len(lines[head])}, "columns are aligned to the right"
+    assert {len(line) for line in rows} == {len(lines[head])}, (
+        "columns are aligned to the right"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_commands_in_a_terminal(columns: int, folder: Path) -> None:
     arguments = ["-c", SEVERAL, *COMMANDS]
-    status, written = in_a_terminal(arguments, columns, folder, PYTHONPATH=f"{ROOT}/src")
+    status, written = in_a_terminal(
+        arguments, columns, folder, PYTHONPATH=f"{ROOT}/src"
+    )
     assert status == 0, written
     lines = seen(written)
-    assert [line for line in lines if line.startswith("status")] == ["status 0"] * len(COMMANDS)
+    assert [line for line in lines if line.startswith("status")] == ["status 0"] * len(
+        COMMANDS
+    )
     check_looks(written, [line for line in lines if not line.startswith("$")], columns)
 
 
 def test_a_bar_takes_no_memory_of_a_limited_process(folder: Path) -> None:
-    """Its thread's stack was more than what the process may take beside the call's tensors."""
-    status, written = in_a_terminal(["-c", LIMITED], 80, folder, PYTHONPATH=f"{ROOT}/src")
+    """Its thread's stack was more than what the process may take beside the call's
+    tensors."""
+    status, written = in_a_terminal(
+        ["-c", LIMITED], 80, folder, PYTHONPATH=f"{ROOT}/src"
+    )
     assert status == 0, written
     assert "━" in written, "a bar was drawn"
     assert "ok " in seen(written), written
@@ -95,12 +116,18 @@ def test_a_bar_takes_no_memory_of_a_limited_process(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("columns", "more"), [(80, []), (120, ["--tokens", "4096"])])
-def test_the_demonstration_in_a_terminal(columns: int, more: list[str], folder: Path) -> None:
+def test_the_demonstration_in_a_terminal(
+    columns: int, more: list[str], folder: Path
+) -> None:
     """What `make demo` runs, as it stands there; and shorter, in a wide window."""
-    demo = re.search(r"\$\(BIN\)/quorum-attention (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    demo = re.search(
+        r"\$\(BIN\)/quorum-attention (.+)$", (ROOT / "Makefile").read_text(), re.M
+    )
     assert demo is not None
     arguments = ["-m", "quorum_attention", *demo[1].split(), *more]
-    status, written = in_a_terminal(arguments, columns, folder, PYTHONPATH=f"{ROOT}/src")
+    status, written = in_a_terminal(
+        arguments, columns, folder, PYTHONPATH=f"{ROOT}/src"
+    )
     assert status == 0, written
     lines = seen(written)
     check_looks(written, lines, columns)

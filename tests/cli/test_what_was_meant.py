@@ -1,4 +1,5 @@
-"""Words that no command or option is: the command's own usage, and what was probably meant."""
+"""Words that no command or option is: the command's own usage, and what was probably
+meant."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ OPTIONS = [
 ]
 
 
-def said_about(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+def said_about(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[str, str]:
     with pytest.raises(SystemExit) as status:
         main(arguments)
     assert status.value.code == 2
@@ -32,7 +35,9 @@ def test_misspelt_commands(command: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
     _, error = said_about(["zzz"], capsys)
-    assert error.endswith(f"there is no command 'zzz'; commands are {', '.join(COMMANDS)}")
+    assert error.endswith(
+        f"there is no command 'zzz'; commands are {', '.join(COMMANDS)}"
+    )
 
 
 def test_misspelt_options_of_each_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,18 +47,26 @@ def test_misspelt_options_of_each_command(capsys: pytest.CaptureFixture[str]) ->
         wrong = f"{option[:4]}{option[5:]}"
         usage, error = said_about([command, wrong, "1"], capsys)
         assert usage.startswith(f"usage: quorum-attention {command} ")
-        assert error.startswith(f"quorum-attention {command}: error: there is no option {wrong};")
+        assert error.startswith(
+            f"quorum-attention {command}: error: there is no option {wrong};"
+        )
         assert "did you mean --" in error
 
 
-@pytest.mark.parametrize("arguments", [["--verson"], ["plan", "--zzz=3", "--tokens", "5"]])
-def test_other_unknown_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--verson"], ["plan", "--zzz=3", "--tokens", "5"]]
+)
+def test_other_unknown_options(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     _, error = said_about(arguments, capsys)
     assert "there is no option --" in error
 
 
 @pytest.mark.parametrize("words", ["plan --tokens 5 a b", "doctor a b"])
-def test_words_that_are_too_many(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_too_many(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     usage, error = said_about(words.split(), capsys)
     command = words.split()[0]
     assert usage.startswith(f"usage: quorum-attention {command} ")

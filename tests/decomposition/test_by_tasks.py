@@ -1,4 +1,5 @@
-"""The equations of the package in a few lines (examples/by_tasks.py), against torch in float64."""
+"""The equations of the package in a few lines (examples/by_tasks.py), against torch in
+float64."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ BY_TASKS = load_example()
 
 
 @settings(max_examples=15, deadline=None)
-@given(decomposition=decompositions(), is_causal=st.booleans(), seed=st.integers(0, 1000))
+@given(
+    decomposition=decompositions(), is_causal=st.booleans(), seed=st.integers(0, 1000)
+)
 def test_tasks_add_up_to_attention(
     decomposition: Decomposition, is_causal: bool, seed: int
 ) -> None:
@@ -41,7 +44,9 @@ def test_tasks_add_up_to_attention(
         4, n_tokens, 8, dtype=torch.float64, generator=generator
     )
     inputs = torch.stack([query, key, value]).requires_grad_()
-    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=is_causal)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *inputs, is_causal=is_causal
+    )
     (expected_grads,) = torch.autograd.grad(expected, inputs, grad_out)
 
     out, lse = BY_TASKS.attention_by_tasks(query, key, value, decomposition, is_causal)
@@ -53,7 +58,9 @@ def test_tasks_add_up_to_attention(
     torch.testing.assert_close(torch.stack(grads), expected_grads, rtol=0, atol=1e-12)
 
 
-def test_the_example_prints_small_differences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_prints_small_differences(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     BY_TASKS.main()
     lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
     assert lines["tasks"] == "21"

@@ -1,4 +1,5 @@
-"""Decompositions: errors, paths, tasks as the paper's that hold every pair once, the census."""
+"""Decompositions: errors, paths, tasks as the paper's that hold every pair once, the
+census."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ import sys
 
 import numpy as np
 import pytest
-from helpers.decomposition import bits, build_subseq, decompositions, kept_pairs, positions
+from helpers.decomposition import (
+    bits,
+    build_subseq,
+    decompositions,
+    kept_pairs,
+    positions,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +22,25 @@ from quorum_attention.decomposition import Census, Decomposition, Pairs, census
 
 
 def test_what_makes_no_sense_is_refused():
-    """(1.0, 2) and (True, 2) equal (1, 2) and would name the same task twice; a limit below 1 must
-    not pass for no limit."""
-    numbers = [("n_tokens", -1), ("n_tokens", 7.0), ("n_tokens", True), ("tile", 0), ("tile", "9")]
-    others = [("layout", "ragged"), ("levels", [7]), ("levels", (7, 8)), ("levels", (7.0,))]
+    """(1.0, 2) and (True, 2) equal (1, 2) and would name the same task twice; a limit
+    below 1 must not pass for no limit."""
+    numbers = [
+        ("n_tokens", -1),
+        ("n_tokens", 7.0),
+        ("n_tokens", True),
+        ("tile", 0),
+        ("tile", "9"),
+    ]
+    others = [
+        ("layout", "ragged"),
+        ("levels", [7]),
+        ("levels", (7, 8)),
+        ("levels", (7.0,)),
+    ]
     for name, value in numbers + others:
-        with pytest.raises((TypeError, ValueError), match=name if name != "levels" else "chunk|c "):
+        with pytest.raises(
+            (TypeError, ValueError), match=name if name != "levels" else "chunk|c "
+        ):
             Decomposition(**{"n_tokens": 100, name: value})
     decomposition = Decomposition(100, (7, 3))
     for path in [(), (0,), (0, 0, 0), (7, 0), (0, 3), (-1, 0)]:
@@ -29,30 +49,46 @@ def test_what_makes_no_sense_is_refused():
     for path in [[1, 2], (1.0, 2), (True, 0), "12", 5, None]:
         with pytest.raises(TypeError, match="path must be a tuple of whole numbers"):
             decomposition.task(path)
-    for name, value in [("max_queries", 0), ("max_keys", 2.5), ("n_queries", -1), ("n_keys", True)]:
+    for name, value in [
+        ("max_queries", 0),
+        ("max_keys", 2.5),
+        ("n_queries", -1),
+        ("n_keys", True),
+    ]:
         with pytest.raises((TypeError, ValueError), match=name):
             decomposition.task((0, 0)).rectangles(True, **{name: value})
 
 
 def test_a_billion_tokens_stay_symbolic():
-    """No array by token anywhere: a few spans a task, a few hundred bytes, few rectangles."""
+    """No array by token anywhere: a few spans a task, a few hundred bytes, few
+    rectangles."""
     decomposition = Decomposition(10**9, (57, 57))
     for path in [(0, 0), (13, 56), (56, 0), (31, 32)]:
         task = decomposition.task(path)
         assert task.n_tokens > 10**7
         assert len(task.spans) <= 2 * 8 * 2
-        size = sys.getsizeof(task) + sys.getsizeof(task.spans) + sys.getsizeof(task.local_starts)
+        size = (
+            sys.getsizeof(task)
+            + sys.getsizeof(task.spans)
+            + sys.getsizeof(task.local_starts)
+        )
         assert size + sum(sys.getsizeof(s) for s in task.spans) < 4096
         assert len(task.rectangles(True)) <= 4 * len(task.spans)
         assert len(task.runs) <= len(task.spans)
     assert decomposition.n_tasks == 57 * 57
-    assert next(decomposition.tasks()).path == (0, 0)  # lazily: the other 3248 are not made
+    assert next(decomposition.tasks()).path == (
+        0,
+        0,
+    )  # lazily: the other 3248 are not made
 
 
 @settings(max_examples=100, deadline=None)
 @given(decompositions(), st.booleans(), st.data())
-def test_contiguous_parts_have_the_pairs_of_a_rectangle(decomposition, is_causal, data) -> None:
-    """Each pair in one part, and what is causal still cut at the diagonal of the sequence."""
+def test_contiguous_parts_have_the_pairs_of_a_rectangle(
+    decomposition, is_causal, data
+) -> None:
+    """Each pair in one part, and what is causal still cut at the diagonal of the
+    sequence."""
     path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
     task = decomposition.task(path)
     where = positions(task)
@@ -60,20 +96,25 @@ def test_contiguous_parts_have_the_pairs_of_a_rectangle(decomposition, is_causal
         times = np.zeros((r.n_queries, r.n_keys), dtype=int)
         for queries, keys, causal in task.contiguous(r):
             top, left = queries.local - r.query_start, keys.local - r.key_start
-            rows, columns = slice(top, top + queries.length), slice(left, left + keys.length)
+            rows, columns = (
+                slice(top, top + queries.length),
+                slice(left, left + keys.length),
+            )
             part = np.ones((queries.length, keys.length), dtype=int)
             times[rows, columns] += np.tril(part) if causal else part
             assert not causal or queries == keys
         q, k = where[r.query_start : r.query_stop], where[r.key_start : r.key_stop]
-        expected = q[:, None] >= k[None] if r.causal else np.ones_like(times, dtype=bool)
+        expected = (
+            q[:, None] >= k[None] if r.causal else np.ones_like(times, dtype=bool)
+        )
         np.testing.assert_array_equal(times, expected)
 
 
 @settings(max_examples=200, deadline=None)
 @given(decompositions())
 def test_spans_ascend_do_not_touch_needlessly_and_stay_within_the_bound(decomposition):
-    """Ascending, disjoint, not empty, inside the sequence, and maximal: one span per label run.
-    Slots are allocated by max_task_tokens before any task is made."""
+    """Ascending, disjoint, not empty, inside the sequence, and maximal: one span per
+    label run. Slots are allocated by max_task_tokens before any task is made."""
     assert decomposition.max_task_tokens <= decomposition.n_tokens
     for task in decomposition.tasks():
         assert task.n_tokens == len(positions(task)) <= decomposition.max_task_tokens
@@ -92,8 +133,8 @@ def test_spans_ascend_do_not_touch_needlessly_and_stay_within_the_bound(decompos
 @example(Decomposition(0, (7,)), True)
 @example(Decomposition(100, ()), True)
 def test_masks_cover_every_pair_once(decomposition, is_causal):
-    """No pair is missing and none is counted twice, over all tasks' masks. (That rectangles are
-    exactly these masks: test_rectangles.py.)"""
+    """No pair is missing and none is counted twice, over all tasks' masks. (That
+    rectangles are exactly these masks: test_rectangles.py.)"""
     n = decomposition.n_tokens
     counts = np.zeros((n, n), dtype=int)
     for task in decomposition.tasks():
@@ -111,12 +152,15 @@ CASES = [
 
 @pytest.mark.parametrize(("n_tokens", "levels"), CASES)
 def test_spans_and_bits_equal_the_papers_algorithm(n_tokens, levels):
-    """Same tokens in the same order; two tokens share a bit where they share a non-owner chunk."""
+    """Same tokens in the same order; two tokens share a bit where they share a
+    non-owner chunk."""
     decomposition = Decomposition(n_tokens, levels, "balanced")
     for task in decomposition.tasks():
         token_ids, groups = build_subseq(n_tokens, levels, task.path)
         np.testing.assert_array_equal(positions(task), np.array(token_ids, dtype=int))
-        assert [own.bit_count() for own in bits(task)] == [len(group) for group in groups]
+        assert [own.bit_count() for own in bits(task)] == [
+            len(group) for group in groups
+        ]
         kept = [[not (a & b) for b in groups] for a in groups]
         expected = np.array(kept, dtype=bool).reshape(len(groups), len(groups))
         np.testing.assert_array_equal(task.mask(), expected)

@@ -1,4 +1,5 @@
-"""What calls and bands keep of blocks of positions, and walks over blocks: against every pair."""
+"""What calls and bands keep of blocks of positions, and walks over blocks: against
+every pair."""
 
 from __future__ import annotations
 
@@ -36,9 +37,13 @@ SIDE = st.integers(0, 40)
     rows=st.tuples(SIDE, SIDE).filter(lambda r: r[0] < r[1]),
     columns=st.tuples(SIDE, SIDE).filter(lambda r: r[0] < r[1]),
 )
-def test_verdicts_are_those_of_the_pairs(sizes, is_causal, window, rows, columns) -> None:  # type: ignore[no-untyped-def]
+def test_verdicts_are_those_of_the_pairs(
+    sizes, is_causal, window, rows, columns
+) -> None:  # type: ignore[no-untyped-def]
     left, right = (None if side < 0 else side for side in window or (-1, -1))
-    verdict = None if window is None else Band(None if left is None else -left, right).verdict
+    verdict = (
+        None if window is None else Band(None if left is None else -left, right).verdict
+    )
     pairs = Pairs(*sizes, is_causal, verdict)
     q, k = np.arange(*rows)[:, None], np.arange(*columns)[None]
     kept = (q < sizes[0]) & (k < sizes[1])
@@ -49,7 +54,11 @@ def test_verdicts_are_those_of_the_pairs(sizes, is_causal, window, rows, columns
     assert found is PARTIAL or (not kept.any() if found is EMPTY else kept.all())
 
 
-PATTERNS = {EMPTY: [(0, 0, 0)], FULL: [(1, 1, 1)], PARTIAL: [(0, 1, 1), (1, 0, 0), (0, 0, 1)]}
+PATTERNS = {
+    EMPTY: [(0, 0, 0)],
+    FULL: [(1, 1, 1)],
+    PARTIAL: [(0, 1, 1), (1, 0, 0), (0, 0, 1)],
+}
 
 
 def verdict_of(kept: Any) -> Verdict:
@@ -58,8 +67,8 @@ def verdict_of(kept: Any) -> Verdict:
 
 
 def test_two_masks_together() -> None:
-    """Sure answers are right of every block that could have got them; nothing sure is given away
-    that follows from the two verdicts alone."""
+    """Sure answers are right of every block that could have got them; nothing sure is
+    given away that follows from the two verdicts alone."""
     for one, other in itertools.product(Verdict, repeat=2):
         blocks = list(itertools.product(PATTERNS[one], PATTERNS[other]))
         for together, combine in ((kept_by_both, min), (kept_by_either, max)):
@@ -73,7 +82,8 @@ SIDES = st.integers(1, 40)
 
 @st.composite
 def patterns(draw) -> np.ndarray:  # type: ignore[no-untyped-def]
-    """Which of some pairs are kept: rectangles, so that there is something to be sure of."""
+    """Which of some pairs are kept: rectangles, so that there is something to be sure
+    of."""
     kept = np.zeros((draw(SIDES), draw(SIDES)), dtype=bool)
     for _ in range(draw(st.integers(0, 4))):
         (a, b), (c, d) = (sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
@@ -96,12 +106,16 @@ def test_leaves_are_all_there_is_and_their_verdicts_right(kept, unit) -> None:
 
     times = np.zeros(kept.shape, dtype=int)
     for block, found in walk(
-        Ranges.from_bounds(0, len(kept), 0, kept.shape[1]), verdict, partial(quarters, unit=unit)
+        Ranges.from_bounds(0, len(kept), 0, kept.shape[1]),
+        verdict,
+        partial(quarters, unit=unit),
     ):
         assert block == asked[-1], "asked when it is its turn, not before"
         times[slice(*block.queries), slice(*block.keys)] += 1
         assert found is verdict_of(of(block))
-        assert found is not PARTIAL or all((b - 1) // unit == a // unit for a, b in block)
+        assert found is not PARTIAL or all(
+            (b - 1) // unit == a // unit for a, b in block
+        )
     assert (times == 1).all(), "every pair in exactly one"
     assert len(asked) == len(set(asked)), "and none asked twice"
 

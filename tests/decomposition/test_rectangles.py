@@ -26,18 +26,22 @@ LIMITS, SIZES = st.none() | st.integers(1, 200), st.none() | st.integers(0, 300)
 def test_rectangles_partition_the_masks_kept_pairs(
     decomposition, data, is_causal, n_queries, n_keys, max_queries, max_keys
 ):
-    """Each task by itself: nothing masked is computed, nothing kept is left out or repeated; and
-    each rectangle is in one batch."""
+    """Each task by itself: nothing masked is computed, nothing kept is left out or
+    repeated; and each rectangle is in one batch."""
     path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
     task = decomposition.task(path)
     rectangles = task.rectangles(is_causal, n_queries, n_keys, max_queries, max_keys)
     counts = count_rectangles(rectangles, task.n_tokens)
-    np.testing.assert_array_equal(counts, kept_pairs(task, is_causal, n_queries, n_keys))
+    np.testing.assert_array_equal(
+        counts, kept_pairs(task, is_causal, n_queries, n_keys)
+    )
     assert is_causal or not any(r.causal for r in rectangles)
     for r in rectangles:
         assert max_queries is None or r.n_queries <= max_queries
         assert max_keys is None or r.n_keys <= max_keys
-    found = [one.rectangle(i) for one in batches(tuple(rectangles)) for i in range(one.count)]
+    found = [
+        one.rectangle(i) for one in batches(tuple(rectangles)) for i in range(one.count)
+    ]
     assert sorted(found, key=repr) == sorted(rectangles, key=repr)
 
 
@@ -64,7 +68,10 @@ def test_every_pair_is_in_one_rectangle(pieces, causal, sizes, levels) -> None:
     decomposition = Decomposition(max(sizes), levels, tile=8)
     task, rectangles = pieces_of(decomposition, pieces, causal, n_queries, n_keys)
     assert task.n_tokens == max(sizes)
-    kept, wanted = count_rectangles(rectangles, max(sizes)), np.zeros((max(sizes),) * 2, dtype=int)
+    kept, wanted = (
+        count_rectangles(rectangles, max(sizes)),
+        np.zeros((max(sizes),) * 2, dtype=int),
+    )
     wanted[:n_queries, :n_keys] = 1
     assert np.array_equal(kept, np.tril(wanted) if causal else wanted)
 
@@ -89,7 +96,9 @@ def test_every_pair_of_a_passage_is_in_one_rectangle(stays, is_causal) -> None:
                 found = stream.rectangles(chunk, block)
                 assert found, "a block without pairs"
                 size = keys if stays == "query" else queries
-                whole = len(found) == 1 and found[0].pairs == rows.length * columns.length
+                whole = (
+                    len(found) == 1 and found[0].pairs == rows.length * columns.length
+                )
                 full = (columns if stays == "query" else rows).stop % size == 0
                 assert (block in plain) == (whole and full and not found[0].causal)
                 for r in found:

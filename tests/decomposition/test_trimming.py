@@ -1,4 +1,5 @@
-"""Trimmed tasks: no pair that counts is lost, no token either, and little else is held."""
+"""Trimmed tasks: no pair that counts is lost, no token either, and little else is
+held."""
 
 from __future__ import annotations
 
@@ -60,11 +61,17 @@ def kept(task: Task, pairs: Pairs, mask) -> set[tuple[int, int]]:  # type: ignor
     fewer=st.integers(0, 150),
     keys=st.booleans(),
 )
-def test_no_pair_and_no_token_is_lost(decomposition, name, is_causal, fewer, keys) -> None:
+def test_no_pair_and_no_token_is_lost(
+    decomposition, name, is_causal, fewer, keys
+) -> None:
     n, less = decomposition.n_tokens, max(0, decomposition.n_tokens - fewer)
     mask = None if name is None else MASKS[name]
     verdict = None if mask is None else by_looking(mask)
-    pairs = Pairs(n, less, is_causal, verdict) if keys else Pairs(less, n, is_causal, verdict)
+    pairs = (
+        Pairs(n, less, is_causal, verdict)
+        if keys
+        else Pairs(less, n, is_causal, verdict)
+    )
     tasks = list(decomposition.tasks())
     found = trimmed(tasks, pairs, decomposition.tile)
     left = {task.path: task for task in found}
@@ -73,7 +80,9 @@ def test_no_pair_and_no_token_is_lost(decomposition, name, is_causal, fewer, key
         after = left.get(task.path, Task(task.path, ()))
         assert kept(after, pairs, mask) == kept(task, pairs, mask)
         before = dict(zip(positions(task).tolist(), bits(task).tolist(), strict=True))
-        for position, group in zip(positions(after).tolist(), bits(after).tolist(), strict=True):
+        for position, group in zip(
+            positions(after).tolist(), bits(after).tolist(), strict=True
+        ):
             assert before[position] == group
     if n:
         tokens = {p for task in found for p in positions(task).tolist()}
@@ -88,7 +97,10 @@ def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
 
     def verdict(r: Ranges) -> Verdict:
         asked.append(r)
-        near, far = r.queries.start - (r.keys.stop - 1), r.queries.stop - 1 - r.keys.start
+        near, far = (
+            r.queries.start - (r.keys.stop - 1),
+            r.queries.stop - 1 - r.keys.start,
+        )
         return EMPTY if near > window or far < 0 else PARTIAL
 
     found = trimmed(list(decomposition.tasks()), Pairs(n, n, True, verdict))

@@ -1,5 +1,5 @@
-"""Memory that other processes have: one memory, no copy, nothing left when it is gone. It is mapped
-once, and locked as a whole."""
+"""Memory that other processes have: one memory, no copy, nothing left when it is gone.
+It is mapped once, and locked as a whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_the_same_memory(tmp_path: Path, kind: str) -> None:
     if kind == "torch":
         tensor = torch.zeros(shape).share_memory_()
     elif kind == "file":
-        tensor = torch.from_numpy(np.memmap(tmp_path / "x", np.float32, "w+", shape=shape))
+        tensor = torch.from_numpy(
+            np.memmap(tmp_path / "x", np.float32, "w+", shape=shape)
+        )
     part = tensor[1:, :, 5:300].transpose(1, 2) if kind == "view" else tensor
     tensor.copy_(torch.randn(shape))
     handle, own = to_handle(part, Mappings.now)
@@ -48,7 +50,8 @@ def test_the_same_memory(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("seen", [True, False])
 def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None:
-    """``torch.from_file`` calls its memory shared, and has no open file that others could use."""
+    """``torch.from_file`` calls its memory shared, and has no open file that others
+    could use."""
     numbers = torch.randn(3, 50)
     file = tmp_path / "x"
     file.write_bytes(numbers.numpy().tobytes())
@@ -58,7 +61,9 @@ def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None
     for given in (tensor, tensor[:, 5:9], tensor[:0]):
         handle, own = to_handle(given, Mappings.now)
         assert torch.equal(handle.open(), given)
-        assert not given.numel() or (own.data_ptr() == given.data_ptr()) == (kept and seen)
+        assert not given.numel() or (own.data_ptr() == given.data_ptr()) == (
+            kept and seen
+        )
     handle, own = to_handle(tensor, Mappings.now, writable=True)
     handle.open().fill_(2)
     assert torch.equal(own, torch.full((3, 50), 2.0))
@@ -161,7 +166,9 @@ def test_memory_is_locked_once_within_a_bound_and_unlocked(seed: int) -> None:
         for tensor in draw.sample(every, draw.randint(1, 4)):
             low, high = sorted(draw.sample(range(7), 2))
             rows = draw.choice([slice(None), slice(draw.randint(0, 500), None)])
-            handle = handle_of(draw.choice([tensor, tensor[draw.randrange(4)][low:high, rows]]))
+            handle = handle_of(
+                draw.choice([tensor, tensor[draw.randrange(4)][low:high, rows]])
+            )
             there = openings.open(handle)
             result = draw.random() < 0.5
             openings.lock(handle, is_result=result)

@@ -1,4 +1,5 @@
-"""``devices=`` of a call and ``Pool``: where tensors are, what is told, lost and refused.
+"""``devices=`` of a call and ``Pool``: where tensors are, what is told, lost and
+refused.
 
 That results are right is in tests/test_conformance.py.
 """
@@ -55,19 +56,29 @@ def near(got: Any, wanted: Any) -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def gradients(devices: Any, tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+def gradients(
+    devices: Any, tensors: list[torch.Tensor], **options: Any
+) -> list[torch.Tensor]:
     """Output and gradients, also by way of the lse."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    out, lse = qa.attention_with_lse(*leaves, enable_gqa=True, devices=devices, **options)
+    out, lse = qa.attention_with_lse(
+        *leaves, enable_gqa=True, devices=devices, **options
+    )
     (out.square().sum() + lse.sin().sum()).backward()
-    return [out.detach(), lse.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return [
+        out.detach(),
+        lse.detach(),
+        *(leaf.grad for leaf in leaves if leaf.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_a_gradient_of_the_lse(pool: Pool, heads: int) -> None:
     shapes = (2, 3 * heads, 300, 8), (2, heads, 200, 8), (2, heads, 200, 16)
     tensors = [torch.randn(shape) for shape in shapes]
-    found, wanted = (gradients(where, tensors, is_causal=True) for where in (pool, None))
+    found, wanted = (
+        gradients(where, tensors, is_causal=True) for where in (pool, None)
+    )
     assert len(found) == 5
     near(found, wanted)
 
@@ -83,7 +94,9 @@ def test_by_their_names() -> None:
     kept = [w.process.pid for p in pools.pool_cache._pools.values() for w in p.workers]
     grads = qa.attention_backward(out, q, q, q, out, lse, is_causal=True, devices=TWO)
     near(grads, qa.attention_backward(out, q, q, q, out, lse, is_causal=True))
-    assert kept == [w.process.pid for p in pools.pool_cache._pools.values() for w in p.workers]
+    assert kept == [
+        w.process.pid for p in pools.pool_cache._pools.values() for w in p.workers
+    ]
     assert report.forward is not None
     made = report.pool.forward
     assert report.forward.n_groups == made.parts == len(made.ran)
@@ -97,7 +110,9 @@ def test_by_their_names() -> None:
     pools.close()
     assert not pools.pool_cache._pools
     out.sum().backward()  # by other workers
-    assert [report.pool.forward.copied_bytes, report.pool.backward.copied_bytes] == [q.nbytes] * 2
+    assert [report.pool.forward.copied_bytes, report.pool.backward.copied_bytes] == [
+        q.nbytes
+    ] * 2
     alone = q.clone().requires_grad_()
     qa.attention(alone, q, q, is_causal=True).sum().backward()
     near([leaf.grad], [alone.grad])
@@ -109,13 +124,17 @@ def test_given_results_of_any_layout_and_progress(pool: Pool) -> None:
     out = torch.empty(60, 3, 2, 4, 8, dtype=torch.float64).permute(2, 1, 3, 0, 4)
     told: list[tuple[int, int, str]] = []
     options: dict[str, Any] = {"enable_gqa": True, "devices": pool}
-    got = qa.attention(q, k, k, out=out, progress=lambda *said: told.append(said), **options)
+    got = qa.attention(
+        q, k, k, out=out, progress=lambda *said: told.append(said), **options
+    )
     assert got is out
     wanted, lse = qa.attention_with_lse(q, k, k, enable_gqa=True)
     near([out.float()], [wanted])
     assert sorted(told) == told
     assert told[-1] == (told[-1][1], told[-1][1], "forward")
-    grads = tuple(torch.empty(3, 2, 60, t.shape[2], 8).permute(1, 0, 3, 2, 4) for t in (q, k, k))
+    grads = tuple(
+        torch.empty(3, 2, 60, t.shape[2], 8).permute(1, 0, 3, 2, 4) for t in (q, k, k)
+    )
     made = qa.attention_backward(wanted, q, k, k, wanted, lse, grads=grads, **options)
     assert all(a is b for a, b in zip(made, grads, strict=True))
     near(grads, qa.attention_backward(wanted, q, k, k, wanted, lse, enable_gqa=True))
@@ -129,7 +148,9 @@ def test_results_lie_as_the_query_does(pool: Pool) -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_the_gradient_of_a_mask_without_autograd(pool: Pool, heads: int, given: bool) -> None:
+def test_the_gradient_of_a_mask_without_autograd(
+    pool: Pool, heads: int, given: bool
+) -> None:
     """``grad_mask`` may be a tensor, also one with gaps."""
     q, grad = torch.randn(2, 1, 3, 90, 8)
     bias = torch.randn(heads, 90, 90)
@@ -159,9 +180,13 @@ def test_keys_that_no_row_sees_have_a_gradient_of_zero(pool: Pool) -> None:
 def test_autocast_and_compile(pool: Pool) -> None:
     q = torch.randn(1, 4, 100, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        got, wanted = (qa.attention(q, q, q, devices=devices) for devices in (pool, None))
+        got, wanted = (
+            qa.attention(q, q, q, devices=devices) for devices in (pool, None)
+        )
     torch.testing.assert_close(got, wanted, atol=3e-2, rtol=3e-2)
-    compiled = torch.compile(lambda t: qa.attention(t * 2, t, t, devices=pool), backend="eager")
+    compiled = torch.compile(
+        lambda t: qa.attention(t * 2, t, t, devices=pool), backend="eager"
+    )
     near([compiled(q)], [qa.attention(q * 2, q, q)])
 
 
@@ -191,7 +216,12 @@ def test_a_worker_killed_in_the_middle() -> None:
 
 @pytest.mark.parametrize(
     ("devices", "said"),
-    [([], "at least one"), ("tpu", "devices"), (["cuda:99"], "CUDA device"), ("all", "CUDA")],
+    [
+        ([], "at least one"),
+        ("tpu", "devices"),
+        (["cuda:99"], "CUDA device"),
+        ("all", "CUDA"),
+    ],
 )
 def test_devices_that_are_not_here(devices: str | list[str], said: str) -> None:
     if torch.cuda.is_available() and devices == "all":
@@ -242,7 +272,9 @@ def absent() -> Iterator[Keeps]:
     sys.modules.pop("made_up_rules", None)
 
 
-def test_a_rule_that_workers_cannot_import_is_refused_by_name(pool: Pool, absent: Keeps) -> None:
+def test_a_rule_that_workers_cannot_import_is_refused_by_name(
+    pool: Pool, absent: Keeps
+) -> None:
     q = torch.randn(1, 2, 40, 8)
     with pytest.raises(NotImplementedError, match=r"Mask.keeps .*made_up_rules"):
         qa.attention(q, q, q, Mask(keeps=absent), devices=pool)
@@ -253,7 +285,8 @@ def test_a_rule_that_workers_cannot_import_is_refused_by_name(pool: Pool, absent
 def test_a_number_that_differs_in_a_worker_is_an_error(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module's number is changed in this process alone: its workers would keep other pairs."""
+    """A module's number is changed in this process alone: its workers would keep other
+    pairs."""
     q = torch.randn(1, 2, 40, 8)
     wanted = qa.attention(q, q, q, Mask(keeps=close))
     near([qa.attention(q, q, q, Mask(keeps=close), devices=pool)], [wanted])
@@ -278,7 +311,9 @@ def test_memory_of_a_pass_is_let_go_of() -> None:
         gc.collect()
         until(lambda: not mapped(), 10)
         q = torch.randn(1, 2, 100, 8)
-        assert torch.allclose(qa.attention(q, q, q, devices=pool), qa.attention(q, q, q), atol=1e-5)
+        assert torch.allclose(
+            qa.attention(q, q, q, devices=pool), qa.attention(q, q, q), atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -292,8 +327,8 @@ def test_memory_of_a_pass_is_let_go_of() -> None:
 def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
     fail: Callable[[], object],
 ) -> None:
-    """Where it opens tensors, or makes room for a gradient: torch's allocator for the CPU raises a
-    plain RuntimeError there."""
+    """Where it opens tensors, or makes room for a gradient: torch's allocator for the
+    CPU raises a plain RuntimeError there."""
 
     class Scarce(WorkerMappings):
         def open(self, handle: Any) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""A pool in places that are not its own: forked processes, within one of its calls; and its end."""
+"""A pool in places that are not its own: forked processes, within one of its calls; and
+its end."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def call(pool: Any, tokens: int = 300, **options: Any) -> bool:
 
 
 def forked(does: Callable[[], bool]) -> int:
-    """Number of a process that was forked off; its status says whether ``does`` was true."""
+    """Number of a process that was forked off; its status says whether ``does`` was
+    true."""
     number = os.fork()
     if number:
         return number
@@ -53,7 +55,9 @@ def ended_well(number: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0
 
 
-def test_a_forked_process_gets_none_of_its_parents_answers_and_ends_no_workers(pool: Pool) -> None:
+def test_a_forked_process_gets_none_of_its_parents_answers_and_ends_no_workers(
+    pool: Pool,
+) -> None:
     def refused() -> bool:
         with pytest.raises(RuntimeError, match="forked"):
             call(pool, 900)
@@ -68,7 +72,8 @@ def test_a_forked_process_gets_none_of_its_parents_answers_and_ends_no_workers(p
 
 
 def in_a_fork(does: Callable[[], bool], meanwhile: Callable[[], object]) -> bool:
-    """Whether ``does`` is true in a forked process, after ``meanwhile`` has run in this one."""
+    """Whether ``does`` is true in a forked process, after ``meanwhile`` has run in this
+    one."""
     ready, go = os.pipe()
 
     def waits() -> bool:
@@ -87,8 +92,8 @@ def in_a_fork(does: Callable[[], bool], meanwhile: Callable[[], object]) -> bool
 
 @pytest.mark.parametrize("tokens", [20, 5000], ids=["small", "large"])
 def test_results_belong_to_one_process(pool: Pool, tokens: int) -> None:
-    """They are in shared memory: a forked process wrote into its parent's results, and the parent's
-    next calls wrote into what the forked process held."""
+    """They are in shared memory: a forked process wrote into its parent's results, and
+    the parent's next calls wrote into what the forked process held."""
     query = torch.randn(1, 4, tokens, 16, requires_grad=True)
     out = attention(query, query, query, devices=pool)
     grad_query = torch.autograd.grad(out.sum(), query, retain_graph=True)[0]
@@ -107,14 +112,17 @@ def test_results_belong_to_one_process(pool: Pool, tokens: int) -> None:
     def parent() -> None:
         results[1].mul_(2)
         copies[1].mul_(2)
-        assert ended_well(forked(lambda: are_the_same() and all(t.zero_() is t for t in results)))
+        assert ended_well(
+            forked(lambda: are_the_same() and all(t.zero_() is t for t in results))
+        )
         assert are_the_same()
         results[1].div_(2)
         copies[1].div_(2)
 
     assert in_a_fork(child, parent)
     assert are_the_same()
-    # The backward reads shared memory of the forward; an input is a result of before the fork.
+    # The backward reads shared memory of the forward; an input is a result of before
+    # the fork.
     again = torch.autograd.grad(out.sum(), query)[0]
     assert torch.equal(again, grad_query)
     report = PoolReport()
@@ -127,7 +135,9 @@ def test_results_belong_to_one_process(pool: Pool, tokens: int) -> None:
     assert torch.equal(results[1], copies[0])
 
 
-def test_what_the_parent_frees_and_computes_changes_nothing_in_a_fork(pool: Pool) -> None:
+def test_what_the_parent_frees_and_computes_changes_nothing_in_a_fork(
+    pool: Pool,
+) -> None:
     query = torch.randn(1, 4, 5000, 16)
     results = [attention(query, query, query, devices=pool) for _ in range(3)]
     copies = [result.clone() for result in results]
@@ -140,7 +150,8 @@ def test_what_the_parent_frees_and_computes_changes_nothing_in_a_fork(pool: Pool
 
 
 def test_a_fork_in_the_middle_of_a_call(pool: Pool) -> None:
-    """The call goes on, and neither process sees what the other one writes afterwards."""
+    """The call goes on, and neither process sees what the other one writes
+    afterwards."""
     query = torch.randn(1, 4, 5000, 16)
     earlier = attention(query, query, query, devices=pool)
     copy = earlier.clone()
@@ -148,7 +159,11 @@ def test_a_fork_in_the_middle_of_a_call(pool: Pool) -> None:
 
     def fork_once(*_: object) -> None:
         if not forks:
-            forks.append(forked(lambda: torch.equal(earlier, copy) and earlier.zero_() is earlier))
+            forks.append(
+                forked(
+                    lambda: torch.equal(earlier, copy) and earlier.zero_() is earlier
+                )
+            )
 
     found = attention(query, query, query, devices=pool, progress=fork_once)
     assert ended_well(forks[0])
@@ -202,7 +217,8 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_the_backward_of_a_parents_call_in_a_fork(tmp_path: Path) -> None:
-    """Workers of the forked process read its own memory: the parent's may have another call's."""
+    """Workers of the forked process read its own memory: the parent's may have another
+    call's."""
     (tmp_path / "program.py").write_text(_FORKED_BACKWARD)
     ran = subprocess.run(
         [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=400,
@@ -218,7 +234,9 @@ def test_a_call_within_a_call_of_the_same_pool(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_pool_that_is_closed_or_forgotten_takes_its_workers_along(closed: bool) -> None:
+def test_a_pool_that_is_closed_or_forgotten_takes_its_workers_along(
+    closed: bool,
+) -> None:
     pool = Pool("cpu", threads=1)
     pool.add_device("cpu")
     processes = [each.process for each in pool.workers]

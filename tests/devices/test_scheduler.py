@@ -1,5 +1,5 @@
-"""Blocks of a call cover it once, and each device has as much work as goes by its speed; with
-made-up workers each block ends once, or the error says why not."""
+"""Blocks of a call cover it once, and each device has as much work as goes by its
+speed; with made-up workers each block ends once, or the error says why not."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ class Told:
         self.done(block)
 
 
-def coordinator(workers: list[Worker], sums: Told) -> tuple[Coordinator, PoolPass, list[CallBlock]]:
+def coordinator(
+    workers: list[Worker], sums: Told
+) -> tuple[Coordinator, PoolPass, list[CallBlock]]:
     report = PoolPass()
     for at, one in enumerate(workers):
         one.device = f"device {at}"
@@ -156,10 +158,16 @@ def test_whoever_fails_the_others_finish(seed: int) -> None:
     ("behaviours", "kind", "said"),
     [
         ([failing(2, True), failing(1, True)], OutOfMemoryError, r"\d+ of \d+ parts"),
-        ([ending(1), ending(1)], RuntimeError, r"0 of \d+ parts.*device 1 .*its worker has ended"),
+        (
+            [ending(1), ending(1)],
+            RuntimeError,
+            r"0 of \d+ parts.*device 1 .*its worker has ended",
+        ),
     ],
 )
-def test_the_last_one(behaviours: list[Behaviour], kind: type[Exception], said: str) -> None:
+def test_the_last_one(
+    behaviours: list[Behaviour], kind: type[Exception], said: str
+) -> None:
     with pytest.raises(kind, match=f"no device is left after {said}"):
         run(*behaviours)
 
@@ -171,7 +179,8 @@ def with_a_new_error(message: Compute, count: int) -> Answer:
 
 @pytest.mark.parametrize("behaviour", [ending(1), with_a_new_error])
 def test_an_error_that_was_handled_holds_no_memory(behaviour: Behaviour) -> None:
-    """A cycle of the error, its traceback and the pass kept the call's shared memory."""
+    """A cycle of the error, its traceback and the pass kept the call's shared
+    memory."""
     sums = Told(lambda block: None)
     held = weakref.ref(sums)
     gc.disable()
@@ -237,7 +246,9 @@ def ideal(shape: CallShape, speeds: list[float]) -> float:
     return sum(pairs(shape, one) for one in partition(shape, [1.0])[0]) / sum(speeds)
 
 
-@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0] * 3, [1.0] * 8, [1.0, 0.5], [2.0, 1.0, 0.3]])
+@pytest.mark.parametrize(
+    "speeds", [[1.0, 1.0], [1.0] * 3, [1.0] * 8, [1.0, 0.5], [2.0, 1.0, 0.3]]
+)
 @pytest.mark.parametrize("heads", [1, 3, 8, 33])
 @pytest.mark.parametrize("causal", [False, True])
 def test_devices_end_together(speeds: list[float], heads: int, causal: bool) -> None:
@@ -310,7 +321,9 @@ def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> No
     for block in (block for home in homes for block in home):
         buffers = GradientSums(call, key, key).buffers(block)
         if buffers:
-            made.append((block, {n: t.copy_(torch.randn(t.shape)) for n, t in buffers.items()}))
+            made.append(
+                (block, {n: t.copy_(torch.randn(t.shape)) for n, t in buffers.items()})
+            )
     found = []
     for _ in range(3):
         sums, grads = GradientSums(call, key, key), torch.zeros(2, 2, 2, 1000, 4)

@@ -18,7 +18,11 @@ from quorum_attention.distributed import strategies
 
 
 def _all_of_it(rank: int) -> None:
-    groups = {2: dist.new_group([0, 1]), 3: dist.new_group([0, 1, 2]), 5: dist.group.WORLD}
+    groups = {
+        2: dist.new_group([0, 1]),
+        3: dist.new_group([0, 1, 2]),
+        5: dist.group.WORLD,
+    }
     for ranks, group in groups.items():
         assert group is not None
         if rank < ranks:
@@ -44,11 +48,17 @@ def _what_a_rank_computes_is_cut(rank: int, group: dist.ProcessGroup) -> None:
     report = compare(rank, [900, 500], tensors, True, depth=1, group=group)
     assert report.imbalance < 1.05
     assert len(report.calls) > 2
-    cut = [one.forward for one in report.calls if one.forward is not None and one.forward.levels]
+    cut = [
+        one.forward
+        for one in report.calls
+        if one.forward is not None and one.forward.levels
+    ]
     assert cut, "nothing was cut"
     received = [torch.empty(1) for _ in range(2)]
     dist.all_gather(received, torch.tensor([float(report.forward_bytes)]), group=group)
-    assert max(float(r) for r in received) == pytest.approx(report.most_forward_bytes, rel=0.01)
+    assert max(float(r) for r in received) == pytest.approx(
+        report.most_forward_bytes, rel=0.01
+    )
 
 
 def _one_rank_alone(rank: int, group: dist.ProcessGroup) -> None:
@@ -70,12 +80,15 @@ def _twice(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _no_second_derivative(rank: int, group: dist.ProcessGroup) -> None:
-    """It is an error, and no zero, where heads are exchanged whole and where they are not."""
+    """It is an error, and no zero, where heads are exchanged whole and where they are
+    not."""
     for heads in (2, 1):
         q = torch.randn(1, heads, 10, 8, requires_grad=True)
         out = sharded.attention(q, q, q, group=group)
         (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="second derivatives of quorum_attention"):
+        with pytest.raises(
+            RuntimeError, match="second derivatives of quorum_attention"
+        ):
             (q.sum() + grad.square().sum()).backward()
 
 
@@ -96,7 +109,10 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
         named = {"query": q, "key": q, "value": q, "group": group, **wrong}
         with pytest.raises((TypeError, ValueError), match=name):
             sharded.attention(**named)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dtype"), torch.autocast("cpu", enabled=rank == 0):
+    with (
+        pytest.raises(ValueError, match="dtype"),
+        torch.autocast("cpu", enabled=rank == 0),
+    ):
         sharded.attention(q, q, q, group=group)
     documents = torch.zeros(20, dtype=torch.int64)
     k = q.clone().requires_grad_()
@@ -107,7 +123,8 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _in_turns(rank: int, group: dist.ProcessGroup) -> None:
-    """Heads that divide by the ranks are exchanged in turns, whole, and nothing is added up."""
+    """Heads that divide by the ranks are exchanged in turns, whole, and nothing is
+    added up."""
     n_head_groups = strategies.n_head_groups
     strategies.n_head_groups = lambda flops: 3
     ranks = group.size()
@@ -129,12 +146,15 @@ def _in_turns(rank: int, group: dist.ProcessGroup) -> None:
 
 def _dropout_without_a_seed(rank: int, group: dist.ProcessGroup) -> None:
     q = torch.randn(1, 2, 8, 8)
-    first, second = (sharded.attention(q, q, q, dropout_p=0.5, group=group) for _ in range(2))
+    first, second = (
+        sharded.attention(q, q, q, dropout_p=0.5, group=group) for _ in range(2)
+    )
     assert not torch.equal(first, second)
 
 
 def _recomputed(rank: int, group: dist.ProcessGroup) -> None:
-    """Under a checkpoint all ranks recompute, also those that had nothing to compute."""
+    """Under a checkpoint all ranks recompute, also those that had nothing to
+    compute."""
     q, upstream = (torch.randn(1, 1, 6, 8, dtype=torch.float64) for _ in range(2))
     for reentrant in (False, True):
         grads = []
@@ -142,9 +162,15 @@ def _recomputed(rank: int, group: dist.ProcessGroup) -> None:
             x = q.clone().requires_grad_()
 
             def call(x: torch.Tensor) -> torch.Tensor:
-                return sharded.attention(x, x, x, group=group, dropout_p=0.3, dropout_seed=2)
+                return sharded.attention(
+                    x, x, x, group=group, dropout_p=0.3, dropout_seed=2
+                )
 
-            out = checkpoint(call, x, use_reentrant=reentrant) if checkpointed else call(x)
+            out = (
+                checkpoint(call, x, use_reentrant=reentrant)
+                if checkpointed
+                else call(x)
+            )
             out.backward(upstream)
             grads.append(x.grad)
         assert torch.equal(*grads)

@@ -1,5 +1,6 @@
-"""Ranks that do not agree, or of which one fails: none gets a wrong result without a word, and none
-waits for good. And what torch's context parallel takes. All share two processes."""
+"""Ranks that do not agree, or of which one fails: none gets a wrong result without a
+word, and none waits for good. And what torch's context parallel takes. All share two
+processes."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_without_a_group() -> None:
         sharded.attention(q, q, q)
 
 
-def _call(group: dist.ProcessGroup | None, heads: int = 4, rows: int = 12, **options: Any) -> Any:
+def _call(
+    group: dist.ProcessGroup | None, heads: int = 4, rows: int = 12, **options: Any
+) -> Any:
     dtype = options.pop("dtype", torch.float32)
     kv_heads, dim = options.pop("kv_heads", heads), options.pop("dim", 8)
     grad = options.pop("grad", True)
@@ -134,12 +137,17 @@ def _failing(*args: Any) -> Any:
 
 
 def _one_fails(rank: int) -> None:
-    """Heads are exchanged, or shared otherwise; the others wait until the time limit."""
+    """Heads are exchanged, or shared otherwise; the others wait until the time
+    limit."""
     for kv_heads, name, lengths in (
         (4, "forward", "equal"), (4, "backward", None), (1, "forward", None), (1, "backward", None)
     ):  # fmt: skip
         group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
-        options = {"kv_heads": kv_heads, "heads": 4 if kv_heads == 4 else 5, "lengths": lengths}
+        options = {
+            "kv_heads": kv_heads,
+            "heads": 4 if kv_heads == 4 else 5,
+            "lengths": lengths,
+        }
         out = _call(group, **options)
         passes: dict[str, Callable[[], Any]] = {
             "forward": lambda options=options, group=group: _call(group, **options),
@@ -185,13 +193,20 @@ def _named(factor: float) -> Any:
 
 def _three(heads: int) -> list[torch.Tensor]:
     torch.manual_seed(dist.get_rank())
-    return [torch.randn(1, heads, 24, 8, dtype=torch.double, requires_grad=True) for _ in range(3)]
+    return [
+        torch.randn(1, heads, 24, 8, dtype=torch.double, requires_grad=True)
+        for _ in range(3)
+    ]
 
 
 def _a_kernel_by_its_name(rank: int, group: dist.ProcessGroup) -> None:
     """The backward has the forward's, though there is another of that name by then."""
     ranks = partial(sharded.attention, group=group)
-    for heads, causal, call in ((2, False, ranks), (1, True, ranks), (2, True, attention)):
+    for heads, causal, call in (
+        (2, False, ranks),
+        (1, True, ranks),
+        (2, True, attention),
+    ):
         found = []
         for anew in (False, True):
             qa.register_kernel(_named(1.0))
@@ -206,7 +221,8 @@ def _a_kernel_by_its_name(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _kernels_that_are_refused(rank: int, group: dist.ProcessGroup) -> None:
-    """Parts of a call have positions of their own, so results were of another attention."""
+    """Parts of a call have positions of their own, so results were of another
+    attention."""
     for kernel in (
         qa.from_score_mod(lambda s, b, h, q, k: s - (q - k).abs(), compiled=False),
         qa.LongNetKernel([(16, 1)]),
@@ -219,7 +235,9 @@ def _kernels_that_are_refused(rank: int, group: dist.ProcessGroup) -> None:
 OWN = functional.scaled_dot_product_attention
 
 
-def _attended(x: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _attended(
+    x: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
     q, k, v = (x @ weight).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
     out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     return out.transpose(1, 2).flatten(2)
@@ -258,8 +276,11 @@ def _context_parallel(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _modules_of_torch(rank: int, group: dist.ProcessGroup) -> None:
-    """In evaluation torch's fast path would attend to this rank's rows alone, as weights would."""
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dtype=torch.float64)
+    """In evaluation torch's fast path would attend to this rank's rows alone, as
+    weights would."""
+    layer = torch.nn.TransformerEncoderLayer(
+        16, 2, 24, batch_first=True, dtype=torch.float64
+    )
     x = torch.randn(2, 19, 16, dtype=torch.float64)
     rows = slice(9, 19) if rank else slice(9)
     for parameter in layer.parameters():
@@ -281,9 +302,14 @@ def _buffers_that_share_memory(rank: int, group: dist.ProcessGroup) -> None:
     buffers = [batch[:, :-1], batch[:, 1:], places[None].expand(2, -1)]
     wanted, rows = [b.clone() for b in buffers], slice(5 * rank, 5 * rank + 5)
     with sharded.context_parallel(
-        group, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=[buffers[1]]
+        group,
+        buffers=buffers,
+        buffer_seq_dims=[1, 1, 1],
+        no_restore_buffers=[buffers[1]],
     ):
-        assert all(torch.equal(b, w[:, rows]) for b, w in zip(buffers, wanted, strict=True))
+        assert all(
+            torch.equal(b, w[:, rows]) for b, w in zip(buffers, wanted, strict=True)
+        )
         assert torch.equal(batch, torch.arange(22).view(2, 11))
     wanted[1] = wanted[1][:, rows]
     assert all(torch.equal(b, w) for b, w in zip(buffers, wanted, strict=True))
@@ -298,12 +324,21 @@ def _buffers_that_are_refused(group: dist.ProcessGroup) -> None:
         ({"buffers": [x]}, "buffer_seq_dims"),
         ({"buffers": [x], "buffer_seq_dims": [2]}, "buffer_seq_dims"),
         ({"buffers": [x, x], "buffer_seq_dims": [0, 1]}, "twice"),
-        ({"buffers": [x, torch.zeros(4)], "buffer_seq_dims": [1, 0]}, "same number of tokens"),
+        (
+            {"buffers": [x, torch.zeros(4)], "buffer_seq_dims": [1, 0]},
+            "same number of tokens",
+        ),
         ({"no_restore_buffers": {x}}, "no_restore_buffers"),
         ({"buffers": [x.clone().requires_grad_()], "buffer_seq_dims": [1]}, "gradient"),
-        ({"buffers": [x.clone().requires_grad_() + 1], "buffer_seq_dims": [1]}, "gradient"),
+        (
+            {"buffers": [x.clone().requires_grad_() + 1], "buffer_seq_dims": [1]},
+            "gradient",
+        ),
     ):
-        with pytest.raises(ValueError, match=words), sharded.context_parallel(group, **named):
+        with (
+            pytest.raises(ValueError, match=words),
+            sharded.context_parallel(group, **named),
+        ):
             pass
     with pytest.raises(TypeError, match="mesh"), sharded.context_parallel(3):  # type: ignore[arg-type]
         pass

@@ -1,4 +1,5 @@
-"""Every way gives each pair to one rank, evenly, and moves as many bytes as its formula says."""
+"""Every way gives each pair to one rank, evenly, and moves as many bytes as its formula
+says."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from quorum_attention.distributed.strategies import (
 ELEMENTS = RowBytes(1, 2, 1, 1)
 
 
-def sharded_shape(sizes: list[int], heads: int, kv_heads: int, causal: bool) -> ShardedShape:
+def sharded_shape(
+    sizes: list[int], heads: int, kv_heads: int, causal: bool
+) -> ShardedShape:
     return ShardedShape((0, *accumulate(sizes)), heads, kv_heads, causal)
 
 
@@ -38,7 +41,9 @@ def test_every_pair_is_computed_once(seed: int) -> None:
     ranks, kv_heads = draw.randint(2, 9), draw.randint(1, 4)
     sizes = [draw.choice([0, 1, 5, 7, draw.randint(1, 40)]) for _ in range(ranks)]
     sizes[0] += 1
-    shape = sharded_shape(sizes, kv_heads * draw.randint(1, 4), kv_heads, draw.random() < 0.5)
+    shape = sharded_shape(
+        sizes, kv_heads * draw.randint(1, 4), kv_heads, draw.random() < 0.5
+    )
     wanted = np.ones((shape.n_tokens, shape.n_tokens), int)
     wanted = np.tril(wanted) if shape.is_causal else wanted
     for way in all_assignments(shape):
@@ -64,11 +69,14 @@ def test_every_pair_is_computed_once(seed: int) -> None:
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_bring_what_blocks_read(seed: int) -> None:
-    """Each needed row comes once, from the rank that holds it, and is exclusive only if it is."""
+    """Each needed row comes once, from the rank that holds it, and is exclusive only if
+    it is."""
     draw = random.Random(seed)
     ranks, kv_heads = draw.randint(2, 7), draw.randint(1, 3)
     sizes = [draw.randint(0, 30) for _ in range(ranks - 1)] + [9]
-    shape = sharded_shape(sizes, kv_heads * draw.randint(1, 3), kv_heads, draw.random() < 0.5)
+    shape = sharded_shape(
+        sizes, kv_heads * draw.randint(1, 3), kv_heads, draw.random() < 0.5
+    )
     for way in all_assignments(shape):
         users: dict[tuple[Operand, int, int], set[int]] = {}
         brought: set[tuple[int, int, Operand, int, int]] = set()
@@ -98,26 +106,34 @@ def test_pieces_bring_what_blocks_read(seed: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 31])
 @pytest.mark.parametrize("share", [1, 8])
 def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
-    """Received in a forward, in units of tokens times query heads: away are (ranks - 1) / ranks of
-    the rows, or of the chunks of a task."""
+    """Received in a forward, in units of tokens times query heads: away are (ranks - 1)
+    / ranks of the rows, or of the chunks of a task."""
     tokens = ranks * 128 * 70
     shape = sharded_shape([tokens // ranks] * ranks, ranks * share, ranks, False)
     away, unit = (ranks - 1) / ranks, tokens * shape.heads
     exchanged = (2 + 2 / share) * away / ranks
-    assert exchange_heads(shape).most_received(ELEMENTS) / unit == pytest.approx(exchanged)
-    assert gather_kv(shape).most_received(ELEMENTS) / unit == pytest.approx(2 * away / share)
+    assert exchange_heads(shape).most_received(ELEMENTS) / unit == pytest.approx(
+        exchanged
+    )
+    assert gather_kv(shape).most_received(ELEMENTS) / unit == pytest.approx(
+        2 * away / share
+    )
     size = {3: 2, 7: 3, 31: 6}.get(ranks)
     if size:
         foreign = (size - 1) / ranks
         moved = 2 * foreign + 2 * foreign / share
-        assert quorum_tasks(shape, ranks).most_received(ELEMENTS) / unit == pytest.approx(moved)
+        assert quorum_tasks(shape, ranks).most_received(
+            ELEMENTS
+        ) / unit == pytest.approx(moved)
 
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("heads_", [1, 3, 5, 8])
 @pytest.mark.parametrize("causal", [False, True])
-def test_work_is_shared_evenly_whatever_divides(ranks: int, heads_: int, causal: bool) -> None:
+def test_work_is_shared_evenly_whatever_divides(
+    ranks: int, heads_: int, causal: bool
+) -> None:
     draw = random.Random(ranks * heads_)
     sizes = [draw.randint(20_000, 200_000) for _ in range(ranks)]
     shape = sharded_shape(sizes, heads_, 1, causal)
@@ -146,12 +162,16 @@ MASKS = {
 @pytest.mark.parametrize("heads_", [1, 5])
 def test_kept_pairs_are_shared_evenly(name: str, heads_: int) -> None:
     mask = MASKS[name]
-    above = np.array([0, *dense(mask, 2, 1, TOKENS, TOKENS).sum((0, 1, 3)).cumsum(0).tolist()])
+    above = np.array(
+        [0, *dense(mask, 2, 1, TOKENS, TOKENS).sum((0, 1, 3)).cumsum(0).tolist()]
+    )
     kept_pairs = count_kept_pairs(mask, shape_of((2,), heads_, heads_, TOKENS, TOKENS))
     entries = 1 if mask.key_lengths is None else 2  # of different pairs
     assert kept_pairs[-1] * 2 == above[-1] * entries
     for ranks in (2, 5, 8):
-        sizes = [TOKENS // ranks] * (ranks - 1) + [TOKENS - TOKENS // ranks * (ranks - 1)]
+        sizes = [TOKENS // ranks] * (ranks - 1) + [
+            TOKENS - TOKENS // ranks * (ranks - 1)
+        ]
         shape = ShardedShape(
             (0, *accumulate(sizes)), heads_, 1, False, "rows", kept_pairs=kept_pairs
         )

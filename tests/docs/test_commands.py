@@ -1,4 +1,5 @@
-"""Every command and block of the documentation runs, small, and prints what stands below it."""
+"""Every command and block of the documentation runs, small, and prints what stands
+below it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ MODULE = f"import torch\nfrom typing import Any\n\n{inspect.getsource(my_attenti
 def filled(text: str) -> list[str]:
     """The arguments of a command, with names in place of its placeholders."""
     text = re.sub(r"(?<= run)( IN OUT)?$", " in.safetensors out.safetensors", text)
-    text = re.sub(r"--tokens N\b", "--tokens 4096", text).replace("NAME", "my_module:my_attention")
+    text = re.sub(r"--tokens N\b", "--tokens 4096", text).replace(
+        "NAME", "my_module:my_attention"
+    )
     return shlex.split(text)[1:]
 
 
@@ -61,9 +64,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("text", OURS)
 def test_commands_can_be_given(
-    text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # Nor is a kernel tried in the interpreter: tests/cli/test_commands.py has the doctor do that.
+    # Nor is a kernel tried in the interpreter: tests/cli/test_commands.py has the
+    # doctor do that.
     taken_as_tried(monkeypatch, "native")
     arguments = filled(text)
     more = SHORT.get(arguments[0], [])
@@ -79,7 +86,9 @@ def test_commands_can_be_given(
 def test_commands_that_have_tests_of_their_own_are_few() -> None:
     assert all(any(text.startswith(one) for text in OURS) for one in APART)
     table = re.findall(
-        r"^\| `quorum-attention (\w+)", (ROOT / "docs" / "commands.md").read_text(), re.M
+        r"^\| `quorum-attention (\w+)",
+        (ROOT / "docs" / "commands.md").read_text(),
+        re.M,
     )
     every = parser()._subparsers._group_actions[0].choices
     assert set(table) == set(every), "the table of commands has them all"
@@ -95,12 +104,20 @@ def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first == ["bench"], "all experiments"
     assert main([*first, *SHORT["bench"]]) == 0
     printed = capsys.readouterr()
-    titles = re.findall(r"^## (.+)$", (folder / "bench-results/report.md").read_text(), re.M)
+    titles = re.findall(
+        r"^## (.+)$", (folder / "bench-results/report.md").read_text(), re.M
+    )
     assert len(titles) >= len(EXPERIMENTS)
     assert all(title in printed.out for title in titles)
-    found = json.loads((folder / "bench-results/results.json").read_text())["rows"].values()
+    found = json.loads((folder / "bench-results/results.json").read_text())[
+        "rows"
+    ].values()
     assert {one["experiment"] for one in found} == {"accuracy", "cost"}
-    assert {one["answer"]["status"] for one in found} <= {OK, OUT_OF_MEMORY, UNSUPPORTED}
+    assert {one["answer"]["status"] for one in found} <= {
+        OK,
+        OUT_OF_MEMORY,
+        UNSUPPORTED,
+    }
     for name in re.findall(r"^wrote (.+)$", printed.out, re.M):
         assert (folder / name).stat().st_size > 0
 
@@ -109,7 +126,8 @@ def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_calibrate_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real calls, short ones and once; what a busy machine does to them is not asked here."""
+    """Real calls, short ones and once; what a busy machine does to them is not asked
+    here."""
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(folder / "cache"))
     sizes = TrialSizes(256, 256, 1 << 20, 0.0)
     monkeypatch.setattr(Backend, "trial_sizes", lambda cpu, device: sizes)
@@ -130,14 +148,25 @@ def test_calibrate_runs(
 
 
 @pytest.mark.slow
-def test_make_demo_is_what_the_first_page_shows(capsys: pytest.CaptureFixture[str], folder) -> None:
+def test_make_demo_is_what_the_first_page_shows(
+    capsys: pytest.CaptureFixture[str], folder
+) -> None:
     (shown,) = [b for b in blocks() if b.page == "index.md" and b.language == "console"]
     command, _, output = shown.text.partition("\n")
     demo = re.search(r"quorum-attention (.+)$", (ROOT / "Makefile").read_text(), re.M)
     assert demo is not None
     assert command == f"$ quorum-attention {demo[1]}"
     # As there, torch runs out of memory in its forward, and heads are all that is cut.
-    small = ["--tokens", "1024", "--heads", "64", "--budget", "12MiB", "--device", "cpu"]
+    small = [
+        "--tokens",
+        "1024",
+        "--heads",
+        "64",
+        "--budget",
+        "12MiB",
+        "--device",
+        "cpu",
+    ]
     assert main([*shlex.split(demo[1]), *small]) == 0
     printed = capsys.readouterr().out
     assert normal(printed) == normal(output)
@@ -146,7 +175,8 @@ def test_make_demo_is_what_the_first_page_shows(capsys: pytest.CaptureFixture[st
 
 BLOCKS = list(blocks())
 PAGES = sorted({block.page for block in BLOCKS})
-# What a page's blocks need and do not show: a call's tensors, slopes, packed documents, a model.
+# What a page's blocks need and do not show: a call's tensors, slopes, packed documents,
+# a model.
 TOKENS, HEADS = 320, 2
 
 
@@ -158,7 +188,9 @@ def model() -> Any:
 
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 64) | {"head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    return AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=100, **sizes, **heads))
+    return AutoModelForCausalLM.from_config(
+        Qwen3Config(vocab_size=100, **sizes, **heads)
+    )
 
 
 def prelude(*, with_model: bool = False) -> dict[str, Any]:
@@ -175,11 +207,14 @@ def prelude(*, with_model: bool = False) -> dict[str, Any]:
 
 def small(source: str) -> str:
     """The block on fewer tokens: the sizes of its tensors are all that is changed."""
-    return source.replace("torch.randn(1, 4, 4096, 64,", f"torch.randn(1, {HEADS}, {TOKENS}, 64,")
+    return source.replace(
+        "torch.randn(1, 4, 4096, 64,", f"torch.randn(1, {HEADS}, {TOKENS}, 64,"
+    )
 
 
 def can_run(source: str) -> bool:
-    """Whether what the block needs beyond this package is installed: the tests' extra has it."""
+    """Whether what the block needs beyond this package is installed: the tests' extra
+    has it."""
     needs = ("transformers import", "long_context(")
     return not any(x in source for x in needs) or find_spec("transformers") is not None
 
@@ -189,7 +224,8 @@ def can_run(source: str) -> bool:
 def test_blocks_run_and_print_what_they_show(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In order, as someone reads them; a block of text after one of Python is what it printed."""
+    """In order, as someone reads them; a block of text after one of Python is what it
+    printed."""
     monkeypatch.chdir(tmp_path)
     if any("NativeKernel" in block.text for block in BLOCKS if block.page == page):
         pytest.importorskip("triton")

@@ -58,7 +58,9 @@ def weights(width: int, words: int) -> dict[str, torch.Tensor]:
         f"embeddings.{name}_embeddings.weight": torch.randn(n, width)
         for name, n in (("word", words), ("position", 512), ("token_type", 2))
     }
-    attention = (f"attention.{name}" for name in ("self.query", "self.key", "self.value"))
+    attention = (
+        f"attention.{name}" for name in ("self.query", "self.key", "self.value")
+    )
     linear = dict.fromkeys((*attention, "attention.output.dense"), (width, width))
     linear |= {"intermediate.dense": (64, width), "output.dense": (width, 64)}
     layers = [f"encoder.layer.{layer}" for layer in range(2)]
@@ -66,9 +68,14 @@ def weights(width: int, words: int) -> dict[str, torch.Tensor]:
         for name, (out, into) in linear.items():
             made[f"{layer}.{name}.weight"] = torch.randn(out, into) * into**-0.5
             made[f"{layer}.{name}.bias"] = torch.zeros(out)
-    norms = [f"{x}.{y}.LayerNorm" for x in layers for y in ("attention.output", "output")]
+    norms = [
+        f"{x}.{y}.LayerNorm" for x in layers for y in ("attention.output", "output")
+    ]
     for name in ("embeddings.LayerNorm", *norms):
-        made[f"{name}.weight"], made[f"{name}.bias"] = torch.ones(width), torch.zeros(width)
+        made[f"{name}.weight"], made[f"{name}.bias"] = (
+            torch.ones(width),
+            torch.zeros(width),
+        )
     return made
 
 
@@ -82,15 +89,33 @@ def test_real_activations(
     model = tmp_path / "carrier" / "model"
     model.mkdir(parents=True)
     (model.parent / "__init__.py").touch()
-    vocabulary = ["[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz", "##e", "##s", "def"]
+    vocabulary = [
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        *"abcdefghijklmnopqrstuvwxyz",
+        "##e",
+        "##s",
+        "def",
+    ]
     (model / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
     save_file(weights(384, len(vocabulary)), model / "model.safetensors")
     digest = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(example, "CARRIER", "carrier")
-    arguments = ["x", "--tokens", "700", "--layer", "1", "--out", str(tmp_path / "a.safetensors")]
+    arguments = [
+        "x",
+        "--tokens",
+        "700",
+        "--layer",
+        "1",
+        "--out",
+        str(tmp_path / "a.safetensors"),
+    ]
     monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit, match="is not the file this example was written for"):
+    with pytest.raises(
+        SystemExit, match="is not the file this example was written for"
+    ):
         example.main()
     monkeypatch.setattr(example, "SHA256", digest)
     example.main()
@@ -122,12 +147,15 @@ def losses_in(text: str) -> list[float]:
 
 @pytest.mark.slow
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what it shipped with, but for its numbers, of a shorter text with a smaller chunk of
-    the loss; and in both the step after the change takes much less, and computes the same loss."""
+    """It says what it shipped with, but for its numbers, of a shorter text with a
+    smaller chunk of the loss; and in both the step after the change takes much less,
+    and computes the same loss."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 16 << 20)
-    book = json.loads((ROOT / "examples" / "train_long.ipynb").read_text(encoding="utf-8"))
+    book = json.loads(
+        (ROOT / "examples" / "train_long.ipynb").read_text(encoding="utf-8")
+    )
     names: dict[str, Any] = {}
     shipped, executed = [], []
     for cell in (cell for cell in book["cells"] if cell["cell_type"] == "code"):
@@ -150,8 +178,8 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_train_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With random weights, and with weights and a text of one's own; the loss falls, and what was
-    trained is saved, and loaded again."""
+    """With random weights, and with weights and a text of one's own; the loss falls,
+    and what was trained is saved, and loaded again."""
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
@@ -176,9 +204,13 @@ def test_train_long(
     (tmp_path / "text").write_text("to be or not to be that is the question " * 30)
     own = ["--model", str(folder), "--text", str(tmp_path / "text")]
     for more in ([], own):
-        monkeypatch.setattr(sys, "argv", ["x", "--tokens", "200", "--steps", "4", *more])
+        monkeypatch.setattr(
+            sys, "argv", ["x", "--tokens", "200", "--steps", "4", *more]
+        )
         example.main()
-        losses = re.findall(r"^step \d: 200 tokens, loss ([\d.]+)", capsys.readouterr().out, re.M)
+        losses = re.findall(
+            r"^step \d: 200 tokens, loss ([\d.]+)", capsys.readouterr().out, re.M
+        )
         assert len(losses) == 4
         assert float(losses[-1]) < float(losses[0])
     trained = f"{folder}-trained"
@@ -187,11 +219,17 @@ def test_train_long(
     else:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), trained)
+        model = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(folder), trained
+        )
     text = (tmp_path / "text").read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(trained)(text, return_tensors="pt").input_ids[:, :200]
+    ids = AutoTokenizer.from_pretrained(trained)(text, return_tensors="pt").input_ids[
+        :, :200
+    ]
     with torch.no_grad():
-        assert model(ids, labels=ids).loss.item() < float(losses[-1])  # of the step before the last
+        assert model(ids, labels=ids).loss.item() < float(
+            losses[-1]
+        )  # of the step before the last
     with pytest.raises(SystemExit):  # it is there already
         example.main()
     monkeypatch.setattr(sys, "argv", ["x", "--text", "text"])

@@ -1,4 +1,5 @@
-"""The site of docs/: names, links, tables, examples in docstrings; it builds without a warning."""
+"""The site of docs/: names, links, tables, examples in docstrings; it builds without a
+warning."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def test_the_reference_has_every_public_name(name: str) -> None:
     place, _, attribute = name.rpartition(".")
     value = getattr(importlib.import_module(place), attribute)
     home = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', attribute)}"
-    entry = f"::: {home}\n    options:\n      heading: {name}\n      toc_label: {attribute}\n"
+    entry = (
+        f"::: {home}\n    options:\n      heading: {name}\n      toc_label: "
+        f"{attribute}\n"
+    )
     assert name in described(), f"add this to a page of docs/reference:\n\n{entry}"
 
 
@@ -60,7 +64,11 @@ def test_the_reference_describes_what_users_get() -> None:
     needs = {"transformers": "transformers", "ray": "ray"}
     for name, home in described().items():
         parts = name.split(".")
-        if any(importlib.util.find_spec(needs[part]) is None for part in parts if part in needs):
+        if any(
+            importlib.util.find_spec(needs[part]) is None
+            for part in parts
+            if part in needs
+        ):
             continue
         place, _, attribute = name.rpartition(".")
         wanted = getattr(importlib.import_module(place), attribute)
@@ -78,8 +86,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Attributes and styles by which a page loads something.
 LOADS = (
-    re.compile(r"<(?:script|img|iframe|source|video|audio|embed)\b[^>]*\ssrc=[\"']?(\S+)"),
-    re.compile(r"<link\b(?![^>]*rel=[\"']?(?:canonical|next|prev|alternate))[^>]*href=[\"']?(\S+)"),
+    re.compile(
+        r"<(?:script|img|iframe|source|video|audio|embed)\b[^>]*\ssrc=[\"']?(\S+)"
+    ),
+    re.compile(
+        r"<link\b(?![^>]*rel=[\"']?(?:canonical|next|prev|alternate))[^>]*href=[\"']?(\S+)"
+    ),
     re.compile(r"url\([\"']?([^)\"']+)"),
     re.compile(r"@import\s+[\"']([^\"']+)"),
 )
@@ -98,7 +110,9 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
         text = file.read_text(encoding="utf-8")
         for target in (found for pattern in LOADS for found in pattern.findall(text)):
             checked += 1
-            assert not re.match(r"[\"']?(https?:)?//", target), f"{file.name} loads {target}"
+            assert not re.match(r"[\"']?(https?:)?//", target), (
+                f"{file.name} loads {target}"
+            )
     assert checked > 100, "the search finds what there is"
 
 
@@ -108,7 +122,10 @@ _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 def anchors(page: Path) -> set[str]:
     """What headings of a page are linked by."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
-    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
@@ -147,7 +164,9 @@ def test_every_raw_file_is_read_or_linked() -> None:
 
 def case_of_run(name: str) -> str:
     """The machine and case in the name of a run's file; the name of any other file."""
-    match = re.fullmatch(r"[0-9-]{10}-(.+?)-([0-9a-f]{7,}|unknown)(-[0-9]+)?[.]json", name)
+    match = re.fullmatch(
+        r"[0-9-]{10}-(.+?)-([0-9a-f]{7,}|unknown)(-[0-9]+)?[.]json", name
+    )
     return name if match is None else match[1]
 
 
@@ -169,15 +188,23 @@ def examples(name: str, value: Any) -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(exclude_empty=True)
     module = importlib.import_module(value.__module__)
     known = {**vars(module), "torch": torch, "qa": qa}
-    return [test for test in finder.find(value, name, module=False, globs=known) if test.examples]
+    return [
+        test
+        for test in finder.find(value, name, module=False, globs=known)
+        if test.examples
+    ]
 
 
-WITH = {name: tests for name, value in public().items() if (tests := examples(name, value))}
+WITH = {
+    name: tests for name, value in public().items() if (tests := examples(name, value))
+}
 
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", WITH)
-def test_examples_print_what_they_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_print_what_they_show(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
     if name == "NativeKernel":
         pytest.importorskip("triton")

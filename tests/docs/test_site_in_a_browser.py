@@ -1,4 +1,5 @@
-"""The site as a person opens it: as a file, without a network, in a window of any width."""
+"""The site as a person opens it: as a file, without a network, in a window of any
+width."""
 
 from __future__ import annotations
 
@@ -30,19 +31,27 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.mark.slow
-def test_the_search_finds_a_word_in_a_page_that_is_a_file(site: Path, window: Browser) -> None:
+def test_the_search_finds_a_word_in_a_page_that_is_a_file(
+    site: Path, window: Browser
+) -> None:
     window.open((site / "index.html").as_uri())
     window.wait_for("return document.querySelector('.md-search__input') !== null")
     window.run("document.querySelector('[data-md-toggle=search]').click()")
     window.type(".md-search__input", "generate")
-    links = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+    links = (
+        "return [...document.querySelectorAll('.md-search-result__link')].map(a => "
+        "a.href)"
+    )
     found = window.wait_for(links + ".filter(href => href.includes('.html'))")
     titles = window.run(
-        "return [...document.querySelectorAll('.md-search-result__item')].map(a => a.textContent)"
+        "return [...document.querySelectorAll('.md-search-result__item')].map(a => "
+        "a.textContent)"
     )
     assert any("generate" in title for title in titles)
     assert all(href.startswith(site.as_uri()) for href in found)
-    loaded = window.run("return performance.getEntriesByType('resource').map(e => e.name)")
+    loaded = window.run(
+        "return performance.getEntriesByType('resource').map(e => e.name)"
+    )
     assert all(name.startswith("file:") for name in loaded), loaded
 
 

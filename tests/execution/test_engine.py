@@ -1,5 +1,5 @@
-"""The engine waits for all that it has to, copies the rows that visits name and no others, and
-computes the same with any number of slots."""
+"""The engine waits for all that it has to, copies the rows that visits name and no
+others, and computes the same with any number of slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers.attention import (
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    Inputs,
+    assert_close,
+    exact,
+    inputs,
+)
 from helpers.fake_device import FakeDevice, FakeMover, ignore_events
 from helpers.passes import both_passes, pass_of
 from helpers.plans import unpinned
@@ -33,7 +40,10 @@ def plans(n_cap: int, *, free: bool = False, **more) -> list[qa.Plan]:
 
 
 def both(
-    given: Inputs, plans, device: FakeDevice | None = None, report: qa.Report | None = None
+    given: Inputs,
+    plans,
+    device: FakeDevice | None = None,
+    report: qa.Report | None = None,
 ) -> tuple[torch.Tensor, ...]:
     each = tuple({"plan": plan} for plan in plans)
     with device or nullcontext():
@@ -49,22 +59,29 @@ def both(
         ((7, 3), torch.float16, "device"),
     ],
 )
-def test_neither_the_number_of_slots_nor_late_copies_change_a_bit(levels, dtype, home) -> None:
-    """A state that is carried is the one that would be loaded; nothing is read too early."""
+def test_neither_the_number_of_slots_nor_late_copies_change_a_bit(
+    levels, dtype, home
+) -> None:
+    """A state that is carried is the one that would be loaded; nothing is read too
+    early."""
     given, results, report = inputs(N, dtype=dtype, **SIZES), [], qa.Report()
     for n_cap in (1, 2, 3) if len(levels) > 1 else (1, 2, 3, 5):
         made = plans(n_cap, levels=levels, dtype=dtype, accumulator=home)
         for device in (None, FakeDevice()):
             results.append(both(given, made, device, report))
             assert (report.forward.n_cap, report.forward.n_groups) == (n_cap, 2)
-    assert all(torch.equal(a, b) for one in results for a, b in zip(results[0], one, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for one in results
+        for a, b in zip(results[0], one, strict=True)
+    )
     assert_close(results[0][0], exact(given, is_causal=True).out, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("left_out", ["_ready", "_stored"])
 def test_an_event_that_nobody_waits_for_is_noticed(left_out, monkeypatch) -> None:
-    """The fake is strict enough: without either of these events results are wrong. (Compute is
-    never late, so who waits for it cannot be told.)"""
+    """The fake is strict enough: without either of these events results are wrong.
+    (Compute is never late, so who waits for it cannot be told.)"""
     given, made = inputs(N, dtype=torch.float16, **SIZES), plans(2)
     right = both(given, made)
     ignore_events(monkeypatch, left_out)
@@ -107,7 +124,9 @@ def test_memory_that_runs_out_between_the_copies_of_a_unit_is_not_recovered_from
         store(self, *args)
 
     monkeypatch.setattr(FakeMover, "store", failing)
-    run = pass_of(given, True, (reference.out.float(), reference.lse.float()), **CALL, plan=plan)
+    run = pass_of(
+        given, True, (reference.out.float(), reference.lse.float()), **CALL, plan=plan
+    )
     with FakeDevice(), pytest.raises(StoringError, match="not known which of them"):
         run()
     assert len(calls) == number + 1
@@ -121,8 +140,13 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
     copied = [0]
 
     def check_not_left(tensor: torch.Tensor) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        start, stop = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        last = sum(
+            (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        start, stop = (
+            tensor.data_ptr(),
+            tensor.data_ptr() + (last + 1) * tensor.element_size(),
+        )
         assert not any(a < stop and start < b for a, b in left)
         return start, stop
 
@@ -143,33 +167,44 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
     monkeypatch.setattr(
         FakeMover,
         "release",
-        lambda self, tensors: left.extend(check_not_left(head) for t in tensors for head in t),
+        lambda self, tensors: left.extend(
+            check_not_left(head) for t in tensors for head in t
+        ),
     )
     given = inputs(N, dtype=torch.float16, **SIZES)
     out, lse = qa.attention_with_lse(*given.three, **CALL)
-    lse = lse.contiguous()  # torch's operator has the heads of a token beside each other
+    lse = (
+        lse.contiguous()
+    )  # torch's operator has the heads of a token beside each other
     remaining = list(failures)
 
     def failing(unit: int) -> bool:
         return bool(remaining) and unit == remaining[0] and bool(remaining.pop(0))
 
-    run = pass_of(given, True, (out, lse), **CALL, plan=plans(n_cap, free=bool(failures))[1])
+    run = pass_of(
+        given, True, (out, lse), **CALL, plan=plans(n_cap, free=bool(failures))[1]
+    )
     with FakeDevice(failing=failing):
         found = run()
     assert not remaining
     wanted = exact(given, is_causal=True, gradients=True).grads
     assert_close(found, wanted, GRADIENT_TOLERANCE[torch.float16])
     assert copied[0] > 100
-    # One of the two head groups: query, out, its gradient, lse and dQ, of two heads each, and key,
-    # value, dK and dV. After a failure a group may be the last of its attempt: until the end.
+    # One of the two head groups: query, out, its gradient, lse and dQ, of two heads
+    # each, and key, value, dK and dV. After a failure a group may be the last of its
+    # attempt: until the end.
     assert len(left) == 5 * 2 + 4 or (failures and not left)
 
 
 def test_copies_run_beside_compute_with_a_second_slot() -> None:
-    """By the made-up clock: with one slot the three stages add up, with more they overlap."""
+    """By the made-up clock: with one slot the three stages add up, with more they
+    overlap."""
     spent = {}
     for n_cap in (1, 2, 3):
-        report, device = qa.Report(), FakeDevice(bytes_per_second=4e6, unit_seconds=2e-3)
+        report, device = (
+            qa.Report(),
+            FakeDevice(bytes_per_second=4e6, unit_seconds=2e-3),
+        )
         both(inputs(N, dtype=torch.float16, **SIZES), plans(n_cap), device, report)
         stages = report.forward.stages
         # Seven tasks of two head groups.

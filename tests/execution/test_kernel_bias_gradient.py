@@ -1,4 +1,5 @@
-"""The gradient of a mask that a kernel's own operator computes, summed over what the mask spans."""
+"""The gradient of a mask that a kernel's own operator computes, summed over what the
+mask spans."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from quorum_attention.kernels.cpu import CpuKernel
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of gradients that the kernel of the CPU returns, as the memory-efficient one does on a
-    GPU."""
+    """Shapes of gradients that the kernel of the CPU returns, as the memory-efficient
+    one does on a GPU."""
     shapes: list[tuple[int, ...]] = []
 
     def backward(self: Any, call: Any, saved: Any) -> tuple[torch.Tensor, ...]:
@@ -27,7 +28,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(grad.shape))
         return (*self.whole_backward(call, saved), grad)
 
-    monkeypatch.setattr(CpuKernel, "gives_bias_gradient", lambda _, shape: not shape.is_causal)
+    monkeypatch.setattr(
+        CpuKernel, "gives_bias_gradient", lambda _, shape: not shape.is_causal
+    )
     monkeypatch.setattr(CpuKernel, "whole_backward_with_bias", backward)
     return shapes
 
@@ -35,10 +38,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def gradients(
     bias: torch.Tensor, *, of_inputs: bool = True, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Of a bias, and of query, key and value, in a call of the same inputs every time."""
+    """Of a bias, and of query, key and value, in a call of the same inputs every
+    time."""
     torch.manual_seed(0)
     query, key, value, grad_out = torch.randn(4, 5, 2, 7, 8).unbind()
-    inputs = [tensor.detach().requires_grad_(of_inputs) for tensor in (query, key, value)]
+    inputs = [
+        tensor.detach().requires_grad_(of_inputs) for tensor in (query, key, value)
+    ]
     out = qa.attention(*inputs, bias, **options)
     return torch.autograd.grad(out, [bias, *inputs] if of_inputs else [bias], grad_out)
 
@@ -69,7 +75,8 @@ def test_it_is_that_of_tiles(
 def test_out_of_memory_it_is_computed_by_tiles(
     calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel call that ran out of memory is no error: the backward is planned instead."""
+    """A kernel call that ran out of memory is no error: the backward is planned
+    instead."""
     bias = torch.randn(2, 7, 7, requires_grad=True)
     expected = gradients(bias)
 
@@ -83,14 +90,16 @@ def test_out_of_memory_it_is_computed_by_tiles(
 
 
 def test_other_calls_have_tiles(calls: list[tuple[int, ...]]) -> None:
-    """Calls of several batch dimensions, causal ones, those with dropout, and backwards that are
-    not asked for the gradient of the mask."""
+    """Calls of several batch dimensions, causal ones, those with dropout, and backwards
+    that are not asked for the gradient of the mask."""
     bias = torch.randn(7, 7, requires_grad=True)
     gradients(bias, is_causal=True)
     gradients(bias, dropout_p=0.1)
     rows = torch.randn(2, 3, 2, 7, 8)
     qa.attention(rows, rows, rows, bias).sum().backward()
     out, lse = qa.attention_with_lse(rows[0], rows[0], rows[0], bias)
-    grads = qa.attention_backward(out.detach(), rows[0], rows[0], rows[0], out, lse, bias)
+    grads = qa.attention_backward(
+        out.detach(), rows[0], rows[0], rows[0], out, lse, bias
+    )
     assert len(grads) == 3
     assert not calls

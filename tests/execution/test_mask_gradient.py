@@ -1,4 +1,5 @@
-"""The gradient of an additive mask: right for every tile, within its bytes, counted once."""
+"""The gradient of an additive mask: right for every tile, within its bytes, counted
+once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
 from quorum_attention.execution.bias import BiasView, bias_shape
 from quorum_attention.execution.job import PassJob
-from quorum_attention.execution.mask_gradient import Tile, add_up_mask_gradient, fitting, tile_bytes
+from quorum_attention.execution.mask_gradient import (
+    Tile,
+    add_up_mask_gradient,
+    fitting,
+    tile_bytes,
+)
 from quorum_attention.execution.pass_spec import FORWARD
 from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.kernels import CallShape, DenseKernel, get_kernel
@@ -28,7 +34,10 @@ BATCH, HEADS, KV_HEADS, N, M = 2, 4, 2, 23, 31
 
 
 def wanted(
-    given: Inputs, mask: torch.Tensor, causal: bool = False, dropout: Dropout | None = None
+    given: Inputs,
+    mask: torch.Tensor,
+    causal: bool = False,
+    dropout: Dropout | None = None,
 ) -> torch.Tensor:
     """The textbook in float64."""
     bias = qa.Mask(bias=mask.detach().clone().requires_grad_())
@@ -49,7 +58,8 @@ def a_call(
     mask_sizes: tuple[int, ...], dtype: torch.dtype, causal: bool = False,
     dropout: Dropout | None = None, **sizes: Any,
 ) -> tuple[Inputs, torch.Tensor, PassJob, Saved]:  # fmt: skip
-    """Inputs, a mask of ``mask_sizes``, a forward by kernel "dense" and what it saved."""
+    """Inputs, a mask of ``mask_sizes``, a forward by kernel "dense" and what it
+    saved."""
     sizes = {"n_queries": N, "n_keys": M, "heads": HEADS, "kv_heads": KV_HEADS, **sizes}
     given = inputs(batch=(BATCH,), dtype=dtype, **sizes)
     mask = a_mask(mask_sizes, dtype)
@@ -61,7 +71,9 @@ def a_call(
         "cpu", batch_shape=(BATCH,), head_dim=8, value_dim=8, dtype=dtype, is_causal=causal,
         bias=bias_shape(mask, 1, dtype), **sizes,
     )  # fmt: skip
-    problem = Problem(shape, get_kernel("dense"), FORWARD, Placement(True, False, dtype))
+    problem = Problem(
+        shape, get_kernel("dense"), FORWARD, Placement(True, False, dtype)
+    )
     tensors = dict(zip(("query", "key", "value"), given.three, strict=True))
     view = BiasView(mask, 1)
     job = PassJob(problem, tensors, 8**-0.5, torch.device("cpu"), view, dropout=dropout)
@@ -81,7 +93,8 @@ TILES = [
 def test_every_way_to_broadcast_by_every_tile(
     tile: Tile, causal: bool, dropout: Dropout | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a mask broadcasts over is summed, whatever the tiles; nothing is left as it was."""
+    """What a mask broadcasts over is summed, whatever the tiles; nothing is left as it
+    was."""
     monkeypatch.setattr(module, "fitting", lambda *_: tile)
     for shape in SHAPES:
         given, mask, job, upstream = a_call(shape, torch.float64, causal, dropout)
@@ -122,7 +135,8 @@ def test_tiles_stay_within_their_bytes(
 
 
 def test_a_failed_block_is_computed_once() -> None:
-    """Wherever memory runs out, a block begins anew with smaller tiles; nothing counts twice."""
+    """Wherever memory runs out, a block begins anew with smaller tiles; nothing counts
+    twice."""
     for shape in ((2, 4, N, M), (1, 4, 1, M), (1, 1, N, 1)):
         given, mask, job, upstream = a_call(shape, torch.float64)
         expected = wanted(given, mask)
@@ -141,7 +155,9 @@ def test_kernels_of_other_functions_are_refused_by_name() -> None:
         own_attention = True
 
     given, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="kernel 'another' has no gradient of attn_mask"):
+    with pytest.raises(
+        NotImplementedError, match="kernel 'another' has no gradient of attn_mask"
+    ):
         qa.attention(*given.three, mask, kernel=Another())
 
 
@@ -155,7 +171,9 @@ def test_a_budget_counts_it_and_names_the_smallest_that_works() -> None:
     assert smallest[1] == smallest[0]
     assert smallest[2] == smallest[0] + mask.nbytes
     leaf = mask.clone().requires_grad_()
-    with pytest.raises(qa.BudgetError, match=r"mask's gradient 3\.81 MiB, and beside") as said:
+    with pytest.raises(
+        qa.BudgetError, match=r"mask's gradient 3\.81 MiB, and beside"
+    ) as said:
         qa.attention(*given.three, leaf, budget=smallest[2] - 1)
     assert said.value.smallest_bytes == smallest[2]
     assert usage(lambda: run(grad_mask=True, budget=smallest[2])).peak <= smallest[2]

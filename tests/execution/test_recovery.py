@@ -17,15 +17,28 @@ import quorum_attention as qa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 300
-SIZES = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "layout": "aligned", "tile": 16}
+SIZES = {
+    "heads": 2,
+    "head_dim": 8,
+    "dtype": torch.float32,
+    "layout": "aligned",
+    "tile": 16,
+}
 
 
 def unpinned(kernel: WatchedKernel, n_cap: int, *, backward: bool = False) -> qa.Plan:
-    """A plan of one level that is not pinned: its budget is too small for a whole call."""
-    whole = qa.plan(N, kernel=kernel, levels=(), backward=backward, n_cap=n_cap, **SIZES)
-    one = qa.plan(N, kernel=kernel, levels=(7,), backward=backward, n_cap=n_cap, **SIZES)
+    """A plan of one level that is not pinned: its budget is too small for a whole
+    call."""
+    whole = qa.plan(
+        N, kernel=kernel, levels=(), backward=backward, n_cap=n_cap, **SIZES
+    )
+    one = qa.plan(
+        N, kernel=kernel, levels=(7,), backward=backward, n_cap=n_cap, **SIZES
+    )
     assert one.peak_bytes < whole.peak_bytes
-    return qa.plan(N, kernel=kernel, budget=one.peak_bytes, backward=backward, n_cap=n_cap, **SIZES)
+    return qa.plan(
+        N, kernel=kernel, budget=one.peak_bytes, backward=backward, n_cap=n_cap, **SIZES
+    )
 
 
 def run(kernel: WatchedKernel, plan: qa.Plan):  # type: ignore[no-untyped-def]
@@ -58,17 +71,22 @@ def test_giving_up_tells_where_and_the_history() -> None:
     pinned, hopeless = WatchedKernel({3}), WatchedKernel(set(range(10_000)))
     plan = qa.plan(N, kernel=pinned, levels=(7,), **SIZES)
     pinned.arm()
-    with pytest.raises(qa.OutOfMemoryError, match=r"task \(3,\).*pinned.*sabotaged call 3"):
+    with pytest.raises(
+        qa.OutOfMemoryError, match=r"task \(3,\).*pinned.*sabotaged call 3"
+    ):
         qa.attention(*inputs(N).three, plan=plan, kernel=pinned)
     plan = unpinned(hopeless, 2)
     hopeless.arm()
-    with pytest.raises(qa.OutOfMemoryError, match=r"finest(.|\n)*slots 2 -> 1(.|\n)*depth"):
+    with pytest.raises(
+        qa.OutOfMemoryError, match=r"finest(.|\n)*slots 2 -> 1(.|\n)*depth"
+    ):
         qa.attention(*inputs(N).three, plan=plan, kernel=hopeless)
     assert not hopeless.completed
 
 
 def test_room_that_opens_again_is_used_at_the_next_head_group() -> None:
-    """Once memory is free again after a recovery, later groups have the planned depth."""
+    """Once memory is free again after a recovery, later groups have the planned
+    depth."""
     kernel = WatchedKernel({1})
     plan = qa.plan(
         N, kernel=kernel, n_cap=1, heads_per_group=1, **SIZES,
@@ -108,7 +126,9 @@ def test_a_failure_costs_the_group_it_met(route: str, backward: bool) -> None:
     def computed(*fails: int) -> None:
         kernel.arm(set(fails))
         with FakeDevice() if route == "streaming" else nullcontext():
-            assert_close(run(kernel=kernel, plan=plan, report=report), wanted.of(backward), 5e-5)
+            assert_close(
+                run(kernel=kernel, plan=plan, report=report), wanted.of(backward), 5e-5
+            )
 
     computed()  # it is tried out
     computed()

@@ -37,15 +37,19 @@ def plan_of(made: Inputs, **more) -> qa.Plan:
     ("n_cap", "is_causal", "levels"),
     [(1, False, (7,)), (2, True, (7,)), (2, False, (3,)), (3, True, (3,))],
 )
-def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ...]) -> None:
-    """The sink's dV is a sum over all queries: 1, which overflows when it is scaled for other keys.
-    By the time that is noticed, finished gradients have overwritten the inputs. Only tasks that
-    overflow are run again."""
+def test_a_sink_through_slots(
+    n_cap: int, is_causal: bool, levels: tuple[int, ...]
+) -> None:
+    """The sink's dV is a sum over all queries: 1, which overflows when it is scaled for
+    other keys. By the time that is noticed, finished gradients have overwritten the
+    inputs. Only tasks that overflow are run again."""
     usual = inputs(1024, heads=1, head_dim=64, dtype=torch.float16)
     for made, repeated in ((sink(1024), True), (usual, False)):
         reference = exact(made, is_causal=is_causal, gradients=True)
         report = qa.Report()
-        plan = plan_of(made, is_causal=is_causal, levels=levels, over_inputs=False, n_cap=n_cap)
+        plan = plan_of(
+            made, is_causal=is_causal, levels=levels, over_inputs=False, n_cap=n_cap
+        )
         got = qa.attention_backward(
             made.grad_out, *made.three, reference.out.half(), reference.lse.float(),
             is_causal=is_causal, plan=plan, report=report,
@@ -55,7 +59,8 @@ def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ..
 
 
 def test_a_sum_that_has_to_go_down_two_steps() -> None:
-    """Gradients of one column, beside small values: dV is 2000 times what scaling allows for."""
+    """Gradients of one column, beside small values: dV is 2000 times what scaling
+    allows for."""
     usual, grad_out = sink(4096), torch.zeros(1, 1, 4096, 64).half()
     grad_out[..., 0] = 1.0
     key, value = (t[:, :, 500:540] for t in (usual.key, usual.value / 64))
@@ -72,8 +77,11 @@ def test_a_sum_that_has_to_go_down_two_steps() -> None:
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, masked: bool) -> None:
-    """dS is too large for fp16, dQ = dS K is not: only the scaled gradients are finite."""
+def test_a_monolithic_call_that_overflows_stays_within_its_plan(
+    heads: int, masked: bool
+) -> None:
+    """dS is too large for fp16, dQ = dS K is not: only the scaled gradients are
+    finite."""
     made = inputs(3000, 2, heads=heads, head_dim=32, dtype=torch.float16)
     made.key /= 4
     made.grad_out = (made.grad_out.float() * 2**14).clamp(-6e4, 6e4).half()
@@ -93,7 +101,8 @@ def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, mask
 @pytest.mark.slow
 @pytest.mark.parametrize("n_cap", [1, 2, 3])
 def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
-    """Any kernel call may fail, of the first run or a repeat: no partial result remains."""
+    """Any kernel call may fail, of the first run or a repeat: no partial result
+    remains."""
     made, kernel = sink(256, heads=2), Counted()
     reference = exact(made, is_causal=True, gradients=True)
     call = {"is_causal": True, "kernel": kernel}
@@ -121,14 +130,17 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize(("size", "dtype"), [(1e-12, torch.float64), (1e9, torch.float32)])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1e-12, torch.float64), (1e9, torch.float32)]
+)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
 def test_gradients_that_fp16_cannot_hold(size, dtype, route: str, kernel: str) -> None:
     if kernel == "dense" and route == "over_inputs":
         pytest.skip("it takes tasks one by one")
     made = inputs(N, heads=4, kv_heads=2, batch=(2,), dtype=torch.float16)
-    # Gradients of each head have another size, so each head is divided by another power of two.
+    # Gradients of each head have another size, so each head is divided by another power
+    # of two.
     sizes = torch.tensor([1.0, 1.0, 1e-6, 1e-6], dtype=torch.float64)[:, None, None]
     made.grad_out = (made.grad_out.double() * sizes * size).to(dtype)
     call = {"is_causal": True, "enable_gqa": True, "kernel": kernel}
@@ -140,20 +152,28 @@ def test_gradients_that_fp16_cannot_hold(size, dtype, route: str, kernel: str) -
         half = actual.shape[1] // 2
         for heads in (slice(0, half), slice(half, None)):
             largest = wanted[:, heads].abs().max()
-            assert_close(actual[:, heads].double() / largest, wanted[:, heads] / largest, 5e-3)
+            assert_close(
+                actual[:, heads].double() / largest, wanted[:, heads] / largest, 5e-3
+            )
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kernel", ["cpu", "dense", "cpu with dropout", "a mask"])
-def test_small_rows_beside_large_ones_keep_their_digits(kernel: str, depth: int) -> None:
-    """Row 0 sees key 0 alone, so the gradients of all other keys are of small numbers only."""
+def test_small_rows_beside_large_ones_keep_their_digits(
+    kernel: str, depth: int
+) -> None:
+    """Row 0 sees key 0 alone, so the gradients of all other keys are of small numbers
+    only."""
     n = 40
     made = inputs(n, head_dim=8, dtype=torch.float16)
     made.grad_out = made.grad_out.float() * 3e-7
     made.grad_out[..., 0, :] = 1.0
     call = {"is_causal": True, "kernel": kernel.split()[0], "devices": "cpu"}
     if kernel == "a mask":
-        call = {"devices": "cpu", "attn_mask": qa.Mask(causal=True, window=(n, 0), softcap=1e4)}
+        call = {
+            "devices": "cpu",
+            "attn_mask": qa.Mask(causal=True, window=(n, 0), softcap=1e4),
+        }
     if "dropout" in kernel:
         call |= {"dropout_p": 1e-6, "dropout_seed": 1}
     grads = tuple(torch.empty_like(t, dtype=torch.float32) for t in made.three)

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 import quorum_attention as qa
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
-from quorum_attention.execution.slot_layout import LayoutError, SlotField, SlotLayout, slot_layout
+from quorum_attention.execution.slot_layout import (
+    LayoutError,
+    SlotField,
+    SlotLayout,
+    slot_layout,
+)
 from quorum_attention.execution.task_levels import TaskLevels
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
@@ -19,7 +24,19 @@ KERNELS = {
     "dense": DenseKernel(),
     "window": from_score_mod(None, sliding_window(20), compiled=False),
 }
-LEVELS = [(), (1,), (3,), (7,), (13,), (1, 1), (3, 3), (3, 7), (7, 3), (7, 7), (3, 3, 3)]
+LEVELS = [
+    (),
+    (1,),
+    (3,),
+    (7,),
+    (13,),
+    (1, 1),
+    (3, 3),
+    (3, 7),
+    (7, 3),
+    (7, 7),
+    (3, 3, 3),
+]
 
 
 @pytest.mark.slow
@@ -36,13 +53,25 @@ LEVELS = [(), (1,), (3,), (7,), (13,), (1, 1), (3, 3), (3, 7), (7, 3), (7, 7), (
     dtypes=st.sampled_from([(torch.float16, torch.float16), (torch.float16, torch.float32),
                             (torch.float32, torch.float32), (torch.float32, torch.float16)]),
 )  # fmt: skip
-@example(1020, None, (1,), "aligned", 128, True, False, "dense", (torch.float16, torch.float16))
-@example(511, None, (3,), "aligned", 128, True, True, "dense", (torch.float16, torch.float32))
+@example(
+    1020,
+    None,
+    (1,),
+    "aligned",
+    128,
+    True,
+    False,
+    "dense",
+    (torch.float16, torch.float16),
+)
+@example(
+    511, None, (3,), "aligned", 128, True, True, "dense", (torch.float16, torch.float32)
+)
 def test_every_task_of_a_plan_fits_its_slot(
     n, other, levels, layout, tile, is_causal, backward, kernel, dtypes
 ) -> None:
-    """No task has more rows than the slot was laid out for, whether it is trimmed or cut
-    after a recovery, and no two fields that are in use at once share a byte."""
+    """No task has more rows than the slot was laid out for, whether it is trimmed or
+    cut after a recovery, and no two fields that are in use at once share a byte."""
     made = KERNELS[kernel]
     plan = qa.plan(
         n, n_keys=other, heads=2, kv_heads=1, head_dim=4, value_dim=3, dtype=dtypes[0],
@@ -65,20 +94,29 @@ def test_every_task_of_a_plan_fits_its_slot(
         layout_of = slot_layout(spec, shape, group, rows, dtypes[1])
         slot = torch.empty(layout_of.slot_bytes, dtype=torch.uint8)
         for task in found:
-            queries, keys = task.count_below(shape.n_queries), task.count_below(shape.n_keys)
+            queries, keys = (
+                task.count_below(shape.n_queries),
+                task.count_below(shape.n_keys),
+            )
             taken = []
             for name, field in layout_of.fields.items():
                 count = queries if field.axis == "query" else keys
                 view = layout_of.carve(slot, name, group.batch, group.kv_heads, count)
-                taken.append((view.data_ptr(), view.data_ptr() + view.nbytes, name, field.over))
+                taken.append(
+                    (view.data_ptr(), view.data_ptr() + view.nbytes, name, field.over)
+                )
             for start, stop, name, over in taken:
                 for low, high, another, its in taken:
                     if name != another and another != over and its != name:
-                        assert stop <= low or high <= start, f"{name} lies over {another}"
+                        assert stop <= low or high <= start, (
+                            f"{name} lies over {another}"
+                        )
 
 
 def test_fields_over_each_other_are_refused_unless_they_say_so() -> None:
-    def field(name: str, offset: int, width: int = 4, over: str | None = None) -> SlotField:
+    def field(
+        name: str, offset: int, width: int = 4, over: str | None = None
+    ) -> SlotField:
         return SlotField(name, "query", width, torch.float32, offset, 64 * width, over)
 
     def layout(*fields: SlotField, size: int = 1024) -> SlotLayout:

@@ -1,4 +1,5 @@
-"""A call that fits takes little more time than torch's: no plan and no slots, at any length."""
+"""A call that fits takes little more time than torch's: no plan and no slots, at any
+length."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_a_remembered_call_without_memory_is_planned_after_all(
     function: Callable[..., Any], recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     three = [t.requires_grad_(recorded) for t in inputs(60).three]
-    call = {"attn_mask": qa.Mask(causal=True)}  # torch's own function takes no such call
+    call = {
+        "attn_mask": qa.Mask(causal=True)
+    }  # torch's own function takes no such call
     for _ in range(2):
         wanted = function(*three, **call)
     failures, works = iter([True]), CpuKernel.whole_forward
@@ -48,7 +51,8 @@ YARDSTICK = 100e-6
 
 
 def yardstick() -> None:
-    """Python and small operators, much as a short call's: how slow this machine is just now."""
+    """Python and small operators, much as a short call's: how slow this machine is just
+    now."""
 
     def step(numbers: torch.Tensor, **named: Any) -> tuple[Any, ...]:
         named.update(shape=numbers.shape, device=numbers.device, dtype=numbers.dtype)
@@ -57,21 +61,30 @@ def yardstick() -> None:
     numbers = torch.ones(8, 64)
     for n in range(10):
         with torch.no_grad():
-            step(numbers.view(64, 8).detach(), n=n, kept=torch.equal(numbers / 2.0, numbers))
+            step(
+                numbers.view(64, 8).detach(),
+                n=n,
+                kept=torch.equal(numbers / 2.0, numbers),
+            )
 
 
 def beside_torchs(
     call: Callable[[Callable[..., torch.Tensor]], object], seconds: float = 1e-4
 ) -> None:
-    """Whether ``call`` of our function takes at most so many seconds more than of torch's, on a
-    machine that takes ``YARDSTICK`` for the yardstick; on a slower one as many times as long, and
-    after long calls, which empty caches, at most as much again as torch's. The least of many, since
-    what others do to caches and clocks only adds to it."""
+    """Whether ``call`` of our function takes at most so many seconds more than of
+    torch's, on a machine that takes ``YARDSTICK`` for the yardstick; on a slower one as
+    many times as long, and after long calls, which empty caches, at most as much again
+    as torch's. The least of many, since what others do to caches and clocks only adds
+    to it."""
     said = []
-    for _ in range(6):  # caches that other processes empty can only make ours look slower
+    for _ in range(
+        6
+    ):  # caches that other processes empty can only make ours look slower
         least = [math.inf] * 3
         for _ in range(60):
-            for at, run in enumerate((lambda: call(sdpa), lambda: call(qa.attention), yardstick)):
+            for at, run in enumerate(
+                (lambda: call(sdpa), lambda: call(qa.attention), yardstick)
+            ):
                 began = time.thread_time()
                 for _ in range(10):
                     run()
@@ -99,8 +112,9 @@ def beside_torchs(
 def test_a_forward_costs_a_tenth_of_a_millisecond_beyond_torchs(
     sizes: dict[str, Any], recorded: bool
 ) -> None:
-    """Of the processor's time, whoever else uses it; half as much again if it is recorded for a
-    backward (both passes together may take three tenths), and under a mask, which is copied."""
+    """Of the processor's time, whoever else uses it; half as much again if it is
+    recorded for a backward (both passes together may take three tenths), and under a
+    mask, which is copied."""
     sizes = {"heads": 8, "head_dim": 64, **sizes}
     options: dict[str, Any] = {"is_causal": sizes.pop("is_causal", False)}
     seconds = 1.5e-4 if recorded else 1e-4

@@ -1,4 +1,5 @@
-"""Calls with trimmed tasks: the same results, after any failure, and fewer bytes copied."""
+"""Calls with trimmed tasks: the same results, after any failure, and fewer bytes
+copied."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ MASKS = {"window": sliding_window(50), "a gap": _GAP & sliding_window(60)}
 
 
 class WatchedMask(WatchedKernel):
-    """A kernel whose mask says which pairs it keeps; counts its calls, fails in chosen ones."""
+    """A kernel whose mask says which pairs it keeps; counts its calls, fails in chosen
+    ones."""
 
     own_attention = sparse = True
 
-    def __init__(self, mask: Geometry, fail_at: set[int] | None = None, late: bool = False):
+    def __init__(
+        self, mask: Geometry, fail_at: set[int] | None = None, late: bool = False
+    ):
         super().__init__(fail_at, late=late)
         self.inner = from_score_mod(None, mask, compiled=False)
         self.kept_pairs = self.inner.kept_pairs
@@ -64,8 +68,9 @@ def kept(name: str) -> torch.Tensor:
      ("a gap", {2, 7, 13}, False, False, 2), ("a gap", {2, 7, 13}, True, True, 1)],
 )  # fmt: skip
 def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ignore[no-untyped-def]
-    """A row whose state was stored or finished before the failure does not begin anew. (Results of
-    16 bits, so that the state of a finished row cannot be loaded from them.)"""
+    """A row whose state was stored or finished before the failure does not begin anew.
+    (Results of 16 bits, so that the state of a finished row cannot be loaded from
+    them.)"""
     made = inputs(N, dtype=torch.float16)
     kernel = WatchedMask(MASKS[name], fails, late)
     plan = unpinned(
@@ -81,7 +86,9 @@ def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ig
     found = pass_of(made, backward, results, **call)()
     done = report.backward if backward else report.forward
     assert_close(found, wanted.of(backward), 1e-2)
-    assert len([line for line in done.recoveries if "out of memory" in line]) == len(fails)
+    assert len([line for line in done.recoveries if "out of memory" in line]) == len(
+        fails
+    )
     assert done.left_out > 0.2
     # Every pair that the mask keeps, once for each head group.
     pairs = kept(name).tril().nonzero().tolist()
@@ -90,7 +97,8 @@ def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ig
 
 @pytest.mark.slow
 def test_less_is_moved() -> None:
-    """Inputs are copied little more than once, not once for each task that holds a chunk."""
+    """Inputs are copied little more than once, not once for each task that holds a
+    chunk."""
     n, heads = 1 << 14, 1
     q = torch.randn(1, heads, n, 8)
     moved = []
@@ -108,19 +116,27 @@ def test_less_is_moved() -> None:
 
 @pytest.mark.parametrize("window", [30, 333])
 def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
-    """The row of a trimmed token may be finished, and then has no state to continue from."""
+    """The row of a trimmed token may be finished, and then has no state to continue
+    from."""
     n = 6000
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
                    is_causal=True, kernel=kernel, device="cpu", backward=True)  # fmt: skip
     place = Placement(True, False, torch.float32)
-    cutting = TaskLevels(plan.schedule, Problem(plan.shape, kernel, spec_of(True), place))
+    cutting = TaskLevels(
+        plan.schedule, Problem(plan.shape, kernel, spec_of(True), place)
+    )
     for task in cutting.tasks(1):
         parts = cutting.split_tasks([task], 2)
         held = {
-            at for part in parts for start, stop in tokens_of(part) for at in range(start, stop)
+            at
+            for part in parts
+            for start, stop in tokens_of(part)
+            for at in range(start, stop)
         }
-        assert held == {at for start, stop in tokens_of(task) for at in range(start, stop)}
+        assert held == {
+            at for start, stop in tokens_of(task) for at in range(start, stop)
+        }
 
 
 @pytest.mark.parametrize("mask", [None, sliding_window(400), sliding_window(3)],
@@ -133,7 +149,9 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
     plan = qa.plan(N, kernel=first, **sizes)
     made, report = inputs(N), qa.Report()
     kernel = from_score_mod(None, mask, compiled=False)
-    out = qa.attention(*made.three, is_causal=True, plan=plan, kernel=kernel, report=report)
+    out = qa.attention(
+        *made.three, is_causal=True, plan=plan, kernel=kernel, report=report
+    )
     at = torch.arange(N)
     keeps = None if mask is None else mask(0, 0, at[:, None], at).expand(N, N)
     assert_close(out, exact(made, mask=keeps, is_causal=True).out, 2e-5)
@@ -154,15 +172,21 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
     is_causal=st.booleans(),
     backward=st.booleans(),
 )
-def test_the_tally_is_that_of_the_tasks(window, levels, tile, is_causal, backward) -> None:  # type: ignore[no-untyped-def]
+def test_the_tally_is_that_of_the_tasks(
+    window, levels, tile, is_causal, backward
+) -> None:  # type: ignore[no-untyped-def]
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     decomposition = Decomposition(4096, levels, "aligned", tile)
-    tasks, sizes_of_tasks = trimmed_tasks(decomposition, (4096, 4096, is_causal), kernel, backward)
+    tasks, sizes_of_tasks = trimmed_tasks(
+        decomposition, (4096, 4096, is_causal), kernel, backward
+    )
     counted = trimmed_sizes(decomposition, (4096, 4096, is_causal), kernel, backward)
     assert counted == sizes_of_tasks
     sizes = [task.n_tokens for task in tasks]
     assert counted.n_tasks == len(sizes) <= decomposition.n_tasks
     assert counted.tokens == sum(sizes) <= counted.untrimmed_tokens
-    assert counted.untrimmed_tokens == sum(task.n_tokens for task in decomposition.tasks())
+    assert counted.untrimmed_tokens == sum(
+        task.n_tokens for task in decomposition.tasks()
+    )
     assert counted.largest == max(sizes) <= decomposition.max_task_tokens
     assert 0.0 <= counted.trimmed_share < 1.0

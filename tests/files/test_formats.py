@@ -1,5 +1,5 @@
-"""Tensors in .npy and safetensors files, mapped, both ways with the formats' own libraries; damaged
-ones and strange dtypes are refused by name."""
+"""Tensors in .npy and safetensors files, mapped, both ways with the formats' own
+libraries; damaged ones and strange dtypes are refused by name."""
 
 from __future__ import annotations
 
@@ -100,9 +100,12 @@ def arrays(tmp_path: Path) -> dict[str, np.ndarray]:
 
 
 def test_npy_files_in_and_out(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """A file for each tensor, a folder, or other names; results in one file or in a folder."""
+    """A file for each tensor, a folder, or other names; results in one file or in a
+    folder."""
     q, k, v = arrays.values()
-    wanted, lse = (t.numpy() for t in qa.attention_with_lse(q, k, v, is_causal=True, devices="cpu"))
+    wanted, lse = (
+        t.numpy() for t in qa.attention_with_lse(q, k, v, is_causal=True, devices="cpu")
+    )
     options = [*CPU, "--causal"]
     each = [str(tmp_path / f"{name}.npy") for name in "qkv"]
     (tmp_path / "q.npy").rename(tmp_path / "layer 3.npy")
@@ -122,7 +125,9 @@ def test_npy_files_in_and_out(tmp_path: Path, arrays: dict[str, np.ndarray]) -> 
     tensors = [torch.from_numpy(array).requires_grad_() for array in arrays.values()]
     qa.attention(*tensors, is_causal=True).backward(torch.from_numpy(upstream))
     for name, tensor in zip(("dq", "dk", "dv"), tensors, strict=True):
-        torch.testing.assert_close(torch.from_numpy(np.load(folder / f"{name}.npy")), tensor.grad)
+        torch.testing.assert_close(
+            torch.from_numpy(np.load(folder / f"{name}.npy")), tensor.grad
+        )
 
 
 def test_what_npy_files_cannot_have_is_said_before_any_work(
@@ -136,17 +141,23 @@ def test_what_npy_files_cannot_have_is_said_before_any_work(
 
     call, out = str(tmp_path / "call"), str(tmp_path / "out.npy")
     assert "can have one result, and there are out, lse" in said(call, out, "--lse")
-    assert "bfloat16, which .npy files do not know" in said(call, out, "--out-dtype", "bf16")
+    assert "bfloat16, which .npy files do not know" in said(
+        call, out, "--out-dtype", "bf16"
+    )
     assert "both are the query" in said(call, str(tmp_path / "q.npy"), out)
     half = {name: torch.zeros(1, 1, 4, 4, dtype=torch.bfloat16) for name in "qkv"}
     safetensors.torch.save_file(half, tmp_path / "half")
     assert "give another --out-dtype" in said(str(tmp_path / "half"), out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
 def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     right = torch.randn(2, 3, 5).to(dtype)
-    made = create_tensors(tmp_path / "a", {"x": (right.shape, dtype), "e": ((0, 4), dtype)})
+    made = create_tensors(
+        tmp_path / "a", {"x": (right.shape, dtype), "e": ((0, 4), dtype)}
+    )
     made["x"].copy_(right)
     assert torch.equal(safetensors.torch.load_file(tmp_path / "a")["x"], right)
     safetensors.torch.save_file({"y": right}, tmp_path / "b")
@@ -161,8 +172,13 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
-    """Whatever single bytes are changed: the same tensors, or a ValueError; never a crash."""
-    tensors = {"x": torch.randn(3, 2), "y": torch.arange(5), "z": torch.zeros(0, 3).half()}
+    """Whatever single bytes are changed: the same tensors, or a ValueError; never a
+    crash."""
+    tensors = {
+        "x": torch.randn(3, 2),
+        "y": torch.arange(5),
+        "z": torch.zeros(0, 3).half(),
+    }
     safetensors.torch.save_file(tensors, tmp_path / "good", {"a": "b"})
     good = (tmp_path / "good").read_bytes()
     begin = 8 + int.from_bytes(good[:8], "little")
@@ -171,7 +187,9 @@ def test_damaged_files_are_read_as_the_library_reads_them(tmp_path: Path) -> Non
     for _ in range(600):
         damaged = bytearray(good)
         for _ in range(draw.choice((1, 1, 2))):
-            damaged[draw.randrange(begin)] = draw.choice(b'0123456789-[]{},:"FIxyz \xff')
+            damaged[draw.randrange(begin)] = draw.choice(
+                b'0123456789-[]{},:"FIxyz \xff'
+            )
         path = tmp_path / "damaged"
         path.write_bytes(damaged)
         try:
@@ -217,7 +235,23 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
         open_tensors(path)
 
 
-_SIZES = (0, 1, 2, 3, -1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 1.5, "3", None, True, [])
+_SIZES = (
+    0,
+    1,
+    2,
+    3,
+    -1,
+    2**31,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64,
+    1.5,
+    "3",
+    None,
+    True,
+    [],
+)
 _TYPES = ("F32", "F64", "BF16", "U8", "BOOL", "F4", "F8_E8M0", "f32", "", None, 3)
 
 
@@ -244,7 +278,9 @@ def _damage(header: dict[str, Any], draw: random.Random) -> None:
     field = draw.choice(list(damages))
     tensor[field] = damages[field]()
     if draw.random() < 0.3:  # sizes that leave no elements
-        tensor["shape"] = draw.sample([0, draw.choice([2**33, 2**62, 2**63, -1]), 3, 2**33], 4)
+        tensor["shape"] = draw.sample(
+            [0, draw.choice([2**33, 2**62, 2**63, -1]), 3, 2**33], 4
+        )
         tensor["data_offsets"] = [0, 0]
 
 
@@ -274,7 +310,9 @@ def test_whatever_a_header_says_it_opens_or_is_refused_in_words(tmp_path: Path) 
     assert refused > 50
 
 
-def test_a_shape_that_no_tensor_has_is_refused_though_it_has_no_elements(tmp_path: Path) -> None:
+def test_a_shape_that_no_tensor_has_is_refused_though_it_has_no_elements(
+    tmp_path: Path,
+) -> None:
     header = {"query": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}
     text = json.dumps(header).encode()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text)

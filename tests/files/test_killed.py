@@ -1,4 +1,5 @@
-"""Runs that are killed at any moment, and disks that fill up: no bit differs, nothing is lost."""
+"""Runs that are killed at any moment, and disks that fill up: no bit differs, nothing
+is lost."""
 
 from __future__ import annotations
 
@@ -112,13 +113,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     qkv = {name: torch.randn(1, HEADS, 300, 32).half() for name in "qkv"}
     out, lse = qa.attention_with_lse(*qkv.values(), devices="cpu")
     safetensors.torch.save_file(qkv, "qkv")
-    forward = {"out": out.contiguous(), "lse": lse.contiguous(), "do": torch.randn_like(out)}
+    forward = {
+        "out": out.contiguous(),
+        "lse": lse.contiguous(),
+        "do": torch.randn_like(out),
+    }
     safetensors.torch.save_file(forward, "forward")
     return tmp_path
 
 
 def tensors(name: str) -> dict[str, bytes]:
-    return {name: t.numpy().tobytes() for name, t in safetensors.torch.load_file(name).items()}
+    return {
+        name: t.numpy().tobytes()
+        for name, t in safetensors.torch.load_file(name).items()
+    }
 
 
 @pytest.mark.slow_but_first
@@ -133,7 +141,9 @@ def test_kills_change_no_bit_and_leave_nothing(folder: Path, how: str) -> None:
     assert done.returncode == 0, (seed, done.stdout, done.stderr)
 
 
-def after(calls: int, then: Callable[..., object], first: Callable[..., object]) -> object:
+def after(
+    calls: int, then: Callable[..., object], first: Callable[..., object]
+) -> object:
     """``first`` so many times, and ``then`` from there on."""
     left = [calls]
 
@@ -151,7 +161,10 @@ def full(*_: object) -> None:
 # After the folder is made. Each part: results, progress.json, names.
 @pytest.mark.parametrize("calls", [0, 1, 4, 10])
 def test_a_disk_that_fills_up_keeps_what_is_done_and_is_named(
-    calls: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calls: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["run", "qkv", "out", *EACH]
     with monkeypatch.context() as patched:
@@ -171,7 +184,8 @@ def test_a_disk_that_fills_up_keeps_what_is_done_and_is_named(
 def test_an_output_that_was_replaced_before_the_folder_was_removed_is_computed_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last file had its name when the process was killed; then another took the name."""
+    """Its last file had its name when the process was killed; then another took the
+    name."""
     command = ["run", "qkv", "out", *EACH, "--resume"]
     with monkeypatch.context() as patched:
         patched.setattr(Path, "unlink", lambda *_, **__: None)

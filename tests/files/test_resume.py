@@ -1,6 +1,7 @@
-"""A stopped ``run`` loses the head group that it was at, and nothing else. What ``--resume`` makes
-of the rest is bit for bit what one run would have made, or it refuses by name. A folder that
-another user may have planted is never resumed from, nor written through."""
+"""A stopped ``run`` loses the head group that it was at, and nothing else. What
+``--resume`` makes of the rest is bit for bit what one run would have made, or it
+refuses by name. A folder that another user may have planted is never resumed from, nor
+written through."""
 
 from __future__ import annotations
 
@@ -39,15 +40,22 @@ def folder(tmp_path: Path) -> Path:
     qkv = {name: torch.randn(1, HEADS, 300, 16) for name in "qkv"}
     out, lse = qa.attention_with_lse(*qkv.values(), devices="cpu")
     safetensors.torch.save_file(qkv, tmp_path / "qkv")
-    safetensors.torch.save_file({"out": out, "lse": lse.contiguous()}, tmp_path / "forward")
-    safetensors.torch.save_file({"grad_out": torch.randn_like(out)}, tmp_path / "upstream")
+    safetensors.torch.save_file(
+        {"out": out, "lse": lse.contiguous()}, tmp_path / "forward"
+    )
+    safetensors.torch.save_file(
+        {"grad_out": torch.randn_like(out)}, tmp_path / "upstream"
+    )
     safetensors.torch.save_file({"old": torch.ones(3)}, tmp_path / "out")
     return tmp_path
 
 
 def inputs(folder: Path, backward: bool) -> list[str]:
     names = ["qkv", "forward", "upstream"] if backward else ["qkv"]
-    return [*(["--backward"] if backward else ["--lse"]), *(str(folder / name) for name in names)]
+    return [
+        *(["--backward"] if backward else ["--lse"]),
+        *(str(folder / name) for name in names),
+    ]
 
 
 def run(folder: Path, *options: str, backward: bool = False, out: str = "out") -> int:
@@ -55,8 +63,8 @@ def run(folder: Path, *options: str, backward: bool = False, out: str = "out") -
 
 
 def stopping(parts: int, then: Callable[[], Any] | None = None) -> Any:
-    """Computes parts; a signal comes, or ``then`` is called, when so many are kept, and one more is
-    computed."""
+    """Computes parts; a signal comes, or ``then`` is called, when so many are kept, and
+    one more is computed."""
 
     def compute(work: FileRun, left: Sequence[int]) -> Iterator[int]:
         for number, part in enumerate(compute_here(work, left)):
@@ -109,7 +117,10 @@ def contents(folder: Path) -> dict[str, object]:
 
 
 def tensors(path: Path) -> dict[str, bytes]:
-    return {name: t.numpy().tobytes() for name, t in safetensors.torch.load_file(path).items()}
+    return {
+        name: t.numpy().tobytes()
+        for name, t in safetensors.torch.load_file(path).items()
+    }
 
 
 def test_what_is_unfinished_is_not_destroyed_without_a_word(
@@ -171,7 +182,10 @@ def test_a_changed_input_is_refused_by_name(
 def test_an_input_that_changes_meanwhile_ends_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old, compute = (folder / "out").read_bytes(), stopping(1, lambda: os.utime(folder / "qkv"))
+    old, compute = (
+        (folder / "out").read_bytes(),
+        stopping(1, lambda: os.utime(folder / "qkv")),
+    )
     assert computed_by(compute, lambda: run(folder)) == 2
     assert "was changed while it was read" in capsys.readouterr().err
     assert (folder / "out").read_bytes() == old
@@ -228,7 +242,10 @@ def test_what_is_damaged_is_refused_by_name(
 
 @pytest.mark.parametrize("out", ["new/", "new/out.npy"])
 def test_a_second_run_at_the_same_time_is_refused(
-    folder: Path, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    out: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also one to the first of several files, by whatever option."""
     second = ["run", str(folder / "qkv"), f"{folder}/{out}", "--device", "cpu"]
@@ -237,24 +254,36 @@ def test_a_second_run_at_the_same_time_is_refused(
     def compute(work: FileRun, left: Sequence[int]) -> Iterator[int]:
         for part in compute_here(work, left):
             monkeypatch.setattr(command, "_computer", lambda options: compute_here)
-            tried.extend(main([*second, *more]) for more in ([], ["--resume"], ["--restart"]))
+            tried.extend(
+                main([*second, *more]) for more in ([], ["--resume"], ["--restart"])
+            )
             yield part
 
     monkeypatch.setattr(command, "_computer", lambda options: compute)
     assert run(folder, out="new/") == 0
     assert tried == [2] * 3 * HEADS
-    assert capsys.readouterr().err.count("is being written by another process") == 3 * HEADS
+    assert (
+        capsys.readouterr().err.count("is being written by another process")
+        == 3 * HEADS
+    )
     assert run(folder, out="whole/") == 0
     for name in ("out.npy", "lse.npy"):
-        assert (folder / "new" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+        assert (folder / "new" / name).read_bytes() == (
+            folder / "whole" / name
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("when", ["before its run folder", "before the lock"])
 def test_a_folder_that_another_process_has_just_removed_is_its(
-    folder: Path, when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    when: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if when == "before the lock":
-        monkeypatch.setattr(writing, "sync_directory", lambda _: (folder / "out.run").rmdir())
+        monkeypatch.setattr(
+            writing, "sync_directory", lambda _: (folder / "out.run").rmdir()
+        )
     else:
         mkdir = Path.mkdir
 
@@ -307,7 +336,10 @@ def somebodys(path: Path) -> None:
     ],
 )
 def test_a_folder_that_is_not_ones_own_is_not_taken_over(
-    begun: Path, planted: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
+    begun: Path,
+    planted: Callable[[Path], None],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     planted(begun / "out.run")
     before = contents(begun)

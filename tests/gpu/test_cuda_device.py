@@ -34,7 +34,9 @@ def gpu() -> Iterator[torch.device]:
     torch.cuda.synchronize()
 
 
-def test_what_is_locked_of_memory_of_which_others_lock_the_beginning(gpu: torch.device) -> None:
+def test_what_is_locked_of_memory_of_which_others_lock_the_beginning(
+    gpu: torch.device,
+) -> None:
     """As the second worker of a pool does."""
     memory = torch.zeros(4 * MIB, dtype=torch.uint8, device="cpu")
     first, second = memory[: 2 * MIB], memory[2 * MIB :]
@@ -48,7 +50,9 @@ def test_what_is_locked_of_memory_of_which_others_lock_the_beginning(gpu: torch.
     assert not host_memory.is_locked(second)
 
 
-def unit(mover, slot, source, target, pieces, compute, stored=None, carried: int = 0) -> None:  # type: ignore[no-untyped-def]
+def unit(
+    mover, slot, source, target, pieces, compute, stored=None, carried: int = 0
+) -> None:  # type: ignore[no-untyped-def]
     """One unit's stages, through the first slot."""
     with mover.input_stage(0):
         mover.load(slot, source, pieces)
@@ -73,7 +77,16 @@ def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None
     torch.cuda.synchronize()
     with backend.page_locks([Copied(far), Copied(target)]) as locks:
         mover = backend.mover(gpu, 2, locks, Clock())
-        unit(mover, slot, far, target, PIECES, lambda: copied.copy_(slot), full, carried=1)
+        unit(
+            mover,
+            slot,
+            far,
+            target,
+            PIECES,
+            lambda: copied.copy_(slot),
+            full,
+            carried=1,
+        )
         mover.finish(wait=True)
     assert torch.equal(copied.cpu(), expected_in)
     assert torch.equal(target.cpu(), expected_out)
@@ -81,7 +94,8 @@ def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None
 
 
 def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> None:
-    """Twenty units through one slot: each computes on what was loaded for it, and stores that."""
+    """Twenty units through one slot: each computes on what was loaded for it, and
+    stores that."""
     backend, rows = Cuda(), 1 << 16
     source = torch.randn(20, rows, 16).pin_memory()
     results = torch.zeros_like(source).pin_memory()
@@ -91,15 +105,25 @@ def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> Non
         mover = backend.mover(gpu, 1, locks, Clock())
         for n in range(20):
             here = slice(n, n + 1)
-            unit(mover, slot, source[here], results[here], whole, lambda n=n: slot.mul_(2).add_(n))
+            unit(
+                mover,
+                slot,
+                source[here],
+                results[here],
+                whole,
+                lambda n=n: slot.mul_(2).add_(n),
+            )
         mover.finish(wait=True)
     for number in range(20):
         assert torch.equal(results[number], source[number] * 2 + number)
 
 
 @pytest.mark.parametrize("offset", [0, 24])
-def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset: int) -> None:
-    """As inputs of a call: locked 16 MiB at a time, unlocked head by head when they are left."""
+def test_pageable_rows_are_copied_across_locked_pieces(
+    gpu: torch.device, offset: int
+) -> None:
+    """As inputs of a call: locked 16 MiB at a time, unlocked head by head when they are
+    left."""
     heads, rows, width = 3, 200_000, 64
     backend = Cuda()
     room = torch.randn(heads * rows * width + offset, dtype=torch.float32).half()
@@ -113,7 +137,14 @@ def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset
     ) as locks:
         mover = backend.mover(gpu, 1, locks, Clock())
         assert locks.wants(far)
-        unit(mover, slot, far, target, whole, lambda: slot.cpu().equal(far) or pytest.fail("off"))
+        unit(
+            mover,
+            slot,
+            far,
+            target,
+            whole,
+            lambda: slot.cpu().equal(far) or pytest.fail("off"),
+        )
         mover.release([far[:2], target[:2]])
         mover.finish(wait=True)
         assert torch.equal(target, far)
@@ -124,7 +155,11 @@ def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset
 
 def test_a_merge_in_a_captured_graph_and_at_an_odd_address(gpu: torch.device) -> None:
     part = torch.ones(1, 1, 256, 64, device=gpu).half()
-    state = torch.zeros(1, 1, 257, 64, device=gpu).flatten()[1 : 1 + 256 * 64].view(1, 1, 256, 64)
+    state = (
+        torch.zeros(1, 1, 257, 64, device=gpu)
+        .flatten()[1 : 1 + 256 * 64]
+        .view(1, 1, 256, 64)
+    )
     assert state.data_ptr() % 16
     graph = torch.cuda.CUDAGraph()
     add_(state, part, 0.0)  # compiles
@@ -160,7 +195,9 @@ def test_memory_is_counted(gpu: torch.device) -> None:
     assert counted is not None
     arena = backend.allocate(64 * MIB, gpu)
     assert backend.free_bytes(gpu) <= free - 60 * MIB
-    assert empty_accumulator((4, 100), torch.float32, home_device("host", gpu), gpu).is_pinned()
+    assert empty_accumulator(
+        (4, 100), torch.float32, home_device("host", gpu), gpu
+    ).is_pinned()
     del arena
     assert 64 * MIB <= counted() <= 66 * MIB
     backend.give_back_cached()
@@ -168,9 +205,11 @@ def test_memory_is_counted(gpu: torch.device) -> None:
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_from_files_to_files(gpu: torch.device, locked: bool, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Files that are mapped to be read are locked, those to be written go through buffers; without
-    locks all do. The results are those of page-locked memory."""
+def test_from_files_to_files(
+    gpu: torch.device, locked: bool, tmp_path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
+    """Files that are mapped to be read are locked, those to be written go through
+    buffers; without locks all do. The results are those of page-locked memory."""
     if not locked:
         monkeypatch.setattr(page_locks, "WORTH_LOCKING_BYTES", 1 << 60)
     shape, names = (1, 3, 65_536, 64), ("query", "key", "value", "grad_out")
@@ -181,10 +220,15 @@ def test_from_files_to_files(gpu: torch.device, locked: bool, tmp_path, monkeypa
     results = create_tensors(tmp_path / "out", wanted)
     call = {"budget": "48MiB", "is_causal": True}
     right = both(Inputs(*(given[name].pin_memory() for name in names)), **call)
-    pins = {"out": results["grad_out"]}, {"grads": tuple(results[name] for name in names[:3])}
+    pins = (
+        {"out": results["grad_out"]},
+        {"grads": tuple(results[name] for name in names[:3])},
+    )
     found = both(Inputs(*(given[name] for name in names)), pins, **call)
     assert torch.equal(found["out"], right["out"])
     for name in names[:3]:
         off = found[name].float() - right[name].float()  # cuDNN adds dQ in any order
         assert torch.linalg.norm(off) < 1e-3 * right[name].float().norm()
-    assert not any(tensor.is_pinned() for tensor in (*given.values(), *results.values()))
+    assert not any(
+        tensor.is_pinned() for tensor in (*given.values(), *results.values())
+    )

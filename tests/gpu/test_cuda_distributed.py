@@ -32,7 +32,9 @@ def _all_of_it(rank: int) -> None:
         for number, (heads, kv_heads, sizes, causal) in enumerate(SHAPES):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 torch.manual_seed(number)
-                tensors = inputs_of(heads, kv_heads, sum(sizes), 64, 64, dtype, 1 + number % 2)
+                tensors = inputs_of(
+                    heads, kv_heads, sum(sizes), 64, 64, dtype, 1 + number % 2
+                )
                 compare(rank, list(sizes), tensors, causal, lengths=sizes)
     strategies.n_head_groups = n_head_groups
     _again_and_again(rank)
@@ -40,7 +42,8 @@ def _all_of_it(rank: int) -> None:
 
 
 def _again_and_again(rank: int) -> None:
-    """Two streams share memory that is given out again and again: no call reads another's."""
+    """Two streams share memory that is given out again and again: no call reads
+    another's."""
     torch.manual_seed(3)
     n = 2048
     tensors = inputs_of(16, 4, 2 * n, 128, 128, torch.bfloat16, 1)
@@ -49,10 +52,13 @@ def _again_and_again(rank: int) -> None:
     for number in range(60):
         q, k, v = (t.clone().requires_grad_() for t in mine[:3])
         with torch.set_grad_enabled(number % 3 != 1):
-            out = sharded.attention(q, k, v, is_causal=True, enable_gqa=True, lengths="equal")
+            out = sharded.attention(
+                q, k, v, is_causal=True, enable_gqa=True, lengths="equal"
+            )
         # Memory that the call has let go of is written to at once.
         scribbled = [
-            torch.full((1 << (18 + size),), torch.nan, device=HOME[0]) for size in range(6)
+            torch.full((1 << (18 + size),), torch.nan, device=HOME[0])
+            for size in range(6)
         ]
         if out.requires_grad:
             out.backward(mine[3])
@@ -64,7 +70,8 @@ def _again_and_again(rank: int) -> None:
 
 
 def _no_waits() -> None:
-    """A call whose heads divide never has its host wait for a GPU, whatever way it goes."""
+    """A call whose heads divide never has its host wait for a GPU, whatever way it
+    goes."""
     tensors = inputs_of(8, 4, 512, 64, 64, torch.bfloat16, 1)
     q, k, v = (t.requires_grad_() for t in tensors[:3])
     for checked in (False, False, True):

@@ -1,4 +1,5 @@
-"""Dropout on a GPU: within a budget, and where its seeds come from (pairs: test_cuda_masks.py)."""
+"""Dropout on a GPU: within a budget, and where its seeds come from (pairs:
+test_cuda_masks.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ SEED = 2**41 + 3
 @pytest.mark.parametrize(("budget", "trains"), [("24 MiB", False), ("64 MiB", True)])
 def test_a_budget_holds(budget: str, trains: bool) -> None:
     sizes: dict[str, Any] = {"dtype": torch.float16, "device": "cuda"}
-    three = [torch.randn(1, 8, 16_384, 64, **sizes).requires_grad_(trains) for _ in range(3)]
+    three = [
+        torch.randn(1, 8, 16_384, 64, **sizes).requires_grad_(trains) for _ in range(3)
+    ]
     call: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": SEED, "is_causal": True}
     report, room = qa.Report(), torch.empty(1, 8, 16_384, 64, **sizes)
     out = qa.attention(*three, **call, budget=budget, out=room, report=report)
@@ -28,18 +31,26 @@ def test_a_budget_holds(budget: str, trains: bool) -> None:
 
 
 def test_seeds_come_from_the_generator_of_the_cpu() -> None:
-    """The same as on a CPU; checkpointing draws it again; a graph has to be given one."""
+    """The same as on a CPU; checkpointing draws it again; a graph has to be given
+    one."""
     seeds = []
     for device in ("cuda", "cpu"):
         torch.manual_seed(4)
         report = qa.Report()
-        three = [torch.randn(1, 2, 64, 64, dtype=torch.float32, device="cpu") for _ in range(3)]
+        three = [
+            torch.randn(1, 2, 64, 64, dtype=torch.float32, device="cpu")
+            for _ in range(3)
+        ]
         torch.manual_seed(4)
-        qa.attention(*(t.to(device) for t in three), dropout_p=0.5, report=report, devices=device)
+        qa.attention(
+            *(t.to(device) for t in three), dropout_p=0.5, report=report, devices=device
+        )
         seeds.append(report.forward.dropout_seed)
     assert seeds[0] == seeds[1]
     leaves = [
-        torch.randn(1, 2, 300, 64, dtype=torch.float16, device="cuda", requires_grad=True)
+        torch.randn(
+            1, 2, 300, 64, dtype=torch.float16, device="cuda", requires_grad=True
+        )
         for _ in range(3)
     ]
 
@@ -62,7 +73,9 @@ def test_seeds_come_from_the_generator_of_the_cpu() -> None:
     graph.replay()
     assert torch.equal(captured, qa.attention(*three, dropout_p=0.5, dropout_seed=1))
     with (
-        pytest.raises(NotImplementedError, match="dropout_p in a CUDA graph needs dropout_seed"),
+        pytest.raises(
+            NotImplementedError, match="dropout_p in a CUDA graph needs dropout_seed"
+        ),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         qa.attention(*three, dropout_p=0.5)

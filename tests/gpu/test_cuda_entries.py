@@ -15,7 +15,11 @@ from quorum_attention.kernels.masked import packing, pair_bias, ways
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-_TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bfloat16: (4e-2, 0.1)}
+_TOLERANCE = {
+    torch.float32: (5e-5, 2e-4),
+    torch.float16: (6e-3, 2e-2),
+    torch.bfloat16: (4e-2, 0.1),
+}
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 64])
@@ -23,8 +27,9 @@ _TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bf
 def test_masks_of_tokens_become_a_bias(
     dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one call or by several, beside learned biases and sinks; or a tensor, where the mask is on
-    the GPU and nothing is beside it. Few have what Triton compiles for."""
+    """By one call or by several, beside learned biases and sinks; or a tensor, where
+    the mask is on the GPU and nothing is beside it. Few have what Triton compiles
+    for."""
     for number in range(56):
         seed = 1000 * head_dim + 100 * dtype.itemsize + number
         size = random.Random(seed).choice([9, 12, 26])
@@ -41,9 +46,11 @@ def test_masks_of_tokens_become_a_bias(
 
 
 @pytest.mark.parametrize("dtype", _TOLERANCE, ids=str)
-def test_packed_masks_of_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is packed, though it would become a bias. Triton compiles for each kind of call, which
-    takes most of the time."""
+def test_packed_masks_of_tokens(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is packed, though it would become a bias. Triton compiles for each kind of
+    call, which takes most of the time."""
     monkeypatch.setattr(ways, "DEVICES_FOR_BIAS", ())
     monkeypatch.setattr(ways, "_FEW_CALLS", 0)
     monkeypatch.setattr(packing, "_CLEARLY", 0)
@@ -51,7 +58,9 @@ def test_packed_masks_of_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         seed = 100 * dtype.itemsize + number
         budget = random.Random(seed).choice([10, 16, 28])
         monkeypatch.setattr(packing, "_DEVICE_BYTES", 1 << budget)
-        masked_call(seed, dtype=dtype, limits=_TOLERANCE[dtype], device="cuda", plain=True)
+        masked_call(
+            seed, dtype=dtype, limits=_TOLERANCE[dtype], device="cuda", plain=True
+        )
 
 
 def masks() -> dict[str, tuple[qa.Mask | None, tuple[int, ...]]]:
@@ -67,10 +76,14 @@ def masks() -> dict[str, tuple[qa.Mask | None, tuple[int, ...]]]:
     }
 
 
-@pytest.mark.parametrize("name", ["no mask", "lengths", "padding", "scattered", "missing"])
-def test_masks_of_entries_take_few_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many masks differ, and wherever their tokens lie; results are those of torch. Masks
-    on the GPU become a tensor, those of the host a bias."""
+@pytest.mark.parametrize(
+    "name", ["no mask", "lengths", "padding", "scattered", "missing"]
+)
+def test_masks_of_entries_take_few_calls(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many masks differ, and wherever their tokens lie; results are those of
+    torch. Masks on the GPU become a tensor, those of the host a bias."""
     mask, (n_entries, heads, n_tokens) = masks()[name]
     calls = []
     make = pair_bias.PairBias.of

@@ -1,4 +1,5 @@
-"""attention() on a GPU against float64; the yardstick is the same kernel's undivided call."""
+"""attention() on a GPU against float64; the yardstick is the same kernel's undivided
+call."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def cuda_inputs(n: int, **sizes) -> Inputs:  # type: ignore[no-untyped-def]
 def skip_unless(kernel: str, given: Inputs, is_causal: bool) -> None:
     q, k, v = given.three
     widths = (q.shape[1], k.shape[1], q.shape[-1], v.shape[-1])
-    reason = why_not(get_kernel(kernel), CallShape("cuda", q.dtype, *widths, is_causal, True))
+    reason = why_not(
+        get_kernel(kernel), CallShape("cuda", q.dtype, *widths, is_causal, True)
+    )
     if reason is not None:
         pytest.skip(f"{kernel}: {reason}")
 
@@ -35,14 +38,20 @@ def compare(given: Inputs, kernel: str, depth: int, is_causal: bool) -> None:
     skip_unless(kernel, given, is_causal)
     call = {"is_causal": is_causal}
     whole, cut = (
-        errors(both(given, kernel=kernel, depth=d, **call), given, **call) for d in (0, depth)
+        errors(both(given, kernel=kernel, depth=d, **call), given, **call)
+        for d in (0, depth)
     )
     for name, error in cut.items():
         limit = 1.5 * whole[name] + TINY[given.query.dtype]
         assert error <= limit, f"{name}: {error:.2e}, undivided {whole[name]:.2e}"
 
 
-WIDTHS = ({"kv_heads": 1, "batch": (2,)}, {"value_dim": 32}, {"head_dim": 80}, {"head_dim": 256})
+WIDTHS = (
+    {"kv_heads": 1, "batch": (2,)},
+    {"value_dim": 32},
+    {"head_dim": 80},
+    {"head_dim": 256},
+)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -64,11 +73,13 @@ def test_cut_is_as_exact_as_uncut(kernel, sizes, is_causal, depth) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("n_keys", [1, 4, 63, 64, 65, 100, 130])
 def test_scores_far_below_zero(kernel, dtype, is_causal, n_keys) -> None:
-    """What a kernel makes of keys beyond the end must not outweigh the keys that there are."""
+    """What a kernel makes of keys beyond the end must not outweigh the keys that there
+    are."""
     given = cuda_inputs(130, n_keys=n_keys, dtype=dtype)
     given.query.data[..., 0] = 8.0
     given.key.data[..., 0] = -300.0
-    # Scores of 16-bit products of these sizes are some per cent off, and so is all else.
+    # Scores of 16-bit products of these sizes are some per cent off, and so is all
+    # else.
     skip_unless(kernel, given, is_causal)
     found = both(given, kernel=kernel, depth=0, is_causal=is_causal)
     assert max(errors(found, given, is_causal=is_causal).values()) < 0.5
@@ -77,8 +88,8 @@ def test_scores_far_below_zero(kernel, dtype, is_causal, n_keys) -> None:
 @pytest.mark.parametrize("kernel", ["flash", "dense"])
 @pytest.mark.parametrize("accumulator", ["device", "host"])
 def test_the_number_of_slots_changes_nothing(kernel, accumulator) -> None:
-    """Bit for bit: streams and events keep the order of one slot. Inputs on the host, several
-    head groups, so that everything that can overlap does."""
+    """Bit for bit: streams and events keep the order of one slot. Inputs on the host,
+    several head groups, so that everything that can overlap does."""
     given = Inputs(*(t.cpu() for t in (*cuda_inputs(3000, dtype=torch.float16).three,
                                        torch.zeros(1))))  # fmt: skip
     results = []
@@ -88,6 +99,8 @@ def test_the_number_of_slots_changes_nothing(kernel, accumulator) -> None:
             heads_per_group=2, is_causal=True, device="cuda", inputs="host",
         )  # fmt: skip
         for _ in range(2):
-            results.append(qa.attention(*given.three, is_causal=True, plan=plan, devices="cuda"))
+            results.append(
+                qa.attention(*given.three, is_causal=True, plan=plan, devices="cuda")
+            )
     for other in results[1:]:
         assert torch.equal(results[0], other)

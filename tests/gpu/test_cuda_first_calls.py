@@ -1,5 +1,5 @@
-"""The first call of a process on a GPU, in modes of the caller's: see ``test_traces.py``. All
-processes run at once, because each takes seconds to begin."""
+"""The first call of a process on a GPU, in modes of the caller's: see
+``test_traces.py``. All processes run at once, because each takes seconds to begin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ import torch
 from quorum_attention.kernels.fa4 import version
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-KERNELS = ("cudnn", "flash", "efficient", "native", "score_mod", "function", "window", "keeps")
+KERNELS = (
+    "cudnn",
+    "flash",
+    "efficient",
+    "native",
+    "score_mod",
+    "function",
+    "window",
+    "keeps",
+)
 MODES = (
     "reentrant checkpoint", "hooks that raise", "save_on_cpu", "inference_mode", "anomaly mode",
     "autocast", "a default device", "a narrow default dtype", "compile",

@@ -1,4 +1,5 @@
-"""FlexAttention's modifications compiled on a GPU, a whole task at a time, against float64."""
+"""FlexAttention's modifications compiled on a GPU, a whole task at a time, against
+float64."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ def compare(case, tensors, levels=LEVELS, tiles=(16, 128)) -> None:  # type: ign
         for tile in tiles if cut else tiles[:1]:
             # Both ways: through slots, and on inputs as they lie.
             in_place = tile == tiles[-1] if len(cut) == 1 else None
-            how = {"levels": cut, "tile": tile, "over_inputs": in_place, "inputs": "device"}
+            how = {
+                "levels": cut,
+                "tile": tile,
+                "over_inputs": in_place,
+                "inputs": "device",
+            }
             out, _, grads = run(kernel, tensors, case[2], device="cuda", **how)
             found = errors((out, *grads), tensors, case)
             whole = whole or found
@@ -63,7 +69,9 @@ def test_cases(name: str) -> None:
 
 @pytest.mark.parametrize("over_inputs", [True, False])
 @pytest.mark.parametrize("backward", [False, True])
-def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bool) -> None:
+def test_memory_of_a_cut_call_is_within_its_plan(
+    backward: bool, over_inputs: bool
+) -> None:
     n, heads = 40_000, 4
     kernel = from_score_mod(None, sliding_window(1500), compiled=True)
     tensors = made(torch.float16, n=n, heads=heads)
@@ -76,7 +84,9 @@ def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bo
 
     def call() -> None:
         if backward:
-            qa.attention_backward(tensors[3], *tensors[:3], out, lse, plan=plan, **common)
+            qa.attention_backward(
+                tensors[3], *tensors[:3], out, lse, plan=plan, **common
+            )
         else:
             qa.attention_with_lse(*tensors[:3], plan=plan, **common)
 

@@ -1,4 +1,5 @@
-"""Calls in captured CUDA graphs: a replay follows what the device reads; the rest is refused."""
+"""Calls in captured CUDA graphs: a replay follows what the device reads; the rest is
+refused."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def inputs() -> list[torch.Tensor]:
     return [torch.randn(3, 2, N, 64, device="cuda").bfloat16() for _ in range(3)]
 
 
-def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def captured(
+    call: Callable[[], torch.Tensor],
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of a call that has been made before, and its result."""
     for _ in range(2):
         call()
@@ -62,7 +65,9 @@ def test_a_replay_after_a_mask_has_gone(decomposed: bool) -> None:
 
     def call() -> torch.Tensor:
         depth: Any = 1 if decomposed else "auto"
-        return qa.attention(*three, qa.Mask(causal=True, window=37), kernel="native", depth=depth)
+        return qa.attention(
+            *three, qa.Mask(causal=True, window=37), kernel="native", depth=depth
+        )
 
     graph, out = captured(call)
     graph.replay()
@@ -71,7 +76,9 @@ def test_a_replay_after_a_mask_has_gone(decomposed: bool) -> None:
         qa.attention(*three, qa.Mask(causal=True, window=window), kernel="native")
     gc.collect()
     torch.cuda.synchronize()
-    pinned = [torch.full((n,), 7, dtype=torch.int32).pin_memory() for n in range(64, 4096, 64)]
+    pinned = [
+        torch.full((n,), 7, dtype=torch.int32).pin_memory() for n in range(64, 4096, 64)
+    ]
     graph.replay()
     assert torch.equal(out, right)
     del pinned
@@ -89,14 +96,19 @@ LENGTHS = torch.tensor([7, 100, N])
     ],
     ids=str,
 )
-def test_what_the_host_has_read_is_refused(fields: dict[str, torch.Tensor], name: str) -> None:
-    """A graph replayed the lengths of its capture, whatever was written to them since."""
+def test_what_the_host_has_read_is_refused(
+    fields: dict[str, torch.Tensor], name: str
+) -> None:
+    """A graph replayed the lengths of its capture, whatever was written to them
+    since."""
     three = inputs()
     for where in ("cuda", "cpu"):
         mask = qa.Mask(**{field: tensor.to(where) for field, tensor in fields.items()})
         qa.attention(*three, mask)
         with (
-            pytest.raises(NotImplementedError, match=f"{name} cannot be given while a CUDA graph"),
+            pytest.raises(
+                NotImplementedError, match=f"{name} cannot be given while a CUDA graph"
+            ),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             qa.attention(*three, mask)
@@ -113,7 +125,9 @@ def test_host_memory_is_refused() -> None:
     on_host = [t.cpu() for t in three]
     qa.attention(*on_host, devices="cuda")
     with (
-        pytest.raises(NotImplementedError, match="query, key and value cannot be on cpu while"),
+        pytest.raises(
+            NotImplementedError, match="query, key and value cannot be on cpu while"
+        ),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         qa.attention(*on_host, devices="cuda")
@@ -127,10 +141,14 @@ def test_a_function_is_called_at_every_replay() -> None:
     reach.fill_(10)
     graph.replay()
     near = (torch.arange(N)[:, None] - torch.arange(N)).abs() <= 10
-    assert close(out, torch.nn.functional.scaled_dot_product_attention(*three, near.cuda()))
+    assert close(
+        out, torch.nn.functional.scaled_dot_product_attention(*three, near.cuda())
+    )
     fresh = qa.Mask(keeps=lambda b, h, q, k: (q - k).abs() <= reach + 1)
     with (
-        pytest.raises(RuntimeError, match="has to be evaluated before a CUDA graph is captured"),
+        pytest.raises(
+            RuntimeError, match="has to be evaluated before a CUDA graph is captured"
+        ),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         qa.attention(*three, fresh)
@@ -143,7 +161,9 @@ def test_scaled_gradients_in_a_graph() -> None:
 
     def call() -> torch.Tensor:
         out = qa.attention(*three, kernel="cudnn", depth=1)
-        return torch.cat([g.flatten() for g in torch.autograd.grad(out, three, grad_out)])
+        return torch.cat(
+            [g.flatten() for g in torch.autograd.grad(out, three, grad_out)]
+        )
 
     graph, grads = captured(call)
     grad_out.normal_()

@@ -1,6 +1,8 @@
-"""Calls beyond what one call of an operator may have on a GPU: cut, and right (docs/kernels.md).
+"""Calls beyond what one call of an operator may have on a GPU: cut, and right
+(docs/kernels.md).
 
-The last entries and heads are compared with float64: it is there that numbers of 32 bits end.
+The last entries and heads are compared with float64: it is there that numbers of 32
+bits end.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ BF16 = torch.bfloat16
 RIGHT = 1e-2
 
 
-def leaves(shape: tuple[int, int, int, int], n_keys: int, kv_heads: int | None = None) -> Inputs:
+def leaves(
+    shape: tuple[int, int, int, int], n_keys: int, kv_heads: int | None = None
+) -> Inputs:
     """Inputs in bf16 for queries of ``shape``, with an upstream gradient."""
     entries, heads, _, width = shape
     of_keys = (entries, heads if kv_heads is None else kv_heads, n_keys, width)
@@ -35,14 +39,22 @@ def leaves(shape: tuple[int, int, int, int], n_keys: int, kv_heads: int | None =
         torch.empty(sizes, dtype=BF16, device="cuda").normal_()
         for sizes in (shape, of_keys, of_keys, shape)
     )
-    return Inputs(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out)
+    return Inputs(
+        query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out
+    )
 
 
 def run(given: Inputs, kernel: str, **call: Any) -> list[torch.Tensor]:
     """The output and the three gradients."""
     if kernel != "auto":
-        widths = (*given.query.shape[1:2], *given.key.shape[1:2], *[given.query.shape[-1]] * 2)
-        reason = why_not(get_kernel(kernel), CallShape("cuda", BF16, *widths, False, True))
+        widths = (
+            *given.query.shape[1:2],
+            *given.key.shape[1:2],
+            *[given.query.shape[-1]] * 2,
+        )
+        reason = why_not(
+            get_kernel(kernel), CallShape("cuda", BF16, *widths, False, True)
+        )
         if reason is not None:
             pytest.skip(f"{kernel}: {reason}")
     out = qa.attention(*given.three, kernel=kernel, enable_gqa=True, **call)
@@ -52,8 +64,8 @@ def run(given: Inputs, kernel: str, **call: Any) -> list[torch.Tensor]:
 def errors_of_head(
     results: list[torch.Tensor], given: Inputs, entry: int, key_head: int, **call: Any
 ) -> dict[str, float]:
-    """How far the results of one key/value head of an entry are from float64, as a share of the
-    norm."""
+    """How far the results of one key/value head of an entry are from float64, as a
+    share of the norm."""
     group = given.query.shape[1] // given.key.shape[1]
     queries = (slice(entry, entry + 1), slice(key_head * group, (key_head + 1) * group))
     keys = (slice(entry, entry + 1), slice(key_head, key_head + 1))
@@ -63,7 +75,11 @@ def errors_of_head(
     assert right.grads is not None
     found = {}
     for name, result, at, expected in zip(
-        NAMES, results, (queries, queries, keys, keys), (right.out, *right.grads), strict=True
+        NAMES,
+        results,
+        (queries, queries, keys, keys),
+        (right.out, *right.grads),
+        strict=True,
     ):
         off = result[at].double() - expected
         found[name] = float(off.norm() / expected.norm())
@@ -79,12 +95,16 @@ def check_corners(results: list[torch.Tensor], given: Inputs, **call: Any) -> No
             assert max(found.values()) < RIGHT, (entry, key_head, found)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "cudnn", "flash", "efficient", FA4, "native"])
+@pytest.mark.parametrize(
+    "kernel", ["auto", "cudnn", "flash", "efficient", FA4, "native"]
+)
 @pytest.mark.parametrize(
     ("entries", "heads", "kv_heads"),
     [(70_000, 1, 1), (1, 70_000, 70_000), (70_000, 4, 4), (1, 70_000, 35_000)],
 )
-def test_many_entries_and_heads(kernel: str, entries: int, heads: int, kv_heads: int) -> None:
+def test_many_entries_and_heads(
+    kernel: str, entries: int, heads: int, kv_heads: int
+) -> None:
     """A grid has 65,535 blocks in its second and third dimension."""
     given = leaves((entries, heads, 8, 32), 8, kv_heads)
     check_corners(run(given, kernel), given)
@@ -112,7 +132,8 @@ def test_many_entries_under_a_mask(kernel: str) -> None:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_many_windows_take_no_call_each(with_bias: bool) -> None:
-    """A backward of 20,000 windows of 49 with a learned bias did not end in a minute."""
+    """A backward of 20,000 windows of 49 with a learned bias did not end in a
+    minute."""
     given = leaves((20_000, 4, 49, 32), 49)
     bias = None
     if with_bias:
@@ -148,7 +169,9 @@ def needs_memory(gibibytes: int) -> None:
     ],
     ids=str,
 )
-def test_large_tensors(kernel: str, shape: tuple[int, ...], n_keys: int, kv_heads: int) -> None:
+def test_large_tensors(
+    kernel: str, shape: tuple[int, ...], n_keys: int, kv_heads: int
+) -> None:
     """Tensors of 2**31 and 2**32 elements and more."""
     needs_memory(90)
     given = leaves(shape, n_keys, kv_heads)
@@ -161,19 +184,23 @@ def test_large_tensors_with_tokens_before_heads(kernel: str) -> None:
     query, key = (1, 530_000, 32, 128), (1, 128, 32, 128)
     sizes = (query, key, key, query) if kernel == "cudnn" else (key, query, query, key)
     tensors = [
-        torch.empty(shape, dtype=BF16, device="cuda").normal_().transpose(1, 2) for shape in sizes
+        torch.empty(shape, dtype=BF16, device="cuda").normal_().transpose(1, 2)
+        for shape in sizes
     ]
     given = Inputs(*(t.requires_grad_() for t in tensors[:3]), tensors[3])
     check_corners(run(given, kernel), given)
 
 
 def test_a_head_that_is_too_large_by_itself() -> None:
-    """Its rows are cut. (The sums over its rows are too long for 16-bit products to be checked.)"""
+    """Its rows are cut. (The sums over its rows are too long for 16-bit products to be
+    checked.)"""
     needs_memory(90)
     given = leaves((1, 1, 33_600_000, 64), 128)
     out, grad_query, *_ = run(given, "cudnn")
     rows = slice(33_598_000, 33_600_000)
-    part = Inputs(given.query[:, :, rows], given.key, given.value, given.grad_out[:, :, rows])
+    part = Inputs(
+        given.query[:, :, rows], given.key, given.value, given.grad_out[:, :, rows]
+    )
     right = exact(part, gradients=True)
     assert right.grads is not None
     for result, expected in ((out, right.out), (grad_query, right.grads[0])):
@@ -196,9 +223,14 @@ def random_limits(r: random.Random) -> CallLimits:
 
 
 @pytest.mark.parametrize("kernel", [FA4, "cudnn", "flash", "efficient"])
-def test_drawn_calls_within_small_limits(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the textbook with such limits is tested without a GPU (tests/kernels/test_limits.py)."""
-    run(leaves((1, 2, 130, 64), 130), kernel)  # skipped, if the kernel does not work here
+def test_drawn_calls_within_small_limits(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the textbook with such limits is tested without a GPU
+    (tests/kernels/test_limits.py)."""
+    run(
+        leaves((1, 2, 130, 64), 130), kernel
+    )  # skipped, if the kernel does not work here
     monkeypatch.setattr("quorum_attention.kernels.select.probe", lambda *args: None)
     r = random.Random(torch.initial_seed())
     for _ in range(40 if kernel == "cudnn" else 120):
@@ -215,12 +247,18 @@ def test_drawn_calls_within_small_limits(kernel: str, monkeypatch: pytest.Monkey
         is_causal = mask is None and r.random() < 0.3
         results = both(given, kernel=limited, mask=mask, is_causal=is_causal)
         found = errors(results, given, mask=mask, is_causal=is_causal)
-        assert max(found.values()) < RIGHT, (found, limited.forward_limits, given.query.shape)
+        assert max(found.values()) < RIGHT, (
+            found,
+            limited.forward_limits,
+            given.query.shape,
+        )
 
 
 def test_entries_of_compiled_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function is given the numbers of entries in the whole call."""
-    kernel = from_score_mod(lambda score, b, h, q, k: score * (1 + b % 3), compiled=True)
+    kernel = from_score_mod(
+        lambda score, b, h, q, k: score * (1 + b % 3), compiled=True
+    )
     given = leaves((7, 2, 128, 64), 128)
     whole = run_with(given, kernel)
     monkeypatch.setattr(FlexKernel, "entries_limit", 3)

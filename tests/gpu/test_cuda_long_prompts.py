@@ -1,4 +1,5 @@
-"""Attention over a cache on the device, in page-locked host memory and in files, on a GPU."""
+"""Attention over a cache on the device, in page-locked host memory and in files, on a
+GPU."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ HEADS, KEY_HEADS, DIM = 8, 2, 64
 def filled_cache(places: CachePlaces, n_tokens: int, batch: int = 1) -> SegmentedCache:
     cache = SegmentedCache(places)
     shape = (batch, KEY_HEADS, n_tokens, DIM)
-    key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    key, value = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
     cache.append(key, value)
     return cache
 
 
 def expected_of(query: torch.Tensor, cache: SegmentedCache) -> torch.Tensor:
     """The equations, in float64."""
-    key, value = (t.double() for t in concatenate(cache.segments(), torch.device("cpu")))
+    key, value = (
+        t.double() for t in concatenate(cache.segments(), torch.device("cpu"))
+    )
     key = key.repeat_interleave(HEADS // KEY_HEADS, dim=1)
     value = value.repeat_interleave(HEADS // KEY_HEADS, dim=1)
     n_queries, n_keys = query.shape[2], key.shape[2]
@@ -46,15 +51,22 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 def test_each_place_is_attended_to(
     device_memory: int | str | None, n_queries: int, tmp_path: Path
 ) -> None:
-    """The bus and the cores share what is in host memory; copies run ahead, layer after layer."""
-    places = CachePlaces("cuda", device_memory=device_memory, host_memory="20MiB", folder=tmp_path)
+    """The bus and the cores share what is in host memory; copies run ahead, layer after
+    layer."""
+    places = CachePlaces(
+        "cuda", device_memory=device_memory, host_memory="20MiB", folder=tmp_path
+    )
     caches = [filled_cache(places, 30_000 + 777 * layer) for layer in range(3)]
     sharing = HostSharing(torch.empty(4 << 20, dtype=torch.uint8, device="cuda"))
     for step in range(3):
         for layer, cache in enumerate(caches):
-            query = torch.randn(1, HEADS, n_queries, DIM, device="cuda", dtype=torch.bfloat16)
+            query = torch.randn(
+                1, HEADS, n_queries, DIM, device="cuda", dtype=torch.bfloat16
+            )
             following = caches[(layer + 1) % len(caches)].segments()
-            out = attend_segments(query, cache.segments(), sharing=sharing, next_segments=following)
+            out = attend_segments(
+                query, cache.segments(), sharing=sharing, next_segments=following
+            )
             assert_close(out, expected_of(query, cache))
             if step == 1:
                 # What was copied ahead is stale.

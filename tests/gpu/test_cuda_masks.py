@@ -1,4 +1,5 @@
-"""Masks on a GPU: every kernel that runs them, on the device and through slots, against float64."""
+"""Masks on a GPU: every kernel that runs them, on the device and through slots, against
+float64."""
 
 from __future__ import annotations
 
@@ -18,14 +19,22 @@ from quorum_attention.kernels.fa4 import version
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-TOLERANCE = {torch.float32: (5e-5, 2e-4), torch.float16: (6e-3, 2e-2), torch.bfloat16: (4e-2, 0.1)}
+TOLERANCE = {
+    torch.float32: (5e-5, 2e-4),
+    torch.float16: (6e-3, 2e-2),
+    torch.bfloat16: (4e-2, 0.1),
+}
 
 
 class Drawn:
     """A random call without its mask."""
 
     def __init__(
-        self, draw: random.Random, queries: Sequence[int], keys: Sequence[int], dims: Any = (64,)
+        self,
+        draw: random.Random,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        dims: Any = (64,),
     ) -> None:
         batch, kv_heads = draw.choice([1, 2]), draw.choice([1, 2])
         heads, n = kv_heads * draw.choice([1, 3]), draw.choice(queries)
@@ -33,7 +42,9 @@ class Drawn:
         self.dtype, dim = draw.choice(list(TOLERANCE)), draw.choice(dims)
         self.of_mask = (batch, heads, n, m)
         shapes = (heads, n), (kv_heads, m), (kv_heads, m), (heads, n)
-        self.inputs = [torch.randn(batch, *shape, dim).to(self.dtype) for shape in shapes]
+        self.inputs = [
+            torch.randn(batch, *shape, dim).to(self.dtype) for shape in shapes
+        ]
         self.options: dict[str, Any] = {"devices": "cuda"}
         if draw.random() < 0.5 and max(n, m) >= 256:
             self.options["depth"] = draw.choice([1, 2])
@@ -41,7 +52,16 @@ class Drawn:
     def check(self, home: str, rules: Mask, **more: Any) -> None:
         """Results and gradients against those of ``rules`` in float64."""
         limits = TOLERANCE[self.dtype]
-        check(self.inputs, rules, 0.125, limits, device=home, alone=True, **self.options, **more)
+        check(
+            self.inputs,
+            rules,
+            0.125,
+            limits,
+            device=home,
+            alone=True,
+            **self.options,
+            **more,
+        )
 
 
 PLAIN = (
@@ -76,14 +96,16 @@ def test_random_calls_again_and_again_against_float64(seed: int) -> None:
 def test_random_masks_against_float64(
     seed: int, home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every fourth, users' functions and masks of which any may keep a pair: by a table of
-    blocks, with room for few of them, in many launches."""
+    """In every fourth, users' functions and masks of which any may keep a pair: by a
+    table of blocks, with room for few of them, in many launches."""
     draw = random.Random(random.random() + seed)
     drawn, more = Drawn(draw, [5, 257, 700, 1500], [3, 128, 900]), dict[str, Any]()
     mask = random_mask(draw, *drawn.of_mask)
     if seed % 4 == 0:
         if seed % 3 == 0:
-            of_two = tuple(random_mask(draw, *drawn.of_mask, inner=True) for _ in range(2))
+            of_two = tuple(
+                random_mask(draw, *drawn.of_mask, inner=True) for _ in range(2)
+            )
             mask = replace(mask, either=of_two)
         elif seed % 3 == 1:
             mask = replace(mask, keeps=draw.choice(RULES))
@@ -107,14 +129,25 @@ def test_random_masks_against_float64(
 
 
 @pytest.mark.parametrize("budget", [None, "256MiB"])
-def test_neither_window_nor_rule_takes_a_mask_of_queries_times_keys(budget: str | None) -> None:
+def test_neither_window_nor_rule_takes_a_mask_of_queries_times_keys(
+    budget: str | None,
+) -> None:
     """65,536 tokens: a byte for each pair would be 4 GiB, a bit 512 MiB."""
     n = 65_536
-    q, k, v = (torch.randn(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
     mask = Mask(keeps=lambda b, h, q, k: (q * 3 + k * 5) % 7 < 3)
     ids = (torch.arange(n, device="cuda") // 5000)[None]
-    window = Mask(causal=True, window=(1023, 0), documents=ids, sinks=torch.zeros(2, device="cuda"))
-    qa.attention(q[:, :, :256], k[:, :, :256], v[:, :, :256], is_causal=True)  # which starts CUDA
+    window = Mask(
+        causal=True,
+        window=(1023, 0),
+        documents=ids,
+        sinks=torch.zeros(2, device="cuda"),
+    )
+    qa.attention(
+        q[:, :, :256], k[:, :, :256], v[:, :, :256], is_causal=True
+    )  # which starts CUDA
     torch.cuda.reset_peak_memory_stats()
     before, report = torch.cuda.memory_allocated(), qa.Report()
     qa.attention(q, k, v, attn_mask=window, report=report)
@@ -133,7 +166,9 @@ def test_neither_window_nor_rule_takes_a_mask_of_queries_times_keys(budget: str 
 
 def test_a_long_window_is_remembered_and_a_second_derivative_is_refused() -> None:
     dispatch._CACHE.clear()
-    q, k, v = (torch.randn(1, 8, 40_000, 64, device="cuda").bfloat16() for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 8, 40_000, 64, device="cuda").bfloat16() for _ in range(3)
+    )
     q.requires_grad_()
     mask = qa.Mask(causal=True, window=512)
     first = qa.attention(q, k, v, mask)

@@ -1,5 +1,5 @@
-"""Memory on a GPU: budgets kept, nothing left behind, real failures recovered from; gradients of
-masks."""
+"""Memory on a GPU: budgets kept, nothing left behind, real failures recovered from;
+gradients of masks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def limited(room: int) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + room) / total
+    )
 
 
 def smallest(*given, **call) -> int:  # type: ignore[no-untyped-def]
@@ -53,14 +55,22 @@ def smallest(*given, **call) -> int:  # type: ignore[no-untyped-def]
     return refused.value.smallest_bytes  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kernel", [FA4, "cudnn", "flash", "efficient", "native", "dense"])
+@pytest.mark.parametrize(
+    "kernel", [FA4, "cudnn", "flash", "efficient", "native", "dense"]
+)
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("accumulator", ["device", "host"])
 def test_measured_peak_within_the_plan(kernel, where, depth, accumulator) -> None:
-    """A second call, so that what an operator sets up once does not count as the call's."""
+    """A second call, so that what an operator sets up once does not count as the
+    call's."""
     given = made(where)
-    call = {"depth": depth, "kernel": kernel, "accumulator": accumulator, "is_causal": True}
+    call = {
+        "depth": depth,
+        "kernel": kernel,
+        "accumulator": accumulator,
+        "is_causal": True,
+    }
     both(given, **call)
     report = qa.Report()
     both(given, report=report, **call)
@@ -71,7 +81,8 @@ def test_measured_peak_within_the_plan(kernel, where, depth, accumulator) -> Non
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
 def test_measured_peak_of_a_cut_call_within_the_plan(kernel) -> None:
-    """What an operator cannot have in one call: one part at a time, and the results of all."""
+    """What an operator cannot have in one call: one part at a time, and the results of
+    all."""
     limited_kernel = type(get_kernel(kernel))()
     limited_kernel.forward_limits = CallLimits(heads=2)
     limited_kernel.backward_limits = CallLimits(heads=2)
@@ -106,7 +117,9 @@ def test_a_budget_is_kept(where, mask) -> None:
 
 
 UPSTREAM = {
-    "of a sum": lambda g: torch.ones((), dtype=g.dtype, device=g.device).expand(g.shape),
+    "of a sum": lambda g: torch.ones((), dtype=g.dtype, device=g.device).expand(
+        g.shape
+    ),
     "of rows' sums": lambda g: g[..., :1].expand(g.shape),
     "transposed": lambda g: g.transpose(-1, -2).contiguous().transpose(-1, -2),
 }
@@ -152,10 +165,12 @@ def test_nothing_stays_allocated_or_page_locked(where, end) -> None:
 
 
 def test_recovery_when_somebody_else_has_the_memory() -> None:
-    """A plan made for memory that is then taken away: real failures of the allocator, fewer
-    slots, a deeper decomposition, and the right result."""
+    """A plan made for memory that is then taken away: real failures of the allocator,
+    fewer slots, a deeper decomposition, and the right result."""
     given = made("cpu", 32_768)
-    qa.attention(*made("cpu", 2000).three, devices="cuda", depth=1)  # what is set up once
+    qa.attention(
+        *made("cpu", 2000).three, devices="cuda", depth=1
+    )  # what is set up once
     plan = qa.plan(32_768, heads=4, levels=(3,), n_cap=2, heads_per_group=4, device="cuda",
                    inputs="host", is_causal=True)  # fmt: skip
     limited(plan.peak_bytes // 4 + (8 << 20))
@@ -168,7 +183,9 @@ def test_recovery_when_somebody_else_has_the_memory() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(t.cuda() for t in given.three), is_causal=True
     )
-    assert (out.cuda().float() - expected.float()).norm() / expected.float().norm() < 2e-3
+    assert (
+        out.cuda().float() - expected.float()
+    ).norm() / expected.float().norm() < 2e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -177,7 +194,9 @@ def test_the_mask_gradient_is_bitwise_the_same_each_time(dtype: torch.dtype) -> 
     mask = torch.randn(4, 1, 3000, device="cuda").to(dtype)
     made = qa.attention_with_lse(*given.three, mask)
     first, second = (
-        qa.attention_backward(given.grad_out, *given.three, *made, mask, grad_mask=True)[3]
+        qa.attention_backward(
+            given.grad_out, *given.three, *made, mask, grad_mask=True
+        )[3]
         for _ in range(2)
     )
     assert torch.equal(first, second)
@@ -191,7 +210,9 @@ def test_a_mask_gradient_within_its_budget() -> None:
     budget = 96 << 20
     assert mask.nbytes > 4 * budget
     made = qa.attention_with_lse(*given.three, mask, budget=budget)
-    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS's own workspace
+    torch.ones(64, 64, device="cuda") @ torch.ones(
+        64, 64, device="cuda"
+    )  # cuBLAS's own workspace
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

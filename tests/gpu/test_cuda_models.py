@@ -49,7 +49,10 @@ def test_a_sliding_window_of_a_long_text_takes_no_square() -> None:
 
 def test_long_context_is_the_same_loss_in_less_memory() -> None:
     sizes = {"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024}
-    model, ids = tiny("llama", sizes).cuda().bfloat16().train(), some_ids(1, 8192, "cuda")
+    model, ids = (
+        tiny("llama", sizes).cuda().bfloat16().train(),
+        some_ids(1, 8192, "cuda"),
+    )
     peaks, losses = [], []
     for changed in (False, True):
         if changed:

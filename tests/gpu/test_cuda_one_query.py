@@ -10,7 +10,9 @@ from quorum_attention.kernels import one_query
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def expected_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def expected_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
     """The equations, in float64."""
     group = query.shape[1] // key.shape[1]
     key = key.cpu().double().repeat_interleave(group, dim=1)
@@ -22,7 +24,9 @@ def expected_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 128, 20])
 @pytest.mark.parametrize("n_keys", [1, 777, 40_000])
-def test_one_query_over_a_part_of_a_cache(n_keys: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_one_query_over_a_part_of_a_cache(
+    n_keys: int, head_dim: int, dtype: torch.dtype
+) -> None:
     """Keys and values are views of memory for more tokens, as a cache has them."""
     torch.manual_seed(0)
     memory = torch.randn(2, 2, 2, n_keys + 100, head_dim, device="cuda", dtype=dtype)

@@ -1,4 +1,5 @@
-"""The route ``passing`` and kept memory of results on a GPU: exact, within budget, nothing left."""
+"""The route ``passing`` and kept memory of results on a GPU: exact, within budget,
+nothing left."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ERRORS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
-def plan(work, kernel: str, queries: int, keys: int, group: int, *, backward: bool) -> dict:  # type: ignore[no-untyped-def,type-arg]
+def plan(
+    work, kernel: str, queries: int, keys: int, group: int, *, backward: bool
+) -> dict:  # type: ignore[no-untyped-def,type-arg]
     made = qa.plan(**work, backward=backward, levels=(7,), kernel=kernel, device="cuda",
                    inputs="host", n_cap=1, accumulator="host")  # fmt: skip
     return {"plan": passing(made, queries, keys, group=group)}
@@ -48,7 +51,9 @@ def test_a_tight_budget_is_planned_so() -> None:
     n, sizes = 1 << 17, {"heads": 2, "kv_heads": 2, "head_dim": 64}
     given = inputs(n, dtype=torch.float16, **sizes)
     report = qa.Report()
-    with torch.device("cuda"):  # flags of overflow lie in page-locked memory all the same
+    with torch.device(
+        "cuda"
+    ):  # flags of overflow lie in page-locked memory all the same
         found = both(given, is_causal=True, budget="48MiB", report=report)
     made = qa.plan(n, heads=2, head_dim=64, dtype=torch.float16, is_causal=True, budget="48MiB",
                    backward=True)  # fmt: skip
@@ -56,7 +61,9 @@ def test_a_tight_budget_is_planned_so() -> None:
     for part in (report.forward, report.backward):
         assert part.peak_bytes <= 48 << 20
         assert not part.recoveries
-    usual = both(Inputs(*(t.cuda() for t in (*given.three, given.grad_out))), is_causal=True)
+    usual = both(
+        Inputs(*(t.cuda() for t in (*given.three, given.grad_out))), is_causal=True
+    )
     for mine, theirs in zip(found.values(), usual.values(), strict=True):
         error = (mine.cuda().double() - theirs.double()).norm() / theirs.double().norm()
         assert float(error) < 1.5e-2  # of the uncut call: fp16 loses digits in its dV
@@ -85,7 +92,9 @@ def test_an_overflow_is_scaled_down_and_rows_that_are_not_finite_go_through_slot
     found = both(given, plans, is_causal=is_causal, report=report)
     assert not bool(found["query"][0, 0].isfinite().all())
     for mine, right in zip(found.values(), (wanted.out, *wanted.grads), strict=True):
-        torch.testing.assert_close(mine[:, 1:].double(), right[:, 1:], atol=2e-3, rtol=0)
+        torch.testing.assert_close(
+            mine[:, 1:].double(), right[:, 1:], atol=2e-3, rtol=0
+        )
 
 
 def test_memory_of_results_is_used_again_and_given_back() -> None:

@@ -1,4 +1,5 @@
-"""One call on two GPUs gives what one of them gives, wherever tensors are, whoever is killed."""
+"""One call on two GPUs gives what one of them gives, wherever tensors are, whoever is
+killed."""
 
 from __future__ import annotations
 
@@ -76,14 +77,18 @@ def inputs(kv_heads: int, share: int, n: int, where: str = "cpu") -> list[torch.
         ("cuda:1", False, 2, 3),
     ],
 )  # fmt: skip
-def test_as_on_one_device(pool: Pool, where: str, causal: bool, kv_heads: int, share: int) -> None:
+def test_as_on_one_device(
+    pool: Pool, where: str, causal: bool, kv_heads: int, share: int
+) -> None:
     """The same heads go to the same device from call to call."""
     three, seen = inputs(kv_heads, share, 2000, where), []
     for _ in range(2):
         made = compare(pool, three, is_causal=causal).pool.forward
         seen.append(sorted((one.device, one.index) for one in made.ran))
     assert {device for device, _ in seen[0]} == {0, 1}
-    assert seen[0] == seen[1] or kv_heads == 3  # with several blocks each may take another's
+    assert (
+        seen[0] == seen[1] or kv_heads == 3
+    )  # with several blocks each may take another's
     assert len(made.ran) == made.parts
     # From a GPU to shared memory; what is there already is handed over as it is.
     assert (made.copied_bytes == 0) == (where == "cpu")
@@ -91,7 +96,9 @@ def test_as_on_one_device(pool: Pool, where: str, causal: bool, kv_heads: int, s
 
 @pytest.mark.parametrize("where", ["cpu", "cuda:0"])
 def test_in_a_small_budget(pool: Pool, where: str) -> None:
-    report = compare(pool, inputs(2, 1, 30_000, where), is_causal=True, budget=["96MiB", "64MiB"])
+    report = compare(
+        pool, inputs(2, 1, 30_000, where), is_causal=True, budget=["96MiB", "64MiB"]
+    )
     for one in report.pool.forward.ran:
         if one.report.forward is not None:
             limit = (96 << 20, 64 << 20)[one.device]
@@ -144,7 +151,9 @@ def test_a_worker_is_killed(where: str, seed: int) -> None:
         compare(pool, three, is_causal=True)
         worker = random.Random(seed).choice(pool.workers)
         timer = threading.Timer(
-            random.Random(seed).random() * 0.1, os.kill, (worker.process.pid, signal.SIGKILL)
+            random.Random(seed).random() * 0.1,
+            os.kill,
+            (worker.process.pid, signal.SIGKILL),
         )
         timer.start()
         compare(pool, three, is_causal=True)

@@ -1,4 +1,5 @@
-"""A farm whose units share one GPU: from files to files, in a budget, whoever is killed."""
+"""A farm whose units share one GPU: from files to files, in a budget, whoever is
+killed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from quorum_attention.devices.report import PoolReport
 from quorum_attention.ray import Farm
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or find_spec("ray") is None, reason="no GPU, or no Ray"
+    not torch.cuda.is_available() or find_spec("ray") is None,
+    reason="no GPU, or no Ray",
 )
 
 HALF = torch.float16
@@ -31,12 +33,14 @@ def farm() -> Iterator[Farm]:
 
 
 def call(farm: Farm, folder: Path, tokens: int, heads: int, chunks: int) -> PoolReport:
-    """Both passes of a causal call from files to files, compared with what one device makes of
-    it."""
+    """Both passes of a causal call from files to files, compared with what one device
+    makes of it."""
     report, shapes = PoolReport(), (heads, 1, 1, heads)
     inputs = [torch.randn(1, h, tokens, 64, dtype=HALF) for h in shapes]
     mask = qa.Mask(causal=True, window=(tokens // 2, 0), sinks=torch.randn(heads))
-    case: Any = SimpleNamespace(inputs=inputs, dtype=HALF, mask=mask, options={"report": report})
+    case: Any = SimpleNamespace(
+        inputs=inputs, dtype=HALF, mask=mask, options={"report": report}
+    )
     found = by_farm(case, farm, folder, chunks)
     q, k, v, grad_out = (t.cuda() for t in inputs)
     options = {"attn_mask": mask, "enable_gqa": True}

@@ -1,5 +1,5 @@
-"""Additive masks wider than query, key and value on a GPU, against equations in float64 that share
-nothing with the package."""
+"""Additive masks wider than query, key and value on a GPU, against equations in float64
+that share nothing with the package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def check(
     dtype: torch.dtype, mask: torch.Tensor, sizes: tuple[int, int], *, width: int = 64,
     kv_heads: int = 2, home: str = "cuda", rules: qa.Mask | None = None, **options: Any,
 ) -> qa.Report:  # fmt: skip
-    """Results and gradients of a call are those of the equations; the report of the call."""
+    """Results and gradients of a call are those of the equations; the report of the
+    call."""
     n, m = sizes
     shapes = ((HEADS, n), (kv_heads, m), (kv_heads, m), (HEADS, n))
     *three, grad_out = (torch.randn(1, *shape, width).to(dtype) for shape in shapes)
@@ -43,13 +44,18 @@ def check(
     plain = mask if rules is None else rules & qa.Mask(bias=mask)
     done = equations.forward(*three, plain, is_causal=options.get("is_causal", False))
     exact = equations.backward(done, grad_out)
-    of_keys = [equations.summed_by_key_head(t, HEADS // kv_heads) for t in (exact.key, exact.value)]
+    of_keys = [
+        equations.summed_by_key_head(t, HEADS // kv_heads)
+        for t in (exact.key, exact.value)
+    ]
     of_mask = equations.summed_like(exact.scores, mask, (1, HEADS, n, m))
     assert grads[3].dtype == mask.dtype
     assert error(lse, done.lse) < 1e-5
     wanted = (done.out, exact.query, *of_keys, of_mask)
     for result, exactly in zip((out, *grads), wanted, strict=True):
-        assert error(result, exactly) < max(TOLERANCE[dtype], TOLERANCE.get(result.dtype, 0.0))
+        assert error(result, exactly) < max(
+            TOLERANCE[dtype], TOLERANCE.get(result.dtype, 0.0)
+        )
     return report
 
 
@@ -70,7 +76,9 @@ def test_every_width_of_native_fits_the_device(dtype: torch.dtype, width: int) -
     check(dtype, alibi(300, 300), (300, 300), width=width, kernel="native")
 
 
-@pytest.mark.parametrize("shape", [(1, 500), (300, 1), (1, 1, 1, 500), (1, 4, 300, 500)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 500), (300, 1), (1, 1, 1, 500), (1, 4, 300, 500)], ids=str
+)
 def test_whatever_dimensions_the_mask_has(shape: tuple[int, ...]) -> None:
     mask = 4000 + 2 * torch.randn(shape)
     for depth, kernel in product(("auto", 1), ("auto", "dense")):
@@ -115,7 +123,10 @@ def test_kernels_that_would_round_it_refuse_by_name(kernel: str) -> None:
 
 def test_a_mask_of_the_inputs_dtype_keeps_its_kernel() -> None:
     q = torch.randn(1, 4, 2048, 64, device="cuda").bfloat16()
-    for mask in (alibi(2048, 2048, torch.bfloat16).cuda(), torch.rand(2048, 2048).cuda() < 0.5):
+    for mask in (
+        alibi(2048, 2048, torch.bfloat16).cuda(),
+        torch.rand(2048, 2048).cuda() < 0.5,
+    ):
         report = qa.Report()
         qa.attention(q, q, q, mask, report=report)
         assert report.forward.kernel == "cudnn"

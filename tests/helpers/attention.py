@@ -22,7 +22,8 @@ GRADIENT_TOLERANCE = {
 
 
 def fresh_generator() -> torch.Generator:
-    """Random inputs, others at each call; which ones, the seed of the test says (conftest.py)."""
+    """Random inputs, others at each call; which ones, the seed of the test says
+    (conftest.py)."""
     seed = int(torch.randint(1 << 31, (), device="cpu"))
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
@@ -82,9 +83,11 @@ def sink(n: int, heads: int = 1) -> Inputs:
     return Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
 
 
-def softmax(scores: Tensor, value: Tensor, factors: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-    """(out, lse), differentiable. A row without a key is 0 and -inf; columns beyond the rows of
-    ``value`` are sinks; ``factors`` of probabilities come from dropout."""
+def softmax(
+    scores: Tensor, value: Tensor, factors: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable. A row without a key is 0 and -inf; columns beyond the
+    rows of ``value`` are sinks; ``factors`` of probabilities come from dropout."""
     dead = (scores == -torch.inf).all(-1)
     lse = scores.masked_fill(dead.unsqueeze(-1), 0.0).logsumexp(-1)
     p = torch.exp(scores - lse.unsqueeze(-1))[..., : value.shape[-2]]
@@ -92,7 +95,9 @@ def softmax(scores: Tensor, value: Tensor, factors: Tensor | float = 1.0) -> tup
 
 
 def masked(scores: Tensor, is_causal: bool, diagonal: int = 1) -> Tensor:
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(
+        diagonal
+    )
     return scores.masked_fill(later, -torch.inf) if is_causal else scores
 
 
@@ -111,8 +116,8 @@ def gradients(grad_out, query, key, value, out, lse, *, is_causal, scale, bias=0
 
 @dataclass
 class Exact:
-    """Results in float64; gradients of query, key and value, of sinks if there are any, and of a
-    bias that asks for its own."""
+    """Results in float64; gradients of query, key and value, of sinks if there are any,
+    and of a bias that asks for its own."""
 
     out: Tensor
     lse: Tensor
@@ -128,8 +133,8 @@ def exact(
     scale: float | None = None, gradients: bool = False, keep: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, dropout: Any = None,
 ) -> Exact:  # fmt: skip
-    """The textbook in float64, from inputs and mask in the dtypes that they are given in; gradients
-    are torch's.
+    """The textbook in float64, from inputs and mask in the dtypes that they are given
+    in; gradients are torch's.
 
     Args:
         keep: the pairs that are kept; beside ``mask``, which may be a bias.
@@ -161,15 +166,22 @@ def exact(
         factors = (~gone).to(s) * (0.0 if dropout.p == 1 else 1 / (1 - dropout.p))
     out, lse = softmax(s, v, factors)
     learned = [*leaves, *biases]
-    grads = torch.autograd.grad(out, learned, given.grad_out.double()) if gradients else None
+    grads = (
+        torch.autograd.grad(out, learned, given.grad_out.double())
+        if gradients
+        else None
+    )
     return Exact(out.detach(), lse.detach(), grads)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference as a share of the largest element (at least 1); equal infinities are
-    equal, a NaN or an infinity that should not be there is an infinite error."""
+    """Largest difference as a share of the largest element (at least 1); equal
+    infinities are equal, a NaN or an infinity that should not be there is an infinite
+    error."""
     if tuple(actual.shape) != tuple(expected.shape):
-        raise AssertionError(f"shape {tuple(actual.shape)}, wanted {tuple(expected.shape)}")
+        raise AssertionError(
+            f"shape {tuple(actual.shape)}, wanted {tuple(expected.shape)}"
+        )
     actual, expected = actual.detach().double().cpu(), expected.double().cpu()
     if actual.numel() == 0:
         return 0.0
@@ -192,4 +204,6 @@ def assert_close(
             assert_close(one, other, tolerance)
         return
     found = error(actual, expected)
-    assert found <= tolerance, f"off by {found:.2e} of the largest element, allowed {tolerance}"
+    assert found <= tolerance, (
+        f"off by {found:.2e} of the largest element, allowed {tolerance}"
+    )

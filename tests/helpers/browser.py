@@ -1,4 +1,5 @@
-"""A browser without a screen, driven over the WebDriver protocol; no package is needed for it."""
+"""A browser without a screen, driven over the WebDriver protocol; no package is needed
+for it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def missing() -> str:
     """What of a browser is not installed; an empty text if all is."""
-    return ", ".join(name for name in ("chromium", "chromedriver") if shutil.which(name) is None)
+    return ", ".join(
+        name for name in ("chromium", "chromedriver") if shutil.which(name) is None
+    )
 
 
 class Browser:
@@ -46,10 +49,14 @@ class Browser:
         options = {
             "args": [*_FLAGS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")
         }  # fmt: skip
-        wanted = {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}
+        wanted = {
+            "alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}
+        }
         self._url += f"/{self._ask('', {'capabilities': wanted})['sessionId']}"
 
-    def _ask(self, path: str, data: dict[str, Any] | None = None, method: str = "POST") -> Any:
+    def _ask(
+        self, path: str, data: dict[str, Any] | None = None, method: str = "POST"
+    ) -> Any:
         body = None if data is None else json.dumps(data).encode()
         request = urllib.request.Request(f"{self._url}{path}", body, method=method)
         with _OPENER.open(request, timeout=_SECONDS) as answer:
@@ -99,8 +106,8 @@ def browser(folder: Path) -> Iterator[Browser]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Chromium makes a socket in its temporary folder, and a socket's path has at most 107
-    # characters: the folder of a test that runs beside others is too deep.
+    # Chromium makes a socket in its temporary folder, and a socket's path has at most
+    # 107 characters: the folder of a test that runs beside others is too deep.
     shallow = tempfile.TemporaryDirectory(dir="/tmp")
     driver = subprocess.Popen(
         ["chromedriver", f"--port={port}"],

@@ -1,4 +1,5 @@
-"""Random calls, and what each way of computing a call has to give: the textbook's, in float64."""
+"""Random calls, and what each way of computing a call has to give: the textbook's, in
+float64."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class Case:
         n = draw.choice([1, 5, 40, 150, 300])
         m = n if alike or draw.random() < 0.5 else draw.choice([1, 33, 200, 310])
         double = torch.float64
-        self.dtype = draw.choice([double, double, torch.float32, torch.float16, torch.bfloat16])
+        self.dtype = draw.choice(
+            [double, double, torch.float32, torch.float16, torch.bfloat16]
+        )
         heads = kv_heads * share
         shapes = (heads, n, 8), (kv_heads, m, 8), (kv_heads, m, 16), (heads, n, 16)
         self.inputs = [torch.randn(*batch, *shape).to(self.dtype) for shape in shapes]
@@ -58,7 +61,8 @@ class Case:
         sizes = [draw.choice([1, size]) for size in (entries, heads, n, m)]
         bias = torch.randn(sizes[len(batch) != 1 :]).to(self.dtype)
         if draw.random() < 0.4:
-            # Wider than the inputs, and so large that their dtype would round it by many units.
+            # Wider than the inputs, and so large that their dtype would round it by
+            # many units.
             bias = bias.float() - 1000 + 7 * torch.arange(bias.shape[-1]).float()
         if kind == "mask":
             mask = random_mask(draw, entries, heads, n, m)
@@ -79,9 +83,13 @@ class Case:
         return f"{shapes} {self.dtype} {self.options} {self.mask}"
 
     def check(self, found: Found) -> None:
-        """Compare what was found with the textbook; bias and sinks have gradients where they are
-        named."""
-        mask = Mask(bias=self.mask) if isinstance(self.mask, torch.Tensor) else self.mask or Mask()
+        """Compare what was found with the textbook; bias and sinks have gradients where
+        they are named."""
+        mask = (
+            Mask(bias=self.mask)
+            if isinstance(self.mask, torch.Tensor)
+            else self.mask or Mask()
+        )
         if "grad_bias" in found and mask.bias is not None:
             mask = replace(mask, bias=mask.bias.detach().requires_grad_())
         p, seed = self.options.get("dropout_p"), self.options.get("dropout_seed")
@@ -90,7 +98,9 @@ class Case:
             *flat, mask, self.options["scale"] or self.inputs[0].shape[-1] ** -0.5,
             is_causal=self.options["is_causal"], dropout=None if p is None else Dropout(p, seed),
         )  # fmt: skip
-        named = dict(zip(NAMES, (wanted.out, wanted.lse, *wanted.grads[:3]), strict=True))
+        named = dict(
+            zip(NAMES, (wanted.out, wanted.lse, *wanted.grads[:3]), strict=True)
+        )
         rest = list(wanted.grads[3:])
         if mask.sinks is not None:
             named["grad_sinks"] = rest.pop(0)
@@ -105,11 +115,15 @@ class Case:
             assert tensor.dtype == dtype, (name, tensor.dtype, str(self))
             apart = off(tensor.reshape(named[name].shape), named[name])
             # A gradient of a bias may be narrower than the inputs.
-            allowed = max(GRADIENT_TOLERANCE[self.dtype], GRADIENT_TOLERANCE[tensor.dtype])
+            allowed = max(
+                GRADIENT_TOLERANCE[self.dtype], GRADIENT_TOLERANCE[tensor.dtype]
+            )
             assert apart <= allowed, (name, apart, str(self))
 
 
-def wrong_calls(run: Callable[[Case], Found], first: int, count: int, **options: Any) -> int:
+def wrong_calls(
+    run: Callable[[Case], Found], first: int, count: int, **options: Any
+) -> int:
     """How many of so many drawn calls are wrong."""
     wrong = 0
     for seed in range(first, first + count):
@@ -123,7 +137,8 @@ def wrong_calls(run: Callable[[Case], Found], first: int, count: int, **options:
 
 
 def learning(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The mask with a bias and sinks that have gradients, and these by the names of those."""
+    """The mask with a bias and sinks that have gradients, and these by the names of
+    those."""
     mask, more = case.mask, dict[str, torch.Tensor]()
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         mask = more["grad_bias"] = mask.clone().requires_grad_()
@@ -137,7 +152,10 @@ def learning(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def on_one_device(case: Case) -> Found:
     """By a drawn kernel, cut to a drawn depth, or within a drawn budget."""
-    how, kernel = case.draw.choice(["free", "depth", "budget"]), case.draw.choice(["auto", "dense"])
+    how, kernel = (
+        case.draw.choice(["free", "depth", "budget"]),
+        case.draw.choice(["auto", "dense"]),
+    )
     options: dict[str, Any] = {"kernel": kernel, "report": qa.Report()}
     if how == "depth" and max(t.shape[-2] for t in case.inputs) > 128:
         options["depth"] = case.draw.choice([1, 2])
@@ -145,7 +163,9 @@ def on_one_device(case: Case) -> Found:
         try:
             on_devices(case, None, budget=1, **options)
         except qa.BudgetError as error:
-            options["budget"] = int(error.smallest_bytes * case.draw.choice([1, 1.3, 3]))
+            options["budget"] = int(
+                error.smallest_bytes * case.draw.choice([1, 1.3, 3])
+            )
     return on_devices(case, None, **options)
 
 
@@ -164,7 +184,9 @@ def on_devices(case: Case, devices: Any, **options: Any) -> Found:
 
 def in_files(path: Path, tensors: Found, *, writable: bool = False) -> Found:
     """Tensors mapped from a new file, in their order."""
-    made = create_tensors(path, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()})
+    made = create_tensors(
+        path, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    )
     for name, tensor in tensors.items():
         made[name].copy_(tensor)
     del made
@@ -175,18 +197,30 @@ def in_files(path: Path, tensors: Found, *, writable: bool = False) -> Found:
 def by_farm(case: Case, farm: Farm, folder: Path, chunks: int | None = None) -> Found:
     """From files to files; what is left in the folder beside them is an error."""
     names = ("query", "key", "value", "grad_out")
-    *three, grad = in_files(folder / "in", dict(zip(names, case.inputs, strict=True))).values()
+    *three, grad = in_files(
+        folder / "in", dict(zip(names, case.inputs, strict=True))
+    ).values()
     query, key, value = (tuple(t.shape) for t in three)
     state = torch.float64 if case.dtype == torch.float64 else torch.float32
     shapes = dict(
-        zip(NAMES, ((*query[:-1], value[-1]), query[:-1], query, key, value), strict=True)
+        zip(
+            NAMES,
+            ((*query[:-1], value[-1]), query[:-1], query, key, value),
+            strict=True,
+        )
     )
     made = create_tensors(
-        folder / "made", {n: (s, state if n == "lse" else case.dtype) for n, s in shapes.items()}
+        folder / "made",
+        {n: (s, state if n == "lse" else case.dtype) for n, s in shapes.items()},
     )
     if "dropout_p" not in case.options and chunks is None:
         chunks = case.draw.choice([None, 1, 3, 7, 7, 13])
-    more = {**case.options, "attn_mask": case.mask, "enable_gqa": True, "chunks": chunks}
+    more = {
+        **case.options,
+        "attn_mask": case.mask,
+        "enable_gqa": True,
+        "chunks": chunks,
+    }
     farm.attention_with_lse(*three, out=made["out"], lse=made["lse"], **more)
     grads = tuple(made[name] for name in NAMES[2:])
     farm.attention_backward(grad, *three, made["out"], made["lse"], grads=grads, **more)
@@ -198,10 +232,17 @@ def by_farm(case: Case, farm: Farm, folder: Path, chunks: int | None = None) -> 
 
 def by_files(case: Case, folder: Path) -> Found:
     """``run``'s way, without its command line."""
-    tensors, found = dict(zip(("query", "key", "value"), case.inputs, strict=False)), Found()
+    tensors, found = (
+        dict(zip(("query", "key", "value"), case.inputs, strict=False)),
+        Found(),
+    )
     for name in ("forward", "backward"):
         if name == "backward":
-            tensors |= {"grad_out": case.inputs[3], "out": found["out"], "lse": found["lse"]}
+            tensors |= {
+                "grad_out": case.inputs[3],
+                "out": found["out"],
+                "lse": found["lse"],
+            }
         options = CallOptions(devices=torch.device("cpu"), budget=64 << 20)
         call = file_call(options, tensors, case.mask, enable_gqa=True, **case.options)
         output = output_of(str(folder / name), call.results(lse=name == "forward"), {})
@@ -211,5 +252,7 @@ def by_files(case: Case, folder: Path) -> Found:
     assert sorted(path.name for path in folder.iterdir()) == ["backward", "forward"]
     for path in folder.iterdir():
         path.unlink()
-    grads = dict(zip(NAMES[2:], (found.pop(name) for name in ("dq", "dk", "dv")), strict=True))
+    grads = dict(
+        zip(NAMES[2:], (found.pop(name) for name in ("dq", "dk", "dv")), strict=True)
+    )
     return found | grads

@@ -1,4 +1,5 @@
-"""Controllers for tests: cuts without a call, and a device that only says what happens to it."""
+"""Controllers for tests: cuts without a call, and a device that only says what happens
+to it."""
 
 from __future__ import annotations
 
@@ -19,9 +20,14 @@ DEEPEN_BY = 7
 
 
 def check_every_event() -> None:
-    """From now on the controllers of this process are checked after everything they are told."""
+    """From now on the controllers of this process are checked after everything they are
+    told."""
     for name, groups in (("done", False), ("out_of_memory", True), ("headroom", True)):
-        setattr(RecoveryController, name, _checked(getattr(RecoveryController, name), groups))
+        setattr(
+            RecoveryController,
+            name,
+            _checked(getattr(RecoveryController, name), groups),
+        )
 
 
 def _checked(event: Callable[..., None], groups: bool) -> Callable[..., None]:
@@ -34,39 +40,54 @@ def _checked(event: Callable[..., None], groups: bool) -> Callable[..., None]:
 
 
 def check(controller: RecoveryController, *, groups: bool = False) -> None:
-    """Raise AssertionError if a unit would be lost or run twice, or a limit is exceeded.
+    """Raise AssertionError if a unit would be lost or run twice, or a limit is
+    exceeded.
 
     Args:
         groups: whether to check each group too.
     """
     depth = controller.depth
     assert controller.n_cap >= 1, f"{controller.n_cap} slots"
-    assert controller.coarsenings <= 2, "memory that comes and goes makes no call swing for ever"
+    assert controller.coarsenings <= 2, (
+        "memory that comes and goes makes no call swing for ever"
+    )
     if not controller.groups_are_whole:
         cuts = controller.levels
         assert cuts.depth <= depth <= max(cuts.depth, cuts.deepest), f"depth {depth}"
     places = Counter([*controller.waiting, *controller.begun])
-    assert len(places) + controller.n_finished == controller.n_groups, "a head group is lost"
+    assert len(places) + controller.n_finished == controller.n_groups, (
+        "a head group is lost"
+    )
     assert max(places.values(), default=1) == 1, "a head group is in two places"
     for one in controller.begun.values() if groups else ():
         check_group(one)
 
 
 def check_group(one: GroupTasks) -> None:
-    """Raise AssertionError if completed tasks and tasks left of a group have pairs in common."""
+    """Raise AssertionError if completed tasks and tasks left of a group have pairs in
+    common."""
     assert one.remaining, "a group without tasks left is finished"
-    assert not one.remaining.keys() & one.completed.keys(), "a completed unit would run again"
+    assert not one.remaining.keys() & one.completed.keys(), (
+        "a completed unit would run again"
+    )
     every = one.remaining.keys() | one.completed.keys()
     for path in every:
         above = next((path[:n] for n in range(len(path)) if path[:n] in every), None)
-        assert above is None, f"task {path} is part of task {above}, which is there as well"
+        assert above is None, (
+            f"task {path} is part of task {above}, which is there as well"
+        )
 
 
 class Cuts:
     """The tasks of a decomposition, at its depth, and deeper."""
 
     def __init__(self, shape: Decomposition, deepest: int = 3, n_cap: int = 1) -> None:
-        self.shape, self.depth, self.deepest, self.n_cap = shape, shape.depth, deepest, n_cap
+        self.shape, self.depth, self.deepest, self.n_cap = (
+            shape,
+            shape.depth,
+            deepest,
+            n_cap,
+        )
         self.shapes: dict[int, Decomposition] = {}
         self.known: dict[int, list[Task]] = {}
         self.deeper: dict[tuple[int, ...], list[Task]] = {}
@@ -74,7 +95,9 @@ class Cuts:
     def at(self, depth: int) -> Decomposition:
         if depth not in self.shapes:
             more = (DEEPEN_BY,) * (depth - self.shape.depth)
-            self.shapes[depth] = replace(self.shape, levels=(*self.shape.levels, *more)[:depth])
+            self.shapes[depth] = replace(
+                self.shape, levels=(*self.shape.levels, *more)[:depth]
+            )
         return self.shapes[depth]
 
     def tasks(self, depth: int) -> list[Task]:
@@ -111,7 +134,14 @@ def controller(
 
 SHAPES = [
     Decomposition(n, levels, layout, 8)
-    for n, levels in [(200, ()), (90, (3,)), (210, (7,)), (97, (7,)), (150, (3, 3)), (240, (13,))]
+    for n, levels in [
+        (200, ()),
+        (90, (3,)),
+        (210, (7,)),
+        (97, (7,)),
+        (150, (3, 3)),
+        (240, (13,)),
+    ]
     for layout in ("balanced", "aligned")
 ]
 
@@ -123,8 +153,8 @@ def cuts_of(shape: Decomposition) -> Cuts:
 
 @cache
 def pairs_of(shape: Decomposition, path: tuple[int, ...]) -> np.ndarray:
-    """Which pairs a task of the shape, or a deeper one, computes: (n_tokens, n_tokens), in bytes of
-    0 or 1."""
+    """Which pairs a task of the shape, or a deeper one, computes: (n_tokens, n_tokens),
+    in bytes of 0 or 1."""
     task = cuts_of(shape).at(len(path)).task(path)
     tokens = [t for start, stop, _ in task.runs for t in range(start, stop)]
     pairs = np.zeros((shape.n_tokens, shape.n_tokens), dtype=bool)
@@ -133,8 +163,8 @@ def pairs_of(shape: Decomposition, path: tuple[int, ...]) -> np.ndarray:
 
 
 class History:
-    """One pass on a device with room for so many tokens of slots, everything that happens drawn
-    from ``seed``."""
+    """One pass on a device with room for so many tokens of slots, everything that
+    happens drawn from ``seed``."""
 
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(seed)
@@ -151,7 +181,9 @@ class History:
             self.groups, None if draw.random() < 0.3 else self.cuts, draw.randint(1, 4),
             fallback=lambda: (self.cuts, "too large", "cut"),
         )  # fmt: skip
-        self.pairs = {g: np.zeros((self.shape.n_tokens,) * 2, np.uint8) for g in self.groups}
+        self.pairs = {
+            g: np.zeros((self.shape.n_tokens,) * 2, np.uint8) for g in self.groups
+        }
         self.completed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.seen: Counter[str] = Counter()
         self.failures = draw.choice([0.0, 0.01, 0.05, 0.1])

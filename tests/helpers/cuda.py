@@ -15,7 +15,11 @@ Results = Mapping[str, torch.Tensor]
 
 
 def both(
-    given: Inputs, pins: Sequence[Mapping[str, Any]] = ({}, {}), *, mask: Any = None, **call: Any
+    given: Inputs,
+    pins: Sequence[Mapping[str, Any]] = ({}, {}),
+    *,
+    mask: Any = None,
+    **call: Any,
 ) -> Results:
     """The output and the gradients; ``pins``: more options of either pass."""
     call = {"attn_mask": mask, "enable_gqa": True, "devices": "cuda", **call}

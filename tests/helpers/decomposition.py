@@ -39,7 +39,9 @@ def positions(task: Task) -> np.ndarray:
 
 def bits(task: Task) -> np.ndarray:
     """Group bits of every local token, as Python integers."""
-    return np.array([s.bits for s in task.spans for _ in range(s.start, s.stop)], dtype=object)
+    return np.array(
+        [s.bits for s in task.spans for _ in range(s.start, s.stop)], dtype=object
+    )
 
 
 def kept_pairs(
@@ -75,9 +77,11 @@ def count_rectangles(rectangles: Iterable[Rectangle], n_tokens: int) -> np.ndarr
 def build_subseq(
     n_tokens: int, levels: tuple[int, ...], path: tuple[int, ...]
 ) -> tuple[list[int], list[frozenset[tuple[int, int]]]]:
-    """The paper's BuildSubseq for one quorum tuple, token by token, chunks in ascending order.
+    """The paper's BuildSubseq for one quorum tuple, token by token, chunks in ascending
+    order.
 
-    Returns the global positions, and for each the non-owner chunks (level, chunk) it lies in.
+    Returns the global positions, and for each the non-owner chunks (level, chunk) it
+    lies in.
     """
     token_ids = list(range(n_tokens))
     groups: list[frozenset[tuple[int, int]]] = [frozenset()] * n_tokens

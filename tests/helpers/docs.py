@@ -61,13 +61,17 @@ def blocks() -> Iterator[Block]:
                 reason = said[1]
             elif token.type == "fence":
                 assert token.map is not None
-                yield Block(page.name, token.map[0] + 1, token.info, token.content, reason)
+                yield Block(
+                    page.name, token.map[0] + 1, token.info, token.content, reason
+                )
                 reason = None
 
 
 def commands() -> Iterator[Command]:
     for page in PAGES:
-        for token in MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8")):
+        for token in (
+            MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
+        ):
             line = token.map[0] + 1 if token.map else 0
             if token.type == "fence" and not token.info:
                 for text in token.content.splitlines():
@@ -91,16 +95,21 @@ def built_site(folder: Path) -> Path:
 
 
 def normal(text: str) -> str:
-    """Output without what differs from run to run: numbers, units of time, spaces, rules."""
+    """Output without what differs from run to run: numbers, units of time, spaces,
+    rules."""
     text = re.sub(r"[0-9]+(,[0-9]{3})*([.][0-9]+)?(e[-+]?[0-9]+)?", "#", text)
-    text = re.sub(r"# (us|ms|s|min|h|days?|years?)\b( # (s|min|h|days?)\b)?", "# s", text)
+    text = re.sub(
+        r"# (us|ms|s|min|h|days?|years?)\b( # (s|min|h|days?)\b)?", "# s", text
+    )
     text = re.sub(r"\blevels (none|#( x #)*)", "levels #", text)
     text = re.sub(r"\b(unit|head)s?\b", r"\1", text)
     text = re.sub(r"# (B|KiB|MiB|GiB|TiB)\b", "# B", text)
     return " ".join(text.split())
 
 
-def my_attention(query: Any, key: Any, value: Any, *, is_causal: bool, scale: float) -> Any:
+def my_attention(
+    query: Any, key: Any, value: Any, *, is_causal: bool, scale: float
+) -> Any:
     """What a reader of the documentation has of his own."""
     scores = scale * (query.float() @ key.float().mT)
     if is_causal:

@@ -62,13 +62,16 @@ def masked_call(
         limits: for results, and for gradients.
         plain: whether nothing but the mask changes the scores.
         mask_device: where the tensors of the mask are.
-        compiles: whether there are soft caps and biases wider than the inputs, for which Triton
-            compiles on a GPU.
+        compiles: whether there are soft caps and biases wider than the inputs, for
+            which Triton compiles on a GPU.
         options: of the call, besides those that are drawn.
     """
     draw = random.Random(number)
     torch.manual_seed(number)
-    batch, (heads, shared) = draw.choice([1, 2, 7, 20]), draw.choice([(1, 1), (2, 2), (4, 2)])
+    batch, (heads, shared) = (
+        draw.choice([1, 2, 7, 20]),
+        draw.choice([(1, 1), (2, 2), (4, 2)]),
+    )
     n = draw.randint(1, 24)
     m = n if draw.random() < 0.6 else draw.randint(1, 24)
     mask = any_mask(draw, batch, n, m)
@@ -82,7 +85,10 @@ def masked_call(
     if draw.random() < 0.2:
         mask = replace(mask, sinks=torch.randn(heads))
     rows = [(heads, n), (shared, m), (shared, m), (heads, n)]
-    inputs = [torch.randn(batch, n_heads, length, head_dim).to(dtype) for n_heads, length in rows]
+    inputs = [
+        torch.randn(batch, n_heads, length, head_dim).to(dtype)
+        for n_heads, length in rows
+    ]
     options["is_causal"] = draw.random() < 0.15
     if device == "cpu" and "kernel" not in options and draw.random() < 0.2:
         options["budget"] = draw.choice(["7MiB", "9MiB"])

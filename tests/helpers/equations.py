@@ -1,18 +1,20 @@
-"""Attention as its equations read: float64, every pair at once, from the raw arguments of a call.
+"""Attention as its equations read: float64, every pair at once, from the raw arguments
+of a call.
 
-For query i and key j of a head, with the factor c of the scores and the additive mask B,
+For query i and key j of a head, with the factor c of the scores and the additive mask
+B,
 
     S_ij = softcap(c q_i . k_j) + B_ij,  or -inf where the pair is not kept
     lse_i = log(sum_j exp(S_ij) + exp(sink)),   P_ij = exp(S_ij - lse_i),   O = (Z P) V
     dV = (Z P)^T dO,   dS = P (Z (dO V^T) - delta + d lse),   delta = rowsum(dO * O)
     dQ = c dS' K,   dK = c dS'^T Q,   dB = dS,   d sink = -sum_i P_sink (delta - d lse)
 
-where dS' is dS times the derivative of the soft cap, and Z is 0 for pairs that dropout drops and
-1 / (1 - p) for all others.
+where dS' is dS times the derivative of the soft cap, and Z is 0 for pairs that dropout
+drops and 1 / (1 - p) for all others.
 
-This file imports nothing of the package and rounds nothing, so an error of the package cannot be in
-both. A ``Mask`` is read by the names of its fields; which pairs dropout drops is computed from the
-published definition of Philox4x32-7.
+This file imports nothing of the package and rounds nothing, so an error of the package
+cannot be in both. A ``Mask`` is read by the names of its fields; which pairs dropout
+drops is computed from the published definition of Philox4x32-7.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from torch import Tensor
 
 @dataclass
 class Forward:
-    """Results of a forward, and what they are made of; batch dimensions are one, heads expanded.
+    """Results of a forward, and what they are made of; batch dimensions are one, heads
+    expanded.
 
     Attributes:
         query, key, value: (b, h, n, d), (b, h, m, d), (b, h, m, dv).
         scale: c.
         products: c q . k, (b, h, n, m).
-        bias: B, (b or 1, h or 1, n or 1, m or 1), 0 where a pair is not kept; None: there is none.
+        bias: B, (b or 1, h or 1, n or 1, m or 1), 0 where a pair is not kept; None:
+            there is none.
         kept: which pairs are kept, (b, h, n, m).
         scores: S, (b, h, n, m).
         slope: the derivative of the soft cap, (b, h, n, m), or 1.
@@ -73,8 +77,8 @@ class Gradients:
     Attributes:
         grad_lse: d lse, (b, h, n), 0 in rows without keys.
         centred_grad_p: Z (dO V^T) - delta + d lse, (b, h, n, m).
-        scores: dS, (b, h, n, m), which is the gradient of the additive mask before it is summed
-            over what the mask broadcasts over.
+        scores: dS, (b, h, n, m), which is the gradient of the additive mask before it
+            is summed over what the mask broadcasts over.
         query, key, value: (b, h, n, d), (b, h, m, d), (b, h, m, dv).
         sinks: (h,), or None.
     """
@@ -105,15 +109,17 @@ def forward(
     """The forward.
 
     Args:
-        query, key, value: (*batch, heads, n, d), (*batch, kv_heads, m, d), (*batch, kv_heads, m,
-            dv).
-        attn_mask: a tensor, boolean or additive, that broadcasts to (*batch, heads, n, m); or a
-            ``Mask``.
+        query, key, value: (*batch, heads, n, d), (*batch, kv_heads, m, d), (*batch,
+            kv_heads, m, dv).
+        attn_mask: a tensor, boolean or additive, that broadcasts to (*batch, heads, n,
+            m); or a ``Mask``.
         window, softcap, alibi_slopes: of a kernel with such options.
     """
     batch, heads = query.shape[:-3], query.shape[-3]
     entries, shared = math.prod(batch), heads // max(1, key.shape[-3])
-    q, k, v = (t.detach().double().reshape(entries, *t.shape[-3:]) for t in (query, key, value))
+    q, k, v = (
+        t.detach().double().reshape(entries, *t.shape[-3:]) for t in (query, key, value)
+    )
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     n, m = q.shape[2], k.shape[2]
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
@@ -124,7 +130,9 @@ def forward(
 
     products = scale * (q @ k.mT)
     scores, slope = capped(products, softcap)
-    distance = torch.arange(n, device=q.device)[:, None] - torch.arange(m, device=q.device)
+    distance = torch.arange(n, device=q.device)[:, None] - torch.arange(
+        m, device=q.device
+    )
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(scores)[:, None, None] * distance.abs()
     kept = torch.ones(entries, heads, n, m, dtype=torch.bool, device=q.device)
@@ -136,7 +144,9 @@ def forward(
         kept = kept & kept_by(rules, entries, heads, n, m).to(q.device)
     bias = None
     if tensor is not None:
-        whole = torch.broadcast_to(tensor.detach(), (*batch, heads, n, m)).reshape(scores.shape)
+        whole = torch.broadcast_to(tensor.detach(), (*batch, heads, n, m)).reshape(
+            scores.shape
+        )
         if tensor.dtype == torch.bool:
             kept = kept & whole
         else:
@@ -151,7 +161,20 @@ def forward(
         factors = (~lost).double() / (1 - dropout_p)
     out = (factors * p) @ v
     return Forward(
-        q, k, v, scale, products, bias, kept, scores, slope, p, p_sink, factors, out, lse
+        q,
+        k,
+        v,
+        scale,
+        products,
+        bias,
+        kept,
+        scores,
+        slope,
+        p,
+        p_sink,
+        factors,
+        out,
+        lse,
     )
 
 
@@ -166,8 +189,8 @@ def capped(products: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | fl
 def softmax(
     scores: Tensor, kept: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """P (b, h, n, m), the share of the sink (b, h, n) or None, and the log-sum-exp (b, h, n). A
-    pair that is not kept has no share, whatever its score would have been."""
+    """P (b, h, n, m), the share of the sink (b, h, n) or None, and the log-sum-exp (b,
+    h, n). A pair that is not kept has no share, whatever its score would have been."""
     logits = scores
     if sinks is not None:
         column = sinks.detach().to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -181,7 +204,10 @@ def softmax(
 
 
 def backward(
-    done: Forward, grad_out: Tensor, grad_lse: Tensor | None = None, out: Tensor | None = None
+    done: Forward,
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Gradients:
     """The gradients.
 
@@ -220,7 +246,8 @@ def summed_by_key_head(gradient: Tensor, shared: int) -> Tensor:
 
 
 def summed_like(gradient: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """dS of a call of ``shape`` (*batch, heads, n, m), summed to the shape of its mask."""
+    """dS of a call of ``shape`` (*batch, heads, n, m), summed to the shape of its
+    mask."""
     return gradient.reshape(shape).sum_to_size(mask.shape)
 
 
@@ -228,7 +255,8 @@ def summed_like(gradient: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tenso
 
 
 def within(distance: Tensor, window: int | tuple[int, int]) -> Tensor:
-    """Pairs whose key is at most so far before the query, and so far after; -1 is no limit."""
+    """Pairs whose key is at most so far before the query, and so far after; -1 is no
+    limit."""
     left, right = (window, window) if isinstance(window, int) else window
     near = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
@@ -248,11 +276,16 @@ def kept_by(rules: Any, entries: int, heads: int, n: int, m: int) -> Tensor:
     if rules.window is not None:
         kept = kept & within(position - key, rules.window)
     if rules.chunk is not None:
-        same = torch.div(position, rules.chunk, rounding_mode="floor") == key // rules.chunk
+        same = (
+            torch.div(position, rules.chunk, rounding_mode="floor")
+            == key // rules.chunk
+        )
         kept = kept & same
     if rules.documents is not None:
         two = isinstance(rules.documents, tuple)
-        of_queries, of_keys = rules.documents if two else (rules.documents, rules.documents)
+        of_queries, of_keys = (
+            rules.documents if two else (rules.documents, rules.documents)
+        )
         mine = torch.atleast_2d(of_queries.cpu())[:, None, :, None]
         theirs = torch.atleast_2d(of_keys.cpu())[:, None, None, :]
         kept = kept & (mine == theirs)
@@ -261,7 +294,10 @@ def kept_by(rules: Any, entries: int, heads: int, n: int, m: int) -> Tensor:
     if rules.key_padding is not None:
         kept = kept & torch.atleast_2d(rules.key_padding.cpu())[:, None, None, :]
     if rules.keeps is not None:
-        entry, head = torch.arange(entries)[:, None, None, None], torch.arange(heads)[:, None, None]
+        entry, head = (
+            torch.arange(entries)[:, None, None, None],
+            torch.arange(heads)[:, None, None],
+        )
         kept = kept & rules.keeps(entry, head, query, key)
     for mask in rules.every:
         kept = kept & kept_by(mask, entries, heads, n, m)
@@ -272,7 +308,8 @@ def kept_by(rules: Any, entries: int, heads: int, n: int, m: int) -> Tensor:
 
 
 def _places_from_last(queries: list[int], keys: list[int]) -> list[int]:
-    """Where the queries of a document stand, whose queries and keys are these, ascending."""
+    """Where the queries of a document stand, whose queries and keys are these,
+    ascending."""
     places = []
     for nth in range(len(keys) - len(queries), len(keys)):
         places.append(keys[nth] if nth >= 0 else (keys or [0])[0] + nth)
@@ -287,17 +324,25 @@ def places(rules: Any, batch: int, n_queries: int, n_keys: int) -> Tensor:
     if not isinstance(offset, str):
         moved = torch.arange(n_queries) + torch.as_tensor(offset).cpu()
         return moved.expand(batch, n_queries)
-    ids: Any = rules.documents if isinstance(rules.documents, tuple) else (rules.documents,) * 2
+    ids: Any = (
+        rules.documents
+        if isinstance(rules.documents, tuple)
+        else (rules.documents,) * 2
+    )
     of_query, of_key = (
         (torch.zeros(n) if one is None else one).expand(batch, n).tolist()
         for one, n in zip(ids, (n_queries, n_keys), strict=True)
     )
-    lengths = [n_keys] * batch if rules.key_lengths is None else rules.key_lengths.tolist()
+    lengths = (
+        [n_keys] * batch if rules.key_lengths is None else rules.key_lengths.tolist()
+    )
     found = torch.zeros(batch, n_queries, dtype=torch.int64)
     for entry, length in enumerate(lengths):
         for name in set(of_query[entry]):
             queries = [n for n, other in enumerate(of_query[entry]) if other == name]
-            keys = [n for n, other in enumerate(of_key[entry][:length]) if other == name]
+            keys = [
+                n for n, other in enumerate(of_key[entry][:length]) if other == name
+            ]
             found[entry, queries] = torch.tensor(_places_from_last(queries, keys))
     return found
 
@@ -306,13 +351,17 @@ def places(rules: Any, batch: int, n_queries: int, n_keys: int) -> Tensor:
 
 
 def dropped(
-    p: float, seed: int, sizes: tuple[int, int, int, int], first_head: int = 0, first_entry: int = 0
+    p: float,
+    seed: int,
+    sizes: tuple[int, int, int, int],
+    first_head: int = 0,
+    first_entry: int = 0,
 ) -> Tensor:
     """Which pairs of (entries, heads, n, m) are dropped, bool.
 
-    The word of query i and key j in head h of entry b is word j mod 4 of Philox4x32-7 at counter
-    (j // 4, i, h, b) under the key (lower half of the seed, upper half); it is dropped below
-    p 2**32.
+    The word of query i and key j in head h of entry b is word j mod 4 of Philox4x32-7
+    at counter (j // 4, i, h, b) under the key (lower half of the seed, upper half); it
+    is dropped below p 2**32.
 
     Args:
         first_head, first_entry: numbers of the first head and entry in the whole call.
@@ -322,16 +371,20 @@ def dropped(
         range(-(-m // 4)), range(n), range(first_head, first_head + heads),
         range(first_entry, first_entry + entries),
     )  # fmt: skip
-    counter = np.meshgrid(*(np.array(part, dtype=np.uint64) for part in numbers), indexing="ij")
-    words = np.stack(philox_4x32_7(counter, seed), axis=1)  # (keys / 4, 4, n, heads, entries)
+    counter = np.meshgrid(
+        *(np.array(part, dtype=np.uint64) for part in numbers), indexing="ij"
+    )
+    words = np.stack(
+        philox_4x32_7(counter, seed), axis=1
+    )  # (keys / 4, 4, n, heads, entries)
     words = words.reshape(4 * len(numbers[0]), n, heads, entries)[:m]
     below = words < np.uint64(min(2**32 - 1, round(p * 2**32)))
     return torch.from_numpy(np.ascontiguousarray(below.transpose(3, 2, 1, 0)))
 
 
 def philox_4x32_7(counter: Any, seed: int) -> tuple[Any, ...]:
-    """The four words of a counter, as Salmon et al. (2011) define them: seven rounds of two
-    products of 32 by 32 bits, whose halves change places."""
+    """The four words of a counter, as Salmon et al. (2011) define them: seven rounds of
+    two products of 32 by 32 bits, whose halves change places."""
     low = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
     c0, c1, c2, c3 = counter
@@ -341,6 +394,11 @@ def philox_4x32_7(counter: Any, seed: int) -> tuple[Any, ...]:
         product1 = c2 * np.uint64(0xCD9E8D57)
         high0, low0 = product0 >> half, product0 & low
         high1, low1 = product1 >> half, product1 & low
-        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
+        c0, c1, c2, c3 = (
+            high1 ^ c1 ^ np.uint64(k0),
+            low1,
+            high0 ^ c3 ^ np.uint64(k1),
+            low0,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return c0, c1, c2, c3

@@ -1,4 +1,5 @@
-"""FlashAttention-4 in tests: skipped by name where it is not, and a stand-in for its functions."""
+"""FlashAttention-4 in tests: skipped by name where it is not, and a stand-in for its
+functions."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from quorum_attention.kernels.fa4 import version
 from quorum_attention.kernels.masked import choose
 
 FA4 = pytest.param(
-    "fa4", marks=pytest.mark.skipif(version() is None, reason="flash-attn-4 is not installed")
+    "fa4",
+    marks=pytest.mark.skipif(version() is None, reason="flash-attn-4 is not installed"),
 )
 
 
 def scores_of(query, key, scale, causal, left, right, softcap):  # type: ignore[no-untyped-def]
-    """Of (b, h, n, d) in float64, as flash-attn-4 documents them: diagonals are counted from the
-    last query and key."""
-    scores = scale * (query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT)
+    """Of (b, h, n, d) in float64, as flash-attn-4 documents them: diagonals are counted
+    from the last query and key."""
+    scores = scale * (
+        query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+    )
     n, m = scores.shape[-2:]
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     apart = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
@@ -39,7 +43,8 @@ def forward(
     q, k, v, *, softmax_scale, return_lse, causal=False, window_size_left=None,
     window_size_right=None, softcap=None,
 ):  # fmt: skip
-    """(b, n, h, d) in and out, lse (b, h, n) in fp32; a row that is not finite has lse -inf."""
+    """(b, n, h, d) in and out, lse (b, h, n) in fp32; a row that is not finite has lse
+    -inf."""
     assert return_lse
     query, key, value = double(q, k, v)
     how = softmax_scale, causal, window_size_left, window_size_right, softcap
@@ -65,7 +70,9 @@ def backward(
     lse = lse.double().masked_fill(lse == -math.inf, 0.0)
     p = torch.exp(scores.detach() - lse.unsqueeze(-1))
     dp = do @ value.repeat_interleave(shared, 1).mT
-    grads = torch.autograd.grad(scores, leaves, p * (dp - (do * o).sum(-1, keepdim=True)))
+    grads = torch.autograd.grad(
+        scores, leaves, p * (dp - (do * o).sum(-1, keepdim=True))
+    )
     found = *grads, (p.mT @ do).unflatten(1, (-1, shared)).sum(2)
     return tuple(t.to(q.dtype).transpose(1, 2).contiguous() for t in found)
 

@@ -1,7 +1,8 @@
 """A fake device with streams, for tests without a GPU.
 
-It works in host memory. A copy happens as late as possible: when something waits for it. So results
-are wrong if the engine does not wait for all that it has to. Durations and failures are made up.
+It works in host memory. A copy happens as late as possible: when something waits for
+it. So results are wrong if the engine does not wait for all that it has to. Durations
+and failures are made up.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from quorum_attention.execution.device.page_locks import PageLocks
 
 
 class FakeStream:
-    """A stream that does its pieces of work in order, but only when something waits for them.
+    """A stream that does its pieces of work in order, but only when something waits for
+    them.
 
-    ``now``: the made-up time at which all its work so far would be done, in seconds. ``issued``:
-    pieces of work that it was given so far.
+    ``now``: the made-up time at which all its work so far would be done, in seconds.
+    ``issued``: pieces of work that it was given so far.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,8 @@ class FakeStream:
 
 
 class FakeEvent:
-    """A position in a stream's work, and the made-up time at which it would be reached."""
+    """A position in a stream's work, and the made-up time at which it would be
+    reached."""
 
     def __init__(self) -> None:
         self.stream: FakeStream | None = None
@@ -75,13 +78,15 @@ class FakeEvent:
 class FakeDevice(Backend):
     """Takes the place of the CPU within a ``with`` block.
 
-    The planner gets the CPU's answers from it, so that what the planner caches stays right.
+    The planner gets the CPU's answers from it, so that what the planner caches stays
+    right.
 
     Attributes:
         memory_bytes: an arena larger than this fails; may be changed at any time.
         bytes_per_second: rate of copies in each direction.
         unit_seconds: duration of computing a unit.
-        failing: is given the number of a unit, counted from 1; whether it runs out of memory.
+        failing: is given the number of a unit, counted from 1; whether it runs out of
+            memory.
         computed: units that were begun so far.
         seconds: made-up duration of everything so far.
         running: the stream that is current.
@@ -116,13 +121,17 @@ class FakeDevice(Backend):
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
         if n_bytes > self.memory_bytes:
-            raise torch.OutOfMemoryError(f"{n_bytes} bytes of {self.memory_bytes}, made up")
+            raise torch.OutOfMemoryError(
+                f"{n_bytes} bytes of {self.memory_bytes}, made up"
+            )
         return super().allocate(n_bytes, device)
 
     def clock(self) -> Clock:
         return _FakeClock(self)
 
-    def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
+    def mover(
+        self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock
+    ) -> Mover:
         return FakeMover(self, n_slots, clock)
 
 
@@ -140,7 +149,8 @@ class FakeMover(Mover):
     def on(self, stream: FakeStream) -> Iterator[None]:
         """A context with ``stream`` as the current one.
 
-        Compute is not put off: it first does all that its stream waits for, then runs at once.
+        Compute is not put off: it first does all that its stream waits for, then runs
+        at once.
         """
         device, before, began = self._device, self._device.running, stream.now
         device.running = stream
@@ -173,7 +183,9 @@ def ignore_events(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         def record(self, stream: FakeStream) -> None:
             pass
 
-    def without(self: FakeMover, device: FakeDevice, n_slots: int, clock: Clock) -> None:
+    def without(
+        self: FakeMover, device: FakeDevice, n_slots: int, clock: Clock
+    ) -> None:
         made(self, device, n_slots, clock)
         setattr(self, name, [Ignored() for _ in range(n_slots)])
 

@@ -1,7 +1,7 @@
 """The first call of a process, made inside some mode of the caller's, and one after it.
 
-Run by a fresh process for each case (``test_traces.py``, ``gpu/test_cuda_first_calls.py``): nothing
-of the package has been imported there.
+Run by a fresh process for each case (``test_traces.py``,
+``gpu/test_cuda_first_calls.py``): nothing of the package has been imported there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def attend_with(kernel: str) -> Attend:
         import quorum_attention as qa
 
         return {
-            "score_mod": lambda: {"kernel": qa.from_score_mod(lambda s, b, h, i, j: s + 0.0)},
+            "score_mod": lambda: {
+                "kernel": qa.from_score_mod(lambda s, b, h, i, j: s + 0.0)
+            },
             "function": lambda: {"kernel": qa.from_lse_function(attention)},
             "keeps": lambda: {"attn_mask": qa.Mask(keeps=lambda b, h, i, j: i >= j)},
             "window": lambda: {"attn_mask": qa.Mask(causal=True, window=4096)},
@@ -39,16 +41,22 @@ def attend_with(kernel: str) -> Attend:
         import quorum_attention as qa
 
         causal = "attn_mask" not in made()
-        return qa.attention(x, x[:, :2], x[:, :2], enable_gqa=True, is_causal=causal, **made())
+        return qa.attention(
+            x, x[:, :2], x[:, :2], enable_gqa=True, is_causal=causal, **made()
+        )
 
     return attend
 
 
-def check(x: torch.Tensor, out: torch.Tensor, grad: torch.Tensor | None, dtype: Any = None) -> None:
+def check(
+    x: torch.Tensor, out: torch.Tensor, grad: torch.Tensor | None, dtype: Any = None
+) -> None:
     """Compare with float64; ``dtype``: the one computed in, if not x's."""
     wide = x.detach().cpu().double()
     keys = wide[:, :2]
-    right = exact(Inputs(wide, keys, keys, torch.ones_like(wide)), is_causal=True, gradients=True)
+    right = exact(
+        Inputs(wide, keys, keys, torch.ones_like(wide)), is_causal=True, gradients=True
+    )
     assert right.grads is not None
     assert_close(out, right.out, TOLERANCES[dtype or x.dtype])
     if grad is not None:
@@ -136,12 +144,16 @@ MODES: dict[str, Callable[[Attend, torch.Tensor], None]] = {
     "checkpoint": lambda f, x: _checkpointed(f, x, False),
     "reentrant checkpoint": lambda f, x: _checkpointed(f, x, True),
     "hooks that count": lambda f, x: twice(f, x, packing),
-    "hooks that raise": lambda f, x: twice(f, x, lambda: packing(refuse=True), gradients=False),
+    "hooks that raise": lambda f, x: twice(
+        f, x, lambda: packing(refuse=True), gradients=False
+    ),
     "save_on_cpu": lambda f, x: twice(f, x, torch.autograd.graph.save_on_cpu),
     "inference_mode": lambda f, x: twice(f, x, torch.inference_mode, gradients=False),
     "autocast": lambda f, x: twice(f, x, autocast, torch.bfloat16),
     "vmap": mapped,
-    "compile": lambda f, x: twice(torch.compile(lambda t: f(t * 1), backend="aot_eager"), x),
+    "compile": lambda f, x: twice(
+        torch.compile(lambda t: f(t * 1), backend="aot_eager"), x
+    ),
     "a dispatch mode": lambda f, x: twice(f, x, Watching),
     "anomaly mode": lambda f, x: twice(f, x, torch.autograd.detect_anomaly),
     "a default device": lambda f, x: twice(f, x, lambda: torch.device("meta")),
@@ -150,12 +162,16 @@ MODES: dict[str, Callable[[Attend, torch.Tensor], None]] = {
 }
 
 
-def main(mode: str, kernel: str, device: str, dtype: str, tokens: int, width: int) -> None:
+def main(
+    mode: str, kernel: str, device: str, dtype: str, tokens: int, width: int
+) -> None:
     """A first call inside ``mode``, and plain ones: all are right."""
     torch.manual_seed(1)
     x = torch.randn(1, 4, tokens, width).to(device, getattr(torch, dtype))
     state = torch.get_rng_state()
     attend = attend_with(kernel)
     MODES[mode](attend, x)
-    assert torch.equal(torch.get_rng_state(), state), "random numbers of the caller's were drawn"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "random numbers of the caller's were drawn"
+    )
     twice(attend, x)

@@ -23,16 +23,19 @@ from quorum_attention.kernels.probing import _KEYS, _QUERIES
 
 
 def is_trial(task: TaskTensors) -> bool:
-    """Whether this is the trial that every new kernel is put to, which no test counts."""
+    """Whether this is the trial that every new kernel is put to, which no test
+    counts."""
     return task.query.shape[2] == _QUERIES and task.key.shape[2] in (_QUERIES, _KEYS)
 
 
 class WatchedKernel(DenseKernel):
-    """The reference kernel; notes the path of every task it completes and can run out of memory.
+    """The reference kernel; notes the path of every task it completes and can run out
+    of memory.
 
     Attributes:
         started, completed: paths in order.
-        fail_at: numbers of the calls (from 0) that raise, before or after doing their work.
+        fail_at: numbers of the calls (from 0) that raise, before or after doing their
+            work.
         late: raise after the state has been changed, not before.
     """
 
@@ -100,9 +103,11 @@ class IdleKernel(DenseKernel):
 
 
 def taken_as_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Without a GPU: the kernel of that name runs without the test that comes before first calls.
+    """Without a GPU: the kernel of that name runs without the test that comes before
+    first calls.
 
-    For tests that compare its results themselves; what it does not take it still refuses.
+    For tests that compare its results themselves; what it does not take it still
+    refuses.
     """
     tried = select.probe
 
@@ -116,7 +121,8 @@ def taken_as_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 class Counted(CpuKernel):
-    """Counts the pairs of calls that succeed, and runs out of memory in chosen calls."""
+    """Counts the pairs of calls that succeed, and runs out of memory in chosen
+    calls."""
 
     name = "counted"
 
@@ -133,7 +139,9 @@ class Counted(CpuKernel):
         return self._count(call, lambda: super(Counted, self).rectangle_forward(call))
 
     def rectangle_backward(self, call, saved):
-        return self._count(call, lambda: super(Counted, self).rectangle_backward(call, saved))
+        return self._count(
+            call, lambda: super(Counted, self).rectangle_backward(call, saved)
+        )
 
     def _count(self, call, work):
         query, key, causal = call.query, call.key, call.causal

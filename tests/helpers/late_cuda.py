@@ -1,7 +1,8 @@
 """A CUDA mover without a GPU, whose copies happen as late as the events allow.
 
-The runtime copies host memory; streams and events are the fake device's. Memory that a copy was
-noted for is read and written when something waits for it, as a device would do at the latest.
+The runtime copies host memory; streams and events are the fake device's. Memory that a
+copy was noted for is read and written when something waits for it, as a device would do
+at the latest.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class LateEvent(FakeEvent):
     stream: LateStream | None
 
     def query(self) -> bool:
-        """Whether it has happened. (Asked by another thread, which must not do the copies.)"""
+        """Whether it has happened. (Asked by another thread, which must not do the
+        copies.)"""
         stream = self.stream
         return stream is None or stream.done >= self.position
 
@@ -78,7 +80,9 @@ class Driver:
         """What is locked of some memory."""
         stop = start + size
         locked = list(self.locked.items())
-        return [(max(a, start), min(b, stop)) for a, b in locked if a < stop and start < b]
+        return [
+            (max(a, start), min(b, stop)) for a, b in locked if a < stop and start < b
+        ]
 
     def locked_bytes(self, tensor: torch.Tensor | None = None) -> int:
         """Of ``tensor``, or of all there is."""
@@ -109,16 +113,23 @@ class Driver:
 
     def cudaMemcpyAsync(self, target, source, size, kind, stream):
         self.copied += size
-        for start in (target, source):  # a driver refuses to copy a part of what is locked
+        for start in (
+            target,
+            source,
+        ):  # a driver refuses to copy a part of what is locked
             assert self.within(start, size) in ([], [(start, start + size)])
         if not self.status:
             stream.give(lambda: ctypes.memmove(target, source, size))
         return (self.status,)
 
-    def cudaMemcpy2DAsync(self, target, pitch, source, source_pitch, length, lines, kind, stream):
+    def cudaMemcpy2DAsync(
+        self, target, pitch, source, source_pitch, length, lines, kind, stream
+    ):
         def copy() -> None:
             for line in range(lines):
-                ctypes.memmove(target + line * pitch, source + line * source_pitch, length)
+                ctypes.memmove(
+                    target + line * pitch, source + line * source_pitch, length
+                )
 
         stream.give(copy)
         return (self.status,)
@@ -130,7 +141,9 @@ class LateCuda(FakeDevice):
     def page_locks(self, tensors: Iterable[Copied]) -> PageLocks:
         return PageLocks(map(by_address, tensors), late=True)
 
-    def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
+    def mover(
+        self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock
+    ) -> Mover:
         return LateMover(GPU, n_slots, locks, Clock())
 
 

@@ -1,4 +1,5 @@
-"""What a test could leave behind for the next one: memory, locks, threads, processes, files."""
+"""What a test could leave behind for the next one: memory, locks, threads, processes,
+files."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ _THREADS_NOT_OURS = ("torch", "triton", "tqdm", "multiprocessing")
 _PROCESSES_NOT_OURS = ("torch/_inductor", "resource_tracker", NEST)
 # FlashAttention-4 is told where to keep what it compiles, for good, as it is imported.
 _FA4_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_", "CUTE_", "QUACK_")
-_VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO", "KMP_", *_FA4_VARIABLES)
+_VARIABLES_NOT_OURS = (
+    "PYTEST_",
+    "TORCH",
+    "TRITON",
+    "CUDA",
+    "KINETO",
+    "KMP_",
+    *_FA4_VARIABLES,
+)
 _FILES_NOT_OURS = ("torchinductor_", "torch_", "pytest-of-", "pymp-")
 
 page_locked: set[int] = set()
@@ -32,13 +41,16 @@ Standing = dict[str, Any]
 
 
 def standing() -> Standing:
-    """How things stand now; without memory of results, which is kept for the next call."""
+    """How things stand now; without memory of results, which is kept for the next
+    call."""
     kept = BACKENDS["cuda"].pinned
     if kept is not None:
         kept.give_back()
     give_back()
     devices = range(torch.cuda.device_count()) if ON_GPU else ()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_VARIABLES_NOT_OURS)}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(_VARIABLES_NOT_OURS)
+    }
     return {
         "bytes": sum(map(torch.cuda.memory_allocated, devices)),
         "locks": set(page_locked),
@@ -59,7 +71,8 @@ def standing() -> Standing:
 
 
 def left_since(before: Standing, *, patience_s: float = 5.0) -> list[str]:
-    """What is there now and was not there ``before``, in words; nothing is as it should be.
+    """What is there now and was not there ``before``, in words; nothing is as it should
+    be.
 
     What is on its way out (a thread that was told to stop) gets ``patience_s`` for it.
     """
@@ -88,7 +101,9 @@ def _differences(before: Standing, now: Standing) -> list[str]:
             left.append(f"the thread {thread.name}")
     for number in sorted(now["processes"] - before["processes"]):
         command = _command(number)
-        if command is not None and not any(name in command for name in _PROCESSES_NOT_OURS):
+        if command is not None and not any(
+            name in command for name in _PROCESSES_NOT_OURS
+        ):
             left.append(f"the process {number}: {command}")
     for name in sorted(now["files"] - before["files"]):
         if not name.startswith(_FILES_NOT_OURS):
@@ -100,7 +115,8 @@ def _differences(before: Standing, now: Standing) -> list[str]:
 
 
 def count_page_locks() -> None:
-    """From now on ``page_locked`` has the addresses of what is locked through torch's runtime."""
+    """From now on ``page_locked`` has the addresses of what is locked through torch's
+    runtime."""
     if not ON_GPU:
         return
     runtime = torch.cuda.cudart()
@@ -120,17 +136,19 @@ def count_page_locks() -> None:
 
 
 def _not_ours(thread: threading.Thread) -> bool:
-    """Whether other libraries started the thread, or native code did: on a GPU autograd runs the
-    backward in threads that never end, which Python knows as dummies."""
+    """Whether other libraries started the thread, or native code did: on a GPU autograd
+    runs the backward in threads that never end, which Python knows as dummies."""
     if isinstance(thread, threading._DummyThread):
         return True
     runs = getattr(thread, "_target", None) or type(thread).run
-    return (getattr(runs, "__module__", None) or "").partition(".")[0] in _THREADS_NOT_OURS
+    return (getattr(runs, "__module__", None) or "").partition(".")[
+        0
+    ] in _THREADS_NOT_OURS
 
 
 def _children() -> set[int]:
-    """Processes that this one started and that are not waited for yet; its workers among them,
-    whoever forked them (helpers/processes.py)."""
+    """Processes that this one started and that are not waited for yet; its workers
+    among them, whoever forked them (helpers/processes.py)."""
     found: set[int] = set()
     for thread in threading.enumerate():
         found |= _children_of("self", thread.native_id)
@@ -153,4 +171,7 @@ def _command(number: int) -> str | None:
         raw = Path(f"/proc/{number}/cmdline").read_bytes()
     except OSError:
         return None
-    return raw.replace(b"\0", b" ").decode(errors="replace").strip() or "ended, not waited for"
+    return (
+        raw.replace(b"\0", b" ").decode(errors="replace").strip()
+        or "ended, not waited for"
+    )

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     import pytest
 
 
-def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:
-    """Which pairs ``mask`` keeps, (batch, heads, n_queries, n_keys) bool; its bias aside."""
+def dense(
+    mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int
+) -> torch.Tensor:
+    """Which pairs ``mask`` keeps, (batch, heads, n_queries, n_keys) bool; its bias
+    aside."""
     return equations.kept_by(mask, batch, heads, n_queries, n_keys)
 
 
@@ -94,7 +97,9 @@ def _documents(draw: random.Random, batch: int, n: int) -> torch.Tensor:
     return torch.tensor([_runs(draw, n) for _ in range(batch)])
 
 
-def _offsets(draw: random.Random, batch: int, n_queries: int, n_keys: int) -> torch.Tensor:
+def _offsets(
+    draw: random.Random, batch: int, n_queries: int, n_keys: int
+) -> torch.Tensor:
     """Of each query, of runs of queries, or of each entry."""
     ids = _documents(draw, batch, n_queries)
     of_entry = torch.tensor([[draw.randint(-10, n_keys)] for _ in range(batch)])
@@ -124,7 +129,13 @@ RULES = (thirds, fifths, nearly_causal)
 
 
 def random_mask(
-    draw: random.Random, batch: int, heads: int, n_queries: int, n_keys: int, *, inner: bool = False
+    draw: random.Random,
+    batch: int,
+    heads: int,
+    n_queries: int,
+    n_keys: int,
+    *,
+    inner: bool = False,
 ) -> Mask:
     """A mask of a few fields, without bias, soft cap and sinks."""
     fields: dict[str, Any] = {}
@@ -139,13 +150,20 @@ def random_mask(
     def offset() -> Any:
         if draw.random() < 0.5:
             return draw.randint(-10, max(1, n_keys))
-        return "lower_right" if draw.random() < 0.5 else _offsets(draw, batch, n_queries, n_keys)
+        return (
+            "lower_right"
+            if draw.random() < 0.5
+            else _offsets(draw, batch, n_queries, n_keys)
+        )
 
     def two() -> tuple[Mask, ...]:
         return tuple(random_mask(draw, *sizes, inner=True) for _ in range(2))
 
     chances: dict[str, tuple[float, Any]] = {
-        "causal": (0.6, lambda: draw.choice([True, "upper_left", "lower_right", "lower_right"])),
+        "causal": (
+            0.6,
+            lambda: draw.choice([True, "upper_left", "lower_right", "lower_right"]),
+        ),
         "offset": (0.25, offset),
         "window": (0.4, lambda: draw.choice(windows)),
         "chunk": (0.15, lambda: draw.choice([1, 7, 32, 100, 1000])),

@@ -21,8 +21,8 @@ class Usage:
 
 
 def usage(call: Callable[[], Any]) -> Usage:
-    """What ``call`` allocates at most at any one time, results included, and what it leaves
-    allocated once its result has been let go."""
+    """What ``call`` allocates at most at any one time, results included, and what it
+    leaves allocated once its result has been let go."""
     gc.collect()
     with profile(profile_memory=True) as profiled:
         result = call()
@@ -51,7 +51,9 @@ class FailingAllocations(TorchDispatchMode):
         if _returns_fresh_memory(func):
             self.seen += 1
             if self.first <= self.seen < self.first + self.count:
-                raise torch.OutOfMemoryError(f"sabotaged allocation {self.seen} in {func}")
+                raise torch.OutOfMemoryError(
+                    f"sabotaged allocation {self.seen} in {func}"
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -61,6 +63,7 @@ _fresh: dict[Any, bool] = {}
 def _returns_fresh_memory(func: Any) -> bool:
     if func not in _fresh:
         _fresh[func] = any(
-            r.alias_info is None and "Tensor" in str(r.type) for r in func._schema.returns
+            r.alias_info is None and "Tensor" in str(r.type)
+            for r in func._schema.returns
         )
     return _fresh[func]

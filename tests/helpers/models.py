@@ -1,4 +1,5 @@
-"""Tiny models of Transformers with random weights, and an attention to hold them against.
+"""Tiny models of Transformers with random weights, and an attention to hold them
+against.
 
 Import after ``pytest.importorskip("transformers")``.
 """
@@ -39,7 +40,11 @@ DECODERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {"max_position_embeddings": 512},
-    "modernbert": {"head_dim": 8, "local_attention": 16, "global_attn_every_n_layers": 2},
+    "modernbert": {
+        "head_dim": 8,
+        "local_attention": 16,
+        "global_attn_every_n_layers": 2,
+    },
 }
 
 
@@ -83,7 +88,8 @@ def exact_mask(**asked: Any) -> torch.Tensor:
 
 
 def register_all() -> None:
-    """ "exact", and "quorum" uncut ("quorum"), at depth 1 ("cut_once") and 2 ("cut_twice")."""
+    """ "exact", and "quorum" uncut ("quorum"), at depth 1 ("cut_once") and 2
+    ("cut_twice")."""
     transformers.AttentionInterface.register("exact", exact_attention)
     AttentionMaskInterface.register("exact", exact_mask)
     register(min_tokens=0)
@@ -97,9 +103,13 @@ def tiny(kind: str, change: dict[str, Any] | None = None, auto: Any = None) -> A
     config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **own, **(change or {})})
     config.use_cache = False
     auto = auto or (
-        transformers.AutoModelForCausalLM if kind in DECODERS else transformers.AutoModelForMaskedLM
+        transformers.AutoModelForCausalLM
+        if kind in DECODERS
+        else transformers.AutoModelForMaskedLM
     )
-    model = auto.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = auto.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "sinks" in name:
@@ -119,15 +129,21 @@ def attended(model: Any, name: str, dtype: torch.dtype = torch.float32) -> Any:
 def logits_and_gradients(
     model: Any, ids: torch.Tensor, keep: torch.Tensor | None = None, **asked: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, 0 where tokens are not kept (padding says nothing); and gradients of their
-    squares."""
+    """Logits, 0 where tokens are not kept (padding says nothing); and gradients of
+    their squares."""
     model.zero_grad()
     logits = model(input_ids=ids, **asked).logits
     kept = logits if keep is None else logits.masked_fill(~keep[..., None], 0.0)
     # Weighted, so that no gradient is the sum of things that cancel.
-    weights = torch.linspace(0.5, 1.5, kept.numel(), dtype=torch.float64, device=kept.device)
+    weights = torch.linspace(
+        0.5, 1.5, kept.numel(), dtype=torch.float64, device=kept.device
+    )
     (kept.double().square() * weights.view(kept.shape)).mean().backward()
-    grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    grads = {
+        n: p.grad.detach().clone()
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
     return kept.detach(), grads
 
 
@@ -150,10 +166,17 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def assert_as_close_as_eager(
-    model: Any, name: str, ids: torch.Tensor, keep: torch.Tensor | None = None, **asked: Any
+    model: Any,
+    name: str,
+    ids: torch.Tensor,
+    keep: torch.Tensor | None = None,
+    **asked: Any,
 ) -> None:
-    """Logits and all gradients: no further from float64 than eager's own, or than rounding."""
-    exact = logits_and_gradients(attended(model, "exact", torch.float64), ids, keep, **asked)
+    """Logits and all gradients: no further from float64 than eager's own, or than
+    rounding."""
+    exact = logits_and_gradients(
+        attended(model, "exact", torch.float64), ids, keep, **asked
+    )
     eager = logits_and_gradients(attended(model, "eager"), ids, keep, **asked)
     ours = logits_and_gradients(attended(model, name), ids, keep, **asked)
     assert ours[1].keys() == exact[1].keys()
@@ -165,11 +188,14 @@ def assert_as_close_as_eager(
 
 
 def assert_logits_and_gradients(kind: str, name: str, ids: torch.Tensor) -> None:
-    """Of a model of that kind: of two texts, of padded ones, and of packed documents."""
+    """Of a model of that kind: of two texts, of padded ones, and of packed
+    documents."""
     model, mask = tiny(kind).to(ids.device), padding(ids)
     assert_as_close_as_eager(model, name, ids)
     assert_as_close_as_eager(model, name, ids, mask.bool(), attention_mask=mask)
     if kind in DECODERS and kind != "opt":
         lengths = 17, 1, ids.shape[1] - 18
         positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
-        assert_as_close_as_eager(model, name, ids, position_ids=positions.to(ids.device))
+        assert_as_close_as_eager(
+            model, name, ids, position_ids=positions.to(ids.device)
+        )

@@ -14,7 +14,8 @@ PIECES = (Rows(2, 7, 0), Rows(20, 21, 5), Rows(30, 36, 6))
 
 @dataclass(frozen=True)
 class Lay:
-    """How a tensor (heads, rows, width) that slots are filled from lies, and its dtype."""
+    """How a tensor (heads, rows, width) that slots are filled from lies, and its
+    dtype."""
 
     name: str
     dtype: torch.dtype = torch.float32
@@ -22,7 +23,9 @@ class Lay:
 
     def made(self, device: str = "cpu", *, pinned: bool = False) -> torch.Tensor:
         """Such a tensor of random numbers."""
-        gap = {"dense": 0, "gaps between rows": 4, "gaps between elements": 0}[self.name]
+        gap = {"dense": 0, "gaps between rows": 4, "gaps between elements": 0}[
+            self.name
+        ]
         if self.name == "gaps between elements":
             shape = (HEADS, FAR_ROWS, self.width, 2)
         else:

@@ -19,14 +19,16 @@ _OF_THE_CALL = ("attn_mask", "is_causal", "scale", "enable_gqa")
 def pass_of(
     given: Inputs, backward: bool, results: Any = None, **call: Any
 ) -> partial[tuple[torch.Tensor, ...]]:
-    """One pass, to be run, with more options if it is given some. A backward reads ``results``:
-    output and log-sum-exp, or None for those of a plain call."""
+    """One pass, to be run, with more options if it is given some. A backward reads
+    ``results``: output and log-sum-exp, or None for those of a plain call."""
     if not backward:
         return partial(qa.attention_with_lse, *given.three, **call)
     if results is None:
         plain = {name: value for name, value in call.items() if name in _OF_THE_CALL}
         results = qa.attention_with_lse(*given.three, **plain)
-    return partial(qa.attention_backward, given.grad_out, *given.three, *results, **call)
+    return partial(
+        qa.attention_backward, given.grad_out, *given.three, *results, **call
+    )
 
 
 def both_passes(
@@ -38,7 +40,8 @@ def both_passes(
 
 
 def smallest_budget(call: Callable[[int], Any], match: str | None = None) -> int:
-    """What ``call`` names where its budget is too small: that works, and a byte less does not."""
+    """What ``call`` names where its budget is too small: that works, and a byte less
+    does not."""
     with pytest.raises(qa.BudgetError, match=match) as refused:
         call(1000)
     smallest = refused.value.smallest_bytes

@@ -36,12 +36,14 @@ def shape_of(
 
 
 def assumed(device: str, dtype: torch.dtype, head_dim: int = 64) -> HardwareModel:
-    """The rates of a kind of device where none were measured; those of CUDA are an H200's."""
+    """The rates of a kind of device where none were measured; those of CUDA are an
+    H200's."""
     return assumed_hardware(torch.device(device), dtype, head_dim)
 
 
 def unpinned(plan: qa.Plan) -> qa.Plan:
-    """The plan with its decomposition, but free to recover from running out of memory."""
+    """The plan with its decomposition, but free to recover from running out of
+    memory."""
     schedule = replace(plan.schedule, pinned=False)
     return replace(plan, schedule=schedule)
 
@@ -55,14 +57,16 @@ def passing(
     n_cap: int = 2,
     kernel: qa.InnerKernel | None = None,
 ) -> qa.Plan:
-    """The call of ``plan`` on the route ``passing``: queries stay in a forward, keys in a
-    backward. Its own decomposition takes over if that fails."""
+    """The call of ``plan`` on the route ``passing``: queries stay in a forward, keys in
+    a backward. Its own decomposition takes over if that fails."""
     shape, place = plan.shape, plan.place
     stays = "key" if plan.backward else "query"
     route = Streaming(
         n_cap, resident_axis=stays, queries=queries, keys=keys, instead=Slots(1, "host")
     )
     schedule = schedule_of(shape, plan.decomposition, GroupSize(1, group), route)
-    problem = Problem(shape, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
+    problem = Problem(
+        shape, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place
+    )
     machine = assumed(shape.device_type, shape.dtype, shape.head_dim)
     return price(schedule, problem, machine)

@@ -15,7 +15,12 @@ import quorum_attention as qa
 from helpers.attention import attention as plain
 from helpers.attention import gradients, masked, softmax
 from quorum_attention.kernels import Gradients, InnerKernel, Statistics, empty_, merge_
-from quorum_attention.kernels.kit import document, from_lse_function, from_score_mod, sliding_window
+from quorum_attention.kernels.kit import (
+    document,
+    from_lse_function,
+    from_score_mod,
+    sliding_window,
+)
 
 # Functions, right but for one thing.
 
@@ -87,27 +92,37 @@ def nan_in_rows_without_a_key(query, key, value, *, is_causal, scale, query_posi
     at = {"query_positions": query_positions, "key_positions": key_positions}
     out, lse = window(query, key, value, is_causal=is_causal, scale=scale, **at)
     none = lse == -torch.inf
-    return out.masked_fill(none.unsqueeze(-1), math.nan), lse.masked_fill(none, math.nan)
+    return out.masked_fill(none.unsqueeze(-1), math.nan), lse.masked_fill(
+        none, math.nan
+    )
 
 
-def local_slopes(query, key, value, *, is_causal, scale, query_positions, key_positions):
+def local_slopes(
+    query, key, value, *, is_causal, scale, query_positions, key_positions
+):
     slopes = 0.5 ** (torch.arange(query.shape[1], dtype=query.dtype) + 1)
     at = query_positions, key_positions
-    return softmax(alibi(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None]), value)
+    return softmax(
+        alibi(scale * (query @ key.mT), *at, is_causal, slopes[:, None, None]), value
+    )
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "no_lse": of_results(lambda out, lse: (out, lse * 0)),
     "lse_in_base_two": of_results(lambda out, lse: (out, lse / math.log(2))),
     "lse_rounded_to_fp16": of_results(lambda out, lse: (out, in_fp16(lse))),
-    "output_normalised": of_results(lambda out, lse: (functional.normalize(out, dim=-1), lse)),
+    "output_normalised": of_results(
+        lambda out, lse: (functional.normalize(out, dim=-1), lse)
+    ),
     "noise": of_results(lambda out, lse: (noisy(out), lse)),
     "causal_one_too_many": of_scores(lambda s, causal: masked(s, causal, 2)),
     "no_scale": of_inputs(lambda q, k, v, scale: (q, k, v, 1.0)),
     "local_alibi": of_scores(
         lambda s, causal: alibi(s, *map(torch.arange, s.shape[-2:]), causal),
     ),
-    "talking_heads": of_scores(lambda s, causal: masked(s, causal) + s.mean(1, keepdim=True)),
+    "talking_heads": of_scores(
+        lambda s, causal: masked(s, causal) + s.mean(1, keepdim=True)
+    ),
     "local_slopes": local_slopes,
     "sums_in_fp16": sums_in_fp16,
     "nan_in_rows_without_a_key": nan_in_rows_without_a_key,
@@ -122,7 +137,8 @@ BACKWARDS: dict[str, Callable[..., Any]] = {
 
 
 def grouped(reduce: Callable[..., Any]) -> InnerKernel:
-    """Fewer key heads, as they are; their gradients are summed over groups in some way."""
+    """Fewer key heads, as they are; their gradients are summed over groups in some
+    way."""
 
     def many(query, key, value):
         shared = query.shape[1] // key.shape[1]
@@ -157,9 +173,9 @@ def with_every_diagonal(task):
 
 
 class WholeTask(InnerKernel):
-    """Makes its own mask of a task; as the operators of a GPU, if of 16 bits alone: sums in fp32,
-    everything else in 16 bits. ``before``, ``after``: what is done to a state or to gradients
-    around a task."""
+    """Makes its own mask of a task; as the operators of a GPU, if of 16 bits alone:
+    sums in fp32, everything else in 16 bits. ``before``, ``after``: what is done to a
+    state or to gradients around a task."""
 
     name = "whole-task"
     own_attention = True
@@ -203,7 +219,9 @@ class WholeTask(InnerKernel):
             self.before(grads)
         p = self.weights(self.scores(task), grads.lse).to(self.wide(task.query).dtype)
         grad_out, out = self.wide(grads.grad_out), self.wide(grads.out)
-        ds = p * (grad_out @ self.wide(task.value).mT - (grad_out * out).sum(-1, keepdim=True))
+        ds = p * (
+            grad_out @ self.wide(task.value).mT - (grad_out * out).sum(-1, keepdim=True)
+        )
         ds, p = self.round(ds), self.round(p)
         grads.grad_query += self.round(task.scale * (ds @ self.wide(task.key)))
         grads.grad_key += self.round(task.scale * (ds.mT @ self.wide(task.query)))
@@ -213,7 +231,8 @@ class WholeTask(InnerKernel):
 
 
 class ReadsAsIfContiguous(WholeTask):
-    """Takes a whole call by pointers: right where a key's rows lie one after the other."""
+    """Takes a whole call by pointers: right where a key's rows lie one after the
+    other."""
 
     def takes_whole(self, call, tokens, every):
         return True
@@ -221,7 +240,9 @@ class ReadsAsIfContiguous(WholeTask):
     def whole_forward(self, call):
         key = call.key
         strides = key.new_empty(key.shape).stride()
-        return super().whole_forward(replace(call, key=key.as_strided(key.shape, strides)))
+        return super().whole_forward(
+            replace(call, key=key.as_strided(key.shape, strides))
+        )
 
 
 class ReusesItsBuffer(WholeTask):
@@ -274,11 +295,14 @@ KERNELS: dict[str, Callable[[], InnerKernel]] = {
 def planted() -> dict[str, Callable[[], InnerKernel]]:
     """Every wrong kernel by name."""
     kernels: dict[str, Callable[[], InnerKernel]] = {
-        name: partial(from_lse_function, function) for name, function in FUNCTIONS.items()
+        name: partial(from_lse_function, function)
+        for name, function in FUNCTIONS.items()
     }
     for name, change in BACKWARDS.items():
         backward = of_gradients(change)
-        kernels[f"backward: {name}"] = partial(from_lse_function, plain, backward=backward)
+        kernels[f"backward: {name}"] = partial(
+            from_lse_function, plain, backward=backward
+        )
     return kernels | KERNELS
 
 

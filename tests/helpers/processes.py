@@ -1,8 +1,9 @@
 """Code in a process of its own, without importing torch for it once more.
 
-``python -c`` of a program that uses torch takes 1.4 s of a processor before its first line, and
-more to end. Here one process imports torch, and every program runs in a fork of it: it has imported
-nothing else, shares nothing with other programs, and ends as ``python -c`` does.
+``python -c`` of a program that uses torch takes 1.4 s of a processor before its first
+line, and more to end. Here one process imports torch, and every program runs in a fork
+of it: it has imported nothing else, shares nothing with other programs, and ends as
+``python -c`` does.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ _nests: list[subprocess.Popen[str]] = []
 def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     """``python -c code`` with ``arguments``, where torch has been imported already.
 
-    With a GPU it is that, since a fork can use none. For programs of which it matters when torch is
-    imported, or in which environment, call ``subprocess.run``.
+    With a GPU it is that, since a fork can use none. For programs of which it matters
+    when torch is imported, or in which environment, call ``subprocess.run``.
     """
     command = [sys.executable, "-c", code, *map(str, arguments)]
     if torch.cuda.is_available():
@@ -104,15 +105,20 @@ def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
             nest.wait()
             raise
         assert said, "the process that forks has ended"
-        return subprocess.CompletedProcess(command, int(said), out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(
+            command, int(said), out.read_text(), err.read_text()
+        )
 
 
 def _started() -> subprocess.Popen[str]:
-    """The process that forks; it ends when this one does, whose end of the pipe is closed then."""
+    """The process that forks; it ends when this one does, whose end of the pipe is
+    closed then."""
     if not _nests or _nests[-1].poll() is not None:
         command, pipe = [sys.executable, "-c", _FORKS], subprocess.PIPE
         _nests.append(
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+            subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+            )
         )
     return _nests[-1]
 
@@ -122,7 +128,8 @@ _WARM = ("torch", "torch._dynamo", "quorum_attention.devices.worker")
 
 
 def warm_forks() -> Any:
-    """A context of multiprocessing whose processes are forks of one that has imported torch."""
+    """A context of multiprocessing whose processes are forks of one that has imported
+    torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_WARM))
     return context
@@ -130,8 +137,9 @@ def warm_forks() -> Any:
 
 @contextmanager
 def quick_workers() -> Iterator[None]:
-    """In here a worker is the fork of a process that has imported what a worker imports, and has
-    done nothing else; a started one takes two seconds of a processor for that.
+    """In here a worker is the fork of a process that has imported what a worker
+    imports, and has done nothing else; a started one takes two seconds of a processor
+    for that.
 
     With a GPU workers are started, as everywhere else: a fork can use none.
     """

@@ -24,16 +24,19 @@ class RayTaskError(RayError):
 
 
 class FakeRay:
-    """In the place of Ray: a cluster of two CPUs, whose tasks run in this process and in any order
-    when one is waited for.
+    """In the place of Ray: a cluster of two CPUs, whose tasks run in this process and
+    in any order when one is waited for.
 
     Args:
         draw: draws the order.
-        dies: called before and after a task runs; if it says True, the worker dies then.
+        dies: called before and after a task runs; if it says True, the worker dies
+            then.
     """
 
     def __init__(
-        self, draw: random.Random | None = None, dies: Callable[[Any], bool] = lambda unit: False
+        self,
+        draw: random.Random | None = None,
+        dies: Callable[[Any], bool] = lambda unit: False,
     ) -> None:
         self._draw, self._dies, self.exceptions = draw or random.Random(0), dies, self
         self.asked: list[object] = []
@@ -55,7 +58,10 @@ class FakeRay:
         return {"CPU": 2.0}
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {}}]
+        return [
+            {"Alive": True, "Resources": {"CPU": 2.0}},
+            {"Alive": False, "Resources": {}},
+        ]
 
     def put(self, job: object) -> object:
         return job
@@ -71,7 +77,9 @@ class FakeRay:
         self._tasks[number] = function, args
         return number
 
-    def wait(self, refs: list[int], num_returns: int = 1, timeout: float | None = None) -> Any:
+    def wait(
+        self, refs: list[int], num_returns: int = 1, timeout: float | None = None
+    ) -> Any:
         if timeout is not None:
             assert not self._tasks, "tasks run on though their call has failed"
             return refs, []

@@ -29,7 +29,9 @@ def local_global(b, h, q, k):
 
 def within(q0: int, q1: int, k0: int, k1: int) -> Geometry:
     """Keep the pairs of some neighbouring queries and keys."""
-    inside = FunctionRule(lambda b, h, q, k: (q >= q0) & (q < q1) & (k >= k0) & (k < k1))
+    inside = FunctionRule(
+        lambda b, h, q, k: (q >= q0) & (q < q1) & (k >= k0) & (k < k1)
+    )
     return Geometry(blocks=Blocks(np.array([[q0, q1, k0, k1]])), block_rules=(inside,))
 
 
@@ -106,13 +108,15 @@ def run(kernel, tensors, is_causal: bool, **plan):
 
 
 def check(kernel, tensors, exact, is_causal: bool, **plan) -> None:
-    """A call and its gradients are those of ``exact(query, key, value) -> (out, lse)`` in
-    float64."""
+    """A call and its gradients are those of ``exact(query, key, value) -> (out, lse)``
+    in float64."""
     out, lse, grads = run(kernel, tensors, is_causal, **plan)
     right = [t.double().requires_grad_() for t in tensors[:3]]
     expected, expected_lse = exact(*right)
     expected.backward(tensors[3].double())
     torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        lse.double(), expected_lse.detach(), atol=1e-5, rtol=1e-5
+    )
     for mine, theirs in zip(grads, right, strict=True):
         torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)

@@ -34,7 +34,9 @@ def in_a_terminal(
     """
     above, below = pty.openpty()
     fcntl.ioctl(above, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
-    variables = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    variables = {
+        name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON
+    }
     program = subprocess.Popen(
         [sys.executable, *arguments], stdin=below, stdout=below, stderr=below, cwd=folder,
         env={**variables, "TERM": "xterm-256color", **environment}, preexec_fn=_usual_stacks,

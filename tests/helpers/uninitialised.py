@@ -1,8 +1,9 @@
 """Fresh memory full of what nobody can take for a result, while tests run.
 
-``torch.empty`` and its like hand out whatever was there before, which is often zeros: what reads a
-row that it never wrote looks right until one day it does not. Here it finds NaN, in integers the
-largest number (in bytes, all bits: NaN in every floating dtype that is laid over them).
+``torch.empty`` and its like hand out whatever was there before, which is often zeros:
+what reads a row that it never wrote looks right until one day it does not. Here it
+finds NaN, in integers the largest number (in bytes, all bits: NaN in every floating
+dtype that is laid over them).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-# Filling more takes longer than the test: such tensors are sparse files, or meant to fail.
+# Filling more takes longer than the test: such tensors are sparse files, or meant to
+# fail.
 _MOST_BYTES = 256 << 20
 # What they make for themselves is theirs, and may be traced.
 _NOT_FILLED = ("torch", "triton")
@@ -31,7 +33,8 @@ _Make = Callable[..., torch.Tensor]
 
 @contextmanager
 def filled() -> Iterator[None]:
-    """In here what ``torch.empty`` makes is full of NaN, for whoever calls it but torch itself."""
+    """In here what ``torch.empty`` makes is full of NaN, for whoever calls it but torch
+    itself."""
     # torch looks itself up in these tables, which are made when first asked for.
     torch.utils._device._device_constructors()
     before = [(place, name, getattr(place, name)) for place, name in _PLACES]

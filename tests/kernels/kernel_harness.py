@@ -1,4 +1,5 @@
-"""Run a whole attention task by task with one kernel, as an executor would, and in float64."""
+"""Run a whole attention task by task with one kernel, as an executor would, and in
+float64."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ class Case:
 
         def normal(heads: int, rows: int, width: int) -> torch.Tensor:
             shape = (self.batch, heads, rows, width)
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(
+                self.dtype
+            )
 
         self.query = normal(self.heads, self.n_queries, self.head_dim) * self.spread
         self.key = normal(self.key_heads, self.n_keys, self.head_dim)
@@ -87,7 +90,11 @@ class Case:
 
 
 def random_case(
-    r: random.Random, dtype: torch.dtype, most: int, dropout: bool, heads: Sequence[int] = (1, 2, 4)
+    r: random.Random,
+    dtype: torch.dtype,
+    most: int,
+    dropout: bool,
+    heads: Sequence[int] = (1, 2, 4),
 ) -> Case:
     """Grouped heads, masks that leave rows no key, and scales of either sign."""
     key_heads, n, m = r.choice(heads), r.randint(1, most), r.randint(1, most)
@@ -115,12 +122,16 @@ def exact(case: Case) -> Result:
     return dict(zip(NAMES, (found.out, found.lse, *found.grads), strict=True))
 
 
-def run(kernel: InnerKernel, case: Case, device: str = "cpu", check: bool = True) -> Result:
+def run(
+    kernel: InnerKernel, case: Case, device: str = "cpu", check: bool = True
+) -> Result:
     """Forward and backward over every task of the case's decomposition."""
     if check:
         assert why_not(kernel, case.call(device)) is None
     work = torch.float64 if case.dtype == torch.float64 else torch.float32
-    q, k, v, do = (t.to(device) for t in (case.query, case.key, case.value, case.grad_out))
+    q, k, v, do = (
+        t.to(device) for t in (case.query, case.key, case.value, case.grad_out)
+    )
     mask = case.mask
     if mask is not None:
         if mask.dtype == torch.bool:
@@ -175,7 +186,9 @@ def _task_tensors(
             part = part[:, :, :, keys[r.key_start : r.key_stop]]
         return part
 
-    rectangles = task.rectangles(case.causal, n_queries=case.n_queries, n_keys=case.n_keys)
+    rectangles = task.rectangles(
+        case.causal, n_queries=case.n_queries, n_keys=case.n_keys
+    )
     return TaskTensors(
         task, tuple(rectangles), _slot(q, rows), _slot(k, keys), _slot(v, keys), case.scale,
         case.causal, bias, task.n_tokens, task.n_tokens, dropout=case.dropout,
@@ -183,14 +196,14 @@ def _task_tensors(
 
 
 def errors(result: Result, reference: Result) -> dict[str, float]:
-    """Largest error of each result, as a share of its largest element; infinite where a number
-    should be finite and is not."""
+    """Largest error of each result, as a share of its largest element; infinite where a
+    number should be finite and is not."""
     return {name: error(result[name], wanted) for name, wanted in reference.items()}
 
 
 def check_nan_in_a_query(kernel: InnerKernel, case: Case, device: str = "cpu") -> None:
-    """One element of a query is NaN: so are its output and gradient, no other row's, and the
-    gradients of the keys that it sees."""
+    """One element of a query is NaN: so are its output and gradient, no other row's,
+    and the gradients of the keys that it sees."""
     row = case.n_queries // 2
     case.query[:, :, row, 0] = torch.nan
     result = run(kernel, case, device, check=False)

@@ -1,4 +1,5 @@
-"""The cache is this user's alone: whoever else could write it would choose kernels and plans.
+"""The cache is this user's alone: whoever else could write it would choose kernels and
+plans.
 
 Where it is not, calls go on without it, and it is said.
 """
@@ -53,7 +54,10 @@ def test_a_new_folder_is_this_users_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["another user's", "everybody's"])
 def test_what_others_may_have_written_is_neither_read_nor_written(
-    whose: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    whose: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     planted(folder)
     if whose == "everybody's":
@@ -80,7 +84,9 @@ def test_ones_own_link_may_lead_elsewhere(folder: Path) -> None:
     assert folder.is_symlink()
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2", "nonsense", "[" * 100_000, "\0" * 10, "[1]\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2", "nonsense", "[" * 100_000, "\0" * 10, "[1]\xff"]
+)
 def test_a_broken_file_is_none_and_is_replaced(folder: Path, text: str) -> None:
     planted(folder)
     (folder / NAME).write_bytes(text.encode("latin-1"))
@@ -90,7 +96,9 @@ def test_a_broken_file_is_none_and_is_replaced(folder: Path, text: str) -> None:
 
 
 def test_a_call_without_a_home_folder_goes_on(tmp_path: Path) -> None:
-    environment = {n: v for n, v in os.environ.items() if n not in ("HOME", "XDG_CACHE_HOME")}
+    environment = {
+        n: v for n, v in os.environ.items() if n not in ("HOME", "XDG_CACHE_HOME")
+    }
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     environment.pop("QUORUM_ATTENTION_CACHE")
     environment["HOME"] = "/dev/null"
@@ -114,7 +122,9 @@ def _add(number: int) -> None:
         store(NAME, lambda said: [*(said or [])[-50:], f"{number} {'x' * 200}"])
 
 
-def test_several_that_write_at_once_and_are_killed_leave_a_whole_file(folder: Path) -> None:
+def test_several_that_write_at_once_and_are_killed_leave_a_whole_file(
+    folder: Path,
+) -> None:
     fork = multiprocessing.get_context("fork")
     writers = [fork.Process(target=_add, args=(n,)) for n in range(3)]
     for writer in writers:

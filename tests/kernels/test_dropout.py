@@ -1,4 +1,5 @@
-"""Which pairs are dropped: the published generator, by position alone, and random by every test."""
+"""Which pairs are dropped: the published generator, by position alone, and random by
+every test."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import torch
 from helpers.memory import usage
 
 from quorum_attention.decomposition.intervals import Rows
-from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout, dropped, dropped_bytes, philox
+from quorum_attention.kernels.dropout import (
+    LARGEST_SEED,
+    Dropout,
+    dropped,
+    dropped_bytes,
+    philox,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ids=["zeros", "ones", "pi"],
 )  # fmt: skip
 def test_the_published_words(counter, seed, words) -> None:
-    """The known answers of Random123, by the authors of Philox (philox4x32, 7 rounds)."""
+    """The known answers of Random123, by the authors of Philox (philox4x32, 7
+    rounds)."""
     found = philox(tuple(torch.tensor([word]) for word in counter), seed)
     assert tuple(int(word) for word in found) == words
 
@@ -45,7 +53,8 @@ def scalar(dropout: Dropout, b: int, h: int, i: int, j: int) -> bool:
 
 
 def test_every_pair_is_as_defined_wherever_its_run_begins() -> None:
-    """Runs at any offset from a multiple of four, positions up to a billion and beyond."""
+    """Runs at any offset from a multiple of four, positions up to a billion and
+    beyond."""
     for _ in range(40):
         one = Dropout(
             random.random(), random.randrange(LARGEST_SEED + 1), random.randrange(100),
@@ -62,8 +71,12 @@ def test_every_pair_is_as_defined_wherever_its_run_begins() -> None:
         found = dropped(one, 2, 2, queries, runs)
         keys = [j for run in runs for j in range(run.start, run.stop)]
         assert found.shape == (2, 2, 3, len(keys))
-        for b, h, i, j in torch.cartesian_prod(*map(torch.arange, found.shape)).tolist():
-            assert bool(found[b, h, i, j]) == scalar(one, b, h, int(queries[i]), keys[j])
+        for b, h, i, j in torch.cartesian_prod(
+            *map(torch.arange, found.shape)
+        ).tolist():
+            assert bool(found[b, h, i, j]) == scalar(
+                one, b, h, int(queries[i]), keys[j]
+            )
 
 
 def test_parts_are_parts_of_the_whole() -> None:

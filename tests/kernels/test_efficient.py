@@ -1,5 +1,5 @@
-"""The memory-efficient kernel beside its operator, written out in torch: what it is handed, and
-what it returns."""
+"""The memory-efficient kernel beside its operator, written out in torch: what it is
+handed, and what it returns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PREFIX = "_scaled_dot_product_efficient_attention"
 
 
 def _check_readable(tensor: torch.Tensor) -> None:
-    """The operator refuses rows that are no whole words, and strides beyond 32 bits even in
-    dimensions of size 1."""
+    """The operator refuses rows that are no whole words, and strides beyond 32 bits
+    even in dimensions of size 1."""
     assert tensor.shape[-1] * tensor.element_size() % 16 == 0
     assert tensor.stride(-1) == 1
     for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
@@ -33,7 +33,20 @@ def _forward(query, key, value, bias, _lse, _p, causal, *, scale):  # type: igno
 
 
 def _backward(
-    grad_out, query, key, value, bias, out, lse, _seed, _offset, _p, wanted, causal, *, scale
+    grad_out,
+    query,
+    key,
+    value,
+    bias,
+    out,
+    lse,
+    _seed,
+    _offset,
+    _p,
+    wanted,
+    causal,
+    *,
+    scale,
 ):  # type: ignore[no-untyped-def]
     for tensor in (grad_out, query, key, value):
         _check_readable(tensor)
@@ -70,17 +83,22 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> EfficientKernel:
 
 
 def _rows(batch: int, heads: int, n: int, width: int, order: str) -> torch.Tensor:
-    """Rows head after head, token after token, or with gaps that a dimension of one entry has."""
+    """Rows head after head, token after token, or with gaps that a dimension of one
+    entry has."""
     if order == "heads":
         return torch.randn(batch, heads, n, width)
     by_token = torch.randn(batch, n, heads, width).transpose(1, 2)
     if order == "tokens":
         return by_token
-    return by_token.as_strided(by_token.shape, [2**40 if batch == 1 else 1, *by_token.stride()[1:]])
+    return by_token.as_strided(
+        by_token.shape, [2**40 if batch == 1 else 1, *by_token.stride()[1:]]
+    )
 
 
 @pytest.mark.parametrize("order", ["heads", "tokens", "far"])
-@pytest.mark.parametrize("sizes", [(1, 3, 32, 32), (2, 1, 1, 7), (2, 3, 49, 20), (1, 1, 64, 64)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 3, 32, 32), (2, 1, 1, 7), (2, 3, 49, 20), (1, 1, 64, 64)]
+)
 @pytest.mark.parametrize("widths", [(16, 16), (16, 5), (6, 16)])
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_it_hands_over_what_the_operator_reads(
@@ -98,7 +116,9 @@ def test_it_hands_over_what_the_operator_reads(
     out, lse = kernel.whole_forward(call)
     leaves = [t.double().requires_grad_() for t in (query, key, value, bias)]
     exact, exact_lse = _attention(*leaves, False, scale)
-    torch.testing.assert_close((out.double(), lse.double()), (exact, exact_lse), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        (out.double(), lse.double()), (exact, exact_lse), atol=1e-4, rtol=0
+    )
     wanted = list(torch.autograd.grad(exact, leaves, grad_out.double()))
     saved = Saved(grad_out, out, lse)
     grads: Any = kernel.whole_backward_with_bias(call, saved)

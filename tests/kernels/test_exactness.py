@@ -1,4 +1,5 @@
-"""Every kernel that runs here, task by task, against float64: forward and all gradients."""
+"""Every kernel that runs here, task by task, against float64: forward and all
+gradients."""
 
 from __future__ import annotations
 
@@ -18,21 +19,29 @@ CHUNKS = [(), (1,), (3,), (7,), (3, 3), (7, 3), (13,)]
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["cpu", "dense"])
 def test_any_call(name: str) -> None:
-    """Masks leave rows, and whole rectangles, no key. (On a GPU: test_cuda_exactness.py, and random
-    calls.)"""
+    """Masks leave rows, and whole rectangles, no key. (On a GPU:
+    test_cuda_exactness.py, and random calls.)"""
     r = random.Random(torch.initial_seed())
     for _ in range(30):
         dtype = r.choice([torch.float64, torch.float64, torch.float32])
         case = random_case(r, dtype, 90, False)
         case.levels, case.layout = r.choice(CHUNKS), r.choice(["aligned", "balanced"])
-        case.shift, kind = r.choice([0, 0, 6, 10]), r.choice(["as it is", "boolean", "first keys"])
+        case.shift, kind = (
+            r.choice([0, 0, 6, 10]),
+            r.choice(["as it is", "boolean", "first keys"]),
+        )
         if kind == "first keys":
-            case.mask = (torch.arange(case.n_keys) >= r.randint(0, 90)).expand(1, 1, 1, -1)
+            case.mask = (torch.arange(case.n_keys) >= r.randint(0, 90)).expand(
+                1, 1, 1, -1
+            )
         elif case.mask is not None:
             case.mask[:, :, :: r.randint(2, 40)] = -torch.inf
             case.mask = case.mask > -0.5 if kind == "boolean" else case.mask
         found = errors(run(get_kernel(name), case), exact(case))
-        assert max(found.values()) < (1e-12 if dtype == torch.float64 else 1e-5), (found, case)
+        assert max(found.values()) < (1e-12 if dtype == torch.float64 else 1e-5), (
+            found,
+            case,
+        )
 
 
 @pytest.mark.slow_but_first
@@ -75,8 +84,12 @@ def masks() -> dict[str, object]:
     return {
         "boolean": kept,
         "additive": torch.randn(N, N).masked_fill_(~kept, -torch.inf),
-        "documents": qa.Mask(documents=(ids.index_fill(0, torch.tensor(EMPTY), -1), ids)),
-        "rule": qa.Mask(keeps=lambda b, h, q, k: ((q + k) % 3 == 0) & (q != 5) & (q != 11)),
+        "documents": qa.Mask(
+            documents=(ids.index_fill(0, torch.tensor(EMPTY), -1), ids)
+        ),
+        "rule": qa.Mask(
+            keeps=lambda b, h, q, k: ((q + k) % 3 == 0) & (q != 5) & (q != 11)
+        ),
         "bias and window": qa.Mask(bias=kept, window=6),
         "bias and causal": qa.Mask(bias=kept, causal=True),
     }
@@ -90,6 +103,8 @@ def test_rows_that_a_mask_leaves_no_key(depth: int, value: float, where: str) ->
     for name, mask in masks().items():
         given = {what: torch.randn(1, 2, N, 8) for what in ("query", "key", "value")}
         given[where][0, 0, 5 if where == "query" else 9, 3] = value
-        out, lse = qa.attention_with_lse(*given.values(), mask, kernel="cpu", depth=depth)
+        out, lse = qa.attention_with_lse(
+            *given.values(), mask, kernel="cpu", depth=depth
+        )
         assert bool((out[0, :, EMPTY] == 0.0).all()), name
         assert bool((lse[0, :, EMPTY] == -torch.inf).all()), name

@@ -1,4 +1,5 @@
-"""FlashAttention-4 as a kernel: all but its own functions, which run on a GPU (tests/gpu)."""
+"""FlashAttention-4 as a kernel: all but its own functions, which run on a GPU
+(tests/gpu)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
         ({"head_dim": 73}, "multiples of 8 up to 256, not 73"),
         ({"head_dim": 264, "value_dim": 264}, "multiples of 8 up to 256, not 264"),
-        ({"head_dim": 80, "value_dim": 80}, "gradient of query is wrong for head dimension 80"),
+        (
+            {"head_dim": 80, "value_dim": 80},
+            "gradient of query is wrong for head dimension 80",
+        ),
         ({"value_dim": 32}, "equal head dimensions, or 192 and 128, not 64 and 32"),
         ({"kv_heads": 2, "head_dim": 192, "value_dim": 128}, "where heads are grouped"),
     ],
@@ -49,7 +53,9 @@ def test_without_the_package_it_says_what_to_install(monkeypatch) -> None:  # ty
 
 
 @pytest.mark.parametrize(("major", "runs"), [(8, False), (9, True), (10, True)])
-def test_auto_takes_it_for_long_calls_on_hopper(installed, monkeypatch, major, runs) -> None:  # type: ignore[no-untyped-def]
+def test_auto_takes_it_for_long_calls_on_hopper(
+    installed, monkeypatch, major, runs
+) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
     assert (get_kernel("fa4").refusal(CALL) is None) is runs
@@ -59,7 +65,9 @@ def test_auto_takes_it_for_long_calls_on_hopper(installed, monkeypatch, major, r
     assert short.name != "fa4"
 
 
-def test_it_keeps_what_it_compiles_in_a_folder_of_this_users(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_it_keeps_what_it_compiles_in_a_folder_of_this_users(
+    tmp_path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "mine"))
     for name in (fa4._SWITCH, *fa4._DSL_FOLDERS):
         monkeypatch.setenv(name, "")
@@ -79,7 +87,8 @@ def check_call(shapes, mask, depth, **options) -> None:  # type: ignore[no-untyp
 
 
 @pytest.mark.parametrize(
-    ("depth", "is_causal", "kv_heads"), [(0, False, 2), (0, True, 4), (1, False, 4), (2, True, 2)]
+    ("depth", "is_causal", "kv_heads"),
+    [(0, False, 2), (0, True, 4), (1, False, 4), (2, True, 2)],
 )
 def test_it_is_exact(stand_in, depth, is_causal, kv_heads) -> None:  # type: ignore[no-untyped-def]
     shapes = ((4, 300), (kv_heads, 300), (kv_heads, 300), (4, 300))
@@ -88,7 +97,9 @@ def test_it_is_exact(stand_in, depth, is_causal, kv_heads) -> None:  # type: ign
 
 @pytest.mark.parametrize(("what", "depth"), [("nan", 0), ("inf", 1)])
 def test_a_row_that_is_not_finite_stays_so(stand_in, what, depth) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, grad_out = (torch.randn(1, 2, 200, 16, dtype=torch.float16) for _ in range(4))
+    q, k, v, grad_out = (
+        torch.randn(1, 2, 200, 16, dtype=torch.float16) for _ in range(4)
+    )
     q[0, 1, 50, 3] = float(what)
     call = {"is_causal": True, "kernel": stand_in, "depth": depth}
     out, lse = qa.attention_with_lse(q, k, v, **call)
@@ -117,7 +128,8 @@ def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) ->
     )  # fmt: skip
     asked: list[object] = []
     monkeypatch.setattr(
-        "quorum_attention.kernels.masked.partwise._PartMasks.of", lambda *at: asked.append(at)
+        "quorum_attention.kernels.masked.partwise._PartMasks.of",
+        lambda *at: asked.append(at),
     )
     shapes = ((4, n_queries), (2, n_keys), (2, n_keys), (4, n_queries))
     check_call(shapes, mask, draw.choice([0, 0, 1]), kernel=stand_in)

@@ -1,4 +1,5 @@
-"""What is remembered about a kernel does not keep it: users make their own, and drop them."""
+"""What is remembered about a kernel does not keep it: users make their own, and drop
+them."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ KERNELS: dict[str, Callable[[], InnerKernel]] = {
 
 
 def use(kernel: InnerKernel) -> weakref.ref[torch.Tensor]:
-    """All that remembers something: calls of every route, plans, an estimate, a check. An input of
-    small calls."""
+    """All that remembers something: calls of every route, plans, an estimate, a check.
+    An input of small calls."""
     made = inputs(150)
     for call in ({}, {"depth": 2}, {"budget": "256MiB"}):
         leaves = [t.clone().requires_grad_() for t in made.three]
@@ -49,7 +50,14 @@ def use(kernel: InnerKernel) -> weakref.ref[torch.Tensor]:
     slots = [t.mT.contiguous().mT.requires_grad_() for t in made.three]
     qa.attention(*slots, kernel=kernel, depth=1, is_causal=True).sum().backward()
     for backward in (False, True):
-        qa.plan(150, heads=2, head_dim=8, dtype=torch.float32, kernel=kernel, backward=backward)
+        qa.plan(
+            150,
+            heads=2,
+            head_dim=8,
+            dtype=torch.float32,
+            kernel=kernel,
+            backward=backward,
+        )
     qa.estimate(150, heads=2, head_dim=8, dtype=torch.float32, kernel=kernel)
     qa.check_kernel(kernel, n_tokens=60, levels=[(3,)])
     for n in range(1, 50):

@@ -1,7 +1,8 @@
-"""Calls beyond what an operator takes at a time are cut, and their results are those of one call.
+"""Calls beyond what an operator takes at a time are cut, and their results are those of
+one call.
 
-The operators' own limits are too large for a test without a GPU. So the textbook plays an operator
-with small limits, and fails where it is given more.
+The operators' own limits are too large for a test without a GPU. So the textbook plays
+an operator with small limits, and fails where it is given more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import random
 import helpers.attention as textbook
 import pytest
 import torch
-from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, error, exact, inputs
+from helpers.attention import (
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    Inputs,
+    error,
+    exact,
+    inputs,
+)
 
 import quorum_attention as qa
 from quorum_attention.kernels.call_shape import CallShape, Extent
@@ -66,7 +74,8 @@ class LimitedTextbook(RectangleKernel):
         entries, key_heads = call.key.shape[:2]
         of_group = (entries, key_heads, -1)
         grad_key, grad_value = (
-            grad.reshape(*of_group, *grad.shape[2:]).sum(2) for grad in (grad_key, grad_value)
+            grad.reshape(*of_group, *grad.shape[2:]).sum(2)
+            for grad in (grad_key, grad_value)
         )
         return grad_query, grad_key, grad_value
 
@@ -78,9 +87,9 @@ class LimitedTextbook(RectangleKernel):
         return call.query, key, value, 0.0 if call.bias is None else call.bias
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        return OperatorSizes(shape, extent, self.grouped, limits=self.forward_limits).forward_bytes(
-            shape.value_dim, 0
-        )
+        return OperatorSizes(
+            shape, extent, self.grouped, limits=self.forward_limits
+        ).forward_bytes(shape.value_dim, 0)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         sizes = OperatorSizes(shape, extent, self.grouped, limits=self.backward_limits)
@@ -113,7 +122,9 @@ def _random_limits(r: random.Random) -> CallLimits:
     )
 
 
-def _random_inputs(r: random.Random, dtype: torch.dtype, key_heads: int, group: int) -> Inputs:
+def _random_inputs(
+    r: random.Random, dtype: torch.dtype, key_heads: int, group: int
+) -> Inputs:
     n_queries, n_keys = r.randint(1, 40), r.randint(1, 40)
     given = inputs(
         n_queries, n_keys, batch=(r.randint(1, 7),), heads=key_heads * group, kv_heads=key_heads,
@@ -122,7 +133,10 @@ def _random_inputs(r: random.Random, dtype: torch.dtype, key_heads: int, group: 
     if r.random() < 0.5:
         # Tokens before heads, as models have them.
         given = Inputs(
-            *(t.transpose(1, 2).contiguous().transpose(1, 2) for t in vars(given).values())
+            *(
+                t.transpose(1, 2).contiguous().transpose(1, 2)
+                for t in vars(given).values()
+            )
         )
     return given
 
@@ -137,14 +151,16 @@ def _random_mask(r: random.Random, given: Inputs) -> torch.Tensor | None:
 
 @pytest.fixture
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's first call is not preceded by its test, which takes thousands of such parts."""
+    """A kernel's first call is not preceded by its test, which takes thousands of such
+    parts."""
     monkeypatch.setattr("quorum_attention.kernels.select.probe", lambda *args: None)
 
 
 @pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("turn", range(6))
 def test_cut_calls_are_right(turn: int) -> None:
-    """Batch entries, heads, groups of query heads and rows: whatever is too much for one call."""
+    """Batch entries, heads, groups of query heads and rows: whatever is too much for
+    one call."""
     r = random.Random(torch.initial_seed())
     for _ in range(10):
         kernel = LimitedTextbook(_random_limits(r), grouped=r.random() < 0.7)
@@ -154,7 +170,12 @@ def test_cut_calls_are_right(turn: int) -> None:
         depth = r.choice(["auto", "auto", 0, 1])
         three = [t.detach().requires_grad_() for t in given.three]
         out, lse = qa.attention_with_lse(
-            *three, mask, is_causal=is_causal, enable_gqa=True, kernel=kernel, depth=depth
+            *three,
+            mask,
+            is_causal=is_causal,
+            enable_gqa=True,
+            kernel=kernel,
+            depth=depth,
         )
         grads = torch.autograd.grad(out, three, given.grad_out)
         right = exact(given, mask=mask, is_causal=is_causal, gradients=True)
@@ -162,14 +183,18 @@ def test_cut_calls_are_right(turn: int) -> None:
         assert error(lse, right.lse) < TOLERANCE[dtype], kernel.forward_limits
         assert right.grads is not None
         for grad, right_grad in zip(grads, right.grads, strict=True):
-            assert error(grad, right_grad) < GRADIENT_TOLERANCE[dtype], kernel.forward_limits
+            assert error(grad, right_grad) < GRADIENT_TOLERANCE[dtype], (
+                kernel.forward_limits
+            )
 
 
 @pytest.mark.usefixtures("unprobed")
 def test_many_entries_go_into_one_part() -> None:
     """Parts are as large as the limits let them be, and of equal sizes."""
     kernel = LimitedTextbook(CallLimits(entries=1_000))
-    query, key, value = (torch.randn(2_500, 2, 3, 4, requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.randn(2_500, 2, 3, 4, requires_grad=True) for _ in range(3)
+    )
     out = qa.attention(query, key, value, kernel=kernel)
     out.sum().backward()
     assert (kernel.forward_calls, kernel.backward_calls) == (3, 3)
@@ -194,7 +219,8 @@ def _sizes(entries: int, heads: int, queries: int, keys: int, width: int) -> Cal
 
 
 def test_the_limits_that_were_found() -> None:
-    """Just below and just above, for sizes that were tried on an H200 (docs/kernels.md)."""
+    """Just below and just above, for sizes that were tried on an H200
+    (docs/kernels.md)."""
     cudnn, flash, efficient = CudnnKernel(), FlashKernel(), EfficientKernel()
     for kernel in (cudnn, flash, Fa4Kernel()):
         for limits in (kernel.forward_limits, kernel.backward_limits):
@@ -222,20 +248,27 @@ def test_the_limits_that_were_found() -> None:
     assert flash.backward_limits.largest(_sizes(1, 32, 1_049_000, 128, 128)) == (1, 32)
     assert flash.backward_limits.largest(_sizes(30_000, 4, 66, 66, 128)) == (30_000, 4)
     assert flash.backward_limits.largest(_sizes(60_000, 4, 66, 66, 128))[0] < 60_000
-    assert efficient.forward_limits.largest(_sizes(800, 4, 10_496, 128, 128)) == (800, 4)
+    assert efficient.forward_limits.largest(_sizes(800, 4, 10_496, 128, 128)) == (
+        800,
+        4,
+    )
     assert efficient.forward_limits.largest(many_keys)[1] < 32
 
 
 def test_rows_beyond_a_limit() -> None:
-    """A single head that is too large is not taken whole; its rows are cut into whole tiles."""
+    """A single head that is too large is not taken whole; its rows are cut into whole
+    tiles."""
     kernel = Fa4Kernel()
     shape = CallShape("cuda", torch.bfloat16, 1, 1, 128, 128, needs_grad=True)
     short, long = (
-        dataclasses.replace(shape, n_queries=n, n_keys=128) for n in (16_700_000, 17_000_000)
+        dataclasses.replace(shape, n_queries=n, n_keys=128)
+        for n in (16_700_000, 17_000_000)
     )
     assert kernel.takes_whole(short, 16_700_000, True)
     assert not kernel.takes_whole(long, 17_000_000, True)
-    assert kernel.takes_whole(dataclasses.replace(long, needs_grad=False), 17_000_000, True)
+    assert kernel.takes_whole(
+        dataclasses.replace(long, needs_grad=False), 17_000_000, True
+    )
     queries, keys = kernel.backward_limits.rows(128)
     assert queries == keys == INT32 // 128 // 128 * 128
 

@@ -13,13 +13,19 @@ from quorum_attention.kernels import tensors
 from quorum_attention.kernels.merge import add_, empty_, merge_
 from quorum_attention.kernels.scaling import LOG2_LARGEST, divide_gradient_
 from quorum_attention.kernels.sinks import sinks_gradient
-from quorum_attention.kernels.triton_launch import launch_add, launch_merge, triton_available
+from quorum_attention.kernels.triton_launch import (
+    launch_add,
+    launch_merge,
+    triton_available,
+)
 
 # Triton's kernels run in its interpreter where there is no GPU.
 Statistics = tuple[torch.Tensor, torch.Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MERGES = {"torch": (merge_, "cpu"), "triton": (launch_merge, DEVICE)}
-MERGES = {name: of for name, of in MERGES.items() if name == "torch" or triton_available()}
+MERGES = {
+    name: of for name, of in MERGES.items() if name == "torch" or triton_available()
+}
 by_each = pytest.mark.parametrize("by", MERGES)
 SHAPES = [(2, 3, 37, 40), (1, 1, 1, 1), (1, 2, 130, 64), (1, 1, 5, 257), (1, 0, 4, 8)]
 
@@ -29,7 +35,9 @@ def merged(by: str, states: Sequence[Statistics], dtype: torch.dtype) -> Statist
     merge, device = MERGES[by]
     states = [tuple(t.to(device) for t in state) for state in states]
     out = torch.empty(states[0][0].shape, dtype=dtype, device=device)
-    lse = torch.empty(out.shape[:3], dtype=torch.promote_types(dtype, torch.float32), device=device)
+    lse = torch.empty(
+        out.shape[:3], dtype=torch.promote_types(dtype, torch.float32), device=device
+    )
     empty_(out, lse)
     for out_i, lse_i in states:
         merge(out, lse, out_i, lse_i.to(lse.dtype))
@@ -53,7 +61,9 @@ def test_any_order_gives_the_whole(by: str, dtype: torch.dtype, size: float) -> 
     tolerance = (1e-6 if dtype == torch.float32 else 1e-13) * size
     for order in itertools.permutations(parts):
         for found, wanted in zip(merged(by, order, dtype), expected, strict=True):
-            torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=1e-6)
+            torch.testing.assert_close(
+                found.double(), wanted, atol=tolerance, rtol=1e-6
+            )
 
 
 @by_each
@@ -66,39 +76,57 @@ def test_every_row_once_rounded_once_and_nothing_beside_them(
     merge, device = MERGES[by]
     b, h, n, d = shape
     base = torch.randn(b, h, n + 7, d, device=device)
-    out, lse = base[:, :, 3 : 3 + n], (torch.randn(b, h, n + 2) * 100).to(device)[:, :, 1 : 1 + n]
+    out, lse = (
+        base[:, :, 3 : 3 + n],
+        (torch.randn(b, h, n + 2) * 100).to(device)[:, :, 1 : 1 + n],
+    )
     part = torch.randn(b, n, h, d).to(device, dtype).transpose(1, 2)
     of_part = (torch.randn(b, n, h, device=device) * 100).transpose(1, 2)
     for t, own, step in ((out, lse, 3), (part, of_part, 2)):
         t[:, :, ::step] = 0
         own[..., ::step] = -torch.inf
-    before, expected, its_lse, w = base.clone(), out.double(), lse.clone(), of_part.double() - lse
+    before, expected, its_lse, w = (
+        base.clone(),
+        out.double(),
+        lse.clone(),
+        of_part.double() - lse,
+    )
     w = w.masked_fill(of_part == -torch.inf, -torch.inf).sigmoid().unsqueeze(-1)
     expected += w * (part.double() - expected)
-    own = torch.float16 if by == "triton" else dtype  # its interpreter cuts bfloat16 off
+    own = (
+        torch.float16 if by == "triton" else dtype
+    )  # its interpreter cuts bfloat16 off
     narrow, wide, twice = out.to(own), out.to(own).float(), lse.clone()
     merge(wide, twice.clone(), part, of_part)
     merge(narrow, twice, part, of_part)
     assert torch.equal(narrow, wide.to(own))
     merge(out, lse, part, of_part)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(lse, torch.logaddexp(its_lse, of_part), atol=1e-4, rtol=1e-6)
+    torch.testing.assert_close(
+        lse, torch.logaddexp(its_lse, of_part), atol=1e-4, rtol=1e-6
+    )
     assert torch.equal(twice, lse)
     out.copy_(before[:, :, 3 : 3 + n])
     assert torch.equal(base, before)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 1000, 10**7])
-def test_blocks_cover_every_row_once(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+def test_blocks_cover_every_row_once(
+    monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
     monkeypatch.setattr(tensors, "BLOCK_BYTES", block_bytes)
     for shape in (*SHAPES, (3, 1, 8, 4), (0, 2, 3, 4)):
-        test_every_row_once_rounded_once_and_nothing_beside_them("torch", torch.float16, shape)
+        test_every_row_once_rounded_once_and_nothing_beside_them(
+            "torch", torch.float16, shape
+        )
         test_additions_and_what_is_not_finite_among_them("torch", shape)
 
 
 @by_each
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_additions_and_what_is_not_finite_among_them(by: str, shape: tuple[int, ...]) -> None:
+def test_additions_and_what_is_not_finite_among_them(
+    by: str, shape: tuple[int, ...]
+) -> None:
     add, device = launch_add if by == "triton" else add_, MERGES[by][1]
     b, h, n, d = shape
     part = torch.randn(b, n, h, d).to(device, torch.float16).transpose(1, 2)
@@ -119,19 +147,27 @@ def test_additions_and_what_is_not_finite_among_them(by: str, shape: tuple[int, 
 @by_each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype_i", [torch.float16, None], ids=["16 bits", "alike"])
-def test_large_values_of_hardly_any_weight_leave_no_rounding(by, dtype, dtype_i) -> None:
-    """What an addend of a small weight costs is a rounding of its share, not of its size."""
+def test_large_values_of_hardly_any_weight_leave_no_rounding(
+    by, dtype, dtype_i
+) -> None:
+    """What an addend of a small weight costs is a rounding of its share, not of its
+    size."""
     if by == "triton" and dtype == torch.float64:
         pytest.skip("it has no float64")
     parts = [
-        (torch.full((1, 1, 1, 4), value, dtype=dtype_i or dtype), torch.tensor([[[lse]]]))
+        (
+            torch.full((1, 1, 1, 4), value, dtype=dtype_i or dtype),
+            torch.tensor([[[lse]]]),
+        )
         for value, lse in ((30_000.0, 0.0), (2.0**-10, 18.0))
     ]
     weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
     exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
     for order in (parts, parts[::-1]):
         out, _ = merged(by, order, dtype)
-        assert ((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
+        assert (
+            (out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact
+        ).all()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
@@ -143,7 +179,13 @@ def test_more_rows_than_a_grid_has_programs_in_a_dimension() -> None:
 
 def test_calls_without_rows_have_a_gradient_of_their_sinks() -> None:
     sinks = torch.randn(3)
-    for shape in ((2, 3, 0, 4), (0, 3, 5, 4), (2, 3, 5, 0), (0, 3, 0, 0), (2, 0, 3, 0, 4)):
+    for shape in (
+        (2, 3, 0, 4),
+        (0, 3, 5, 4),
+        (2, 3, 5, 0),
+        (0, 3, 0, 0),
+        (2, 0, 3, 0, 4),
+    ):
         out = torch.zeros(shape)
         found = sinks_gradient(out, out, torch.zeros(shape[:-1]), sinks)
         assert torch.equal(found, torch.zeros(3))
@@ -152,7 +194,8 @@ def test_calls_without_rows_have_a_gradient_of_their_sinks() -> None:
 @pytest.mark.parametrize("broken", [None, torch.inf, torch.nan])
 def test_gradients_are_divided_exactly_and_by_their_largest_finite_row(broken) -> None:
     grad = (
-        torch.randn(2, 4, 300, 64) * torch.tensor([0.0, 1e-6, 1.0, 900.0])[:, None, None]
+        torch.randn(2, 4, 300, 64)
+        * torch.tensor([0.0, 1e-6, 1.0, 900.0])[:, None, None]
     ).half()
     value, unscale = torch.randn(2, 2, 70, 64).half(), torch.zeros(2, 2)
     norms = grad.float().norm(dim=-1).unflatten(1, (2, 2)).amax((2, 3))
@@ -163,8 +206,13 @@ def test_gradients_are_divided_exactly_and_by_their_largest_finite_row(broken) -
     divide_gradient_(grad, value, unscale, 9)
     assert bool((unscale.log2() == unscale.log2().round()).all())
     divisors = unscale.repeat_interleave(2, 1)[..., None, None]
-    assert torch.equal(grad.nan_to_num(), (given.float() / divisors).half().nan_to_num())
+    assert torch.equal(
+        grad.nan_to_num(), (given.float() / divisors).half().nan_to_num()
+    )
     bound = norms / unscale * 2 * value.float().norm(dim=-1).amax(-1) * 2.0**9
     assert bool(
-        ((bound <= 2.0**LOG2_LARGEST * 1.001) & (bound > 2.0 ** (LOG2_LARGEST - 1.01))).all()
+        (
+            (bound <= 2.0**LOG2_LARGEST * 1.001)
+            & (bound > 2.0 ** (LOG2_LARGEST - 1.01))
+        ).all()
     )

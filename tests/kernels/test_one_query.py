@@ -11,7 +11,8 @@ from quorum_attention.kernels.one_query import attend_one_query
 @pytest.mark.parametrize("key_heads", [1, 2, 8])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_grouped_heads_are_queries_of_one_head(key_heads: int, has_bias: bool) -> None:
-    """Each query head attends over the keys of its group, also in views of larger memory."""
+    """Each query head attends over the keys of its group, also in views of larger
+    memory."""
     torch.manual_seed(0)
     batch, heads, n_keys, dim = 2, 8, 37, 16
     memory = torch.randn(2, batch, key_heads, n_keys + 5, dim, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""The reference, tile by tile: as ``dense`` has it, whatever the tiles, within its bytes."""
+"""The reference, tile by tile: as ``dense`` has it, whatever the tiles, within its
+bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_random_tasks_by_every_tile(
     tile: tuple[int, int, int] | None, drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merged into states that hold keys already; rows and tiles without keys, NaN in some."""
+    """Merged into states that hold keys already; rows and tiles without keys, NaN in
+    some."""
     if tile is not None:
         monkeypatch.setattr(score_tiles, "IN_CACHE", score_tiles.TileLimits(*tile))
     r, single = random.Random(str(tile)), tile == (1, 1, 1)
@@ -73,7 +75,11 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
     """By calls of all shapes, thin ones too."""
     r = random.Random(kind)
     for _ in range(6):
-        batch, shared, key_heads = r.choice([1, 3]), r.choice([1, 4]), r.choice([1, 5, 30])
+        batch, shared, key_heads = (
+            r.choice([1, 3]),
+            r.choice([1, 4]),
+            r.choice([1, 5, 30]),
+        )
         n, m = (r.choice([1, 3, 70, 600, 1500]) for _ in range(2))
         heads, whole = shared * key_heads, kind == "cpu"
         if batch * heads * n * m > 4e6:
@@ -85,8 +91,14 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
         case.query[0, 0, 0] = r.choice([0.0, torch.nan])
         if kind != "score_mod" and r.random() < 0.5:
             sizes = (batch, heads, n, m)
-            case.mask = torch.zeros([r.choice([1, size]) for size in sizes], dtype=dtype)
-        three, grad_out, bias = (case.query, case.key, case.value), case.grad_out, case.mask
+            case.mask = torch.zeros(
+                [r.choice([1, size]) for size in sizes], dtype=dtype
+            )
+        three, grad_out, bias = (
+            (case.query, case.key, case.value),
+            case.grad_out,
+            case.mask,
+        )
         call = replace(case.call("cpu"), dropout=whole)
         extent = Extent(batch, heads, key_heads, max(n, m), n, m, direct=whole)
         lse = torch.zeros(batch, heads, n, dtype=work)
@@ -95,23 +107,34 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
             one = Call(*three, bias=bias, dropout=Dropout(0.5, 1))
             run = partial(kernel.whole_forward, one)
             if backward:
-                run = partial(kernel.whole_backward, one, Saved(grad_out, grad_out, lse))
+                run = partial(
+                    kernel.whole_backward, one, Saved(grad_out, grad_out, lse)
+                )
         else:
             task = whole_task(Call(*three, bias=bias))
             state = Statistics(torch.zeros(grad_out.shape, dtype=work), lse - torch.inf)
             run = partial(kernel.forward, task, state)
             if backward:
                 sums = [torch.zeros(t.shape, dtype=work) for t in three]
-                run = partial(kernel.backward, task, Gradients(grad_out, grad_out, lse, *sums))
-        bound = getattr(kernel, f"{'backward' if backward else 'forward'}_workspace_bytes")
+                run = partial(
+                    kernel.backward, task, Gradients(grad_out, grad_out, lse, *sums)
+                )
+        bound = getattr(
+            kernel, f"{'backward' if backward else 'forward'}_workspace_bytes"
+        )
         assert usage(run).peak <= bound(call, extent), (call, extent)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype) -> None:
-    """However large its lse: rounding of that is no reason to take 0 for all of its weight."""
+def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(
+    dtype: torch.dtype,
+) -> None:
+    """However large its lse: rounding of that is no reason to take 0 for all of its
+    weight."""
     query, key, value, grad_out, out = torch.randn(5, 1, 1, 4, 8, dtype=dtype)
     for lse in (1e3, 1e5, 3e6, 1e9, 1e18):
         saved = Saved(grad_out, out, torch.full((1, 1, 4), lse, dtype=dtype))
-        found = TiledKernel(score_tiles.WHOLE_ROWS).whole_backward(Call(query, key, value), saved)
+        found = TiledKernel(score_tiles.WHOLE_ROWS).whole_backward(
+            Call(query, key, value), saved
+        )
         assert all(bool((t == 0).all()) for t in found), lse

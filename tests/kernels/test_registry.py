@@ -1,4 +1,5 @@
-"""Kernels by name, the one that a call gets, refusals, and the test of what works, made once."""
+"""Kernels by name, the one that a call gets, refusals, and the test of what works, made
+once."""
 
 from __future__ import annotations
 
@@ -49,9 +50,21 @@ def test_registering() -> None:
     [
         ("cudnn", call("cuda"), "bfloat16"),
         ("cudnn", CallShape("cuda", torch.float16, 4, 2, 20, 16), "multiples of 8"),
-        ("cudnn", CallShape("cuda", torch.float16, 4, 4, 512, 512, needs_grad=True), "256"),
-        ("cudnn", call("cuda", torch.float16, needs_grad=True, exact_scale=False), "scale"),
-        ("flash", call("cuda", torch.float16, bias=BiasShape(False, False, True)), "mask"),
+        (
+            "cudnn",
+            CallShape("cuda", torch.float16, 4, 4, 512, 512, needs_grad=True),
+            "256",
+        ),
+        (
+            "cudnn",
+            call("cuda", torch.float16, needs_grad=True, exact_scale=False),
+            "scale",
+        ),
+        (
+            "flash",
+            call("cuda", torch.float16, bias=BiasShape(False, False, True)),
+            "mask",
+        ),
         ("flash", CallShape("cuda", torch.float16, 4, 2, 16, 32), "equal"),
         ("efficient", call("cuda", torch.float64), "float64"),
         ("cpu", call("cuda"), "cuda"),
@@ -94,8 +107,11 @@ def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
     assert "\n" not in reason
 
 
-def test_torch_is_tested_once_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """But for those that fail, and again where a version differs or the file is damaged."""
+def test_torch_is_tested_once_for_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But for those that fail, and again where a version differs or the file is
+    damaged."""
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
     reasons, tested = iter(["it is wrong", None, None, None]), []
     there = "quorum_attention.kernels.probing"
@@ -105,7 +121,9 @@ def test_torch_is_tested_once_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(f"{there}._tested_with_memory", tried)
 
     def in_another_process() -> tuple[str | None, int]:
-        reason = probe(CudnnKernel(), call("cuda", torch.float16), torch.device("cuda:0"))
+        reason = probe(
+            CudnnKernel(), call("cuda", torch.float16), torch.device("cuda:0")
+        )
         return reason, len(tested)
 
     assert in_another_process() == ("it is wrong", 1)
@@ -136,7 +154,8 @@ def test_a_kernel_is_tried_on_the_sign_of_the_scale_that_it_gets() -> None:
 
 
 def test_a_call_without_heads_is_tried_as_one_with_some() -> None:
-    """Of none, torch's operator for CPUs ends the process: it divides by their number."""
+    """Of none, torch's operator for CPUs ends the process: it divides by their
+    number."""
     q = torch.randn(2, 0, 40, 16)
     window = qa.Mask(window=(3, 0))
     assert qa.attention(q, q, q, attn_mask=window, devices="cpu").shape == q.shape
@@ -148,7 +167,9 @@ def test_what_is_no_kernel_is_refused() -> None:
         size: int = 1
 
     for ask in (get_kernel, qa.register_kernel):
-        with pytest.raises(TypeError, match=r"lacks __hash__ \(a dataclass keeps it with eq=False"):
+        with pytest.raises(
+            TypeError, match=r"lacks __hash__ \(a dataclass keeps it with eq=False"
+        ):
             ask(Compared())
         with pytest.raises(TypeError, match=r"not object: make one of.*InnerKernel"):
             ask(object())
@@ -157,7 +178,9 @@ def test_what_is_no_kernel_is_refused() -> None:
 
 
 def test_a_kernel_asked_for_is_not_replaced() -> None:
-    with pytest.raises(NotImplementedError, match=r"'flash' cannot run this call: .*cpu"):
+    with pytest.raises(
+        NotImplementedError, match=r"'flash' cannot run this call: .*cpu"
+    ):
         select_kernel("flash", call(), torch.device("cpu"))
 
 
@@ -176,10 +199,22 @@ def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 # --- A soft cap ----------------------------------------------------------------------------------
 
 
-def base_under_a_softcap(wanted: str | Kernel, device: str = "cuda", cap: float = 5.0) -> Kernel:
-    """The kernel that computes the parts of a causal call of 8 tokens with a soft cap."""
+def base_under_a_softcap(
+    wanted: str | Kernel, device: str = "cuda", cap: float = 5.0
+) -> Kernel:
+    """The kernel that computes the parts of a causal call of 8 tokens with a soft
+    cap."""
     shape = CallShape(
-        device, torch.float32, 4, 2, 16, 16, batch_shape=(1,), n_queries=8, n_keys=8, is_causal=True
+        device,
+        torch.float32,
+        4,
+        2,
+        16,
+        16,
+        batch_shape=(1,),
+        n_queries=8,
+        n_keys=8,
+        is_causal=True,
     )
     mask = qa.Mask(causal=True, softcap=cap)
     _, kernel = kernel_for_mask(
@@ -190,7 +225,8 @@ def base_under_a_softcap(wanted: str | Kernel, device: str = "cuda", cap: float 
 
 
 def test_a_softcap_keeps_the_options_of_a_kernel() -> None:
-    """A kernel that was rebuilt by its name computed in full fp32 where TF32 was asked for."""
+    """A kernel that was rebuilt by its name computed in full fp32 where TF32 was asked
+    for."""
     base = base_under_a_softcap(qa.NativeKernel(allow_tf32=True))
     assert isinstance(base, qa.NativeKernel)
     assert base.allow_tf32
@@ -198,7 +234,9 @@ def test_a_softcap_keeps_the_options_of_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("name", ["native", "fa4", "cpu"])
-def test_a_users_kernel_is_not_replaced_by_ours_of_the_same_name(name: str, monkeypatch) -> None:
+def test_a_users_kernel_is_not_replaced_by_ours_of_the_same_name(
+    name: str, monkeypatch
+) -> None:
     class Mine(CpuKernel):
         operator = True
 
@@ -234,7 +272,8 @@ def test_a_kernel_registered_later_is_the_one_that_runs(monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", ["native", "fa4"])
 def test_a_kernel_and_its_softcaps_share_one_test(name: str) -> None:
-    """The test before a kernel's first use is of the kernel without its soft cap, made once."""
+    """The test before a kernel's first use is of the kernel without its soft cap, made
+    once."""
     kernel = get_kernel(name)
     for softcap in (5.0, 30.0):
         capped = kernel.with_softcap(softcap)
@@ -256,6 +295,8 @@ def test_the_test_of_a_kernel_stays_small_whatever_a_call_has() -> None:
             assert n_keys == call.query.shape[-2] or not is_causal
             for tensor in (call.query, call.key, call.value, grad_out):
                 assert tensor.nbytes <= max(8 << 20, 4 * 2 * group * dim)
-            assert 2 * group * n_keys * dim <= max(1 << 21, 2 * group * dim), "keys of each head"
+            assert 2 * group * n_keys * dim <= max(1 << 21, 2 * group * dim), (
+                "keys of each head"
+            )
         if group <= 8 and dim <= 256:
             assert lengths == {probing._QUERIES}

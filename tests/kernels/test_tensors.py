@@ -44,8 +44,9 @@ def made_up_cudnn(monkeypatch: pytest.MonkeyPatch) -> CudnnKernel:
 def test_a_padded_rectangle_has_no_nan_of_its_own(
     causal: bool, bias: str | None, sizes: tuple[int, int], made_up_cudnn: CudnnKernel
 ) -> None:
-    """A key that no query gives any weight, because its scores are -inf, has gradients of 0; and
-    rows of scores far below 0 have the weights that they have without the padding."""
+    """A key that no query gives any weight, because its scores are -inf, has gradients
+    of 0; and rows of scores far below 0 have the weights that they have without the
+    padding."""
     n, m = (sizes[0], sizes[0]) if causal else sizes
     query, grad_out = torch.randn(2, 1, 2, n, 8, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, m, 8, dtype=torch.float64)
@@ -53,8 +54,13 @@ def test_a_padded_rectangle_has_no_nan_of_its_own(
     key[:, :, 3, 0] = -torch.inf
     mask = None
     if bias is not None:
-        mask = torch.randn(1, 2, n if bias == "of rows" else 1, m, dtype=torch.float64) - 2000.0
-    out, lse = made_up_cudnn.rectangle_forward(Call(query, key, value, causal, 0.5, mask))
+        mask = (
+            torch.randn(1, 2, n if bias == "of rows" else 1, m, dtype=torch.float64)
+            - 2000.0
+        )
+    out, lse = made_up_cudnn.rectangle_forward(
+        Call(query, key, value, causal, 0.5, mask)
+    )
     wanted = _forward(query, key, value, mask, True, 0.0, causal, False, scale=0.5)
     for one, other in zip((out, lse), wanted, strict=False):
         torch.testing.assert_close(one, other)
@@ -95,7 +101,9 @@ def test_copies_of_short_rows_are_counted(
     prefix = "_scaled_dot_product_cudnn_attention"
     monkeypatch.setattr(torch.ops.aten, prefix, forward, raising=False)
     monkeypatch.setattr(
-        torch.ops.aten, f"{prefix}_backward", lambda _, *given, scale: results(*given[:3])
+        torch.ops.aten,
+        f"{prefix}_backward",
+        lambda _, *given, scale: results(*given[:3]),
     )
     of_mask = None if mask is None else BiasShape(True, False, bias == "of rows")
     shape = CallShape("cuda", torch.float16, 2, 1, 16, 16, causal, bias=of_mask)
@@ -104,7 +112,9 @@ def test_copies_of_short_rows_are_counted(
     out, lse = torch.zeros_like(query), torch.zeros(query.shape[:3])
     used = usage(lambda: made_up_cudnn.rectangle_forward(call))
     assert used.peak <= made_up_cudnn.forward_workspace_bytes(shape, extent)
-    used = usage(lambda: made_up_cudnn.rectangle_backward(call, Saved(grad_out, out, lse)))
+    used = usage(
+        lambda: made_up_cudnn.rectangle_backward(call, Saved(grad_out, out, lse))
+    )
     assert used.peak <= made_up_cudnn.backward_workspace_bytes(shape, extent)
 
 
@@ -121,9 +131,13 @@ def test_a_row_of_scores_of_minus_infinity_stays_one(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_of_the_lowest_number_are_without_keys_where_kernels_cannot_tell(causal: bool) -> None:
+def test_rows_of_the_lowest_number_are_without_keys_where_kernels_cannot_tell(
+    causal: bool,
+) -> None:
     lowest = torch.finfo(torch.float32).min
-    bias = torch.tensor([[0.0, lowest, 0.0], [lowest, lowest, lowest], [lowest, -math.inf, 1.0]])
+    bias = torch.tensor(
+        [[0.0, lowest, 0.0], [lowest, lowest, lowest], [lowest, -math.inf, 1.0]]
+    )
     bias = bias[None, None]
     assert dead_rows(bias, 3, causal).tolist() == [[[False] * 3]]
     gone = dead_rows(bias, 3, causal, BASE_TWO_LOWEST)

@@ -1,5 +1,6 @@
-"""FlexAttention's score modifications and masks against float64: by the reference, and as whole
-tasks with an eager stand-in for the compiled call, which takes a block mask as CUDA kernels do."""
+"""FlexAttention's score modifications and masks against float64: by the reference, and
+as whole tasks with an eager stand-in for the compiled call, which takes a block mask as
+CUDA kernels do."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ from quorum_attention.kernels.kit import (
     word_layout,
 )
 from quorum_attention.kernels.kit.flex import FlexKernel
-from quorum_attention.kernels.kit.word_layout import assume_stride_multiple, head_stride_sixteenth
+from quorum_attention.kernels.kit.word_layout import (
+    assume_stride_multiple,
+    head_stride_sixteenth,
+)
 from quorum_attention.kernels.masked.block_table import sides
 from quorum_attention.kernels.masked.pair_functions import over_pairs
 
@@ -51,13 +55,19 @@ def listed(counts: torch.Tensor, indices: torch.Tensor, across: int) -> torch.Te
 
 
 def kept_pairs(block_mask, counts, full_counts, shape) -> torch.Tensor:
-    """(b, h, nq, nk): pairs of full blocks, and of mixed ones those that the mask keeps."""
+    """(b, h, nq, nk): pairs of full blocks, and of mixed ones those that the mask
+    keeps."""
     nq, nk = shape[2:]
     columns = -(-nk // 128)
     at = [torch.arange(size) for size in shape]
     wide = [
-        listed(c, i, columns).repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :nq, :nk]
-        for c, i in ((counts, block_mask.kv_indices), (full_counts, block_mask.full_kv_indices))
+        listed(c, i, columns)
+        .repeat_interleave(128, -2)
+        .repeat_interleave(128, -1)[..., :nq, :nk]
+        for c, i in (
+            (counts, block_mask.kv_indices),
+            (full_counts, block_mask.full_kv_indices),
+        )
     ]
     mixed, full = wide
     assert not (mixed & full).any()
@@ -68,7 +78,9 @@ class _Listed(torch.autograd.Function):
     """Saves what compiled FlexAttention saves."""
 
     @staticmethod
-    def forward(ctx, query, key, value, counts, full_counts, block_mask, score_mod, scale):
+    def forward(
+        ctx, query, key, value, counts, full_counts, block_mask, score_mod, scale
+    ):
         ctx.call = block_mask, score_mod, scale
         scores, _ = _scores(query, key, counts, full_counts, *ctx.call)
         shared = query.shape[1] // value.shape[1]
@@ -86,7 +98,9 @@ class _Listed(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [t.detach().float().requires_grad_() for t in (query, key)]
             scores, _ = _scores(*leaves, counts, full_counts, *ctx.call)
-        p = torch.exp(scores.detach() - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+        p = torch.exp(
+            scores.detach() - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+        )
         grad = grad_out.float()
         dp = grad @ value.float().repeat_interleave(shared, 1).mT
         delta = (grad * out.float()).sum(-1) - (0 if grad_lse is None else grad_lse)
@@ -188,11 +202,14 @@ def test_against_float64(name: str, plan) -> None:  # type: ignore[no-untyped-de
     """Edges on the borders of blocks and within, fewer key heads."""
     kernel, levels, tile, over_inputs = plan
     tensors = random(N, kv_heads=1 if tile == 128 else HEADS)
-    check_case(kernel, CASES[name], tensors, levels=levels, tile=tile, over_inputs=over_inputs)
+    check_case(
+        kernel, CASES[name], tensors, levels=levels, tile=tile, over_inputs=over_inputs
+    )
 
 
 def late(b, h, q, k):  # type: ignore[no-untyped-def]
-    """Rows and keys beyond what it keeps at all, other ones in each head and batch entry."""
+    """Rows and keys beyond what it keeps at all, other ones in each head and batch
+    entry."""
     return (q >= 290 + 20 * h) & (k >= 260 + b)
 
 
@@ -200,10 +217,22 @@ def late(b, h, q, k):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("case", "sizes", "plan"),
     [
-        ((None, sliding_window(90), True), {"n_keys": 330}, {"levels": (7,), "tile": 16}),
-        ((None, sliding_window(90), True), {"n_keys": 600}, {"levels": (7,), "tile": 16}),
+        (
+            (None, sliding_window(90), True),
+            {"n_keys": 330},
+            {"levels": (7,), "tile": 16},
+        ),
+        (
+            (None, sliding_window(90), True),
+            {"n_keys": 600},
+            {"levels": (7,), "tile": 16},
+        ),
         ((None, late, False), {"batch": 2}, {}),
-        ((lambda s, b, h, q, k: s * (1 + h), None, True), {}, {"levels": (), "heads_per_group": 1}),
+        (
+            (lambda s, b, h, q, k: s * (1 + h), None, True),
+            {},
+            {"levels": (), "heads_per_group": 1},
+        ),
     ],
     ids=["fewer keys", "more keys", "a whole batch", "head groups"],
 )
@@ -219,7 +248,9 @@ def test_more_entries_than_a_grid_has_blocks(monkeypatch, case) -> None:  # type
     monkeypatch.setattr(FlexKernel, "entries_limit", 3)
     check_case("tasks", case, random(N, batch=7))
     heads = CallShape("cuda", torch.float16, 70_000, 70_000, 64, 64)
-    assert "takes 65535 heads at most" in str(FlexKernel(None, None, "flex").refusal(heads))
+    assert "takes 65535 heads at most" in str(
+        FlexKernel(None, None, "flex").refusal(heads)
+    )
 
 
 @pytest.mark.parametrize("over_inputs", [True, False])
@@ -229,7 +260,12 @@ def test_a_head_that_keeps_nothing(over_inputs: bool) -> None:
     def near(b, h, q, k):  # type: ignore[no-untyped-def]
         return (h == 1) & (q - k < 30)
 
-    how = {"levels": (3,), "tile": 128, "heads_per_group": 1, "over_inputs": over_inputs}
+    how = {
+        "levels": (3,),
+        "tile": 128,
+        "heads_per_group": 1,
+        "over_inputs": over_inputs,
+    }
     out, lse, grads = run(kernel_of(None, near), random(300), True, **how)
     assert bool((lse[:, 0] == -torch.inf).all())
     for found in (out, *grads):
@@ -260,7 +296,8 @@ CUTS = [(48, (), True), (128, (7,), True), (48, (3, 3), False),
     [(name, *cut) for i, name in enumerate(MASKS) for cut in CUTS[i % 2 :: 2]],
 )
 def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:  # type: ignore[no-untyped-def]
-    """Listed pairs are those of the task's rectangles that the mask keeps, none twice."""
+    """Listed pairs are those of the task's rectangles that the mask keeps, none
+    twice."""
     mask, kernel = MASKS[name], kernel_of(None, MASKS[name])
     for task in Decomposition(1900, levels, "aligned", tile).tasks():
         rectangles = task.rectangles(is_causal)
@@ -274,9 +311,13 @@ def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:  # 
         if name == "a function of numbers":
             wanted &= (tokens[:, None] - tokens).abs() < 150
         elif mask is not None:
-            wanted &= mask(0, torch.arange(HEADS)[:, None, None], tokens[:, None], tokens)
+            wanted &= mask(
+                0, torch.arange(HEADS)[:, None, None], tokens[:, None], tokens
+            )
         tensors = torch.empty(1, HEADS, size, 1)
-        given = TaskTensors(task, rectangles, tensors, tensors, tensors, 1.0, is_causal, no_bias)
+        given = TaskTensors(
+            task, rectangles, tensors, tensors, tensors, 1.0, is_causal, no_bias
+        )
         found = torch.zeros_like(wanted)
         for region, some in flex.regions(given):
             launch = kernel._flex_call(given, region, some)
@@ -302,7 +343,10 @@ def test_workspace_of_windows_is_linear() -> None:
     shape = CallShape("cuda", torch.float16, 1, 1, 64, 64, True)
     windowed, dense = (
         kernel_of(None, mask).forward_workspace_bytes(shape, Extent(1, 1, 1, n, n, n))
-        for mask in (sliding_window(4096) & document(torch.arange(n) // 20_000), prefix_lm(50))
+        for mask in (
+            sliding_window(4096) & document(torch.arange(n) // 20_000),
+            prefix_lm(50),
+        )
     )
     assert dense > 16 * (n // 128) ** 2
     assert windowed < 600 * n
@@ -320,7 +364,14 @@ def test_a_mask_may_change_between_calls(kernel: str) -> None:
     for width in (400, 3, 300):
         edge.fill_(width)
         case = (None, by_tensor, False)
-        check(made, tensors, lambda *t, c=case: reference(*t, c), False, levels=(3,), tile=16)
+        check(
+            made,
+            tensors,
+            lambda *t, c=case: reference(*t, c),
+            False,
+            levels=(3,),
+            tile=16,
+        )
 
 
 def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -383,7 +434,9 @@ def test_a_copy_of_a_model_has_a_kernel_of_its_own() -> None:
     first = qa.attention(query, query, query, kernel=model.kernel)
     copied.slopes.slopes.mul_(3)
     assert torch.equal(qa.attention(query, query, query, kernel=model.kernel), first)
-    assert not torch.allclose(qa.attention(query, query, query, kernel=copied.kernel), first)
+    assert not torch.allclose(
+        qa.attention(query, query, query, kernel=copied.kernel), first
+    )
 
 
 @pytest.mark.parametrize(
@@ -398,7 +451,9 @@ def test_a_mask_of_numbers_is_refused(mask_mod, got: str, depth: int) -> None:  
         {"attn_mask": qa.Mask(keeps=mask_mod)},
         {"kernel": from_score_mod(None, mask_mod, compiled=False)},
     ):
-        with pytest.raises(TypeError, match=rf"must return a tensor of torch\.bool .* got .*{got}"):
+        with pytest.raises(
+            TypeError, match=rf"must return a tensor of torch\.bool .* got .*{got}"
+        ):
             qa.attention(q, k, v, depth=depth, **options)
 
 
@@ -412,8 +467,8 @@ def test_compiled_calls_refuse_what_torchs_have_not() -> None:
 
 @pytest.mark.parametrize("saves_else", [False, True])
 def test_a_backward_takes_the_whole_rows_results(monkeypatch, saves_else: bool) -> None:  # type: ignore[no-untyped-def]
-    """The first gradients of a kind are found both ways; from then on no forward runs again, but
-    where torch saves something else."""
+    """The first gradients of a kind are found both ways; from then on no forward runs
+    again, but where torch saves something else."""
     kernel, tensors = kernel_of(None, sliding_window(40)), random(N)
     if saves_else:
         monkeypatch.setitem(globals(), "LOG2_E", 1.0)
@@ -424,7 +479,9 @@ def test_a_backward_takes_the_whole_rows_results(monkeypatch, saves_else: bool) 
     again: list[int] = []
     original = flex.gradients_by_autograd
     monkeypatch.setattr(
-        flex, "gradients_by_autograd", lambda *args: [again.append(1), original(*args)][1]
+        flex,
+        "gradients_by_autograd",
+        lambda *args: [again.append(1), original(*args)][1],
     )
     *_, grads = run(kernel, tensors, True, levels=(3,))
     assert bool(again) == saves_else
@@ -434,7 +491,9 @@ def test_a_backward_takes_the_whole_rows_results(monkeypatch, saves_else: bool) 
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("where", ["whole", "some rows", "some entries", "tokens first", "columns"])
+@pytest.mark.parametrize(
+    "where", ["whole", "some rows", "some entries", "tokens first", "columns"]
+)
 def test_what_lies_in_words_is_not_copied(where: str) -> None:
     whole = torch.arange(2 * 4 * 100 * 32).view(2, 4, 100, 32).half()
     tensor = {

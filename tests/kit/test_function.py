@@ -79,12 +79,15 @@ def test_an_lse_has_a_gradient_and_a_mask_is_the_functions() -> None:
 
 def in_fp32(query, key, value, *, is_causal, scale):
     """Returns more digits than its inputs have."""
-    return attention(query.float(), key.float(), value.float(), is_causal=is_causal, scale=scale)
+    return attention(
+        query.float(), key.float(), value.float(), is_causal=is_causal, scale=scale
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_of_nearly_one_key_have_no_gradient_of_their_rounding(dtype) -> None:
-    """Where P is 1, dS is 0: the row's output was rounded to 16 bits, that of autograd was not."""
+    """Where P is 1, dS is 0: the row's output was rounded to 16 bits, that of autograd
+    was not."""
     g = fresh_generator()
     key = 2 * torch.randn(2, 3, 40, 16, generator=g)
     query = 4 * key[:, :, torch.randperm(40, generator=g)[:30]]
@@ -97,7 +100,8 @@ def test_rows_of_nearly_one_key_have_no_gradient_of_their_rounding(dtype) -> Non
     wanted = torch.nn.functional.scaled_dot_product_attention(*exact)
     theirs = torch.autograd.grad(wanted, exact, upstream.double())
     for one, other in zip(mine[:2], theirs[:2], strict=True):
-        # One unit in the last place of the largest, and what fp32 makes of scores of hundreds.
+        # One unit in the last place of the largest, and what fp32 makes of scores of
+        # hundreds.
         limit = torch.finfo(dtype).eps * other.abs().max() + 2e-4
         assert (one.double() - other).abs().max() <= limit
 
@@ -126,7 +130,9 @@ def test_tensors_are_found_and_one_that_is_written_to_is_another_key() -> None:
     table, thing, layer = torch.ones(5), Holder(), torch.nn.Module()
     layer.slopes = torch.nn.Module()
     layer.slopes.values = torch.nn.Parameter(torch.ones(5), requires_grad=False)
-    within = (lambda f: lambda b, h, q, k: f(b, h, q, k))(lambda b, h, q, k: table[q] > 0)
+    within = (lambda f: lambda b, h, q, k: f(b, h, q, k))(
+        lambda b, h, q, k: table[q] > 0
+    )
     for function, tensor in (
         (within, table),
         (partial(_given, table), table),

@@ -48,7 +48,8 @@ def test_against_float64(settings, levels, is_causal) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_full_precision_inside() -> None:
-    """With 16-bit tokens a cut call then differs from the uncut one by its final rounding alone."""
+    """With 16-bit tokens a cut call then differs from the uncut one by its final
+    rounding alone."""
     kernel = qa.LongNetKernel(MIXTURE, full_precision=True)
     how = {"heads": 5, "dtype": torch.bfloat16, "device": "cpu", "n_tokens": 150,
            "levels": [(3,)], "other_sizes": False}  # fmt: skip
@@ -68,4 +69,6 @@ def test_settings_that_make_no_sense() -> None:
         qa.LongNetKernel([])
     q, k = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8)
     with pytest.raises(NotImplementedError, match="as many key heads"):
-        qa.attention(q, k, k, enable_gqa=True, kernel=qa.LongNetKernel(MIXTURE), devices="cpu")
+        qa.attention(
+            q, k, k, enable_gqa=True, kernel=qa.LongNetKernel(MIXTURE), devices="cpu"
+        )

@@ -1,4 +1,5 @@
-"""Memory of a cache is taken ahead, and tokens move to the device when a prompt is done."""
+"""Memory of a cache is taken ahead, and tokens move to the device when a prompt is
+done."""
 
 from __future__ import annotations
 

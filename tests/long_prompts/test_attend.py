@@ -1,4 +1,5 @@
-"""Attention over segments against float64: every mask, shape and dtype, wherever segments lie."""
+"""Attention over segments against float64: every mask, shape and dtype, wherever
+segments lie."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def draw(seed: int, folder: Path, device: str = "cpu") -> Drawn:
             cache.reorder([drawn.randrange(cache.batch) for _ in range(cache.batch)])
     batch = cache.batch
     n_queries = min(cache.n_tokens, drawn.choice([1, 1, 1, 2, 5, 33]))
-    query = torch.randn(batch, n_queries, key_heads * group, dim).to(device, dtype).transpose(1, 2)
+    query = (
+        torch.randn(batch, n_queries, key_heads * group, dim)
+        .to(device, dtype)
+        .transpose(1, 2)
+    )
     options: dict[str, object] = {}
     if drawn.random() < 0.3:
         options["softmax_scale"] = drawn.choice([0.0, 0.1, 1.0])
@@ -90,13 +95,19 @@ def expected_of(
     query = drawn.query.double().cpu()
     sinks = None if sinks is None else sinks.cpu()
     key_padding = None if key_padding is None else key_padding.cpu()
-    key, value = (t.double() for t in concatenate(drawn.cache.segments(), torch.device("cpu")))
+    key, value = (
+        t.double() for t in concatenate(drawn.cache.segments(), torch.device("cpu"))
+    )
     group = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(group, dim=1)
     value = value.repeat_interleave(group, dim=1)
     n_queries = query.shape[2]
     n_keys = key.shape[2]
-    scores = query @ key.mT * (query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    scores = (
+        query
+        @ key.mT
+        * (query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    )
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(n_keys - n_queries, n_keys)[:, None]
@@ -134,7 +145,9 @@ def test_random_calls_are_the_equations(
 ) -> None:
     """Segments are merged exactly, whatever is masked and however tensors lie."""
     # As with many threads: keys are cut into blocks, and some are left.
-    monkeypatch.setattr(cores, "_n_blocks", lambda n_heads, n_keys: max(1, min(5, n_keys // 16)))
+    monkeypatch.setattr(
+        cores, "_n_blocks", lambda n_heads, n_keys: max(1, min(5, n_keys // 16))
+    )
     monkeypatch.setattr(attend, "_MANY_QUERIES", 20)
     for seed in range(first, first + 100):
         check(seed, tmp_path)

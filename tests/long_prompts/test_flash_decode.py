@@ -17,7 +17,9 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def draw_parts(drawn: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> list[KeysAt]:
+def draw_parts(
+    drawn: random.Random, dtype: torch.dtype, dims: tuple[int, int]
+) -> list[KeysAt]:
     rows = drawn.choice([1, 2])
     heads = drawn.choice([1, 2])
     parts = []
@@ -31,7 +33,9 @@ def draw_parts(drawn: random.Random, dtype: torch.dtype, dims: tuple[int, int]) 
     return parts
 
 
-def draw_mask(drawn: random.Random, n_queries: int, n_keys: int, entries: int) -> KeyMask:
+def draw_mask(
+    drawn: random.Random, n_queries: int, n_keys: int, entries: int
+) -> KeyMask:
     padding = None
     if drawn.random() < 0.4:
         padding = torch.rand(entries, n_keys, device=DEVICE) < 0.7
@@ -51,8 +55,12 @@ def check(seed: int) -> None:
     n_keys = parts[-1].start + parts[-1].key.shape[2]
     n_queries = min(n_keys, drawn.choice([1, 1, 2, 9]))
     mask = draw_mask(drawn, n_queries, n_keys, entries)
-    scaling = ScoreScaling(drawn.choice([0.1, 0.0, dim**-0.5]), drawn.choice([None, None, 2.0]))
-    query = torch.randn(entries, heads * drawn.choice([1, 2, 4]), n_queries, dim, device=DEVICE)
+    scaling = ScoreScaling(
+        drawn.choice([0.1, 0.0, dim**-0.5]), drawn.choice([None, None, 2.0])
+    )
+    query = torch.randn(
+        entries, heads * drawn.choice([1, 2, 4]), n_queries, dim, device=DEVICE
+    )
     query = query.to(dtype)
 
     out, lse = decode(query, parts, mask, scaling)
@@ -61,7 +69,9 @@ def check(seed: int) -> None:
     key = torch.cat([part.key for part in parts], dim=2).double()
     value = torch.cat([part.value for part in parts], dim=2).double()
     is_kept = layout.mask_of_rows(mask.kept_pairs(0, n_keys, query.device))
-    results = attend_by_equations(layout.to_rows(query).double(), key, value, scaling, is_kept)
+    results = attend_by_equations(
+        layout.to_rows(query).double(), key, value, scaling, is_kept
+    )
     expected_out, expected_lse = map(layout.from_rows, results)
     tolerance = 2e-5 if dtype == torch.float32 else 3e-3
     torch.testing.assert_close(out.double(), expected_out, atol=tolerance, rtol=0)
@@ -70,7 +80,9 @@ def check(seed: int) -> None:
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("first", range(0, 120, 3))
-def test_random_calls_are_the_equations(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_calls_are_the_equations(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Splits of several segments are merged exactly; rows without a key are empty."""
     monkeypatch.setattr(flash_decode, "_MIN_SPLIT_KEYS", 32)
     monkeypatch.setattr(flash_decode, "_n_processors", lambda device: 1)

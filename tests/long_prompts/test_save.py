@@ -30,7 +30,9 @@ def filled_cache(n_tokens: int, places: CachePlaces | None = None) -> SegmentedC
 
 
 def layers_of(*caches: SegmentedCache) -> list[SavedLayer]:
-    return [SavedLayer("full", cache.segments(), {"n": cache.n_tokens}) for cache in caches]
+    return [
+        SavedLayer("full", cache.segments(), {"n": cache.n_tokens}) for cache in caches
+    ]
 
 
 def assert_same(layer: SavedLayer, cache: SegmentedCache) -> None:
@@ -40,11 +42,14 @@ def assert_same(layer: SavedLayer, cache: SegmentedCache) -> None:
     assert torch.equal(value, expected_value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+)
 def test_what_is_loaded_is_what_was_saved(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of several pieces, rows that entries share, layers without tokens, numbers."""
+    """Layers of several pieces, rows that entries share, layers without tokens,
+    numbers."""
     monkeypatch.setattr(save, "_PIECE_BYTES", 1000)
     cache = SegmentedCache(CachePlaces())
     cache.append(torch.randn(1, 3, 50, 4).to(dtype), torch.randn(1, 3, 50, 6).to(dtype))
@@ -152,7 +157,9 @@ def test_a_killed_save_leaves_the_old_one(seed: int, tmp_path: Path) -> None:
     process.wait()
     n_saved = int(lines[-1]) if lines else 0
     layers = load_layers(folder, model="a")
-    numbers = {float(segment.key.min()) for layer in layers for segment in layer.segments}
+    numbers = {
+        float(segment.key.min()) for layer in layers for segment in layer.segments
+    }
     assert len(layers) == 4
     assert numbers <= {float(n_saved), float(n_saved + 1)}
     assert len(numbers) == 1

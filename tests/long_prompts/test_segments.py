@@ -1,4 +1,5 @@
-"""A cache in segments is the plain cache: whatever is done to it, and wherever its tokens lie."""
+"""A cache in segments is the plain cache: whatever is done to it, and wherever its
+tokens lie."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class PlainCache:
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         is_empty = self.key.numel() == 0
         self.key = key.clone() if is_empty else torch.cat((self.key, key), dim=2)
-        self.value = value.clone() if is_empty else torch.cat((self.value, value), dim=2)
+        self.value = (
+            value.clone() if is_empty else torch.cat((self.value, value), dim=2)
+        )
 
     @property
     def n_tokens(self) -> int:
@@ -74,7 +77,11 @@ def save_and_load(cache: SegmentedCache, folder: Path) -> None:
 
 
 def change(
-    drawn: random.Random, cache: SegmentedCache, plain: PlainCache, batch: int, folder: Path
+    drawn: random.Random,
+    cache: SegmentedCache,
+    plain: PlainCache,
+    batch: int,
+    folder: Path,
 ) -> int:
     """Make one random change to both; returns the batch after it."""
     n = plain.n_tokens
@@ -133,7 +140,8 @@ def run_history(seed: int, folder: Path) -> None:
 def test_random_histories_are_those_of_a_plain_cache(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block that is shared must not be written to, and each cache sees its own tokens."""
+    """A block that is shared must not be written to, and each cache sees its own
+    tokens."""
     monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 4)
     monkeypatch.setattr(segments_module, "_TOKEN_STEP", 4)
     monkeypatch.setattr(segments_module, "_MAX_REORDERED_TOKENS", 16)
@@ -165,7 +173,8 @@ def test_appending_and_forking_copy_nothing_that_is_there() -> None:
 
 
 def test_a_reserved_prompt_is_one_segment() -> None:
-    """Prefill hands keys over in tiles, and attention over one piece of memory is fastest."""
+    """Prefill hands keys over in tiles, and attention over one piece of memory is
+    fastest."""
     cache = SegmentedCache(CachePlaces())
     cache.reserve(1000)
     for _ in range(10):

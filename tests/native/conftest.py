@@ -18,7 +18,8 @@ def on_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def not_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a kernel's own test takes as long as the tests of its results here."""
+    """In the interpreter a kernel's own test takes as long as the tests of its results
+    here."""
     taken_as_tried(monkeypatch, "native")
 
 

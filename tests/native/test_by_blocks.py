@@ -1,5 +1,5 @@
-"""Rules that have to be tried, on the native kernel: which blocks are masked, clear or mixed, in
-how many launches, and against float64."""
+"""Rules that have to be tried, on the native kernel: which blocks are masked, clear or
+mixed, in how many launches, and against float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from quorum_attention.kernels.operator_call import Call, whole_task
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_block_is_said_to_be_it_is(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clear: every pair is kept in every head and entry; masked: none is."""
     draw = random.Random(random.random() + seed)
     if seed % 4 == 0:
@@ -38,14 +40,17 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
     )
     if seed % 2:
         mask = replace(
-            mask, keeps=draw.choice([*RULES, lambda b, h, q, k: (q // 128 + h) % 2 == 0])
+            mask,
+            keeps=draw.choice([*RULES, lambda b, h, q, k: (q // 128 + h) % 2 == 0]),
         )
     keep = dense(mask, 1, 2, n, m)
     (geometry,) = resolve(mask, shape_of((1,), 2, 2, n, m)).geometries
     rectangles = (Rectangle(0, n, 0, m),)
     task = whole_task(Call(torch.zeros(1, 2, n, 4), *torch.zeros(2, 1, 2, m, 4)))
     codes = np.zeros((-(-n // 128), -(-m // 128)), dtype=np.int8)
-    found = listed_blocks(geometry, task, *rectangles, rectangles, draw.choice([1, 16 << 20]))
+    found = listed_blocks(
+        geometry, task, *rectangles, rectangles, draw.choice([1, 16 << 20])
+    )
     for code, nodes in zip((FULL, PARTIAL), found, strict=False):
         for _, q0, q1, k0, k1 in nodes.tolist():
             part = slice(q0 // 128, -(-q1 // 128)), slice(k0 // 128, -(-k1 // 128))
@@ -68,7 +73,9 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
 def test_a_window_beside_a_rule(device: str) -> None:
     """The kernel reads either the bounds of a window or the strides of bits."""
     inputs = [torch.randn(1, 2, 150, 16) for _ in range(4)]
-    mask = Mask(window=(20, 3), causal=True, keeps=lambda b, h, q, k: (q + k + h) % 3 != 0)
+    mask = Mask(
+        window=(20, 3), causal=True, keeps=lambda b, h, q, k: (q + k + h) % 3 != 0
+    )
     check(inputs, mask, 0.25, (2e-5, 1e-4), device=device, kernel="native")
 
 
@@ -85,7 +92,9 @@ def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
 
     def call(mask: Mask, keys: torch.Tensor) -> int:
         out = qa.attention(q, k, v, attn_mask=mask, kernel="native")
-        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, keys.expand(20, 20))
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, keys.expand(20, 20)
+        )
         assert off(out, want.double().cpu()) <= 2e-5
         return len(made)
 

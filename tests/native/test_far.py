@@ -1,7 +1,9 @@
-"""Index arithmetic where 32 bits end: tasks of more than 2**30 tokens, rows 2**24 elements apart.
+"""Index arithmetic where 32 bits end: tasks of more than 2**30 tokens, rows 2**24
+elements apart.
 
-Nothing so large is computed with: bounds are worked out by the functions that kernels call for
-them, and rows that far apart lie in a file that is nearly all holes, or in 18 GiB of a GPU.
+Nothing so large is computed with: bounds are worked out by the functions that kernels
+call for them, and rows that far apart lie in a file that is nearly all holes, or in 18
+GiB of a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Constants(NamedTuple):
 def _keeps(found, row, column, n, diagonal, left, right, K: tl.constexpr) -> None:
     rows = row + tl.arange(0, 16)[:, None]
     columns = column + tl.arange(0, 16)[None, :]
-    keep = kept_of_query_run(rows, columns, (0, n, diagonal, 0), (0, n), (left, right), K)
+    keep = kept_of_query_run(
+        rows, columns, (0, n, diagonal, 0), (0, n), (left, right), K
+    )
     at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(found + at, keep.to(tl.int32))
 
@@ -48,8 +52,8 @@ def _keeps(found, row, column, n, diagonal, left, right, K: tl.constexpr) -> Non
 @pytest.mark.parametrize("window", [None, (UNLIMITED, 100), (100, UNLIMITED)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_bounds_of_runs(axis, window, causal: bool) -> None:
-    """Of a whole sequence, at a block in its middle and at its last: the pairs that are kept, by
-    Python's integers, are those between ``start`` and ``stop``."""
+    """Of a whole sequence, at a block in its middle and at its last: the pairs that are
+    kept, by Python's integers, are those between ``start`` and ``stop``."""
     n = 2 * FAR - 1000
     for first in (FAR // 64 * 64, (n - 1) // 64 * 64):
         last = min(first + 64, n)
@@ -91,16 +95,20 @@ _BEFORE = 1 << 31
 _HEAD = (1 << 31) + 192
 
 
-def apart(rows: list[torch.Tensor], stride: int, device: str, file: Path) -> list[torch.Tensor]:
-    """The tensors with their rows ``stride`` elements from each other, all in one flat one; nothing
-    that lies between them is a number on a GPU, and 0 in a file."""
+def apart(
+    rows: list[torch.Tensor], stride: int, device: str, file: Path
+) -> list[torch.Tensor]:
+    """The tensors with their rows ``stride`` elements from each other, all in one flat
+    one; nothing that lies between them is a number on a GPU, and 0 in a file."""
     length = _BEFORE + _HEAD + (rows[0].shape[2] + 1) * stride
     if device == "cpu":
         flat = torch.from_numpy(np.memmap(file, np.float16, "w+", shape=(length,)))
     else:
         flat = torch.empty(length, dtype=torch.float16, device=device).fill_(torch.nan)
     return [
-        flat.as_strided(t.shape, (length, _HEAD, stride, 1), _BEFORE + 256 * number).copy_(t)
+        flat.as_strided(
+            t.shape, (length, _HEAD, stride, 1), _BEFORE + 256 * number
+        ).copy_(t)
         for number, t in enumerate(rows)
     ]
 

@@ -1,5 +1,5 @@
-"""The native kernel in calls: its options, group bits, and their gradients. (Masks and sinks:
-``test_masked.py``.)"""
+"""The native kernel in calls: its options, group bits, and their gradients. (Masks and
+sinks: ``test_masked.py``.)"""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ def textbook(tensors, *, slopes=None, bias=None, is_causal=False, **mask) -> Exa
     """In float64; ALiBi is a bias."""
     query, key, value, grad = (t.detach().cpu().float() for t in tensors)
     if slopes is not None:
-        apart = (torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])).abs()
+        apart = (
+            torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])
+        ).abs()
         bias = (0.0 if bias is None else bias) - slopes[:, None, None] * apart
     what = qa.Mask(bias=bias, **mask)
-    return exact(query, key, value, grad, what, query.shape[-1] ** -0.5, is_causal=is_causal)
+    return exact(
+        query, key, value, grad, what, query.shape[-1] ** -0.5, is_causal=is_causal
+    )
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference as a share of the largest value; equal infinities do not differ."""
+    """Largest difference as a share of the largest value; equal infinities do not
+    differ."""
     found, expected = found.detach().cpu().double(), expected.detach()
     assert not found.isnan().any()
     difference = torch.where(found == expected, 0.0, (found - expected).abs())
@@ -39,11 +44,15 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.max() / largest.clamp_min(1e-9))
 
 
-def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options) -> None:
+def check(
+    device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options
+) -> None:
     """Bits by ``native_attention``, all else by a ``NativeKernel``."""
     g = fresh_generator()
     shapes = ((HEADS, n, 16), (key_heads, m, 16), (key_heads, m, 24), (HEADS, n, 24))
-    *given, grad = (torch.randn(1, *shape, generator=g).to(dtype).to(device) for shape in shapes)
+    *given, grad = (
+        torch.randn(1, *shape, generator=g).to(dtype).to(device) for shape in shapes
+    )
     given = [t.requires_grad_() for t in given]
     is_causal, bits = options.get("is_causal", False), options.pop("bits", None)
     if "bias_heads" in options:
@@ -120,13 +129,20 @@ def bits(kind: str, n: int) -> torch.Tensor:
 )  # fmt: skip
 def test_group_bits(kind: str, is_causal: bool, device: str) -> None:
     torch.manual_seed(1)
-    check(device, n=130, m=100, bits=(bits(kind, 130), bits(kind, 100)), is_causal=is_causal)
+    check(
+        device,
+        n=130,
+        m=100,
+        bits=(bits(kind, 130), bits(kind, 100)),
+        is_causal=is_causal,
+    )
 
 
 @pytest.mark.parametrize("sink", [True, False])
 @pytest.mark.parametrize("size", [1e-6, 1e4])
 def test_gradients_of_any_size(size: float, sink: bool, device: str) -> None:
-    """fp16: loss-scaled gradients neither vanish nor overflow; a sink takes every probability."""
+    """fp16: loss-scaled gradients neither vanish nor overflow; a sink takes every
+    probability."""
     g, n = fresh_generator(), 160
     q, k, v, grad = (torch.randn(1, 1, n, 16, generator=g) for _ in range(4))
     if sink:
@@ -143,7 +159,8 @@ def test_gradients_of_any_size(size: float, sink: bool, device: str) -> None:
 
 
 def test_small_probabilities_keep_their_digits(device: str) -> None:
-    """P of a row over a million keys is below fp16's normal range; its sums are not lost."""
+    """P of a row over a million keys is below fp16's normal range; its sums are not
+    lost."""
     g, n = fresh_generator(), 96
     q, k, v, grad = (torch.randn(1, 1, n, 16, generator=g).half() for _ in range(4))
     want = textbook((q, k, v, grad))
@@ -152,7 +169,8 @@ def test_small_probabilities_keep_their_digits(device: str) -> None:
     p = torch.exp(q.double() @ k.double().mT / 4 - want.lse.unsqueeze(-1) - more)
     wanted, rows = p.mT @ grad.double(), (grad, want.out, want.lse + more)
     errors = [
-        relative(gradients(device, (q, k, v), *rows, keys)[2], wanted) for keys in (1 << 20, n)
+        relative(gradients(device, (q, k, v), *rows, keys)[2], wanted)
+        for keys in (1 << 20, n)
     ]
     assert errors[0] < 1e-3
     assert errors[1] > 3 * errors[0], "without the lift the digits are lost"
@@ -163,7 +181,9 @@ def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor
     q, k, v = (t.to(device) for t in inputs)
     call = Call(q, k, v, n_keys == 0, 0.25)
     task = whole_task(call)
-    (launch,) = qa.NativeKernel().task_launches(task, "query", "key", is_whole_call=True)
+    (launch,) = qa.NativeKernel().task_launches(
+        task, "query", "key", is_whole_call=True
+    )
     grads = tuple(torch.zeros(t.shape, device=device) for t in (q, k, v))
     rows = Saved(upstream.to(device), out.float().to(device), lse.float().to(device))
     replace(launch, n_keys=n_keys).backward(rows, grads, add=False)
@@ -171,7 +191,9 @@ def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor
 
 
 def test_what_it_does_not_take_is_refused(device: str) -> None:
-    q, k, wide = (torch.randn(1, 2, *at, device=device) for at in ((90, 16), (75, 16), (8, 300)))
+    q, k, wide = (
+        torch.randn(1, 2, *at, device=device) for at in ((90, 16), (75, 16), (8, 300))
+    )
     zeros = torch.zeros(90)
     for call, error, words in (
         (lambda: qa.attention(q, k, k, kernel=qa.NativeKernel(alibi_slopes=torch.ones(3))),
@@ -201,7 +223,9 @@ def test_wide_heads_forward(widths: tuple[int, int], device: str) -> None:
 
 def test_uncut_gradients_in_fp32_are_not_rounded_to_16_bits(device: str) -> None:
     g = fresh_generator()
-    q, k, v, grad = (torch.randn(1, 1, 120, 16, generator=g).half().to(device) for _ in range(4))
+    q, k, v, grad = (
+        torch.randn(1, 1, 120, 16, generator=g).half().to(device) for _ in range(4)
+    )
     call = {"kernel": "native", "devices": device, "is_causal": True, "depth": 0}
     out, lse = qa.attention_with_lse(q, k, v, **call)
     grads = [torch.empty(q.shape, device=device) for _ in range(3)]
@@ -218,7 +242,11 @@ def test_uncut_gradients_in_fp32_are_not_rounded_to_16_bits(device: str) -> None
     [
         ({"window": (50, 20)}, (7,), 1),
         ({"window": (9, 2)}, (3, 3), 1),
-        ({"window": (50, 20), "softcap": 1.5, "slopes": torch.tensor([0.3, 0.05])}, (3,), 1),
+        (
+            {"window": (50, 20), "softcap": 1.5, "slopes": torch.tensor([0.3, 0.05])},
+            (3,),
+            1,
+        ),
         ({"slopes": torch.tensor([0.3, 0.05])}, (), 2),
         ({"slopes": torch.tensor([0.3, 0.05])}, (), 1),
     ],
@@ -227,11 +255,16 @@ def test_uncut_gradients_in_fp32_are_not_rounded_to_16_bits(device: str) -> None
 def test_options_in_a_decomposed_call(
     options: dict, levels, heads_per_group: int, device: str
 ) -> None:
-    """Global positions, not those of a task; tasks without what a narrow window leaves out; slopes
-    of heads on the inputs as they lie, and of each head group."""
-    own = {"alibi_slopes" if name == "slopes" else name: what for name, what in options.items()}
+    """Global positions, not those of a task; tasks without what a narrow window leaves
+    out; slopes of heads on the inputs as they lie, and of each head group."""
+    own = {
+        "alibi_slopes" if name == "slopes" else name: what
+        for name, what in options.items()
+    }
     g, heads = fresh_generator(), 2 if "slopes" in options else 1
-    tensors = [torch.randn(1, heads, 130 if levels else 60, 16, generator=g) for _ in range(4)]
+    tensors = [
+        torch.randn(1, heads, 130 if levels else 60, 16, generator=g) for _ in range(4)
+    ]
 
     cap, slopes = options.get("softcap"), options.get("slopes", torch.zeros(2)).double()
     left, right = options.get("window", (130, 130))
@@ -245,19 +278,28 @@ def test_options_in_a_decomposed_call(
     def right_results(*three):
         return reference(*three, (score_mod, mask_mod, False))
 
-    plan = {"levels": levels, "tile": 16, "heads_per_group": heads_per_group, "device": device}
+    plan = {
+        "levels": levels,
+        "tile": 16,
+        "heads_per_group": heads_per_group,
+        "device": device,
+    }
     check_plan(qa.NativeKernel(**own), tensors, right_results, False, **plan)
 
 
 def test_group_bits_are_copied(device: str) -> None:
     """What is written to them later is not read by the backward."""
-    q, k, v = (torch.randn(1, 1, 40, 16, device=device, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 1, 40, 16, device=device, requires_grad=True) for _ in range(3)
+    )
     bits = torch.ones(40, dtype=torch.int64, device=device)
     other = torch.arange(40, device=device) % 4
     out, _ = qa.native_attention(q, k, v, query_bits=bits, key_bits=other)
     first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
     other.zero_()
-    for mine, before in zip(torch.autograd.grad(out.sum(), (q, k, v)), first, strict=True):
+    for mine, before in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), first, strict=True
+    ):
         assert torch.equal(mine, before)
 
 
@@ -273,7 +315,8 @@ def test_inputs_go_when_the_backward_has_read_them(device: str) -> None:
 
 
 def test_slopes_are_the_kernels_own(device: str) -> None:
-    """A kernel means the same as long as it lives, whatever is done to the tensor it was given."""
+    """A kernel means the same as long as it lives, whatever is done to the tensor it
+    was given."""
     q = torch.randn(1, 2, 40, 16, device=device)
     slopes = torch.tensor([0.5, 0.03], device=device)
     kernel = qa.NativeKernel(alibi_slopes=slopes)
@@ -309,7 +352,9 @@ def test_forward_mode_and_transformations_are_refused(device: str) -> None:
 def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(
     device: str, bad: float
 ) -> None:
-    *given, grad = torch.randn(4, 1, 2, 20, 16, generator=torch.Generator().manual_seed(2)).half()
+    *given, grad = torch.randn(
+        4, 1, 2, 20, 16, generator=torch.Generator().manual_seed(2)
+    ).half()
     grad[0, 1, 7] = bad
     leaves = [t.to(device).requires_grad_() for t in given]
     qa.native_attention(*leaves)[0].backward(grad.to(device))
@@ -324,7 +369,9 @@ def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_gradient_of_the_lse_by_columns_in_fp16(device: str, size: float, depth: int) -> None:
+def test_a_gradient_of_the_lse_by_columns_in_fp16(
+    device: str, size: float, depth: int
+) -> None:
     """A call of ``attention``: however small values and upstream gradients are."""
     g = torch.Generator().manual_seed(3)
     q, k, v, grad = (torch.randn(1, 2, 14, 8, generator=g) for _ in range(4))

@@ -1,4 +1,5 @@
-"""The native kernel task by task, against float64: every shape, dtype and mask it takes.
+"""The native kernel task by task, against float64: every shape, dtype and mask it
+takes.
 
 Without a GPU it runs in Triton's interpreter, small shapes; on one, the wide grid.
 """
@@ -37,7 +38,12 @@ SMALL = {
         "n_queries": 60,
         "mask": (torch.arange(3600) * 7919 % 5 > 1).view(1, 1, 60, 60),
     },
-    "wider queries": {"n_queries": 70, "head_dim": 192, "value_dim": 128, "dtype": half},
+    "wider queries": {
+        "n_queries": 70,
+        "head_dim": 192,
+        "value_dim": 128,
+        "dtype": half,
+    },
     "narrow values": {"n_queries": 70, "head_dim": 64, "value_dim": 32, "dtype": half},
     "wider values": {"n_queries": 70, "head_dim": 32, "value_dim": 128, "dtype": half},
 }
@@ -64,13 +70,17 @@ def test_random_cases(
 ) -> None:
     """Masks, causal squares, grouped heads, scales of either sign, rows without keys.
 
-    In parts, because most of a draw on a GPU is compilation. A single one may have no run that
-    begins at a multiple of four.
+    In parts, because most of a draw on a GPU is compilation. A single one may have no
+    run that begins at a multiple of four.
     """
     r = random.Random(17 + part)
     for _ in range(12 if on_gpu else 1):
-        few = {} if on_gpu else {"heads": [1]}  # the interpreter takes a second for ten of them
-        case = random_case(r, r.choice([half, full]), 60 if on_gpu else 16, dropout, **few)
+        few = (
+            {} if on_gpu else {"heads": [1]}
+        )  # the interpreter takes a second for ten of them
+        case = random_case(
+            r, r.choice([half, full]), 60 if on_gpu else 16, dropout, **few
+        )
         case.levels = case.levels if on_gpu else case.levels and (3,)
         check(device, case)
     ways = {constants.DROPOUT for _, constants in launched}
@@ -88,7 +98,9 @@ def test_a_query_of_nan(n: int, causal: bool, device: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [half, brain, full], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 72, 80, 96, 128, 192, 256])
-def test_wide(head_dim: int, dtype: torch.dtype, causal: bool, device: str, on_gpu: bool) -> None:
+def test_wide(
+    head_dim: int, dtype: torch.dtype, causal: bool, device: str, on_gpu: bool
+) -> None:
     if not on_gpu:
         pytest.skip("the wide grid is for a GPU (and the interpreter has no bfloat16)")
     check(device, Case(700, dtype=dtype, head_dim=head_dim, causal=causal, tile=128))
@@ -107,7 +119,8 @@ def test_repeatable_bit_for_bit(device: str, on_gpu: bool) -> None:
 def test_a_large_table_goes_in_parts(
     device: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where runs are many, a task takes several launches and no more memory than was said."""
+    """Where runs are many, a task takes several launches and no more memory than was
+    said."""
     check(device, Case(60, causal=True, levels=(3,)))
     whole = len(launched)
     monkeypatch.setattr(kernel, "_RUNS_OF_A_BLOCK", 0)
@@ -124,7 +137,16 @@ def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> 
     n = task.n_tokens
     empty = torch.empty(1, 1, n, 1)
     tensors = TaskTensors(
-        task, task.rectangles(causal), empty, empty, empty, 1.0, causal, lambda r: None, n, n
+        task,
+        task.rectangles(causal),
+        empty,
+        empty,
+        empty,
+        1.0,
+        causal,
+        lambda r: None,
+        n,
+        n,
     )
     bound = native.forward_workspace_bytes(
         CallShape("cuda", half, 1, 1, 64, 64, causal), Extent(1, 1, 1, n, n, n)

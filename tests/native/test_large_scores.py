@@ -1,9 +1,10 @@
-"""Scores of thousands and more in 16 bits: a row of one key has that key's value to a last place.
+"""Scores of thousands and more in 16 bits: a row of one key has that key's value to a
+last place.
 
-A GPU scales a score and takes the row's maximum off it in one operation, rounded once; so the
-largest probability is 1 only up to the rounding of the maximum, and is rounded to 16 bits in
-the product with the value, but not in the sum that divides it. Triton's interpreter rounds twice:
-here it is made to round once.
+A GPU scales a score and takes the row's maximum off it in one operation, rounded once;
+so the largest probability is 1 only up to the rounding of the maximum, and is rounded
+to 16 bits in the product with the value, but not in the sum that divides it. Triton's
+interpreter rounds twice: here it is made to round once.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ def fused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", once)
 
 
-def one_of_many(n_keys: int, size: float, dtype: torch.dtype, **more: Any) -> tuple[Case, Any]:
-    """Queries that see a key each far above all others, with scores of about ``size``; which."""
+def one_of_many(
+    n_keys: int, size: float, dtype: torch.dtype, **more: Any
+) -> tuple[Case, Any]:
+    """Queries that see a key each far above all others, with scores of about ``size``;
+    which."""
     case = Case(40, n_keys, dtype, seed=int(size) + n_keys, factor=size / 64, **more)
     g = torch.Generator().manual_seed(1)
-    key = 4 * torch.nn.functional.normalize(torch.randn(case.key.shape, generator=g), dim=-1)
+    key = 4 * torch.nn.functional.normalize(
+        torch.randn(case.key.shape, generator=g), dim=-1
+    )
     which = torch.randint(n_keys, (1, 2, 40, 1), generator=g).expand(1, 2, 40, 16)
     factor = 2 + 4 * torch.rand(1, 2, 40, 1, generator=g)
     case.query, case.key = (key.gather(2, which) * factor).to(dtype), key.to(dtype)
@@ -47,7 +53,9 @@ def one_of_many(n_keys: int, size: float, dtype: torch.dtype, **more: Any) -> tu
 
 @pytest.mark.parametrize("dtype", [half, brain], ids=str)
 @pytest.mark.parametrize(("size", "n_keys"), [(3e3, 70), (1e5, 70), (1e5, 1)])
-@pytest.mark.parametrize("way", ["whole", "tasks", "negative scale", "mask", "soft cap", "window"])
+@pytest.mark.parametrize(
+    "way", ["whole", "tasks", "negative scale", "mask", "soft cap", "window"]
+)
 @pytest.mark.usefixtures("fused")
 def test_a_row_of_one_key(
     way: str, n_keys: int, size: float, dtype: torch.dtype, device: str

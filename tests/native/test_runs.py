@@ -21,7 +21,9 @@ def pairs_of(starts, entries, n, m, block, axis, left=-1, right=-1) -> np.ndarra
     rows = n if axis == "query" else m
     assert len(starts) == -(-rows // block) + 1
     for b in range(len(starts) - 1):
-        for q0, q1, k0, k1, diagonal, distance, mixed, _ in entries[starts[b] : starts[b + 1]]:
+        for q0, q1, k0, k1, diagonal, distance, mixed, _ in entries[
+            starts[b] : starts[b + 1]
+        ]:
             assert mixed == 0
             low, high = (q0, q1) if axis == "query" else (k0, k1)
             assert b * block <= low < high <= (b + 1) * block
@@ -45,7 +47,9 @@ def test_every_pair_once(
     n, levels, is_causal, block, tile, axis, layout, left, right, data
 ) -> None:
     """Of the first queries and keys, under a window of global positions."""
-    task = data.draw(st.sampled_from(list(Decomposition(n, levels, layout, tile).tasks())))
+    task = data.draw(
+        st.sampled_from(list(Decomposition(n, levels, layout, tile).tasks()))
+    )
     sizes = [data.draw(st.integers(0, n)) for _ in range(2)]
     rows, columns = map(task.count_below, sizes)
     band = Band(-left if left >= 0 else None, right if right >= 0 else None)

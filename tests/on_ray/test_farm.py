@@ -1,5 +1,5 @@
-"""Calls on a farm give what one device gives, whoever dies: with Ray in this process, and on one in
-this machine whose workers and driver are killed."""
+"""Calls on a farm give what one device gives, whoever dies: with Ray in this process,
+and on one in this machine whose workers and driver are killed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ from quorum_attention.ray.farm_pass import FarmPass
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(6))
-def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_dies(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before a unit, after it, and while it writes a state."""
     draw, deaths = random.Random(seed), Counter[Any]()
     leave_state = FarmPass.leave_state
@@ -79,19 +81,25 @@ def test_whoever_dies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def call(tmp_path: Path) -> Callable[..., Any]:
     """A call of some tokens, and a result for it."""
 
-    def made(tokens: int = 60, keys: int | None = None, heads: int = 2, dim: int = 8) -> Any:
+    def made(
+        tokens: int = 60, keys: int | None = None, heads: int = 2, dim: int = 8
+    ) -> Any:
         keys = tokens if keys is None else keys
         q, k, v = (torch.randn(1, heads, n, dim) for n in (tokens, keys, keys))
         for name in ("in", "out"):
             (tmp_path / name).unlink(missing_ok=True)
         given = in_files(tmp_path / "in", {"q": q, "k": k, "v": v})
-        out = in_files(tmp_path / "out", {"out": torch.full(q.shape, 7.0)}, writable=True)
+        out = in_files(
+            tmp_path / "out", {"out": torch.full(q.shape, 7.0)}, writable=True
+        )
         return *given.values(), out["out"]
 
     return made
 
 
-def test_a_unit_that_kills_every_worker(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_unit_that_kills_every_worker(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
     q, k, v, out = call(2000, heads=1)
     farm = fake_farm(FakeRay(dies=lambda unit: unit.kind == "merge"))
     with pytest.raises(RuntimeError, match=r"merge.* was begun 4 times.*of 26 units"):
@@ -112,10 +120,16 @@ def test_results_are_repeatable_whatever_the_order(call: Callable[..., Any]) -> 
 def test_budgets(call: Callable[..., Any]) -> None:
     q, k, v, out = call(3000, heads=1, dim=16)
     report = PoolReport()
-    fake_farm(budget=8 << 20).attention(q, k, v, is_causal=True, out=out, chunks=7, report=report)
+    fake_farm(budget=8 << 20).attention(
+        q, k, v, is_causal=True, out=out, chunks=7, report=report
+    )
     assert torch.allclose(out, qa.attention(q, k, v, is_causal=True), atol=1e-5)
     assert report.forward is not None
-    passes = [one.report.forward for one in report.forward.ran if one.report.forward is not None]
+    passes = [
+        one.report.forward
+        for one in report.forward.ran
+        if one.report.forward is not None
+    ]
     assert passes
     assert all(one.budget_bytes <= 8 << 20 for one in passes)
     with pytest.raises(BudgetError):
@@ -144,17 +158,23 @@ def test_what_a_mask_leaves_out_is_not_computed(
 def test_masks_in_files(tmp_path: Path) -> None:
     q = torch.randn(2, 3, 2, 30, 8)
     given, out = in_files(tmp_path / "in", {"q": q, "out": q}, writable=True).values()
-    for number, shape in enumerate(((2, 3, 2, 30, 30), (3, 1, 1, 30), (2, 1, 1, 30, 1))):
+    for number, shape in enumerate(
+        ((2, 3, 2, 30, 30), (3, 1, 1, 30), (2, 1, 1, 30, 1))
+    ):
         mask = in_files(tmp_path / f"{number}", {"mask": torch.randn(shape)})["mask"]
         for chunks in (1, 3):
-            fake_farm().attention(given, given, given, mask, out=out.zero_(), chunks=chunks)
+            fake_farm().attention(
+                given, given, given, mask, out=out.zero_(), chunks=chunks
+            )
             assert torch.allclose(out, qa.attention(q, q, q, mask), atol=1e-5)
 
 
 def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
     sinks = torch.tensor([0.5, -1.0])
     q, k, v, out = call(5, 0)
-    lse = in_files(tmp_path / "lse", {"lse": torch.zeros(1, 2, 5)}, writable=True)["lse"]
+    lse = in_files(tmp_path / "lse", {"lse": torch.zeros(1, 2, 5)}, writable=True)[
+        "lse"
+    ]
     fake_farm().attention_with_lse(q, k, v, qa.Mask(sinks=sinks), out=out, lse=lse)
     assert torch.equal(out, torch.zeros(1, 2, 5, 8))
     assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
@@ -174,32 +194,52 @@ def test_nothing_to_compute(call: Callable[..., Any], tmp_path: Path) -> None:
     [
         ({"chunks": 8}, "8"),
         ({"chunks": 0}, "chunks"),
-        ({"chunks": 7, "dropout_p": 0.5}, "chunks must be 1 for a call with dropout_p, got 7"),
-        ({"attn_mask": qa.Mask(documents=torch.zeros(19, dtype=torch.int64))}, "Mask.documents"),
-        ({"attn_mask": torch.zeros(60, 60, requires_grad=True)}, "must require no gradient"),
+        (
+            {"chunks": 7, "dropout_p": 0.5},
+            "chunks must be 1 for a call with dropout_p, got 7",
+        ),
+        (
+            {"attn_mask": qa.Mask(documents=torch.zeros(19, dtype=torch.int64))},
+            "Mask.documents",
+        ),
+        (
+            {"attn_mask": torch.zeros(60, 60, requires_grad=True)},
+            "must require no gradient",
+        ),
         ({"kernel": "nonsense"}, "nonsense"),
         ({"kernel": qa.kernels.get_kernel("dense")}, "kernel must be a name"),
         ({"depth": -1}, "depth"),
         ({"out": torch.zeros(1, 2, 60, 9)}, "out"),
         ({"out": torch.zeros(1, 2, 60, 8)}, "out must be mapped from a file"),
         ({"out": None}, "out must be a torch.Tensor"),
-        ({"out": lambda out: out.view(1, 2, 8, 60).mT}, "rows of out must lie one after the other"),
+        (
+            {"out": lambda out: out.view(1, 2, 8, 60).mT},
+            "rows of out must lie one after the other",
+        ),
         ({"key": torch.Tensor.clone}, "key must be mapped from a file"),
-        ({"value": lambda v: v.clone().share_memory_()}, "value must be mapped from a file"),
+        (
+            {"value": lambda v: v.clone().share_memory_()},
+            "value must be mapped from a file",
+        ),
         ({"query": torch.Tensor.requires_grad_}, "must require no gradient"),
     ],
 )
-def test_what_is_refused(call: Callable[..., Any], change: dict[str, Any], said: str) -> None:
+def test_what_is_refused(
+    call: Callable[..., Any], change: dict[str, Any], said: str
+) -> None:
     named = dict(zip(("query", "key", "value", "out"), call(), strict=True))
     changed = {
-        n: new(named[n]) if callable(new) and n in named else new for n, new in change.items()
+        n: new(named[n]) if callable(new) and n in named else new
+        for n, new in change.items()
     }
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=said):
         fake_farm().attention(**{**named, **changed})
     assert (named["out"] == 7).all()
 
 
-def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(
+    tmp_path: Path,
+) -> None:
     """It would be written over inputs that are read again, or over the output."""
     np.save(tmp_path / "in", np.ones((4, 1, 2, 20, 8), np.float32))
     mapped = torch.from_numpy(np.load(tmp_path / "in.npy", mmap_mode="r+"))
@@ -220,7 +260,8 @@ def test_a_cluster_that_holds_no_worker(workers: dict[str, Any]) -> None:
 
 
 def test_a_program_keeps_its_handler_of_a_signal() -> None:
-    """``run --ray`` is stopped by SIGTERM as ``run`` is; Ray sets a handler of its own."""
+    """``run --ray`` is stopped by SIGTERM as ``run`` is; Ray sets a handler of its
+    own."""
 
     class Setting(FakeRay):
         def init(self, address: object, **options: object) -> None:
@@ -246,14 +287,22 @@ def test_chunks_lie_side_by_side_and_each_pair_is_in_one_task(seed: int) -> None
     chunks = draw.choice([3, 7, 13, 21, 31])
     every = range(chunks)
     for a, b in product(every, every):
-        assert a == b or len({*tasks_of_chunk(a, chunks)} & {*tasks_of_chunk(b, chunks)}) == 1
+        assert (
+            a == b
+            or len({*tasks_of_chunk(a, chunks)} & {*tasks_of_chunk(b, chunks)}) == 1
+        )
     for task in every:
         held = set(chunks_of_task(task, chunks))
-        assert held == {chunk for chunk in every if task in tasks_of_chunk(chunk, chunks)}
+        assert held == {
+            chunk for chunk in every if task in tasks_of_chunk(chunk, chunks)
+        }
         assert task in held, "the owner's own pairs are its task's"
     for size in (n, m):
         spans = [rows_of_chunk(call, chunk, chunks, size) for chunk in every]
-        assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+        assert [span.start for span in spans] == [
+            0,
+            *(span.stop for span in spans[:-1]),
+        ]
         assert spans[-1].stop == size
     for chunk in every if call.is_causal else ():
         queries, keys = (rows_of_chunk(call, chunk, chunks, size) for size in (n, m))
@@ -270,11 +319,13 @@ def test_large_heads_are_cut_though_there_are_many() -> None:
 def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
     call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the number of the file; by that of its device as well, on the program's own machine. A
-    call that is over has removed its folder."""
+    """By the number of the file; by that of its device as well, on the program's own
+    machine. A call that is over has removed its folder."""
     q, k, v, out = call(5)
     jobs: list[Any] = []
-    monkeypatch.setattr(Farm, "_run", lambda self, job, *_: jobs.append(job) or iter(()))
+    monkeypatch.setattr(
+        Farm, "_run", lambda self, job, *_: jobs.append(job) or iter(())
+    )
     fake_farm().attention(q, k, v, out=out)
     (job,) = jobs
     sent, whole = job.results["out"], FarmUnit("head", 0, 1)
@@ -297,7 +348,9 @@ def test_rows_are_written_only_into_the_files_of_a_call_that_runs(
         else:
             with pytest.raises(OSError, match=f"{sent.path} is another file"):
                 one.write_results(block, rows)
-        assert torch.equal(out[:, 1:], rows[0] if is_same else torch.full((1, 1, 5, 8), 7.0))
+        assert torch.equal(
+            out[:, 1:], rows[0] if is_same else torch.full((1, 1, 5, 8), 7.0)
+        )
         assert (out[:, 0] == 7).all()
 
 
@@ -375,7 +428,11 @@ def test_workers_killed_at_random_moments(farm: Farm, tmp_path: Path) -> None:
     draw, case, over = random.Random(), Case(11), threading.Event()
     killed: list[int] = []
     # A call of a second.
-    case.dtype, case.mask, case.options = torch.float32, None, {"is_causal": True, "scale": None}
+    case.dtype, case.mask, case.options = (
+        torch.float32,
+        None,
+        {"is_causal": True, "scale": None},
+    )
     case.inputs = [torch.randn(1, 2, 900, 16) for _ in range(4)]
 
     def kill() -> None:
@@ -405,7 +462,8 @@ def test_workers_killed_at_random_moments(farm: Farm, tmp_path: Path) -> None:
 def test_a_killed_driver_loses_nothing_but_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its workers end, and a second run goes on, to the bits of one that nobody disturbed."""
+    """Its workers end, and a second run goes on, to the bits of one that nobody
+    disturbed."""
     shape = 1, 4, 1500, 16
     inputs = {name: torch.randn(shape) for name in ("query", "key", "value")}
     safetensors.torch.save_file(inputs, tmp_path / "in")
@@ -439,7 +497,9 @@ def test_without_ray_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         Farm()
 
 
-def test_a_cluster_is_joined_only_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_is_joined_only_where_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It may be another user's: what its workers answer is unpickled here."""
     ray = FakeRay()
     monkeypatch.setattr(ray_farm, "import_ray", lambda: ray)

@@ -1,5 +1,5 @@
-"""The units of a pass, in any order of ending: each is begun once, no chunk is merged before all of
-its states exist, and a part is complete once, with its last result."""
+"""The units of a pass, in any order of ending: each is begun once, no chunk is merged
+before all of its states exist, and a part is complete once, with its last result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from quorum_attention.ray.unit_queue import UnitQueue
 def test_units_in_any_order(seed: int, n_chunks: int) -> None:
     draw = random.Random(seed)
     # Heads of the same part are complete together.
-    parts = {(entry, head): draw.randrange(3) for entry in range(2) for head in range(2)}
+    parts = {
+        (entry, head): draw.randrange(3) for entry in range(2) for head in range(2)
+    }
     queue = UnitQueue(parts, n_chunks)
     running: list[FarmUnit] = []
     done: list[FarmUnit] = []
@@ -26,7 +28,9 @@ def test_units_in_any_order(seed: int, n_chunks: int) -> None:
             unit = queue.waiting.popleft()
             if unit.kind == "merge":
                 tasks = tasks_of_chunk(unit.number, n_chunks)
-                assert {unit._replace(kind="task", number=task) for task in tasks} <= set(done)
+                assert {
+                    unit._replace(kind="task", number=task) for task in tasks
+                } <= set(done)
             running.append(unit)
         if not running:
             continue

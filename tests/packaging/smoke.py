@@ -1,5 +1,6 @@
-"""What an installed distribution must be able to do; run by the Python that it is installed in, in
-a folder of its own. Prints "smoke: passed"; with --no-torch only what needs none."""
+"""What an installed distribution must be able to do; run by the Python that it is
+installed in, in a folder of its own. Prints "smoke: passed"; with --no-torch only what
+needs none."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ def main() -> None:
     import quorum_attention as qa
 
     where = Path(qa.__file__).parent
-    assert "src" not in where.parts, f"this is the checkout's, not the installed one: {where}"
+    assert "src" not in where.parts, (
+        f"this is the checkout's, not the installed one: {where}"
+    )
     assert importlib.metadata.version("quorum-attention") == qa.__version__
     assert importlib.resources.files("quorum_attention").joinpath("py.typed").is_file()
     assert qa.interest_set(3) == (0, 1, 3)
@@ -29,8 +32,9 @@ def main() -> None:
 
 
 def call(qa) -> None:
-    """Calls with their gradients against torch's: one that is cut; one of grouped heads under a
-    mask whose rows do not lie together, which torch 2.7 reads wrongly on a CPU."""
+    """Calls with their gradients against torch's: one that is cut; one of grouped heads
+    under a mask whose rows do not lie together, which torch 2.7 reads wrongly on a
+    CPU."""
     import torch
 
     q, k, v = (torch.randn(1, 2, 200, 16, requires_grad=True) for _ in range(3))

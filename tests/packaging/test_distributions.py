@@ -1,4 +1,5 @@
-"""The wheel and the sdist have what belongs in them, and what is installed from them works."""
+"""The wheel and the sdist have what belongs in them, and what is installed from them
+works."""
 
 from __future__ import annotations
 
@@ -22,12 +23,21 @@ from setuptools import build_meta
 folder = sys.argv[1]
 print(build_meta.build_sdist(folder), build_meta.build_wheel(folder))
 """
-OF_THE_PACKAGE = [path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*.py")]
+OF_THE_PACKAGE = [
+    path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*.py")
+]
 
 
 def copied(folder: Path) -> Path:
-    """The checkout without what building leaves behind, which then stays out of the checkout."""
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
+    """The checkout without what building leaves behind, which then stays out of the
+    checkout."""
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "MANIFEST.in",
+    ):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder / name)
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -50,7 +60,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(
+    built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with the wheel installed, and nothing else."""
     target = tmp_path_factory.mktemp("installed")
     done = subprocess.run(
@@ -63,16 +75,25 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-def test_the_wheel_and_the_sdist_have_every_file_of_the_package(built: tuple[Path, Path]) -> None:
+def test_the_wheel_and_the_sdist_have_every_file_of_the_package(
+    built: tuple[Path, Path],
+) -> None:
     names = set(zipfile.ZipFile(built[1]).namelist())
     assert {str(path) for path in OF_THE_PACKAGE} <= names
     assert "quorum_attention/py.typed" in names
     with tarfile.open(built[0]) as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{path}" for path in OF_THE_PACKAGE} <= sources
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "src/quorum_attention/py.typed"} <= sources
+    assert {
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "src/quorum_attention/py.typed",
+    } <= sources
     others = {name for name in names if not name.startswith("quorum_attention/")}
-    assert all(".dist-info/" in name for name in others), "nothing else lands in site-packages"
+    assert all(".dist-info/" in name for name in others), (
+        "nothing else lands in site-packages"
+    )
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert built[1].name == f"quorum_attention-{qa.__version__}-py3-none-any.whl"
 

@@ -1,4 +1,5 @@
-"""What importing costs, what it leaves alone; public names mean the same after any import."""
+"""What importing costs, what it leaves alone; public names mean the same after any
+import."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ STEPS = {
     "the package": "import quorum_attention as qa",
     "every public name": "import quorum_attention as qa; [getattr(qa, n) for n in qa.__all__]",
     "a call": (
-        "import quorum_attention as qa; q = torch.randn(1, 2, 200, 16);"
-        "qa.attention(q, q, q); qa.attention(q, q, q, depth=1); qa.estimate(4096, device='cpu')"
+        "import quorum_attention as qa; q = torch.randn(1, 2, 200, "
+        "16);qa.attention(q, q, q); qa.attention(q, q, q, depth=1); qa.estimate(4096, "
+        "device='cpu')"
     ),
 }
 CODE = """
@@ -41,8 +43,8 @@ print(json.dumps({{"seconds": spent, "modules": sorted(set(sys.modules) - before
 
 @pytest.mark.parametrize("step", STEPS)
 def test_what_is_not_used_is_not_loaded(step: str) -> None:
-    """And the package costs a tenth of a second of this thread's own time at most; usually a
-    millisecond, because names are loaded when they are first used."""
+    """And the package costs a tenth of a second of this thread's own time at most;
+    usually a millisecond, because names are loaded when they are first used."""
     done = run_python(CODE.format(step=STEPS[step]))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -55,7 +57,9 @@ def test_models_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    for name in [n for n in sys.modules if n.startswith("quorum_attention.integrations.")]:
+    for name in [
+        n for n in sys.modules if n.startswith("quorum_attention.integrations.")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match=r'pip install "\.\[transformers\]"'):
         importlib.import_module("quorum_attention.integrations.transformers")
@@ -72,7 +76,8 @@ def test_the_native_kernel_without_triton(monkeypatch: pytest.MonkeyPatch) -> No
     assert qa.attention(q, q, q, depth=1).shape == q.shape
 
 
-# One process, torch loaded once: the library alone is forgotten and imported anew for every order.
+# One process, torch loaded once: the library alone is forgotten and imported anew for
+# every order.
 ORDERS = """
 import importlib, json, pathlib, sys
 import quorum_attention

@@ -1,5 +1,5 @@
-"""A budget too small names the smallest that works, and that one does work; a forward refuses what
-its backward would not fit in."""
+"""A budget too small names the smallest that works, and that one does work; a forward
+refuses what its backward would not fit in."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
     run = pass_of(given, backward, **call)
     smallest = smallest_budget(lambda most: run(budget=most))
     reference = exact(
-        given, mask=call.get("attn_mask"), is_causal=call.get("is_causal", False), gradients=True
+        given,
+        mask=call.get("attn_mask"),
+        is_causal=call.get("is_causal", False),
+        gradients=True,
     )
     tolerance = 1e-2 if sizes.get("dtype") else 5e-5
     assert_close(run(budget=smallest), reference.of(backward), tolerance)
@@ -49,9 +52,11 @@ def test_exactly_the_smallest_budget_works(call, sizes, backward) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("widths", [(1, 48), (48, 1)])
-def test_keys_are_padded_once_for_their_query_heads(widths: tuple[int, int], causal: bool) -> None:
-    """Keys and values of other widths were copied for each query head: 1.06 of the smallest
-    budget."""
+def test_keys_are_padded_once_for_their_query_heads(
+    widths: tuple[int, int], causal: bool
+) -> None:
+    """Keys and values of other widths were copied for each query head: 1.06 of the
+    smallest budget."""
     head_dim, value_dim = widths
     query = torch.randn(1, 4, 17, head_dim)
     key = torch.randn(1, 1, 3000, head_dim)
@@ -64,28 +69,44 @@ def test_keys_are_padded_once_for_their_query_heads(widths: tuple[int, int], cau
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_drawn_calls_of_whole_rows_stay_within_the_smallest_budget(backward: bool) -> None:
+def test_drawn_calls_of_whole_rows_stay_within_the_smallest_budget(
+    backward: bool,
+) -> None:
     """Of the kernel ``dense``, at odd sizes, with grouped heads, masks and dropout."""
     draw = random.Random(f"whole rows {backward}")
     for _ in range(3):
         n = draw.choice([129, 300])
-        batch, kv_heads, shared = draw.choice([3, 6]), draw.choice([2, 5]), draw.choice([4, 7])
+        batch, kv_heads, shared = (
+            draw.choice([3, 6]),
+            draw.choice([2, 5]),
+            draw.choice([4, 7]),
+        )
         dtype = draw.choice([torch.float16, torch.float32, torch.float64])
         shapes = [(batch, h, n, 33) for h in (kv_heads * shared, kv_heads, kv_heads)]
-        given = [torch.randn(shape, dtype=dtype, requires_grad=backward) for shape in shapes]
-        call = {"kernel": "dense", "enable_gqa": True, "dropout_p": draw.choice([0.0, 0.2])}
+        given = [
+            torch.randn(shape, dtype=dtype, requires_grad=backward) for shape in shapes
+        ]
+        call = {
+            "kernel": "dense",
+            "enable_gqa": True,
+            "dropout_p": draw.choice([0.0, 0.2]),
+        }
         mask = draw.choice([None, (n, n), (kv_heads * shared, 1, n), (batch, 1, n, n)])
         if mask is None:
             call["is_causal"] = True
         else:
-            call["attn_mask"] = torch.randn(mask, dtype=draw.choice([dtype, torch.float32]))
+            call["attn_mask"] = torch.randn(
+                mask, dtype=draw.choice([dtype, torch.float32])
+            )
         run = partial(qa.attention, *given, **call)
         smallest = smallest_budget(lambda most, run=run: run(budget=most))
         peak = usage(lambda run=run, smallest=smallest: run(budget=smallest)).peak
         if backward:
             out = run(budget=smallest)
             upstream = torch.ones((), dtype=dtype).expand(out.shape)
-            peak = max(peak, usage(partial(torch.autograd.grad, out, given, upstream)).peak)
+            peak = max(
+                peak, usage(partial(torch.autograd.grad, out, given, upstream)).peak
+            )
         assert peak <= smallest, (shapes, dtype, call)
 
 
@@ -127,9 +148,13 @@ def test_a_refused_call_lets_go_of_its_tensors_at_once(recorded: bool) -> None:
 
 
 def test_an_estimate_names_the_pass_that_needs_more() -> None:
-    with pytest.raises(qa.BudgetError, match=r"^backward pass: .* smallest that works") as refused:
+    with pytest.raises(
+        qa.BudgetError, match=r"^backward pass: .* smallest that works"
+    ) as refused:
         qa.estimate(16_384, budget="24MiB", device="cpu")
-    printed = re.search(r"smallest that works[^.]*? is ([0-9.]+[KMGT]?i?B)", str(refused.value))[1]
+    printed = re.search(
+        r"smallest that works[^.]*? is ([0-9.]+[KMGT]?i?B)", str(refused.value)
+    )[1]
     assert qa.estimate(16_384, budget=printed, device="cpu").backward
 
 
@@ -145,7 +170,13 @@ UPSTREAM = {
 
 
 def sizes(dtype: torch.dtype) -> dict[str, object]:
-    return {"heads": 4, "head_dim": 16, "dtype": dtype, "device": "cpu", "is_causal": True}
+    return {
+        "heads": 4,
+        "head_dim": 16,
+        "dtype": dtype,
+        "device": "cpu",
+        "is_causal": True,
+    }
 
 
 @pytest.mark.slow_but_first
@@ -153,9 +184,12 @@ def sizes(dtype: torch.dtype) -> dict[str, object]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("share", [1.0, 0.0])
 def test_backward_stays_within_the_estimate(upstream, dtype, share) -> None:
-    """From the smallest budget that works (share 0) to one in which the call need not be cut."""
+    """From the smallest budget that works (share 0) to one in which the call need not
+    be cut."""
     most = qa.plan(N, levels=(), backward=True, **sizes(dtype)).peak_bytes
-    least = smallest_budget(lambda most: qa.plan(N, budget=most, backward=True, **sizes(dtype)))
+    least = smallest_budget(
+        lambda most: qa.plan(N, budget=most, backward=True, **sizes(dtype))
+    )
     budget = int(least + share * (most - least))
     promised = qa.estimate(N, budget=budget, **sizes(dtype))
     made = inputs(N, heads=4, head_dim=16, dtype=dtype)
@@ -168,7 +202,12 @@ def test_backward_stays_within_the_estimate(upstream, dtype, share) -> None:
 
     out = forward()
     peak = usage(lambda: torch.autograd.grad(out, leaves, grad_out)).peak
-    assert peak <= report.backward.planned_peak_bytes <= promised.backward.peak_bytes <= budget
+    assert (
+        peak
+        <= report.backward.planned_peak_bytes
+        <= promised.backward.peak_bytes
+        <= budget
+    )
     grads = torch.autograd.grad(forward(), leaves, grad_out)
     reference = exact(Inputs(*made.three, grad_out), is_causal=True, gradients=True)
     assert_close(grads, reference.grads, GRADIENT_TOLERANCE[dtype])
@@ -176,8 +215,11 @@ def test_backward_stays_within_the_estimate(upstream, dtype, share) -> None:
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rival", [None, "dense"])
-def test_forward_refuses_what_the_backward_would_not_fit_in(out_dtype, rival, monkeypatch) -> None:
-    """With another kernel to choose from as well (as on a GPU), of which none may fit."""
+def test_forward_refuses_what_the_backward_would_not_fit_in(
+    out_dtype, rival, monkeypatch
+) -> None:
+    """With another kernel to choose from as well (as on a GPU), of which none may
+    fit."""
     others = () if rival is None else (get_kernel(rival),)
     monkeypatch.setattr(decide, "rivals", lambda *given: others)
     made = inputs(N, heads=4, head_dim=16, dtype=torch.float16)

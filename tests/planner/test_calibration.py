@@ -1,4 +1,5 @@
-"""Measured rates: kept, found again, used by plans, and harmless when the file is broken."""
+"""Measured rates: kept, found again, used by plans, and harmless when the file is
+broken."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.planner import calibration
-from quorum_attention.planner.calibration import cache_file, calibrate, device_key, hardware_of
+from quorum_attention.planner.calibration import (
+    cache_file,
+    calibrate,
+    device_key,
+    hardware_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -29,7 +35,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
         calibration._stored_entries.cache_clear()
         hardware_of.cache_clear()
 
-    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "not" / "there" / "yet"))
+    monkeypatch.setenv(
+        "QUORUM_ATTENTION_CACHE", str(tmp_path / "not" / "there" / "yet")
+    )
     forget()
     yield tmp_path
     forget()
@@ -37,7 +45,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 def write(figures: object) -> None:
     cache_file().parent.mkdir(parents=True, exist_ok=True)
-    cache_file().write_text(figures if isinstance(figures, str) else json.dumps(figures))
+    cache_file().write_text(
+        figures if isinstance(figures, str) else json.dumps(figures)
+    )
     calibration._stored_entries.cache_clear()
     hardware_of.cache_clear()
 
@@ -73,15 +83,20 @@ def test_plans_use_it() -> None:
     seconds = []
     for rate in (1e12, 1e11):
         write({device_key(CPU, torch.float32): figures(rate)})
-        plan = qa.plan(65_536, device="cpu", dtype=torch.float32, levels=(7,), over_inputs=False)
+        plan = qa.plan(
+            65_536, device="cpu", dtype=torch.float32, levels=(7,), over_inputs=False
+        )
         seconds.append(plan.cost.arithmetic)
     assert seconds[1] == pytest.approx(10 * seconds[0])
 
 
 @pytest.mark.usefixtures("empty_cache")
 def test_fp16_and_bf16_are_apart_on_a_cpu_and_one_on_a_gpu() -> None:
-    """A CPU computes bf16 a dozen times as fast as fp16: one rate for 16 bits is of neither."""
-    half, brain = (assumed("cpu", dtype, 64) for dtype in (torch.float16, torch.bfloat16))
+    """A CPU computes bf16 a dozen times as fast as fp16: one rate for 16 bits is of
+    neither."""
+    half, brain = (
+        assumed("cpu", dtype, 64) for dtype in (torch.float16, torch.bfloat16)
+    )
     assert brain.backward_flops > 5 * half.backward_flops
     assert assumed("cuda", torch.float16, 64) == assumed("cuda", torch.bfloat16, 64)
     seconds = [
@@ -106,7 +121,9 @@ Noise = Callable[[int, str], float]
 
 
 @pytest.fixture
-def measured(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Noise], None]:
+def measured(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Noise], None]:
     """Takes by how much everything is slowed down, by round and figure."""
 
     def set_noise(noise: Noise) -> None:
@@ -115,7 +132,8 @@ def measured(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[No
         def take(bench: object) -> dict[str, float]:
             number = next(numbers) % 3
             return {
-                name: right * noise(number, name) ** (1 if name.endswith("_seconds") else -1)
+                name: right
+                * noise(number, name) ** (1 if name.endswith("_seconds") else -1)
                 for name, right in QUIET.items()
             }
 
@@ -162,6 +180,10 @@ def test_stored_figures_that_cannot_be_are_not_used(value: object) -> None:
     key = device_key(CPU, torch.float32)
     flops = {"64": [value, value], "128": [value, value]}
     changes = {"call_seconds": value}, {"flops": flops}
-    for content in ("{", {key: 3}, *({key: {**figures(1e12), **one}} for one in changes)):
+    for content in (
+        "{",
+        {key: 3},
+        *({key: {**figures(1e12), **one}} for one in changes),
+    ):
         write(content)
         assert hardware_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)

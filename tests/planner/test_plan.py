@@ -1,4 +1,5 @@
-"""``plan()`` and ``estimate()``: within a budget, honest about what is needed, and quick."""
+"""``plan()`` and ``estimate()``: within a budget, honest about what is needed, and
+quick."""
 
 from __future__ import annotations
 
@@ -33,24 +34,29 @@ CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
 
 @pytest.mark.parametrize(
-    ("n", "layout", "useful"), [(300, "aligned", 0), (4096, "aligned", 4), (500, "balanced", 7)]
+    ("n", "layout", "useful"),
+    [(300, "aligned", 0), (4096, "aligned", 4), (500, "balanced", 7)],
 )
 def test_a_depth_at_which_nothing_gets_smaller_is_refused(n, layout, useful) -> None:
-    """Each level is seven times the tasks: on, and nothing gets smaller, it never ends."""
+    """Each level is seven times the tasks: on, and nothing gets smaller, it never
+    ends."""
     shapes = [Decomposition(n, (7,) * depth, layout) for depth in range(useful + 2)]
     sizes = [shape.max_task_tokens for shape in shapes]
     assert all(after < before for before, after in pairwise(sizes[:-1]))
     assert sizes[-1] == sizes[-2]
     call = {"layout": layout, **CALL}
     for depth in (max(3, useful) + 1, 10, 40):
-        with pytest.raises(ValueError, match=f"at most {max(3, useful)} .*more levels make"):
+        with pytest.raises(
+            ValueError, match=f"at most {max(3, useful)} .*more levels make"
+        ):
             qa.plan(n, depth=depth, **call)
     assert qa.plan(n, depth=useful, **call).depth == useful
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_plan_for_a_billion_tokens_is_symbolic(device: str) -> None:
-    """No array over tokens anywhere: that would take minutes, and more memory than there is."""
+    """No array over tokens anywhere: that would take minutes, and more memory than
+    there is."""
     began = time.perf_counter()
     plan = qa.plan(10**9, heads=8, head_dim=64, device=device, is_causal=True,
                    budget="64GiB" if device == "cuda" else "4TiB",
@@ -74,7 +80,8 @@ def test_a_budget_of_a_plan_holds_for_wider_results() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_plan_made_without_a_mask_counts_the_call_s(backward: bool) -> None:
-    """The call's mask adds a rectangle of the mask to each task; a budget has to hold for that."""
+    """The call's mask adds a rectangle of the mask to each task; a budget has to hold
+    for that."""
     n = 1600
     made = inputs(n, heads=1, head_dim=8)
     mask = torch.randn(n, n).mT  # not as kernels take it: gathered for every rectangle
@@ -115,7 +122,9 @@ def test_what_fits_and_what_does_not() -> None:
     roomy = qa.estimate(20_000, budget="2GiB", **CALL)
     assert roomy.fits_monolithic
     assert roomy.forward.depth == 0
-    least = smallest_budget(lambda most: qa.plan(20_000, budget=most, backward=True, **CALL))
+    least = smallest_budget(
+        lambda most: qa.plan(20_000, budget=most, backward=True, **CALL)
+    )
     tight = qa.estimate(20_000, budget=least, **CALL)
     assert tight.forward.peak_bytes <= tight.budget_bytes
     assert tight.backward.peak_bytes <= tight.budget_bytes
@@ -135,7 +144,8 @@ def planned(budget: str | int, *, backward: bool = True, **more: Any) -> qa.Plan
 
 
 def test_another_kernel_where_it_is_clearly_faster() -> None:
-    """Tasks of one level: where no rows pass by, the preferred kernel is held up by many calls."""
+    """Tasks of one level: where no rows pass by, the preferred kernel is held up by
+    many calls."""
     tight = planned("128MiB", depth=1)
     named = planned("128MiB", depth=1, kernel="cudnn")
     assert (tight.kernel, named.kernel) == ("native", "cudnn")
@@ -162,7 +172,9 @@ def chosen(constraints: PlanConstraints, kernel_works: Any) -> str:
     case = Problem(work, get_kernel("cudnn"), spec_of(True), place)
     hardware = hardware_of(torch.device("cuda"), torch.float16, 64)
     others = [get_kernel("native")]
-    return choose_plan(case, constraints, others, hardware, kernel_works=kernel_works)[0].name
+    return choose_plan(case, constraints, others, hardware, kernel_works=kernel_works)[
+        0
+    ].name
 
 
 def test_the_number_that_is_named_is_of_a_kernel_that_works() -> None:
@@ -184,13 +196,18 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     assert found.predicted_seconds < tasks.predicted_seconds
     # Whole waves of an H200, so that none of its multiprocessors waits for others.
     route = found.schedule.route
-    assert route.rows(route.resident_axis) * found.schedule.group.kv_heads % (132 * 128) == 0
+    assert (
+        route.rows(route.resident_axis) * found.schedule.group.kv_heads % (132 * 128)
+        == 0
+    )
     assert route.rows(route.resident_axis) % route.rows(route.streamed_axis) == 0
     assert route.words in found.describe()
     # What takes over if memory runs out fits the budget as well.
     instead = found.schedule.through_slots(found.shape)
     assert isinstance(instead.route, Slots)
-    assert f"{found.schedule.route.stream(found.shape).n_units:,} time" in found.describe()
+    assert (
+        f"{found.schedule.route.stream(found.shape).n_units:,} time" in found.describe()
+    )
 
 
 @pytest.mark.slow_but_first
@@ -203,7 +220,9 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_not_where_tasks_were_asked_for_or_rows_cannot_pass_by(asked: dict[str, Any]) -> None:
+def test_not_where_tasks_were_asked_for_or_rows_cannot_pass_by(
+    asked: dict[str, Any],
+) -> None:
     budget = asked.get("budget", "512MiB" if "levels" in asked else "128MiB")
     rest = {name: value for name, value in asked.items() if name != "budget"}
     assert not isinstance(planned(budget, **rest).schedule.route, Streaming)
@@ -216,13 +235,17 @@ def test_not_where_tasks_were_asked_for_or_rows_cannot_pass_by(asked: dict[str, 
 def test_many_tasks_are_trimmed_before_they_are_taken(backward: bool) -> None:
     """Thousands of whole tasks may fit as well, and take a hundred times as long."""
     kernel = from_score_mod(None, sliding_window(4096), compiled=True)
-    found = [planned(budget, backward=backward, kernel=kernel) for budget in ("1GiB", "64MiB")]
+    found = [
+        planned(budget, backward=backward, kernel=kernel)
+        for budget in ("1GiB", "64MiB")
+    ]
     assert all(plan.schedule.route.trimmed is not None for plan in found)
     assert found[1].predicted_seconds < 30 * found[0].predicted_seconds
 
 
 def test_plans_and_estimates_of_a_mask() -> None:
-    """A window is planned with the pairs that it keeps; a plan runs the call it was made for."""
+    """A window is planned with the pairs that it keeps; a plan runs the call it was
+    made for."""
     sizes = {**CALL, "heads": 2}
     mask = qa.Mask(causal=True, window=(200, 0), sinks=torch.zeros(2))
     window = qa.plan(4096, attn_mask=mask, levels=(7,), **sizes)
@@ -254,10 +277,17 @@ SHOWN = [
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize(("mask", "causal", "words"), SHOWN)
-def test_header_and_census_are_about_the_mask(mask: qa.Mask, causal: bool, words: str) -> None:
+def test_header_and_census_are_about_the_mask(
+    mask: qa.Mask, causal: bool, words: str
+) -> None:
     """Census: every tile of every task as it is run, pair by pair."""
     made = qa.plan(
-        3_000, attn_mask=mask, is_causal=causal, levels=(7,), device="cuda", over_inputs=False
+        3_000,
+        attn_mask=mask,
+        is_causal=causal,
+        levels=(7,),
+        device="cuda",
+        over_inputs=False,
     )
     assert made.describe().splitlines()[0].endswith(f"float16, {words}")
     kept, wanted = dense(mask, 1, 1, 3_000, 3_000)[0, 0], Counter[bool | None]()

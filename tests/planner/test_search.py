@@ -1,4 +1,5 @@
-"""The schedule that is chosen: as wished, within the budget, and none looked at beats it."""
+"""The schedule that is chosen: as wished, within the budget, and none looked at beats
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from quorum_attention.planner import policy
 from quorum_attention.planner.candidates import decompositions, schedules
 from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import cost, kernel_hardware, least_cost, least_seconds, price
+from quorum_attention.planner.price import (
+    cost,
+    kernel_hardware,
+    least_cost,
+    least_seconds,
+    price,
+)
 from quorum_attention.planner.search import choose, refit
 
 GIB = 1 << 30
@@ -59,8 +66,14 @@ def chosen(
     resident=st.booleans(),
     backward=st.booleans(),
 )
-def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backward) -> None:  # type: ignore[no-untyped-def]
-    call, constraints, place = work(n, heads), PlanConstraints(budget), NEAR if resident else FAR
+def test_nothing_that_fits_is_predicted_faster(
+    n, heads, budget, resident, backward
+) -> None:  # type: ignore[no-untyped-def]
+    call, constraints, place = (
+        work(n, heads),
+        PlanConstraints(budget),
+        NEAR if resident else FAR,
+    )
     try:
         best = chosen(call, constraints, place, backward=backward)
     except BudgetError:
@@ -77,7 +90,11 @@ def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backw
     for schedule in every[::7]:
         other = price(schedule, case, machine)
         if other.footprint.total <= budget:
-            slack = policy.REQUIRED_TIME_SHARE if isinstance(best.schedule.route, Whole) else 1.0
+            slack = (
+                policy.REQUIRED_TIME_SHARE
+                if isinstance(best.schedule.route, Whole)
+                else 1.0
+            )
             slack -= policy.MAX_PREPARATION_SHARE
             assert other.cost.seconds >= slack * best.cost.seconds
 
@@ -94,7 +111,9 @@ CONSTRAINTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("asked", CONSTRAINTS, ids=str)
 @pytest.mark.parametrize("place", [FAR, NEAR], ids=["far", "near"])
 def test_wishes_are_kept(asked: dict[str, Any], place: Placement) -> None:
-    schedule = chosen(work(), PlanConstraints(**{"budget_bytes": GIB, **asked}), place).schedule
+    schedule = chosen(
+        work(), PlanConstraints(**{"budget_bytes": GIB, **asked}), place
+    ).schedule
     for name, wanted in asked.items():
         if name == "over_inputs":
             assert isinstance(schedule.route, Slots)
@@ -127,11 +146,16 @@ DENSE = get_kernel("dense")
 WORK = shape_of((2,), 8, 2, 1 << 16, 1 << 16, True)
 
 
-@pytest.mark.parametrize("spec", map(spec_of, (False, True)), ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "spec", map(spec_of, (False, True)), ids=["forward", "backward"]
+)
 @pytest.mark.parametrize("levels", [(7,), (31,), (7, 3)])
-@pytest.mark.parametrize("sizes", [(9000, 1 << 16), (1 << 16, 9000), (100, 1 << 16), (50, 60)])
+@pytest.mark.parametrize(
+    "sizes", [(9000, 1 << 16), (1 << 16, 9000), (100, 1 << 16), (50, 60)]
+)
 def test_the_arithmetic_is_never_left_out(sizes, levels, spec) -> None:
-    """Where there are few queries or few keys most tasks have none: those that are priced do."""
+    """Where there are few queries or few keys most tasks have none: those that are
+    priced do."""
     for causal in (False,) if sizes[0] > sizes[1] else (False, True):
         work = replace(WORK, n_queries=sizes[0], n_keys=sizes[1], is_causal=causal)
         decomposition = Decomposition(work.n_tokens, levels)
@@ -156,7 +180,10 @@ def test_less_takes_no_more(levels, n_cap, backward, resident, given_results) ->
     def total(route=None, levels=levels, group=None, place=place) -> int:
         decomposition = Decomposition(WORK.n_tokens, levels)
         made = schedule_of(
-            WORK, decomposition, group or GroupSize(1, 2), route or Slots(n_cap, "device")
+            WORK,
+            decomposition,
+            group or GroupSize(1, 2),
+            route or Slots(n_cap, "device"),
         )
         problem = Problem(WORK, DENSE, spec_of(backward), place)
         return made.route.memory_use(made, problem).total

@@ -1,8 +1,9 @@
 """Plans of many calls are what they were: levels, head groups, slots, route and bytes.
 
-A line of the table is a call and its plan. A line changes wherever a search looks at other cuts, or
-bytes are counted otherwise: then look at every line that differs, and write the table anew (run
-this file with Python). Of predicted seconds the table says nothing; they obey inequalities.
+A line of the table is a call and its plan. A line changes wherever a search looks at
+other cuts, or bytes are counted otherwise: then look at every line that differs, and
+write the table anew (run this file with Python). Of predicted seconds the table says
+nothing; they obey inequalities.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ LONG = [call for call in FITTING if "n=1048576 " in call]
 
 pytestmark = [
     pytest.mark.usefixtures("assumed_rates"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is here has its own rates"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="a GPU that is here has its own rates"
+    ),
 ]
 
 

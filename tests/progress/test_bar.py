@@ -1,5 +1,5 @@
-"""Progress bars behave: in a terminal, a pipe, a notebook, inside each other and in threads; and
-leave nothing behind."""
+"""Progress bars behave: in a terminal, a pipe, a notebook, inside each other and in
+threads; and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ START = (
 def in_a_terminal(code: str, **streams: Any) -> tuple[int, subprocess.Popen[str]]:
     """A program whose output goes to a terminal, and that terminal."""
     above, below = pty.openpty()
-    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")
+    }
     shell = 'stty cols 80 rows 40 <&2; exec "$@"'
     program = subprocess.Popen(
         ["bash", "-c", shell, "-", sys.executable, "-c", START + code],
@@ -57,7 +59,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_work_goes_on_when_the_terminal_is_gone() -> None:
-    """An ssh connection that ends, a closed window: writing to such a terminal is an error."""
+    """An ssh connection that ends, a closed window: writing to such a terminal is an
+    error."""
     above, program = in_a_terminal(
         "with progress_bar() as update:\n"
         "    for done in range(100):\n"
@@ -127,8 +130,8 @@ FAILS = (
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_bar_that_cannot_be_drawn_ends_no_work(failure: str) -> None:
-    """Lines follow, also those of a second call that shares the display; the cursor is back and
-    streams are what they were."""
+    """Lines follow, also those of a second call that shares the display; the cursor is
+    back and streams are what they were."""
     code = (
         f"{FAILS}{FAILURES[failure]}"
         "streams = sys.stdout, sys.stderr\n"
@@ -142,7 +145,9 @@ def test_a_bar_that_cannot_be_drawn_ends_no_work(failure: str) -> None:
     )
     shown = shown_in_a_terminal(code)
     assert shown.endswith("after\r\n")
-    assert shown.rfind("\x1b[?25h") >= shown.rfind("\x1b[?25l"), "the cursor is seen again"
+    assert shown.rfind("\x1b[?25h") >= shown.rfind("\x1b[?25l"), (
+        "the cursor is seen again"
+    )
     if failure == "no thread":
         assert "━" in shown
     else:
@@ -150,7 +155,9 @@ def test_a_bar_that_cannot_be_drawn_ends_no_work(failure: str) -> None:
         assert re.search(r"backward: \d+ of 20 after", shown)
 
 
-def test_a_pipe_gets_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_plain_lines(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     with progress_bar() as update:
         for done in range(1, 101):
             clock[0] += 1.0

@@ -21,8 +21,8 @@ SIZES = (1, 2, *(q + 1 for q in PRIME_POWERS))
 
 @pytest.mark.parametrize("l", SIZES)
 def test_every_difference_occurs_exactly_once(l):
-    """Exactly-once coverage rests on this, whichever construction made the set. Task order and the
-    paired set rely on the normal form (0, 1, ...)."""
+    """Exactly-once coverage rests on this, whichever construction made the set. Task
+    order and the paired set rely on the normal form (0, 1, ...)."""
     members = interest_set(l)
     counts = [0] * (l * (l - 1) + 1)  # written out, not by is_interest_set
     for a in members:
@@ -63,16 +63,19 @@ def test_quorum_size_takes_chunk_counts_of_sets_alone():
 
 @pytest.mark.parametrize("l", sorted(set(range(1, 68)) - set(SIZES)))
 def test_a_size_without_a_set_names_its_nearest_neighbours(l):
-    """The message must let the user go on: the next size down and the next up, both valid."""
+    """The message must let the user go on: the next size down and the next up, both
+    valid."""
     below, above = max(n for n in SIZES if n < l), min(n for n in SIZES if n > l)
-    with pytest.raises(ValueError, match=f"of size {l}, the nearest sizes are {below} and {above}"):
+    with pytest.raises(
+        ValueError, match=f"of size {l}, the nearest sizes are {below} and {above}"
+    ):
         interest_set(l)
 
 
 @pytest.mark.parametrize("ask", [interest_set, quorum_size, quorum_sizes])
 def test_sizes_are_whole_numbers_from_one(ask):
-    """3.0 or True silently taken for a size would hide a mistake of the caller, and the cached
-    answer for 1 is not that of True."""
+    """3.0 or True silently taken for a size would hide a mistake of the caller, and the
+    cached answer for 1 is not that of True."""
     ask(1)
     for value in (3.0, "3", True, None):
         with pytest.raises(TypeError, match="must be a whole number"):

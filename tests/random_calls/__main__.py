@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-# A call takes milliseconds (in Triton's interpreter a minute); longer without a word is a hang.
+# A call takes milliseconds (in Triton's interpreter a minute); longer without a word is
+# a hang.
 _PATIENCE = 300.0
 # Calls of one process.
 _AT_ONCE = 200
@@ -33,7 +34,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--seed", type=int, help="run this one alone")
-    parser.add_argument("--failing", action="store_true", help="an allocation of every call fails")
+    parser.add_argument(
+        "--failing", action="store_true", help="an allocation of every call fails"
+    )
     parser.add_argument("--kernel", help="on a GPU: draw calls of this kernel alone")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -49,7 +52,10 @@ def main() -> int:
             seeds[name].append(row["seed"])
         if row["outcome"] == "wrong":
             print(f"seed {row['seed']}: {row['text']}", flush=True)
-    print(f"{outcomes.total()} calls in {time.monotonic() - began:.0f} s: {dict(outcomes)}")
+    print(
+        f"{outcomes.total()} calls in {time.monotonic() - began:.0f} s: "
+        f"{dict(outcomes)}"
+    )
     for name, some in seeds.items():
         print(f"{name}: {len(some)}, seeds {sorted(some)[:8]}")
     return 1 if outcomes["wrong"] else 0
@@ -65,9 +71,16 @@ def _serve(given: argparse.Namespace) -> int:
     gc.collect()
     gc.freeze()  # what is imported by now is not looked through again and again
     for seed in range(given.first, given.first + given.count):
-        verdict = check_seed(seed, given.device, failing=given.failing, kernel=given.kernel)
+        verdict = check_seed(
+            seed, given.device, failing=given.failing, kernel=given.kernel
+        )
         said = [*verdict.kinds, *filter(None, [verdict.refusal])]
-        row = {"seed": seed, "outcome": verdict.outcome, "said": said, "text": str(verdict)}
+        row = {
+            "seed": seed,
+            "outcome": verdict.outcome,
+            "said": said,
+            "text": str(verdict),
+        }
         print(json.dumps(row) if given.seed is None else verdict, flush=True)
         if verdict.outcome == "wrong" and (
             given.seed is not None or is_lost(torch.device(given.device))
@@ -76,11 +89,15 @@ def _serve(given: argparse.Namespace) -> int:
     return 0
 
 
-def rows(first: int, count: int, jobs: int, arguments: list[str]) -> Iterator[dict[str, Any]]:
-    """What became of each seed, from processes that may crash or hang: of a seed whose process did,
-    that."""
+def rows(
+    first: int, count: int, jobs: int, arguments: list[str]
+) -> Iterator[dict[str, Any]]:
+    """What became of each seed, from processes that may crash or hang: of a seed whose
+    process did, that."""
     stop = first + count
-    blocks = [(seed, min(seed + _AT_ONCE, stop)) for seed in range(first, stop, _AT_ONCE)]
+    blocks = [
+        (seed, min(seed + _AT_ONCE, stop)) for seed in range(first, stop, _AT_ONCE)
+    ]
     with ThreadPoolExecutor(jobs) as threads:
         for some in threads.map(partial(_run, arguments), blocks):
             yield from some
@@ -110,7 +127,9 @@ def _run(arguments: list[str], block: tuple[int, int]) -> list[dict[str, Any]]:
             code = process.wait()
         if code != 1 and seed < stop:  # killed by itself, or a hang
             what = f"ends the process ({code})"
-            heard.append({"seed": seed, "outcome": "wrong", "said": [what], "text": what})
+            heard.append(
+                {"seed": seed, "outcome": "wrong", "said": [what], "text": what}
+            )
             seed += 1
     return heard
 

@@ -29,8 +29,8 @@ class BackwardBounds:
         out_dtype: of the output that delta is computed from.
         is_grad_out_wider: whether dO has more digits than the inputs.
         sum_divisor, divisor: of random_calls/fp16_division.py, (b, h, 1, 1).
-        part_losses: how many parts of a gradient of one query head are each rounded to the
-            smallest numbers.
+        part_losses: how many parts of a gradient of one query head are each rounded to
+            the smallest numbers.
     """
 
     def __init__(
@@ -79,8 +79,11 @@ class BackwardBounds:
         return error.masked_fill(self.exact.p == 0, 0.0)
 
     def grad_s_error_of_probabilities(self) -> torch.Tensor:
-        """(b, h, n, m). Probabilities that are off are so in the output too, and so in delta."""
-        of_pair = without_inf(self.probability_error * self.gradients.centred_grad_p.abs())
+        """(b, h, n, m). Probabilities that are off are so in the output too, and so in
+        delta."""
+        of_pair = without_inf(
+            self.probability_error * self.gradients.centred_grad_p.abs()
+        )
         return of_pair + self.exact.p * of_pair.sum(-1, keepdim=True)
 
     def grad_s_error_of_products(self) -> torch.Tensor:
@@ -113,11 +116,13 @@ class BackwardBounds:
 
     def grad_s_error_of_grad_out(self) -> torch.Tensor:
         """(b, h, n, m)."""
-        return self.grad_s_error_by_upstream(self.grad_out_error, self.rounding.dropout_scale)
+        return self.grad_s_error_by_upstream(
+            self.grad_out_error, self.rounding.dropout_scale
+        )
 
     def grad_s_error_of_returned_output(self) -> torch.Tensor:
-        """(b, h, n, m), 0 unless the output that a caller hands back has fewer digits than the
-        inputs."""
+        """(b, h, n, m), 0 unless the output that a caller hands back has fewer digits
+        than the inputs."""
         unit = unit_roundoff(self.out_dtype)
         if unit <= self.rounding.u_in:
             return torch.zeros_like(self.exact.p)
@@ -148,15 +153,15 @@ class BackwardBounds:
 
     @cached_property
     def lost_grad_out(self) -> torch.Tensor:
-        """(b, h, 1, 1). A row of dO far below the largest of its key head is divided along, and is
-        among the smallest numbers then."""
+        """(b, h, 1, 1). A row of dO far below the largest of its key head is divided
+        along, and is among the smallest numbers then."""
         lost = self.rounding.t_in * self.divisor
         return torch.where(self.divisor > 1, lost, 0.0)
 
     @cached_property
     def grad_s_error_like_torch(self) -> torch.Tensor:
-        """(b, h, n, m), allowed only as far as torch needs it: a rounded output in delta, and
-        elements of dO that are lost where a head is divided."""
+        """(b, h, n, m), allowed only as far as torch needs it: a rounded output in
+        delta, and elements of dO that are lost where a head is divided."""
         exact = self.exact
         out_error = self.forward.output_error + self.rounding.u_in * exact.out.abs()
         out_error = out_error + self.rounding.t_in
@@ -165,22 +170,28 @@ class BackwardBounds:
         lost = self.lost_grad_out * torch.ones_like(self.grad_out)
         return of_output + without_inf(self.grad_s_error_by_upstream(lost, 1.0))
 
-    def grad_s_error_by_upstream(self, error: torch.Tensor, factor: float) -> torch.Tensor:
-        """(b, h, n, m): P (factor e |V|^T + rowsum(e |O|)) for an error e of dO, (b, h, n, dv)."""
+    def grad_s_error_by_upstream(
+        self, error: torch.Tensor, factor: float
+    ) -> torch.Tensor:
+        """(b, h, n, m): P (factor e |V|^T + rowsum(e |O|)) for an error e of dO, (b, h,
+        n, dv)."""
         grad_p_error = factor * (error @ self.exact.value.abs().mT)
         delta_error = (error * self.exact.out.abs()).sum(-1, keepdim=True)
         return self.exact.p * (grad_p_error + delta_error)
 
     def grad_p_sizes(self, grad_out_sizes: torch.Tensor) -> torch.Tensor:
         """(b, h, n, m)."""
-        return self.rounding.dropout_scale * (grad_out_sizes @ self.exact.value.abs().mT)
+        return self.rounding.dropout_scale * (
+            grad_out_sizes @ self.exact.value.abs().mT
+        )
 
     def lost_parts(self) -> torch.Tensor:
         """(b, h, 1, 1)."""
         return self.part_losses * self.rounding.t_in * self.divisor
 
     def summed_grad_s_error(self) -> torch.Tensor:
-        """(b, h, n, m): what dS is off by, and what its sums are off by for each term."""
+        """(b, h, n, m): what dS is off by, and what its sums are off by for each
+        term."""
         rounding = self.rounding
         reference = max(rounding.sum_keys, rounding.sum_rows)
         of_term = (rounding.u_in + rounding.a + reference) * self.grad_products.abs()
@@ -234,7 +245,9 @@ class BackwardBounds:
         """(b, kv_heads, m, dv), allowed only as far as torch needs it."""
         rounding = self.rounding
         n_terms = self.exact.p.shape[-2] * rounding.n_shared
-        grad_out_error = rounding.of_sum(n_terms) * self.grad_out.abs() + self.lost_grad_out
+        grad_out_error = (
+            rounding.of_sum(n_terms) * self.grad_out.abs() + self.lost_grad_out
+        )
         products = self.exact.p.mT @ grad_out_error
         return rounding.dropout_scale * sum_of_group(products, rounding.n_shared)
 
@@ -255,7 +268,9 @@ class BackwardBounds:
         out_error = out_error + smallest(self.out_dtype) + rounding.t_in
         delta_error = (self.grad_out.abs() * out_error).sum(-1)
 
-        of_row = 2 * log_error * (grad_lse - delta).abs() + rounding.a * sizes + delta_error
+        of_row = (
+            2 * log_error * (grad_lse - delta).abs() + rounding.a * sizes + delta_error
+        )
         bound = (exact.p_sink * of_row).sum((0, 2))
         bound = bound + rounding.u_in * self.gradients.sinks.abs() + rounding.t_in
         if not rounding.sum_keys:

@@ -35,8 +35,8 @@ class CallResults:
         results: "out", "lse", "grad_query", ...
         targets: the tensors that were preallocated for results.
         report: the report of the call, if the case asks for one.
-        misplaced: names of results that came back in other memory than was handed over as ``out=``
-            or ``grads=``.
+        misplaced: names of results that came back in other memory than was handed over
+            as ``out=`` or ``grads=``.
     """
 
     results: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -44,10 +44,14 @@ class CallResults:
     report: qa.Report | None = None
     misplaced: list[str] = field(default_factory=list)
 
-    def allocate(self, name: str, like: torch.Tensor, dtype: str | None, case: Case) -> Any:
+    def allocate(
+        self, name: str, like: torch.Tensor, dtype: str | None, case: Case
+    ) -> Any:
         """A preallocated result of the shape and on the device of ``like``."""
         result_dtype = DTYPES[dtype or case.dtype]
-        memory = target(name, tuple(like.shape), result_dtype, case.results.layout, like.device)
+        memory = target(
+            name, tuple(like.shape), result_dtype, case.results.layout, like.device
+        )
         self.targets.append(memory)
         return memory.view
 
@@ -56,8 +60,11 @@ class CallResults:
             self.misplaced.append(name)
 
 
-def perform(case: Case, inputs: CallInputs, device: torch.device, results: CallResults) -> None:
-    """Make the call; ``results`` is filled as it goes, so that an error leaves what came before."""
+def perform(
+    case: Case, inputs: CallInputs, device: torch.device, results: CallResults
+) -> None:
+    """Make the call; ``results`` is filled as it goes, so that an error leaves what
+    came before."""
     results.report = qa.Report() if case.reported else None
     _Performance(case, inputs, device, results).run()
 
@@ -69,7 +76,8 @@ class _Performance:
         kernel: what is handed over as ``kernel=``.
         qkv: query, key and value as they are handed over.
         arguments: keywords that forward and backward have in common.
-        leaves: tensors that autograd differentiates with respect to, by names of their gradients.
+        leaves: tensors that autograd differentiates with respect to, by names of their
+            gradients.
     """
 
     def __init__(
@@ -116,7 +124,9 @@ class _Performance:
         if case.results.given:
             # As large as grad_out, whatever that is a view of.
             like = self.inputs.query.new_empty(self.inputs.grad_out.shape)
-            arguments["out"] = self.results.allocate("out", like, case.results.out, case)
+            arguments["out"] = self.results.allocate(
+                "out", like, case.results.out, case
+            )
         elif case.results.out is not None:
             arguments["out_dtype"] = DTYPES[case.results.out]
         if case.route == "autograd":
@@ -137,8 +147,8 @@ class _Performance:
         return outputs
 
     def _make_leaves(self) -> None:
-        """Replace query, key, value, mask and sinks by leaves that ask for gradients, as far as the
-        case wants gradients."""
+        """Replace query, key, value, mask and sinks by leaves that ask for gradients,
+        as far as the case wants gradients."""
         case = self.case
         inputs = self.inputs
         self.qkv = [
@@ -154,7 +164,9 @@ class _Performance:
             self.leaves["grad_sinks"] = inputs.rules.sinks.detach().requires_grad_()
 
     def _mask_of_leaves(self) -> torch.Tensor | qa.Mask | None:
-        attn_mask = self.inputs.attn_mask(self.leaves.get("grad_mask", self.inputs.mask))
+        attn_mask = self.inputs.attn_mask(
+            self.leaves.get("grad_mask", self.inputs.mask)
+        )
         if "grad_sinks" not in self.leaves:
             return attn_mask
         return replace(attn_mask, sinks=self.leaves["grad_sinks"])
@@ -165,7 +177,9 @@ class _Performance:
         if self.inputs.grad_lse is not None:
             upstream.append(self.inputs.grad_lse.to(outputs[1].device))
         differentiated = outputs[: len(upstream)]
-        gradients = torch.autograd.grad(differentiated, [*self.leaves.values()], upstream)
+        gradients = torch.autograd.grad(
+            differentiated, [*self.leaves.values()], upstream
+        )
         self.results.results |= dict(zip(self.leaves, gradients, strict=True))
 
     def _backward(self, outputs: tuple[torch.Tensor, ...]) -> None:
@@ -175,7 +189,9 @@ class _Performance:
 
         def differentiate(**settings: Any) -> tuple[torch.Tensor, ...]:
             upstream = self.inputs.grad_out
-            return qa.attention_backward(upstream, *self.qkv, *outputs, **arguments, **settings)
+            return qa.attention_backward(
+                upstream, *self.qkv, *outputs, **arguments, **settings
+            )
 
         orders = case.orders if case.backward_orders is None else case.backward_orders
         settings = self._settings(orders, backward=True)
@@ -186,7 +202,8 @@ class _Performance:
                 self.results.note_if_misplaced(name, gradient, targets[name])
 
     def _backward_arguments(self) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-        """(names of the gradients in their order, preallocated gradients by name, keywords)."""
+        """(names of the gradients in their order, preallocated gradients by name,
+        keywords)."""
         case = self.case
         inputs = self.inputs
         names = list(GRADIENTS)
@@ -194,14 +211,18 @@ class _Performance:
         arguments = dict(self.arguments)
         if case.results.given:
             for name, tensor in zip(GRADIENTS, inputs.qkv, strict=True):
-                targets[name] = self.results.allocate(name, tensor, case.results.grads, case)
+                targets[name] = self.results.allocate(
+                    name, tensor, case.results.grads, case
+                )
             arguments["grads"] = tuple(targets.values())
         if case.mask_grad:
             names.append("grad_mask")
             arguments["grad_mask"] = True
         if case.mask_grad and case.results.given:
             # As large as ``grads``, in another order of dimensions.
-            transposed = torch.empty_like(inputs.mask.mT, memory_format=torch.contiguous_format)
+            transposed = torch.empty_like(
+                inputs.mask.mT, memory_format=torch.contiguous_format
+            )
             targets["grad_mask"] = transposed.mT
             arguments["grad_mask"] = targets["grad_mask"]
         if case.rules is not None and case.rules.sinks:
@@ -230,9 +251,15 @@ class _Performance:
         kernel = None if isinstance(self.kernel, str) else self.kernel
         kv_heads = (heads_per_group or case.heads) // n_shared
         n_cap = orders.n_cap or 2
-        return {"plan": passing(plan, *orders.passing, group=kv_heads, n_cap=n_cap, kernel=kernel)}
+        return {
+            "plan": passing(
+                plan, *orders.passing, group=kv_heads, n_cap=n_cap, kernel=kernel
+            )
+        }
 
-    def _plan(self, orders: Orders, heads_per_group: int | None, *, backward: bool) -> qa.Plan:
+    def _plan(
+        self, orders: Orders, heads_per_group: int | None, *, backward: bool
+    ) -> qa.Plan:
         case = self.case
         placement: dict[str, Any] = {}
         if self.device.type == "cuda":
@@ -280,7 +307,8 @@ def _within_budget(
 ) -> Any:
     """The call's result, with some allocations made to fail if the case says so.
 
-    The budget of a case that has one is a multiple of the smallest that the call itself names.
+    The budget of a case that has one is a multiple of the smallest that the call itself
+    names.
     """
     if orders.how == "budget":
         try:

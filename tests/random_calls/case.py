@@ -1,4 +1,5 @@
-"""One random call as plain data: everything that a seed decides, printable and comparable."""
+"""One random call as plain data: everything that a seed decides, printable and
+comparable."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ class Mask:
     """An attention mask.
 
     Attributes:
-        kind: "bool", "float" (the inputs' dtype), "float32", "float64", or "half" (fp16 beside
-            bfloat16, else bfloat16).
-        spans: which of (batch, heads, rows, columns) it spans; it broadcasts over the others.
-        content: "random", "dead rows", "padding" (no key after some), "bias" (no -inf at all),
-            "lowest" (the dtype's lowest number instead of -inf), "nothing" (keeps no pair), "alibi"
-            (slopes times distances of far positions), "shifted" (rows up to 1e5 up or down).
+        kind: "bool", "float" (the inputs' dtype), "float32", "float64", or "half" (fp16
+            beside bfloat16, else bfloat16).
+        spans: which of (batch, heads, rows, columns) it spans; it broadcasts over the
+            others.
+        content: "random", "dead rows", "padding" (no key after some), "bias" (no -inf
+            at all), "lowest" (the dtype's lowest number instead of -inf), "nothing"
+            (keeps no pair), "alibi" (slopes times distances of far positions),
+            "shifted" (rows up to 1e5 up or down).
         layout: "dense", "expanded", "sliced", "transposed", "permuted".
         dims: leading dimensions of size 1 are left out beyond so many.
     """
@@ -34,8 +37,8 @@ class Rules:
 
     Attributes:
         causal, offset, window, chunk, softcap: its fields.
-        documents: ids of queries and keys: "" (none), "scattered" (in any order), "runs", "two"
-            (scattered ones of queries, others of keys).
+        documents: ids of queries and keys: "" (none), "scattered" (in any order),
+            "runs", "two" (scattered ones of queries, others of keys).
         ids: how many ids there are.
         by_entry: whether each batch entry has its own documents and padding.
         lengths, padding, sinks: whether it has key_lengths, key_padding and sinks.
@@ -68,10 +71,11 @@ class Orders:
     """How the call is cut.
 
     Attributes:
-        how: "free" (nothing is said), "depth", "budget" (``room`` times the smallest that works) or
-            "plan" (the other fields; ``pinned``: run as it is, else it may recover).
-        passing: rows of a chunk or block of queries, and of keys, on the route ``passing``; its
-            levels take over if that fails. None: another route.
+        how: "free" (nothing is said), "depth", "budget" (``room`` times the smallest
+            that works) or "plan" (the other fields; ``pinned``: run as it is, else it
+            may recover).
+        passing: rows of a chunk or block of queries, and of keys, on the route
+            ``passing``; its levels take over if that fails. None: another route.
     """
 
     how: str = "free"
@@ -91,8 +95,8 @@ class Orders:
 
 @dataclass(frozen=True)
 class Results:
-    """Where results go: preallocated (``given``) or not, of which dtypes (None: the inputs') and
-    layout: "dense", "strided", "sliced", "token major", "pinned"."""
+    """Where results go: preallocated (``given``) or not, of which dtypes (None: the
+    inputs') and layout: "dense", "strided", "sliced", "token major", "pinned"."""
 
     given: bool = False
     out: str | None = None
@@ -105,15 +109,18 @@ class Case:
     """See the fields; sizes as in ``quorum_attention.attention``.
 
     Attributes:
-        route: "autograd", "pair" (attention_with_lse, then attention_backward), "forward".
+        route: "autograd", "pair" (attention_with_lse, then attention_backward),
+            "forward".
         layouts: of query, key, value and grad_out.
-        content: of the inputs; ``grad`` of grad_out, in ``grad_dtype`` (None: the result's).
+        content: of the inputs; ``grad`` of grad_out, in ``grad_dtype`` (None: the
+            result's).
         requires_grad: which of query, key, value require a gradient ("autograd").
         failure: (pass, first, count): those allocations fail.
         residency: "device" or "host", where the accelerator's memory is another.
         reported: whether a report is filled.
         mask_grad: whether the gradient of the mask is asked for.
-        lse_grad: the size of an upstream gradient of the log-sum-exp; None: there is none.
+        lse_grad: the size of an upstream gradient of the log-sum-exp; None: there is
+            none.
         dropout: chance of a probability to be dropped; the case's seed is the seed.
         without_lse: whether ``attention`` is called, which returns the output alone.
     """

@@ -1,9 +1,10 @@
 """A case of a seed. Corners are drawn far more often than chance would have them.
 
-On a GPU nearly every free case meets something that no other has: Triton compiles a kernel for each
-dtype, width and option, and again for each pattern of strides and addresses that are multiples of
-16. That takes 0.3 to 3 s a call, all else some hundredths. So on a GPU ``BLOCK`` neighbouring seeds
-share what is compiled for; everything else is drawn as freely as ever.
+On a GPU nearly every free case meets something that no other has: Triton compiles a
+kernel for each dtype, width and option, and again for each pattern of strides and
+addresses that are multiples of 16. That takes 0.3 to 3 s a call, all else some
+hundredths. So on a GPU ``BLOCK`` neighbouring seeds share what is compiled for;
+everything else is drawn as freely as ever.
 """
 
 from __future__ import annotations
@@ -73,7 +74,13 @@ _LAYOUTS: Weights = {
     "expanded batch": 0.7, "expanded rows": 0.5, "every other element": 0.7, "transposed": 0.7,
     "packed": 1, "array": 0.3, "overlapping": 0.5, "permuted": 1,
 }  # fmt: skip
-_RESULT_DTYPES: Weights = {None: 6, "float32": 3, "float16": 0.7, "bfloat16": 0.7, "float64": 0.7}
+_RESULT_DTYPES: Weights = {
+    None: 6,
+    "float32": 3,
+    "float16": 0.7,
+    "bfloat16": 0.7,
+    "float64": 0.7,
+}
 _RESULT_LAYOUTS: Weights = {
     "dense": 4, "strided": 2, "sliced": 3, "token major": 3, "pinned": 1,
 }  # fmt: skip
@@ -99,7 +106,9 @@ def draw(
 
 
 class _Drawing:
-    def __init__(self, seed: int, device: str, failing: bool, kernel: str | None) -> None:
+    def __init__(
+        self, seed: int, device: str, failing: bool, kernel: str | None
+    ) -> None:
         self.seed, self.failing, self.kernel = seed, failing, kernel
         self.on_cuda = device != "cpu"
         self.r = random.Random(seed)
@@ -118,7 +127,9 @@ class _Drawing:
     def case(self) -> Case:
         r, one_of, sometimes = self.r, self.one_of, self.sometimes
         crowded = sometimes(0.015)
-        n_queries, n_keys = (r.randint(1, 5), r.randint(1, 6)) if crowded else self.lengths()
+        n_queries, n_keys = (
+            (r.randint(1, 5), r.randint(1, 6)) if crowded else self.lengths()
+        )
         long = max(n_queries, n_keys)
         if crowded:
             batch, heads, kv_heads = self.crowd()
@@ -130,28 +141,46 @@ class _Drawing:
         interpreted = "native" in kernel and not self.on_cuda
         if interpreted:
             crowded = False
-            n_queries, n_keys, head_dim = min(n_queries, 20), min(n_keys, 20), min(head_dim, 16)
+            n_queries, n_keys, head_dim = (
+                min(n_queries, 20),
+                min(n_keys, 20),
+                min(head_dim, 16),
+            )
             batch, heads, kv_heads = (1,), min(heads, 2), 1
-        value_dim = head_dim if sometimes(0.9 if self.on_cuda else 0.8) else self.width(long)
+        value_dim = (
+            head_dim if sometimes(0.9 if self.on_cuda else 0.8) else self.width(long)
+        )
         dtype = one_of({"float16": 38, "bfloat16": 20, "float32": 34, "float64": 8})
         if interpreted:
             dtype = r.choice(["float16", "float32"])
         if kernel == "fa4":
             dtype = self.r.choice(["float16", "bfloat16"])
-            head_dim, value_dim = self.r.choice([(64, 64), (128, 128), (96, 96), (192, 128)])
+            head_dim, value_dim = self.r.choice(
+                [(64, 64), (128, 128), (96, 96), (192, 128)]
+            )
         scores, plain = self.scores(kernel), kernel in _PLAIN
         masked = sometimes(0.27) and plain
         # Dtypes of masks, bits of rules and soft caps are compiled for.
-        mask_kind = one_of({"bool": 4, "float": 4, "float32": 4, "float64": 1, "half": 1})
+        mask_kind = one_of(
+            {"bool": 4, "float": 4, "float32": 4, "float64": 1, "half": 1}
+        )
         ruled = plain and kernel != "fa4" and sometimes(0.2)
-        softcap = self.r.choice([2.0, 50.0]) if kernel in _CAPPED and sometimes(0.2) else None
+        softcap = (
+            self.r.choice([2.0, 50.0]) if kernel in _CAPPED and sometimes(0.2) else None
+        )
         self.r = r
         mask = self.mask(mask_kind) if masked and kernel != "fa4" else None
         rules = self.rules(softcap, n_queries, n_keys) if ruled else None
-        route = "pair" if self.failing else one_of({"autograd": 45, "pair": 45, "forward": 10})
+        route = (
+            "pair"
+            if self.failing
+            else one_of({"autograd": 45, "pair": 45, "forward": 10})
+        )
         by_pair, content, grad = route == "pair", one_of(_CONTENTS), one_of(_GRADIENTS)
         edges = ("wide range", "loss scaled")
-        if dtype == "float16" and not plain:  # a function of the user's rounds its gradients itself
+        if (
+            dtype == "float16" and not plain
+        ):  # a function of the user's rounds its gradients itself
             grad = "normal" if grad in edges else grad
             content = "normal" if content == "extremes" else content
         if kernel.startswith("function") and content == "large scores":
@@ -167,20 +196,31 @@ class _Drawing:
         again = self.orders(*sizes) if by_pair and sometimes(0.4) else None
         if crowded:
             # Cut, each entry is a unit of its own.
-            orders, again = r.choice([Orders(), Orders(), Orders("depth", depth=0)]), None
+            orders, again = (
+                r.choice([Orders(), Orders(), Orders("depth", depth=0)]),
+                None,
+            )
         failure = None
         if by_pair and not interpreted and (self.failing or sometimes(0.06)):
             first = r.choice([*range(1, 12), r.randint(12, 90)])
-            failure = r.choice(["forward", "backward"]), first, r.choice([1, 1, 1, 2, 3])
+            failure = (
+                r.choice(["forward", "backward"]),
+                first,
+                r.choice([1, 1, 1, 2, 3]),
+            )
         more = plain and route != "forward"
         mask_grad = more and mask is not None and mask.kind != "bool" and sometimes(0.6)
         lse_grad = one_of({None: 80, 1.0: 14, 30.0: 3, 1e-3: 3}) if more else None
         last = again or orders
         # Neither a forward nor a plan knows of the columns that carry it.
-        if (not by_pair and last.how == "budget") or (last.how == "plan" and not last.pinned):
+        if (not by_pair and last.how == "budget") or (
+            last.how == "plan" and not last.pinned
+        ):
             lse_grad = None
         # Ten times the largest numbers of a dtype are none.
-        drops = kernel in ("auto", "cpu", "dense", "native") and not (mask_grad or lse_grad)
+        drops = kernel in ("auto", "cpu", "dense", "native") and not (
+            mask_grad or lse_grad
+        )
         drops = drops and content != "extremes" and grad not in edges
         found = Case(
             self.seed, batch, heads, kv_heads, n_queries, n_keys, head_dim, value_dim, dtype,
@@ -198,7 +238,10 @@ class _Drawing:
         return _few_strides(found) if self.on_cuda and "native" in kernel else found
 
     def lengths(self) -> tuple[int, int]:
-        n, kind = self.one_of(_TOKENS), self.one_of({"equal": 62, "few": 20, "any": 16, 0: 1})
+        n, kind = (
+            self.one_of(_TOKENS),
+            self.one_of({"equal": 62, "few": 20, "any": 16, 0: 1}),
+        )
         if kind == "equal":
             return n, n
         other = {"few": self.r.randint(1, 5), "any": self.one_of(_TOKENS), 0: 0}[kind]
@@ -218,13 +261,18 @@ class _Drawing:
         while math.prod(batch) * kv_heads * shared * n_queries * n_keys > _MOST_PAIRS:
             if kv_heads * shared == 1:
                 break
-            kv_heads, batch = max(1, kv_heads // 2), (1,) if math.prod(batch) > 1 else batch
+            kv_heads, batch = (
+                max(1, kv_heads // 2),
+                (1,) if math.prod(batch) > 1 else batch,
+            )
             shared = self.one_of({1: 2, 2: 1}) if kv_heads > 1 else 1
         return batch, kv_heads * shared, kv_heads
 
     def crowd(self) -> tuple[tuple[int, ...], int, int]:
         """Thousands of batch entries, query heads and key heads."""
-        batch = self.r.choice([(self.r.randint(1000, 4000),), (self.r.randint(20, 70), 50)])
+        batch = self.r.choice(
+            [(self.r.randint(1000, 4000),), (self.r.randint(20, 70), 50)]
+        )
         kv_heads, shared = self.r.choice([(1, 1), (1, 2), (2, 1)])
         return batch, kv_heads * shared, kv_heads
 
@@ -233,8 +281,14 @@ class _Drawing:
         r, sometimes = self.r, self.sometimes
         windows = [0, 3, 20, (5, -1), (-1, 7), (40, 0), (0, 30)]
         # One tensor of ids is for as many queries as keys.
-        kinds = ["scattered", "scattered", "runs", "two"] if n_queries == n_keys else ["two"]
-        offset = r.choice([r.randint(-10, 60), "lower_right"]) if sometimes(0.2) else None
+        kinds = (
+            ["scattered", "scattered", "runs", "two"]
+            if n_queries == n_keys
+            else ["two"]
+        )
+        offset = (
+            r.choice([r.randint(-10, 60), "lower_right"]) if sometimes(0.2) else None
+        )
         return Rules(
             causal=r.choice([True, "upper_left", "lower_right", "lower_right"])
             if sometimes(0.5)
@@ -276,7 +330,9 @@ class _Drawing:
             kind,
             tuple(map(self.sometimes, (0.3, 0.4, 0.75, 0.85))),
             self.one_of(_MASKS),
-            self.one_of({"dense": 6, "expanded": 2, "sliced": 2, "transposed": 1, "permuted": 1}),
+            self.one_of(
+                {"dense": 6, "expanded": 2, "sliced": 2, "transposed": 1, "permuted": 1}
+            ),
             self.one_of({4: 6, 2: 2, 3: 1}),
         )
 
@@ -318,7 +374,11 @@ class _Drawing:
 
     def passing(self, case: Case) -> Case:
         """The case, some of its cut passes on the route ``passing``."""
-        if case.kernel not in _PASSING or case.mask is not None or case.rules is not None:
+        if (
+            case.kernel not in _PASSING
+            or case.mask is not None
+            or case.rules is not None
+        ):
             return case
         # Not too many launches: a head's pairs are in some 36 rectangles at most.
         least = -(-case.n_queries // 6), -(-case.n_keys // 6)
@@ -332,7 +392,8 @@ class _Drawing:
         by = changed(case.orders), changed(case.backward_orders)
         if by == (case.orders, case.backward_orders):
             return case
-        # On a GPU it is for rows in host memory. Nothing but what is multiplied can pass by.
+        # On a GPU it is for rows in host memory. Nothing but what is multiplied can
+        # pass by.
         return replace(
             case, orders=by[0], backward_orders=by[1], dropout=0.0, lse_grad=None,
             residency="host" if self.on_cuda else case.residency,
@@ -340,15 +401,17 @@ class _Drawing:
 
 
 def _few_strides(case: Case) -> Case:
-    """Strides that are 1, and those that are multiples of 16, are compiled for: of inputs, of
-    statistics and of masks."""
+    """Strides that are 1, and those that are multiples of 16, are compiled for: of
+    inputs, of statistics and of masks."""
     if case.n_queries > 1 or case.mask is not None:
         case = replace(case, n_queries=_or_odd(case.n_queries))
     if case.mask is not None:
         case = replace(case, n_keys=_or_odd(case.n_keys))
     odd = {"sliced", "overlapping"}  # all four, or none: where rows do not lie in words
     if odd & {*case.layouts}:
-        case = replace(case, layouts=("sliced" if case.layouts[0] in odd else "plain",) * 4)
+        case = replace(
+            case, layouts=("sliced" if case.layouts[0] in odd else "plain",) * 4
+        )
     return case
 
 

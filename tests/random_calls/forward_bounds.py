@@ -91,9 +91,12 @@ class ForwardBounds:
         return rounding.dropout_scale * (probability_errors @ self.exact.value.abs())
 
     def output_bound(self, dtype: torch.dtype) -> torch.Tensor:
-        """(b, h, n, dv), for an output of ``dtype``; a task's output is of the inputs' dtype."""
+        """(b, h, n, dv), for an output of ``dtype``; a task's output is of the inputs'
+        dtype."""
         last_rounding = unit_roundoff(dtype) * self.exact.out.abs()
-        return self.output_error + last_rounding + max(smallest(dtype), self.rounding.t_in)
+        return (
+            self.output_error + last_rounding + max(smallest(dtype), self.rounding.t_in)
+        )
 
     def output_sum_error(self) -> torch.Tensor:
         """(b, h, n, dv), allowed only as far as torch needs it."""

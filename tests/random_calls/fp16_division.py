@@ -1,7 +1,9 @@
-"""By how much the fp16 backward divides upstream gradients of a head, lest dS or sums overflow.
+"""By how much the fp16 backward divides upstream gradients of a head, lest dS or sums
+overflow.
 
-The arithmetic is that of kernels/scaling.py and execution/scaling.py. Small elements are divided
-along, and may be lost as too small: docs/random-call-bounds.md, "Divided gradients".
+The arithmetic is that of kernels/scaling.py and execution/scaling.py. Small elements
+are divided along, and may be lost as too small: docs/random-call-bounds.md, "Divided
+gradients".
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ _LARGEST = torch.finfo(torch.float16).max
 # A pass divides so that |dS| is at most 2**15, so at least 2**14.
 _LARGEST_GRAD_S = 2.0**15
 _STEP_BITS = 8
-# Exponents of the three columns that carry a gradient of the log-sum-exp (call/lse_columns.py).
+# Exponents of the three columns that carry a gradient of the log-sum-exp
+# (call/lse_columns.py).
 _SMALLEST_EXPONENT = -14
 _LARGEST_EXPONENT = 15
 
 
 def grad_s_limit(
-    grad_out: torch.Tensor, value: torch.Tensor, grad_lse: torch.Tensor | None, n_shared: int
+    grad_out: torch.Tensor,
+    value: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    n_shared: int,
 ) -> torch.Tensor:
-    """The bound of |dS| that a head's divisor is computed from: 2 |dO| |V| of its largest rows, and
-    twice |dO| at least.
+    """The bound of |dS| that a head's divisor is computed from: 2 |dO| |V| of its
+    largest rows, and twice |dO| at least.
 
     A gradient of the log-sum-exp is in three columns of dO, beside a column of 1 in V.
 
@@ -34,7 +40,8 @@ def grad_s_limit(
         grad_lse: (b, h, n), 0 in rows without keys; or None.
 
     Returns:
-        (b, h, 1, 1), the same in query heads that share a key head; 0 if there is no row.
+        (b, h, 1, 1), the same in query heads that share a key head; 0 if there is no
+        row.
     """
     if not grad_out.numel() or not value.numel():
         return grad_out.new_zeros((*grad_out.shape[:2], 1, 1))
@@ -56,11 +63,12 @@ def grad_s_limit(
 def sum_divisor(
     limit: torch.Tensor, gradients: Sequence[torch.Tensor], n_shared: int
 ) -> torch.Tensor:
-    """The divisor on top of that of dS, because the sum over pairs overflows; (b, h, 1, 1).
+    """The divisor on top of that of dS, because the sum over pairs overflows; (b, h, 1,
+    1).
 
     |dS| of one pair may be 2**15. Where the gradient in those units is beyond the largest number of
-    fp16, the head takes as many steps of 2**8 as bring the gradient back. The gradient here is the
-    whole sum: parts that are larger than the whole are not allowed for.
+    fp16, the head takes as many steps of 2**8 as bring the gradient back. The gradient
+    here is the whole sum: parts that are larger than the whole are not allowed for.
 
     Args:
         limit: of ``grad_s_limit``.

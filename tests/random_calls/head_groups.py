@@ -13,7 +13,8 @@ def sum_of_group(tensor: torch.Tensor, n_shared: int) -> torch.Tensor:
 
 
 def largest_of_group(tensor: torch.Tensor, n_shared: int) -> torch.Tensor:
-    """(b, h, ...) -> (b, h, ...): for each query head the largest among those of its key head."""
+    """(b, h, ...) -> (b, h, ...): for each query head the largest among those of its
+    key head."""
     if n_shared <= 1:
         return tensor
     largest = tensor.unflatten(1, (-1, n_shared)).amax(2)
@@ -21,5 +22,6 @@ def largest_of_group(tensor: torch.Tensor, n_shared: int) -> torch.Tensor:
 
 
 def first_of_group(tensor: torch.Tensor, n_shared: int) -> torch.Tensor:
-    """(b, h, ...) -> (b, kv_heads, ...), of what is the same in all query heads of a key head."""
+    """(b, h, ...) -> (b, kv_heads, ...), of what is the same in all query heads of a
+    key head."""
     return tensor[:, ::n_shared]

@@ -10,7 +10,11 @@ import torch
 from helpers.attention import attention, gradients
 
 import quorum_attention as qa
-from quorum_attention.kernels.kit import from_lse_function, from_score_mod, sliding_window
+from quorum_attention.kernels.kit import (
+    from_lse_function,
+    from_score_mod,
+    sliding_window,
+)
 from random_calls.case import Case, Scores
 from random_calls.tensors import slopes_of
 
@@ -35,21 +39,27 @@ def _wide(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def wide(*tensors, is_causal, scale):
         work = torch.promote_types(tensors[0].dtype, torch.float32)
-        return function(*(t.to(work) for t in tensors), is_causal=is_causal, scale=scale)
+        return function(
+            *(t.to(work) for t in tensors), is_causal=is_causal, scale=scale
+        )
 
     return wide
 
 
 @cache
 def _function(explicit: bool) -> Any:
-    return from_lse_function(_wide(attention), backward=_wide(gradients) if explicit else None)
+    return from_lse_function(
+        _wide(attention), backward=_wide(gradients) if explicit else None
+    )
 
 
 @cache
 def _scores(native: bool, scores: Scores, heads: int, device: str) -> Any:
     slopes = slopes_of(heads).to(device) if heads else None
     if native:
-        return qa.NativeKernel(window=scores.window, softcap=scores.softcap, alibi_slopes=slopes)
+        return qa.NativeKernel(
+            window=scores.window, softcap=scores.softcap, alibi_slopes=slopes
+        )
 
     def modified(score, b, h, q, k):
         if scores.softcap is not None:

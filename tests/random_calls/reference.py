@@ -1,8 +1,9 @@
-"""What a call should return, in float64, and how far off finite arithmetic may leave it.
+"""What a call should return, in float64, and how far off finite arithmetic may leave
+it.
 
-The results are those of ``helpers.equations``, which shares nothing with the package. The error
-bounds are first-order, element by element, from the data alone; docs/random-call-bounds.md lists
-their formulae.
+The results are those of ``helpers.equations``, which shares nothing with the package.
+The error bounds are first-order, element by element, from the data alone;
+docs/random-call-bounds.md lists their formulae.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from random_calls.head_groups import sum_of_group
 from random_calls.rounding import rounding_of
 from random_calls.tensors import DTYPES, CallInputs, slopes_of
 
-# Pairs of queries and keys from which on a GPU is the quicker one: it takes 3 ms of any case on an
-# H200, a core beside it 2 ms of 5,000 pairs, 7 of 60,000 and 20 of 145,000.
+# Pairs of queries and keys from which on a GPU is the quicker one: it takes 3 ms of any
+# case on an H200, a core beside it 2 ms of 5,000 pairs, 7 of 60,000 and 20 of 145,000.
 _PAIRS_FOR_A_GPU = 50_000
 # Kernels made of users' functions round the gradient of each rectangle.
 _RECTANGLES = 8
@@ -45,9 +46,9 @@ class BoundedResult:
 def place(case: Case, compute: torch.device) -> torch.device:
     """Where a reference is computed.
 
-    On the CPU if the case is small: each step takes some microseconds there, and a GPU that serves
-    many processes has to be waited for at each question. Both agree to 1e-14 of the largest
-    element.
+    On the CPU if the case is small: each step takes some microseconds there, and a GPU
+    that serves many processes has to be waited for at each question. Both agree to
+    1e-14 of the largest element.
     """
     return compute if case.pairs >= _PAIRS_FOR_A_GPU else torch.device("cpu")
 
@@ -65,8 +66,11 @@ class Reference:
         grad_out: dO in float64, (b, h, n, dv).
     """
 
-    def __init__(self, case: Case, inputs: CallInputs, where: torch.device | None = None) -> None:
-        """Compute the forward; on the device of the inputs unless ``where`` is another."""
+    def __init__(
+        self, case: Case, inputs: CallInputs, where: torch.device | None = None
+    ) -> None:
+        """Compute the forward; on the device of the inputs unless ``where`` is
+        another."""
         self.case = case
         self.inputs = inputs if where is None else inputs.on(where)
         self.dtype = DTYPES[case.dtype]
@@ -88,7 +92,9 @@ class Reference:
         )
         softcap = case.scores.softcap if case.rules is None else case.rules.softcap
         self.bounds = ForwardBounds(self.exact, self.rounding, softcap, slopes)
-        self.grad_out = self.inputs.grad_out.detach().double().reshape(self.exact.out.shape)
+        self.grad_out = (
+            self.inputs.grad_out.detach().double().reshape(self.exact.out.shape)
+        )
 
     def _in_call_shape(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(*self.case.batch, *tensor.shape[1:])
@@ -96,8 +102,8 @@ class Reference:
     def _bounded(
         self, exact: torch.Tensor, bound: torch.Tensor, like_torch: torch.Tensor | float
     ) -> BoundedResult:
-        """A result (b, ...) with the call's batch dimensions; ``like_torch``: what the loose bound
-        has on top."""
+        """A result (b, ...) with the call's batch dimensions; ``like_torch``: what the
+        loose bound has on top."""
         return BoundedResult(
             self._in_call_shape(exact),
             self._in_call_shape(bound),
@@ -116,10 +122,12 @@ class Reference:
     def _gradients(
         self, out: torch.Tensor | None = None
     ) -> tuple[equations.Gradients, dict[str, torch.Tensor]]:
-        """All gradients where delta = rowsum(dO * ``out``); those of query, key and value once
-        more, by key head."""
+        """All gradients where delta = rowsum(dO * ``out``); those of query, key and
+        value once more, by key head."""
         inputs = self.inputs
-        gradients = equations.backward(self.exact, inputs.grad_out, inputs.grad_lse, out)
+        gradients = equations.backward(
+            self.exact, inputs.grad_out, inputs.grad_lse, out
+        )
         by_key_head = {
             "grad_query": gradients.query,
             "grad_key": sum_of_group(gradients.key, self.rounding.n_shared),
@@ -128,9 +136,12 @@ class Reference:
         return gradients, by_key_head
 
     def gradients_with_delta_of(self, out: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gradients in float64 where delta is formed of ``out``, which may be rounded."""
+        """The gradients in float64 where delta is formed of ``out``, which may be
+        rounded."""
         _, by_key_head = self._gradients(out)
-        return {name: self._in_call_shape(tensor) for name, tensor in by_key_head.items()}
+        return {
+            name: self._in_call_shape(tensor) for name, tensor in by_key_head.items()
+        }
 
     def _grad_s_limit(self, gradients: equations.Gradients) -> torch.Tensor:
         """The bound of |dS| that fp16 gradients are divided by; 0 in other dtypes."""
@@ -140,8 +151,11 @@ class Reference:
         n_shared = self.rounding.n_shared
         return grad_s_limit(self.grad_out, self.exact.value, grad_lse, n_shared)
 
-    def backward(self, dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, BoundedResult]:
-        """The gradients of query, key and value, of ``dtype``, and those of mask and sinks.
+    def backward(
+        self, dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> dict[str, BoundedResult]:
+        """The gradients of query, key and value, of ``dtype``, and those of mask and
+        sinks.
 
         Args:
             dtype: of the gradients.
@@ -196,7 +210,10 @@ class Reference:
         grad_s = bounds.gradients.scores
         exact = self._sum_to_mask(grad_s)
         sizes = self._sum_to_mask(grad_s.abs())
-        bound = self._sum_to_mask(without_inf(bounds.grad_s_error)) + 3 * self.rounding.a * sizes
+        bound = (
+            self._sum_to_mask(without_inf(bounds.grad_s_error))
+            + 3 * self.rounding.a * sizes
+        )
         bound = bound + last_rounding(exact, mask.dtype)
         if self.rounding.sum_keys:
             n_terms = grad_s.numel() // max(1, exact.numel())

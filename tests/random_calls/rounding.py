@@ -1,4 +1,5 @@
-"""How coarse the arithmetic of one call is: unit roundoffs, and the smallest numbers of dtypes."""
+"""How coarse the arithmetic of one call is: unit roundoffs, and the smallest numbers of
+dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from random_calls.tensors import DTYPES
 
 # The constant of accumulated roundings: sums of some hundred terms, a few merges.
 SUMS = 4.0
-# The relative error of an exponential meant for 16-bit results (torch's on a CPU: 3e-5 seen).
+# The relative error of an exponential meant for 16-bit results (torch's on a CPU: 3e-5
+# seen).
 SHORT_EXPONENTIAL = 2.0**-13
 
 
@@ -23,8 +25,8 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def smallest(dtype: torch.dtype) -> float:
     """The most that a number loses because it is too small for a dtype.
 
-    In fp16 half the smallest subnormal number. In other dtypes the smallest normal number, because
-    exponentials and processors take smaller ones for zero.
+    In fp16 half the smallest subnormal number. In other dtypes the smallest normal
+    number, because exponentials and processors take smaller ones for zero.
     """
     info = torch.finfo(dtype)
     if dtype == torch.float16:
@@ -41,9 +43,11 @@ class Rounding:
         u_acc: unit roundoff of the dtype that sums are accumulated in.
         a: SUMS times ``u_acc``.
         t_in: the smallest number of the inputs' dtype.
-        e_exp: relative error of an exponential beyond its rounding, 0 but for 16-bit inputs.
-        sum_keys, sum_rows: error of the reference's own sums over keys, and over the rows of a key
-            head, in units of the sizes of their terms; 0 but for float64 inputs.
+        e_exp: relative error of an exponential beyond its rounding, 0 but for 16-bit
+            inputs.
+        sum_keys, sum_rows: error of the reference's own sums over keys, and over the
+            rows of a key head, in units of the sizes of their terms; 0 but for float64
+            inputs.
         dropout_scale: 1 / (1 - dropout), the largest factor Z of a pair.
         n_shared: query heads that share a key head.
     """

@@ -31,8 +31,8 @@ class Verdict:
     """What became of a case.
 
     Attributes:
-        outcome: "right", "refused", "ran out" (of memory, where allocations were inputs to fail),
-            "wrong".
+        outcome: "right", "refused", "ran out" (of memory, where allocations were inputs
+            to fail), "wrong".
         wrong: one line for everything that is: its kind, a colon, and words.
         refusal: the message, its numbers taken out.
     """
@@ -53,12 +53,15 @@ class Verdict:
         return [line.partition(":")[0] for line in self.wrong]
 
     def __str__(self) -> str:
-        return "\n  ".join([f"{self.outcome}: {self.case}", *self.wrong, self.refusal]).strip()
+        return "\n  ".join(
+            [f"{self.outcome}: {self.case}", *self.wrong, self.refusal]
+        ).strip()
 
 
 def check_seed(seed: int, device: str = "cpu", **options: Any) -> Verdict:
-    """The verdict on the case of a seed; ``options``: of ``draw``. Where the check itself raises
-    (in the reference, in torch's call, on a lost device) the case is wrong."""
+    """The verdict on the case of a seed; ``options``: of ``draw``. Where the check
+    itself raises (in the reference, in torch's call, on a lost device) the case is
+    wrong."""
     case = draw(seed, device, **options)
     try:
         return check(case, device)
@@ -97,7 +100,8 @@ def check(case: Case, device: str = "cpu") -> Verdict:
 
 
 def _judge_error(verdict: Verdict, error: Exception) -> None:
-    """Whether a call may end with this error: out of memory that a case plans, or a refusal."""
+    """Whether a call may end with this error: out of memory that a case plans, or a
+    refusal."""
     if isinstance(error, qa.BudgetError):
         # A budget here is what the call itself has named, or more.
         verdict.add("refuses the budget that it named", _first_line(error))
@@ -110,7 +114,10 @@ def _judge_error(verdict: Verdict, error: Exception) -> None:
         verdict.outcome = "refused"
         text = re.sub(r"\d+(\.\d+)?", "#", _first_line(error))
         verdict.refusal = f"{type(error).__name__}: {text}"
-        if "quorum_attention" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+        if (
+            "quorum_attention"
+            not in traceback.extract_tb(error.__traceback__)[-1].filename
+        ):
             # Raised by torch or Python on our behalf: no refusal, but an accident.
             verdict.add(f"raises {type(error).__name__}", _raised(error))
     else:
@@ -138,7 +145,9 @@ def _perform(
 
 def _raised(error: BaseException) -> str:
     frames = list(traceback.extract_tb(error.__traceback__))
-    where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames[-4:]))
+    where = " < ".join(
+        f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames[-4:])
+    )
     return f"{_first_line(error)} ({where})"
 
 
@@ -190,7 +199,11 @@ def _dtypes_asked_for(case: Case, inputs: CallInputs) -> dict[str, torch.dtype]:
 
 
 def _judged(
-    case: Case, inputs: CallInputs, done: CallResults, compute: torch.device, only: str = ""
+    case: Case,
+    inputs: CallInputs,
+    done: CallResults,
+    compute: torch.device,
+    only: str = "",
 ) -> Iterator[tuple[str, Deviation | None]]:
     """Each result, or ``only`` one, and what is wrong with it."""
     results = done.results
@@ -249,7 +262,9 @@ def judge(
             return Deviation("rows without keys", _where(is_wrong, got, exact))
     is_broken = ~_is_number(name, got)
     is_number = _is_number(name, exact)
-    deviation = _judge_infinite(name, got, is_broken & is_number, expected, largest, yardstick)
+    deviation = _judge_infinite(
+        name, got, is_broken & is_number, expected, largest, yardstick
+    )
     if deviation is not None:
         return deviation
     is_wrong = ~is_number & ~is_broken
@@ -277,7 +292,8 @@ def _judge_infinite(
 ) -> Deviation | None:
     """Judge elements that are infinite or NaN, and finite in the exact result.
 
-    A number beyond the dtype's ``largest`` may be infinite, as far as torch's own error may reach.
+    A number beyond the dtype's ``largest`` may be infinite, as far as torch's own error
+    may reach.
     """
     sizes = expected.exact.abs()
     is_wrong = is_broken & (sizes + ALLOWED * expected.bound < largest)
@@ -298,7 +314,8 @@ def _judge_errors(
     expected: BoundedResult,
     yardstick: Yardstick,
 ) -> Deviation | None:
-    """Judge the errors of elements by their bounds, and by torch's own errors if these fail."""
+    """Judge the errors of elements by their bounds, and by torch's own errors if these
+    fail."""
     ratio = _ratio(errors, expected.bound)
     if float(ratio.max()) <= ALLOWED:
         return None
@@ -325,7 +342,8 @@ def _where(
     exact: torch.Tensor,
     ratio: torch.Tensor | None = None,
 ) -> str:
-    """How many elements are wrong, and one of them: the first, or that of the largest ratio."""
+    """How many elements are wrong, and one of them: the first, or that of the largest
+    ratio."""
     candidates = is_wrong if ratio is None else ratio == ratio.max()
     index = tuple(candidates.nonzero()[0].tolist())
     words = f"{int(is_wrong.sum())} of {is_wrong.numel()} elements, at {index} "
@@ -335,13 +353,16 @@ def _where(
     return f"{words}, {float(ratio.max()):.3g} times the bound"
 
 
-def _happens_again(case: Case, inputs: CallInputs, name: str, compute: torch.device) -> bool:
-    """Whether a result is as far off in most of its neighbours, by their own references.
+def _happens_again(
+    case: Case, inputs: CallInputs, name: str, compute: torch.device
+) -> bool:
+    """Whether a result is as far off in most of its neighbours, by their own
+    references.
 
-    Rows that are all alike are rounded alike: their sum is a single draw of a rounding, and so is
-    torch's, and of a hundred thousand pairs of draws some are far apart. What is less exact than
-    torch is so again with values and upstream gradients some per cent apart. Asked only of errors
-    that a rounded output accounts for.
+    Rows that are all alike are rounded alike: their sum is a single draw of a rounding,
+    and so is torch's, and of a hundred thousand pairs of draws some are far apart. What
+    is less exact than torch is so again with values and upstream gradients some per
+    cent apart. Asked only of errors that a rounded output accounts for.
     """
     case = replace(case, failure=None)
     n_deviations = 0
@@ -353,8 +374,11 @@ def _happens_again(case: Case, inputs: CallInputs, name: str, compute: torch.dev
     return n_deviations > _AGAIN // 2
 
 
-def _cut(case: Case, inputs: CallInputs, compute: torch.device, done: CallResults) -> Cut | None:
-    """How the forward of a call was cut; the call is made again if it was not reported."""
+def _cut(
+    case: Case, inputs: CallInputs, compute: torch.device, done: CallResults
+) -> Cut | None:
+    """How the forward of a call was cut; the call is made again if it was not
+    reported."""
     if done.report is None:
         reported = replace(case, reported=True, failure=None)
         done = _perform(reported, inputs, compute, CallResults())

@@ -10,14 +10,17 @@ import torch
 import quorum_attention as qa
 from random_calls.case import Case, Mask, Rules
 
-DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+DTYPES = {
+    name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")
+}
 
 NAMES = ("query", "key", "value")
 
 
 @dataclass
 class Memory:
-    """Memory that a call may only read, or write as far as ``view`` reaches, and what was in it."""
+    """Memory that a call may only read, or write as far as ``view`` reaches, and what
+    was in it."""
 
     name: str
     base: torch.Tensor
@@ -29,9 +32,13 @@ class Memory:
     def changed(self) -> bool:
         """Whether anything but the view has changed; undoes the view, so asked last."""
         if (view := self.view) is not None:
-            same_place = self.copy.as_strided(view.shape, view.stride(), view.storage_offset())
+            same_place = self.copy.as_strided(
+                view.shape, view.stride(), view.storage_offset()
+            )
             view.detach().copy_(same_place)
-        bits = (t.detach().reshape(-1).view(torch.uint8) for t in (self.base, self.copy))
+        bits = (
+            t.detach().reshape(-1).view(torch.uint8) for t in (self.base, self.copy)
+        )
         return not torch.equal(*bits)
 
 
@@ -119,8 +126,8 @@ def make(case: Case, device: torch.device) -> CallInputs:
 def _packed(
     tensors: list[torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(memory, views of query, key and value): (..., tokens, 3, heads, width), as one projection
-    makes them."""
+    """(memory, views of query, key and value): (..., tokens, 3, heads, width), as one
+    projection makes them."""
     token_major = [tensor.movedim(-3, -2) for tensor in tensors]
     base = torch.stack(token_major, dim=-3).to(device)
     return base, [base.select(-3, i).movedim(-2, -3) for i in range(3)]
@@ -132,11 +139,14 @@ def _grad_lse(case: Case, device: torch.device) -> torch.Tensor | None:
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     generator = torch.Generator().manual_seed(case.seed + 1)
     shape = (*case.batch, case.heads, case.n_queries)
-    return case.lse_grad * torch.randn(shape, generator=generator, dtype=dtype).to(device)
+    return case.lse_grad * torch.randn(shape, generator=generator, dtype=dtype).to(
+        device
+    )
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(memory, view of it that equals ``tensor``); expanded ones equal its first entry."""
+    """(memory, view of it that equals ``tensor``); expanded ones equal its first
+    entry."""
     *lead, n, d = tensor.shape
     # Within larger rows and columns: how many, and where.
     within = {
@@ -167,7 +177,9 @@ def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
         # Rows that begin within the row before, as windows over a signal do.
         step = min(3, d)
         base = tensor.flatten()[: (lead[-1] * n - 1) * step + d].clone()
-        return base, base.as_strided(tensor.shape, (*(0 for _ in lead[1:]), n * step, step, 1))
+        return base, base.as_strided(
+            tensor.shape, (*(0 for _ in lead[1:]), n * step, step, 1)
+        )
     firsts = {
         "expanded heads": (..., slice(0, 1), slice(None), slice(None)),
         "expanded rows": (..., slice(0, 1), slice(None)),
@@ -185,14 +197,17 @@ def _normal(g: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=g, dtype=torch.float64)
 
 
-def _contents(case: Case, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _contents(
+    case: Case, g: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     b, nq, nk, d = case.batch, case.n_queries, case.n_keys, case.head_dim
     q, k = _normal(g, *b, case.heads, nq, d), _normal(g, *b, case.kv_heads, nk, d)
     v = _normal(g, *b, case.kv_heads, nk, case.value_dim)
     pick = int(torch.randint(max(1, nk), (), generator=g))
     match case.content:
         case "sink" | "sinks":
-            # A direction that every query looks in, and one key, or some, that lie far out in it.
+            # A direction that every query looks in, and one key, or some, that lie far
+            # out in it.
             u = torch.nn.functional.normalize(_normal(g, d), dim=-1)
             q = 6 * u + 0.3 * q
             if nk:
@@ -205,7 +220,9 @@ def _contents(case: Case, g: torch.Generator) -> tuple[torch.Tensor, torch.Tenso
             if nk:
                 rows = torch.randint(nk, (nq,), generator=g)
                 shared = case.heads // case.kv_heads if case.kv_heads else 1
-                q = k.repeat_interleave(shared, dim=-3)[..., rows, :] * (1 + 3 * (pick % 3))
+                q = k.repeat_interleave(shared, dim=-3)[..., rows, :] * (
+                    1 + 3 * (pick % 3)
+                )
         case "large scores":
             q = q * (600 / 3)
         case "tiny":
@@ -217,7 +234,9 @@ def _contents(case: Case, g: torch.Generator) -> tuple[torch.Tensor, torch.Tenso
         case "offset values":
             v = 30 + 0.1 * v
         case "spread rows":
-            q = q * torch.exp2(torch.randint(-6, 5, (*b, case.heads, nq, 1), generator=g).double())
+            q = q * torch.exp2(
+                torch.randint(-6, 5, (*b, case.heads, nq, 1), generator=g).double()
+            )
             v = v * torch.exp2(
                 torch.randint(-6, 5, (*b, case.kv_heads, nk, 1), generator=g).double()
             )
@@ -269,21 +288,32 @@ def _mask(case: Case, mask: Mask, g: torch.Generator) -> torch.Tensor:
         case "nothing":
             keep = torch.zeros(shape, dtype=torch.bool)
         case "lowest" if torch.cuda.is_available():
-            # Kernels there take a row of such scores alone for one without keys (docs/kernels.md).
+            # Kernels there take a row of such scores alone for one without keys
+            # (docs/kernels.md).
             keep[..., :1] = True
     if mask.kind == "bool":
         made = keep
     else:
         dtype = _dtype_of(case, mask)
-        # A mask is added in fp32, beside float64 in float64: lower numbers are -inf there.
-        added = dtype if case.dtype == "float64" or dtype != torch.float64 else torch.float32
+        # A mask is added in fp32, beside float64 in float64: lower numbers are -inf
+        # there.
+        added = (
+            dtype
+            if case.dtype == "float64" or dtype != torch.float64
+            else torch.float32
+        )
         off = torch.finfo(added).min if mask.content == "lowest" else -math.inf
         bias = _normal(g, *shape) * 2
         if mask.content in ("padding", "lowest"):
             bias = torch.zeros(shape, dtype=torch.float64)
         elif mask.content == "alibi":
-            apart = torch.arange(shape[-1]) - torch.arange(shape[-2])[:, None] * 0.3 - 3000
-            bias = torch.rand((*shape[:-2], 1, 1), generator=g, dtype=torch.float64) * apart
+            apart = (
+                torch.arange(shape[-1]) - torch.arange(shape[-2])[:, None] * 0.3 - 3000
+            )
+            bias = (
+                torch.rand((*shape[:-2], 1, 1), generator=g, dtype=torch.float64)
+                * apart
+            )
         elif mask.content == "shifted":
             bias = bias + 1e5 * (2 * torch.rand((*shape[:-1], 1), generator=g) - 1)
         most = torch.finfo(dtype).max / 4
@@ -323,7 +353,9 @@ def _rules(case: Case, rules: Rules, device: torch.device) -> qa.Mask:
     if rules.padding:
         padding = (torch.rand((*rows, m), generator=g) < 0.6).to(device)
     if rules.sinks:
-        sinks = (2 * torch.randn(case.heads, generator=g)).to(DTYPES[case.dtype]).to(device)
+        sinks = (
+            (2 * torch.randn(case.heads, generator=g)).to(DTYPES[case.dtype]).to(device)
+        )
     return qa.Mask(
         causal=rules.causal, offset=rules.offset, window=rules.window, chunk=rules.chunk,
         documents=documents, key_lengths=lengths, key_padding=padding, softcap=rules.softcap,
@@ -332,11 +364,17 @@ def _rules(case: Case, rules: Rules, device: torch.device) -> qa.Mask:
 
 
 def target(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: str, device: torch.device
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: str,
+    device: torch.device,
 ) -> Memory:
     """A preallocated result, full of a number that no result is."""
     pinned = layout == "pinned" and torch.cuda.is_available()
     base = torch.full(shape, -5.0, dtype=dtype, device="cpu" if pinned else device)
-    base, view = laid_out(base.pin_memory() if pinned else base, "as it is" if pinned else layout)
+    base, view = laid_out(
+        base.pin_memory() if pinned else base, "as it is" if pinned else layout
+    )
     base.fill_(-5.0)
     return Memory(name, base, view)

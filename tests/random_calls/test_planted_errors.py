@@ -1,4 +1,5 @@
-"""The random calls find what they are for: errors planted in a kernel, or around the call."""
+"""The random calls find what they are for: errors planted in a kernel, or around the
+call."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ CHANGES = {
     "scale left out": FUNCTIONS["no_scale"],
     "one key too many": FUNCTIONS["causal_one_too_many"],
     "one key too few": of_scores(lambda s, causal: masked(s, causal, 0)),
-    "last key dropped": of_scores(lambda s, causal: last(lost, masked(s, causal).mT).mT),
+    "last key dropped": of_scores(
+        lambda s, causal: last(lost, masked(s, causal).mT).mT
+    ),
     "lse in fp16": FUNCTIONS["lse_rounded_to_fp16"],
     "lse of one row": of_results(
         lambda out, lse: (out, last(lambda row: row + 0.05, lse[..., None])[..., 0])
@@ -50,20 +53,26 @@ GRADIENTS = {
         lambda *grads: grads, lambda *given: (*given[:4], 0 * given[4], given[5])
     ),
     "dK not scaled": of_gradients(lambda dq, dk, dv: (dq, dk / 0.4, dv)),
-    "dV of the last key": of_gradients(lambda dq, dk, dv: (dq, dk, last(torch.zeros_like, dv))),
+    "dV of the last key": of_gradients(
+        lambda dq, dk, dv: (dq, dk, last(torch.zeros_like, dv))
+    ),
 }
 
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("change", [*CHANGES, *GRADIENTS])
 def test_an_error_in_a_kernel_is_found(change, monkeypatch) -> None:
-    kernel = from_lse_function(CHANGES.get(change, attention), backward=GRADIENTS.get(change))
+    kernel = from_lse_function(
+        CHANGES.get(change, attention), backward=GRADIENTS.get(change)
+    )
     monkeypatch.setitem(kernels.PLANTED, change, kernel)
     found = []
     for seed in range(8):
         r = random.Random(seed)
         kv_heads, shared, widths = r.choice([1, 2]), r.choice([1, 1, 2]), (8, 16, 33)
-        sizes = [r.randint(20, 130) for _ in range(2)] + [r.choice(widths) for _ in range(2)]
+        sizes = [r.randint(20, 130) for _ in range(2)] + [
+            r.choice(widths) for _ in range(2)
+        ]
         found.append(check(Case(
             seed, r.choice([(1,), (2,)]), kv_heads * shared, kv_heads, *sizes, is_causal=True,
             scale=0.4, content=r.choice(["normal", "one hot", "sink"]), kernel=change,
@@ -80,7 +89,8 @@ def test_an_error_in_a_kernel_is_found(change, monkeypatch) -> None:
 
 @pytest.mark.parametrize("content", ["alibi", "shifted"])
 def test_a_mask_that_is_rounded_is_found(content, monkeypatch) -> None:
-    """The reference reads the mask as it is handed over, so it cannot be rounded in both."""
+    """The reference reads the mask as it is handed over, so it cannot be rounded in
+    both."""
     mask = Mask("float32", (False, True, True, True), content)
     sizes = {"heads": 2, "kv_heads": 2, "n_queries": 31, "n_keys": 47}
     cases = [Case(seed, **sizes, dtype="bfloat16", mask=mask) for seed in range(4)]
@@ -94,7 +104,16 @@ def test_a_mask_that_is_rounded_is_found(content, monkeypatch) -> None:
 
 
 PLAIN = Case(
-    5, (2,), 2, 2, 40, 40, 8, 8, results=Results(True, layout="sliced"), layouts=("sliced",) * 4
+    5,
+    (2,),
+    2,
+    2,
+    40,
+    40,
+    8,
+    8,
+    results=Results(True, layout="sliced"),
+    layouts=("sliced",) * 4,
 )
 
 
@@ -139,10 +158,14 @@ def test_harm_around_a_call_is_found(kind, case, harm, monkeypatch) -> None:
     ("dtype", "bits", "first"),
     [("float16", 8, 0), ("bfloat16", 5, 1)],  # in bfloat16 seed 0 shows nothing of it
 )
-def test_what_is_less_exact_than_torch_is_so_again(dtype, bits, first, monkeypatch) -> None:
-    """Tasks' outputs of three digits less: within what a rounded output accounts for, and found.
+def test_what_is_less_exact_than_torch_is_so_again(
+    dtype, bits, first, monkeypatch
+) -> None:
+    """Tasks' outputs of three digits less: within what a rounded output accounts for,
+    and found.
 
-    So what parts are allowed to cost (``yardstick.py``) hides no errors of its own kind.
+    So what parts are allowed to cost (``yardstick.py``) hides no errors of its own
+    kind.
     """
     usual, found = task_calls.merge_, []
 

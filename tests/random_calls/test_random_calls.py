@@ -1,7 +1,8 @@
-"""Hundreds of random calls against float64, the same each time; on a GPU where there is one.
+"""Hundreds of random calls against float64, the same each time; on a GPU where there is
+one.
 
-One of them alone: ``python -m random_calls --seed N`` with src and tests on the import path;
-``--count`` runs as many as you like.
+One of them alone: ``python -m random_calls --seed N`` with src and tests on the import
+path; ``--count`` runs as many as you like.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ REFUSALS = ("NotImplementedError: kernel '",)
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("first", range(0, CALLS, AT_ONCE))
 def test_calls(first: int) -> None:
-    """Right in every element, inputs and other memory untouched, nothing left; or refused."""
+    """Right in every element, inputs and other memory untouched, nothing left; or
+    refused."""
     print(f"seeds {first} to {first + AT_ONCE - 1} on {DEVICE}")
     wrong, outcomes = [], Counter()
     for seed in range(first, first + AT_ONCE):
@@ -48,8 +50,21 @@ def test_calls(first: int) -> None:
 def test_they_are_of_every_kind() -> None:
     cases = [draw(seed, DEVICE) for seed in range(CALLS)]
     assert cases[:20] == [draw(seed, DEVICE) for seed in range(20)]
-    planned = {one.levels for c in cases for one in (c.orders, c.backward_orders) if one}
-    assert {(), (1,), (3,), (7,), (13,), (21,), (31,), (1, 7), (7, 7), (3, 3)} <= planned
+    planned = {
+        one.levels for c in cases for one in (c.orders, c.backward_orders) if one
+    }
+    assert {
+        (),
+        (1,),
+        (3,),
+        (7,),
+        (13,),
+        (21,),
+        (31,),
+        (1, 7),
+        (7, 7),
+        (3, 3),
+    } <= planned
     for least, what in (
         (3, lambda c: c.route), (4, lambda c: c.dtype), (10, lambda c: c.content),
         (9, lambda c: c.grad), (6, lambda c: c.kernel), (6, lambda c: c.batch),
@@ -82,7 +97,8 @@ def test_they_are_of_every_kind() -> None:
 def test_processes_tell_of_each_seed_and_of_those_that_they_died_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Python runs ``sitecustomize`` first: here it ends the process that draws seed 15."""
+    """Python runs ``sitecustomize`` first: here it ends the process that draws seed
+    15."""
     source = Path(quorum_attention.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{source}:{Path(__file__).parents[1]}")
     (tmp_path / "sitecustomize.py").write_text(

@@ -1,10 +1,11 @@
 """torch's own attention of the same inputs in the same dtype: how far off it is.
 
-A cut call is as good as the kernel it wraps, so what torch's own call loses, with head dimensions
-and heads as they are or brought to what its fused kernels take, is no fault of ours. fp16 gradients
-of which the largest have to be divided lest they overflow are held against torch's, divided as
-much. Where few numbers are at stake torch may be lucky: then its neighbours are asked too, the same
-case with values and upstream gradients some per cent apart.
+A cut call is as good as the kernel it wraps, so what torch's own call loses, with head
+dimensions and heads as they are or brought to what its fused kernels take, is no fault
+of ours. fp16 gradients of which the largest have to be divided lest they overflow are
+held against torch's, divided as much. Where few numbers are at stake torch may be
+lucky: then its neighbours are asked too, the same case with values and upstream
+gradients some per cent apart.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _NEIGHBOURS = 8
 # Others who are asked; after them cuDNN.
 _OTHERS = 2 + _NEIGHBOURS
 _QUICK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Kernels of vendors, whose outputs of parts are of the inputs' dtype. What else there is merges in
-# fp32.
+# Kernels of vendors, whose outputs of parts are of the inputs' dtype. What else there
+# is merges in fp32.
 _ROUNDING = ("cpu", "fa4", "cudnn", "flash", "efficient")
 Results = dict[str, torch.Tensor]
 
@@ -42,17 +43,20 @@ Cut = tuple[str, tuple[int, ...]]
 
 
 def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
-    """The output in float64, but that those of the very parts of a call's keys are rounded to 16
-    bits before they are merged, as docs/limits.md says: sum_p w_p round(O_p), rounded again.
+    """The output in float64, but that those of the very parts of a call's keys are
+    rounded to 16 bits before they are merged, as docs/limits.md says: sum_p w_p
+    round(O_p), rounded again.
 
-    A backward forms D = rowsum(dO * O) of it. In a row of nearly one key dP - D is little but those
-    roundings, and torch's error of the uncut call says nothing of the second.
+    A backward forms D = rowsum(dO * O) of it. In a row of nearly one key dP - D is
+    little but those roundings, and torch's error of the uncut call says nothing of the
+    second.
     """
     case = reference.case
     p = reference.exact.p
     value = reference.exact.value
     orders = case.orders
-    # If the planner has chosen, the edges of chunks may be others: as many, and as large.
+    # If the planner has chosen, the edges of chunks may be others: as many, and as
+    # large.
     is_planned = orders.how == "plan"
     layout = orders.layout if is_planned else "aligned"
     tile = orders.tile if is_planned else 128
@@ -93,22 +97,24 @@ class Yardstick:
         cut: Callable[[], Cut | None] | None = None,
     ) -> None:
         # torch's gradients are those of the output alone.
-        inputs = replace(inputs if compute is None else inputs.on(compute), grad_lse=None)
+        inputs = replace(
+            inputs if compute is None else inputs.on(compute), grad_lse=None
+        )
         self.case, self.inputs, self.dtypes = case, inputs, dtypes
         self.where = place(case, inputs.query.device)
         self._cut = cut
         self._errors: list[Results] = []
 
     def errors(self, name: str, wanted: BoundedResult) -> Iterator[torch.Tensor]:
-        """Torch's largest error by head, broadcastable to the result: of the call, and then never
-        smaller, what it comes to with another path and with neighbours."""
+        """Torch's largest error by head, broadcastable to the result: of the call, and
+        then never smaller, what it comes to with another path and with neighbours."""
         largest = wanted.exact.new_zeros(())
         rules = self.case.rules
         unlike = rules is not None and (rules.softcap is not None or rules.sinks)
         unlike = unlike or self.case.scores != Scores() or bool(self.case.dropout)
         if unlike or rules is not None or name == "grad_mask":
-            # torch has no such call, or another kernel for it, or drops others: what a rounded
-            # output may cost by itself.
+            # torch has no such call, or another kernel for it, or drops others: what a
+            # rounded output may cost by itself.
             largest = wanted.loose_bound
             yield largest
         if unlike:
@@ -145,27 +151,33 @@ class Yardstick:
         for results in _others(self.case, inputs, number):
             for name, found in results.items():
                 off = _head_errors(found, wanted[name])
-                errors[name] = torch.maximum(errors[name], off) if name in errors else off
+                errors[name] = (
+                    torch.maximum(errors[name], off) if name in errors else off
+                )
         return errors
 
 
 def _head_errors(result: torch.Tensor, expected: BoundedResult) -> torch.Tensor:
     """The largest error of each head of a result of torch's.
 
-    If an error is not finite, or more than such arithmetic can account for, torch is wrong itself.
-    Then the error is the loose bound.
+    If an error is not finite, or more than such arithmetic can account for, torch is
+    wrong itself. Then the error is the loose bound.
     """
     is_finite = expected.exact.isfinite()
-    errors = (result.to(expected.exact) - expected.exact).abs().masked_fill(~is_finite, 0.0)
+    errors = (
+        (result.to(expected.exact) - expected.exact).abs().masked_fill(~is_finite, 0.0)
+    )
     errors = torch.where(errors.isnan(), torch.inf, errors)
-    # If a mask of the lowest numbers leaves no bound, there is nothing to hold torch to.
+    # If a mask of the lowest numbers leaves no bound, there is nothing to hold torch
+    # to.
     loose = torch.where(expected.loose_bound.isnan(), torch.inf, expected.loose_bound)
     errors = torch.minimum(errors, loose).nan_to_num(nan=0.0, posinf=0.0)
     return errors.amax((-2, -1), keepdim=True) if errors.numel() else errors
 
 
 def neighbour(case: Case, inputs: CallInputs, number: int) -> CallInputs:
-    """The same with values and upstream gradients some per cent apart, a way for every number."""
+    """The same with values and upstream gradients some per cent apart, a way for every
+    number."""
     generator = torch.Generator().manual_seed(case.seed * 100 + number)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,7 +204,11 @@ def _others(case: Case, inputs: CallInputs, number: int) -> Iterator[Results]:
         if inputs.query.is_cuda:
             # The same operator: what it rounds, how small its scale may be.
             yield ask(_fused, by=[SDPBackend.EFFICIENT_ATTENTION])
-        divided = _divided(inputs) if case.dtype == "float16" and case.route != "forward" else 0
+        divided = (
+            _divided(inputs)
+            if case.dtype == "float16" and case.route != "forward"
+            else 0
+        )
         if divided > 0:
             yield ask(_fused, divided=divided)
 
@@ -209,8 +225,8 @@ def _call(
 
     Args:
         divided: with grad_out by so many powers of two, which is undone.
-        by: on a GPU, by these kernels of torch's; default all but cuDNN's, which takes some tenths
-            of a second for each shape.
+        by: on a GPU, by these kernels of torch's; default all but cuDNN's, which takes
+            some tenths of a second for each shape.
     """
     has_backward = case.route != "forward"
     dense = torch.contiguous_format
@@ -219,7 +235,9 @@ def _call(
         tensor.detach().clone(memory_format=dense).requires_grad_(has_backward)
         for tensor in inputs.qkv
     ]
-    backends = sdpa_kernel(list(by)) if inputs.query.is_cuda else contextlib.nullcontext()
+    backends = (
+        sdpa_kernel(list(by)) if inputs.query.is_cuda else contextlib.nullcontext()
+    )
     try:
         with warnings.catch_warnings(), backends:
             warnings.simplefilter("ignore")
@@ -229,7 +247,9 @@ def _call(
         if not has_backward:
             return results
         upstream = (inputs.grad_out * 2.0**-divided).to(DTYPES[case.dtype])
-        gradients = torch.autograd.grad(out, leaves, upstream.clone(memory_format=dense))
+        gradients = torch.autograd.grad(
+            out, leaves, upstream.clone(memory_format=dense)
+        )
         if divided:
             gradients = [gradient.double() * 2.0**divided for gradient in gradients]
         return results | dict(zip(GRADIENTS, gradients, strict=True))
@@ -244,9 +264,11 @@ def _as_it_is(case: Case, inputs: CallInputs, *three: torch.Tensor) -> torch.Ten
     return scaled_dot_product_attention(*three, mask, 0.0, is_causal, **call)
 
 
-def _fused(case: Case, inputs: CallInputs, query: torch.Tensor, *two: torch.Tensor) -> torch.Tensor:
-    """With values as wide as queries, as many key heads, four dimensions and dense rows, as its
-    fused kernels ask for."""
+def _fused(
+    case: Case, inputs: CallInputs, query: torch.Tensor, *two: torch.Tensor
+) -> torch.Tensor:
+    """With values as wide as queries, as many key heads, four dimensions and dense
+    rows, as its fused kernels ask for."""
     shared = case.heads // case.kv_heads if case.kv_heads else 1
     # Fused kernels take whole words of 16 bytes.
     wide = -(-max(case.head_dim, case.value_dim) // 8) * 8
@@ -284,9 +306,11 @@ def _scale(case: Case) -> float:
 
 
 def _divided(inputs: CallInputs) -> int:
-    """By which power of two an fp16 gradient has to be divided, lest P dO or dS overflow."""
+    """By which power of two an fp16 gradient has to be divided, lest P dO or dS
+    overflow."""
     norms = (
-        t.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for t in (inputs.grad_out, inputs.value)
+        t.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
+        for t in (inputs.grad_out, inputs.value)
     )
     gradient, value = (float(t.max()) if t.numel() else 0.0 for t in norms)
     largest = gradient * max(2 * value, 2.0)
@@ -299,7 +323,8 @@ def _mask(case: Case, inputs: CallInputs) -> tuple[torch.Tensor | None, bool]:
     if mask is None and case.rules is None:
         return None, is_causal
     if mask is not None and mask.dtype != torch.bool:
-        # The narrowest dtype that torch takes beside the inputs and that holds the mask.
+        # The narrowest dtype that torch takes beside the inputs and that holds the
+        # mask.
         dtype = torch.promote_types(mask.dtype, DTYPES[case.dtype])
         mask = mask.to(torch.float32 if case.dtype != "float64" else dtype)
         mask = mask.to(DTYPES[case.dtype]) if dtype == DTYPES[case.dtype] else mask
@@ -310,7 +335,9 @@ def _mask(case: Case, inputs: CallInputs) -> tuple[torch.Tensor | None, bool]:
     return mask, False
 
 
-def _with_rules(case: Case, inputs: CallInputs, mask: torch.Tensor | None) -> torch.Tensor:
+def _with_rules(
+    case: Case, inputs: CallInputs, mask: torch.Tensor | None
+) -> torch.Tensor:
     """The mask with what the rules and ``is_causal`` keep, (..., n, m)."""
     rows, columns = case.n_queries, case.n_keys
     kept = torch.ones(rows, columns, dtype=torch.bool)
@@ -325,11 +352,16 @@ def _with_rules(case: Case, inputs: CallInputs, mask: torch.Tensor | None) -> to
         return kept
     if mask.dtype == torch.bool:
         return mask & kept
-    return torch.where(kept, mask, torch.full((), -torch.inf, dtype=mask.dtype, device=mask.device))
+    return torch.where(
+        kept, mask, torch.full((), -torch.inf, dtype=mask.dtype, device=mask.device)
+    )
 
 
 def _in_whole_words(mask: torch.Tensor, n_keys: int) -> torch.Tensor:
-    """Rows of masks between words are more than torch's own kernels for GPUs can take, too."""
-    rows = torch.empty((*mask.shape[:-1], -(-n_keys // 16) * 16), dtype=mask.dtype, device="cuda")
+    """Rows of masks between words are more than torch's own kernels for GPUs can take,
+    too."""
+    rows = torch.empty(
+        (*mask.shape[:-1], -(-n_keys // 16) * 16), dtype=mask.dtype, device="cuda"
+    )
     rows[..., :n_keys] = mask
     return rows[..., :n_keys]

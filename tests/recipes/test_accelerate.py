@@ -41,8 +41,8 @@ def models(with_adapters: bool) -> tuple[Any, Any]:
 
 
 def accelerator() -> Any:
-    """Return Accelerate's, with FSDP2. By itself it shards on accelerators only: its state is told
-    that this is one."""
+    """Return Accelerate's, with FSDP2. By itself it shards on accelerators only: its
+    state is told that this is one."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
@@ -59,8 +59,11 @@ def accelerator() -> Any:
 
 
 def train_a_share(rank: int, store: str, folder: str, with_adapters: bool) -> None:
-    """Train on this rank's text, and compare with a plain model that is trained on all texts."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    """Train on this rank's text, and compare with a plain model that is trained on all
+    texts."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
+    )
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
     plain, changed = models(with_adapters)
@@ -87,17 +90,24 @@ def train_a_share(rank: int, store: str, folder: str, with_adapters: bool) -> No
     dist.destroy_process_group()
 
 
-def assert_saved(folder: Path, plain: Any, ids: torch.Tensor, with_adapters: bool) -> None:
-    """What was saved is loaded without this package's changes, and computes what it learned."""
+def assert_saved(
+    folder: Path, plain: Any, ids: torch.Tensor, with_adapters: bool
+) -> None:
+    """What was saved is loaded without this package's changes, and computes what it
+    learned."""
     from transformers import AutoModelForCausalLM
 
     if with_adapters:
         import peft
 
         torch.manual_seed(0)
-        loaded = peft.PeftModel.from_pretrained(tiny("llama", SIZES), folder).merge_and_unload()
+        loaded = peft.PeftModel.from_pretrained(
+            tiny("llama", SIZES), folder
+        ).merge_and_unload()
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager"
+        )
     with torch.no_grad():
         logits = loaded.eval()(input_ids=ids).logits
         expected = plain.eval()(input_ids=ids).logits
@@ -105,7 +115,9 @@ def assert_saved(folder: Path, plain: Any, ids: torch.Tensor, with_adapters: boo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_adapters", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "with_adapters", [False, True], ids=["all weights", "adapters"]
+)
 def test_two_ranks_train_and_save(with_adapters: bool, tmp_path: Path) -> None:
     """Two steps, the weights saved by one rank, loaded (adapters merged) and called."""
     if with_adapters:

@@ -1,4 +1,5 @@
-"""Quorum attention is undone where a model's results would not stay, and the summary says why."""
+"""Quorum attention is undone where a model's results would not stay, and the summary
+says why."""
 
 from __future__ import annotations
 
@@ -85,23 +86,34 @@ SHARED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "gemma3n_text"])
 def test_layers_that_slice_their_mask_take_it(kind: str) -> None:
-    """Gemma's small models compute their last layers, which share keys, for the logits that are
-    asked for; in ``generate`` of the last token alone."""
+    """Gemma's small models compute their last layers, which share keys, for the logits
+    that are asked for; in ``generate`` of the last token alone."""
     model = build(kind, SHARED)
     register(min_tokens=0)
     ours = attended(model, "quorum")
     mask = torch.ones_like(IDS)
     mask[0, :5] = 0
-    for asked in ({}, {"logits_to_keep": 3}, {"logits_to_keep": 1}, {"attention_mask": mask}):
+    for asked in (
+        {},
+        {"logits_to_keep": 3},
+        {"logits_to_keep": 1},
+        {"attention_mask": mask},
+    ):
         found, wanted = (one(IDS, **asked).logits for one in (ours, model))
         assert distance(found[:, -1], wanted[:, -1].double()) < 2e-5, asked
-    named = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "attention_mask": mask}
+    named = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "use_cache": True,
+        "attention_mask": mask,
+    }
     assert torch.equal(ours.generate(IDS, **named), model.generate(IDS, **named))
     assert ATTENTION in long_context(model, checkpoints=None).done
 
 
 def test_labels_that_a_model_hands_down_have_no_effect() -> None:
-    """Gemma 4 of images and text gives its labels to its decoder, and so to its attention."""
+    """Gemma 4 of images and text gives its labels to its decoder, and so to its
+    attention."""
     model = tiny("llama")
     wanted = model(IDS).logits
     register(min_tokens=0)
@@ -111,9 +123,18 @@ def test_labels_that_a_model_hands_down_have_no_effect() -> None:
 
 def test_all_names_are_restored() -> None:
     """Of parts too, some of which have none (MPT's, Moshi's)."""
-    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512, "vocab_size": 96}
+    sizes = {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 512,
+        "vocab_size": 96,
+    }
     model = transformers.MptForCausalLM(transformers.MptConfig(**sizes)).eval()
-    own = [model.config, *(getattr(model.config, key) for key in model.config.sub_configs)]
+    own = [
+        model.config,
+        *(getattr(model.config, key) for key in model.config.sub_configs),
+    ]
     before = [config._attn_implementation for config in own]
     wanted = model(IDS).logits
     assert ATTENTION in long_context(model, checkpoints=None).left_out
@@ -129,7 +150,9 @@ def test_other_results_are_seen() -> None:
 
     def by_name(*args: Any, **named: Any) -> Any:
         out, weights = plain(*args, **named)
-        return (out if attention.config._attn_implementation == "eager" else -out), weights
+        return (
+            out if attention.config._attn_implementation == "eager" else -out
+        ), weights
 
     attention.forward = by_name
     change = set_attention(model, register(), "")
@@ -156,7 +179,9 @@ def test_what_could_not_be_tried_is_said() -> None:
     model.model.forward = images
     change = set_attention(model, register(), "budget of 1 GiB")
     assert change.done
-    assert change.how.startswith("budget of 1 GiB; it was not tried: as it was, LlamaForCausalLM")
+    assert change.how.startswith(
+        "budget of 1 GiB; it was not tried: as it was, LlamaForCausalLM"
+    )
     assert "this model needs images" in change.how
     assert model.config._attn_implementation == "quorum"
 

@@ -1,4 +1,5 @@
-"""Checkpoints of layers that keep attention's results: computed once, wherever they are kept."""
+"""Checkpoints of layers that keep attention's results: computed once, wherever they are
+kept."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention import autograd
-from quorum_attention.recipes import checkpoints, kept_layer, layer_bytes, long_context, offload
+from quorum_attention.recipes import (
+    checkpoints,
+    kept_layer,
+    layer_bytes,
+    long_context,
+    offload,
+)
 from quorum_attention.recipes.layer_bytes import KeptBytes, OffloadSplit, split_offload
 from quorum_attention.recipes.offload import OffloadedTensor
 
@@ -31,7 +38,8 @@ SIZES = {"num_hidden_layers": LAYERS, "hidden_size": 64}
 
 
 class LateStore:
-    """Host memory of a device that is a CPU, with copies as late as the events allow."""
+    """Host memory of a device that is a CPU, with copies as late as the events
+    allow."""
 
     def __init__(self) -> None:
         self.late: list[Any] = []
@@ -81,7 +89,9 @@ def pair(kind: str = "llama", **sizes: Any) -> tuple[Any, Any]:
     return plain, model
 
 
-def in_host_memory(monkeypatch: pytest.MonkeyPatch, away: int, recomputed: int = 0) -> None:
+def in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, away: int, recomputed: int = 0
+) -> None:
     """So many bytes go to host memory, of tensors of any size."""
     monkeypatch.setattr(kept_layer, "_SMALL", 0)
     monkeypatch.setattr(offload, "_PIECE", 1000)
@@ -99,12 +109,25 @@ def in_host_memory(monkeypatch: pytest.MonkeyPatch, away: int, recomputed: int =
 
 @pytest.mark.parametrize(
     ("kind", "away", "recomputed"),
-    [("llama", 0, 0), ("gpt_oss", 1 << 30, 0), ("gemma2", 200_000, 2), ("llama", 200_000, 2)],
+    [
+        ("llama", 0, 0),
+        ("gpt_oss", 1 << 30, 0),
+        ("gemma2", 200_000, 2),
+        ("llama", 200_000, 2),
+    ],
 )
 def test_attention_runs_once_a_layer_and_results_are_the_same_bits(
-    kind: str, away: int, recomputed: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    away: int,
+    recomputed: int,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    more = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind != "llama" else {}
+    more = (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        if kind != "llama"
+        else {}
+    )
     plain, model = pair(kind, attention_dropout=0.1, **more)
     ids = torch.randint(VOCABULARY, (2, 150))
     wanted = step(plain, ids)
@@ -122,8 +145,8 @@ def test_attention_runs_once_a_layer_and_results_are_the_same_bits(
 def test_what_several_calls_of_a_layer_keep_is_counted(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on ranks: the rest of the first forward, and the next, are planned by what a layer took;
-    and a layer is computed again as a whole."""
+    """As on ranks: the rest of the first forward, and the next, are planned by what a
+    layer took; and a layer is computed again as a whole."""
     asked: list[int] = []
 
     def counted(layers: int, kept: KeptBytes, *room: int) -> OffloadSplit:
@@ -148,7 +171,8 @@ def test_what_several_calls_of_a_layer_keep_is_counted(
 def test_several_forwards_backward_again_and_autocast(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second backward computes attention again: its results were given to the first one."""
+    """A second backward computes attention again: its results were given to the first
+    one."""
     in_host_memory(monkeypatch, 1 << 30)
     plain, model = pair()
     first, second = (torch.randint(VOCABULARY, (1, n)) for n in (120, 90))
@@ -207,18 +231,24 @@ def test_an_input_written_to_is_refused(within: bool) -> None:
         run()
 
 
-def test_what_is_kept_goes_when_it_has_been_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer by layer, on the device and in host memory; and with a loss that is let go of."""
+def test_what_is_kept_goes_when_it_has_been_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layer by layer, on the device and in host memory; and with a loss that is let go
+    of."""
     in_host_memory(monkeypatch, 1 << 30)
     _, model = pair()
     ids = torch.randint(VOCABULARY, (1, 100))
     alive: list[int] = []
     for layer in model.model.layers:
-        layer.mlp.register_full_backward_hook(lambda *_: alive.append(OffloadedTensor.alive_bytes))
+        layer.mlp.register_full_backward_hook(
+            lambda *_: alive.append(OffloadedTensor.alive_bytes)
+        )
     loss = model(input_ids=ids, labels=ids).loss
     every = OffloadedTensor.alive_bytes
     loss.backward()
-    # In the last layer's MLP its results are given to the graph, its input is still there.
+    # In the last layer's MLP its results are given to the graph, its input is still
+    # there.
     assert [LAYERS * left // every for left in alive] == [3, 2, 1, 0]
     assert OffloadedTensor.alive_bytes == 0
     del loss
@@ -242,8 +272,8 @@ def test_a_copy_of_a_model_has_checkpoints_of_its_own(calls: list[int]) -> None:
 
 
 def test_each_device_has_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas of ``DataParallel`` run at the same time: a layer of one of them had the step of the
-    other, with copies on the other's stream."""
+    """Replicas of ``DataParallel`` run at the same time: a layer of one of them had the
+    step of the other, with copies on the other's stream."""
     _, model = pair()
     keep = model.model.layers[0]._gradient_checkpointing_func.func
     begun: list[str] = []
@@ -262,13 +292,17 @@ def test_each_device_has_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @settings(deadline=None)
-@given(*(st.integers(1, 50) for _ in range(3)), *(st.integers(0, 3000) for _ in range(2)))
+@given(
+    *(st.integers(1, 50) for _ in range(3)), *(st.integers(0, 3000) for _ in range(2))
+)
 def test_everything_has_a_place(
     layers: int, checkpoint: int, result: int, device: int, host: int
 ) -> None:
-    """What does not go to host memory fits the device; attention is computed again only if it must
-    be; checkpoints that fit nowhere stay on the device."""
-    away, recomputed = split_offload(layers, KeptBytes(checkpoint, result), device, host)
+    """What does not go to host memory fits the device; attention is computed again only
+    if it must be; checkpoints that fit nowhere stay on the device."""
+    away, recomputed = split_offload(
+        layers, KeptBytes(checkpoint, result), device, host
+    )
     kept = layers * checkpoint + (layers - recomputed) * result
     assert 0 <= recomputed <= layers
     assert 0 <= away <= host
@@ -280,7 +314,8 @@ def test_everything_has_a_place(
 
 
 def test_they_stay_where_a_trainer_switches_checkpoints_on(calls: list[int]) -> None:
-    """Transformers' Trainer and TRL's do so; ``every_n_layers`` leaves some layers as they are."""
+    """Transformers' Trainer and TRL's do so; ``every_n_layers`` leaves some layers as
+    they are."""
     plain, model = pair()
     ids = torch.randint(VOCABULARY, (1, 100))
     wanted = step(plain, ids)
@@ -294,8 +329,11 @@ def test_they_stay_where_a_trainer_switches_checkpoints_on(calls: list[int]) -> 
 
 
 def _sharded(rank: int, store: str) -> None:
-    """Weights sharded by layers, as Accelerate's FSDP2 does it; each rank has a text of its own."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    """Weights sharded by layers, as Accelerate's FSDP2 does it; each rank has a text of
+    its own."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
     torch.manual_seed(0)
     plain, model = pair()
     ids = torch.randint(VOCABULARY, (2, 60))
@@ -320,7 +358,9 @@ def test_a_trainer_of_transformers(calls: list[int], tmp_path: Any) -> None:
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
-    texts = [{"input_ids": (ids := torch.randint(VOCABULARY, (60,))), "labels": ids}] * 4
+    texts = [
+        {"input_ids": (ids := torch.randint(VOCABULARY, (60,))), "labels": ids}
+    ] * 4
     losses = []
     for runs, model in zip((2, 1), pair(), strict=True):
         calls.clear()

@@ -1,5 +1,6 @@
-"""The loss in chunks has the model's value and gradients whatever its output layer becomes; logits
-are there for whoever reads them; and where it cannot hold, a warning says so."""
+"""The loss in chunks has the model's value and gradients whatever its output layer
+becomes; logits are there for whoever reads them; and where it cannot hold, a warning
+says so."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def changed_copy(model: Any) -> Any:
 
 
 def assert_same_step(plain: Any, changed: Any, **asked: Any) -> Any:
-    """The losses and all gradients are the same. Returns what the changed model returned."""
+    """The losses and all gradients are the same. Returns what the changed model
+    returned."""
     asked = {"input_ids": IDS, "labels": IDS, **asked}
     outputs = [model(**asked) for model in (plain, changed)]
     torch.testing.assert_close(outputs[1].loss, outputs[0].loss)
@@ -59,7 +61,8 @@ def assert_same_step(plain: Any, changed: Any, **asked: Any) -> Any:
 
 
 class Adapted(torch.nn.Module):
-    """As a low-rank adapter of PEFT around the output layer; and it counts the tokens of a call."""
+    """As a low-rank adapter of PEFT around the output layer; and it counts the tokens
+    of a call."""
 
     def __init__(self, head: torch.nn.Linear) -> None:
         super().__init__()
@@ -112,11 +115,15 @@ def replace_forward(model: Any) -> None:
 
 HEADS: dict[str, Callable[[Any], None]] = {
     "resized embeddings": resize,
-    "another layer": lambda model: model.set_output_embeddings(torch.nn.Linear(32, VOCABULARY)),
+    "another layer": lambda model: model.set_output_embeddings(
+        torch.nn.Linear(32, VOCABULARY)
+    ),
     "an adapter": adapt,
     "trained tokens": train_tokens,
     "another forward": replace_forward,
-    "a normed weight": lambda model: torch.nn.utils.parametrizations.weight_norm(model.lm_head),
+    "a normed weight": lambda model: torch.nn.utils.parametrizations.weight_norm(
+        model.lm_head
+    ),
 }
 
 
@@ -141,11 +148,14 @@ def test_a_chunk_has_few_tokens() -> None:
     adapt(changed)
     changed(IDS, labels=IDS).loss.backward()
     assert max(changed.lm_head.tokens) == CHUNK
-    assert sum(changed.lm_head.tokens) > 2 * IDS.numel()  # forward, and again in the backward
+    assert (
+        sum(changed.lm_head.tokens) > 2 * IDS.numel()
+    )  # forward, and again in the backward
 
 
 def test_an_output_layer_of_another_class_after_a_call() -> None:
-    """A parametrization makes a subclass of the layer's class, which was changed before."""
+    """A parametrization makes a subclass of the layer's class, which was changed
+    before."""
     plain = tiny("llama").train()
     changed = changed_copy(plain)
     changed(IDS, labels=IDS)
@@ -248,11 +258,15 @@ def test_a_model_that_reads_its_logits_in_training(after: bool) -> None:
     def forward(self: Any, input_ids: Any, labels: Any = None, **more: Any) -> Any:
         hidden = self.model(input_ids, **more).last_hidden_state
         logits = self.lm_head(hidden) / 2
-        penalty = logits.logsumexp(-1).square().mean() if self.training and not after else 0.0
+        penalty = (
+            logits.logsumexp(-1).square().mean() if self.training and not after else 0.0
+        )
         loss = self.loss_function(logits, labels, self.vocab_size) + penalty
         if self.training and after:
             loss = loss + torch.logsumexp(logits, -1).square().mean()
-        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(
+            loss=loss, logits=logits
+        )
 
     import transformers
 
@@ -263,10 +277,13 @@ def test_a_model_that_reads_its_logits_in_training(after: bool) -> None:
         assert_same_step(plain, changed)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad]
+)
 @pytest.mark.parametrize("cast", [False, True])
 def test_logits_are_read_after_the_call(mode: Any, cast: bool) -> None:
-    """In the modes of the call: they are those of the model, and so is what their reading costs."""
+    """In the modes of the call: they are those of the model, and so is what their
+    reading costs."""
     plain = tiny("gemma2", {"final_logit_softcapping": 2.0})
     changed = changed_copy(plain)
     outputs = []
@@ -322,7 +339,8 @@ def test_whoever_reads_logits_gets_numbers(reader: str) -> None:
 
 
 def test_what_is_written_into_logits_stays() -> None:
-    """A cast to the dtype that they have is no copy, and an operation before keeps its values."""
+    """A cast to the dtype that they have is no copy, and an operation before keeps its
+    values."""
     changed = changed_copy(tiny("llama"))
     with torch.no_grad():
         logits = changed(IDS, labels=IDS).logits
@@ -343,7 +361,11 @@ def test_logits_that_are_moved_are_not_read() -> None:
     assert logits.to("cpu") is logits
     assert logits.to(device="cpu", dtype=torch.float32, non_blocking=True) is logits
     away = wide.to("meta", non_blocking=True)
-    assert (away.device.type, away.dtype, away.shape) == ("meta", torch.float64, logits.shape)
+    assert (away.device.type, away.dtype, away.shape) == (
+        "meta",
+        torch.float64,
+        logits.shape,
+    )
     assert not any(one.is_computed for one in (logits, wide, away))
     assert type(away + 0) is torch.Tensor
     assert (away + 0).is_meta
@@ -353,11 +375,18 @@ def test_logits_that_are_moved_are_not_read() -> None:
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_model_with_hooks_of_accelerate(before: bool) -> None:
-    """``device_map``: each module has another forward, and what the model returns is moved."""
+    """``device_map``: each module has another forward, and what the model returns is
+    moved."""
     accelerate = pytest.importorskip("accelerate")
 
     def dispatch(model: Any) -> None:
-        parts = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+        parts = (
+            "model.embed_tokens",
+            "model.layers",
+            "model.norm",
+            "model.rotary_emb",
+            "lm_head",
+        )
         places = dict.fromkeys(parts, "cpu")
         accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
 
@@ -403,15 +432,21 @@ def test_a_trainer_predicts(tmp_path: Any) -> None:
     data = [{"input_ids": ids, "labels": ids} for ids in IDS]
     predictions = []
     for model in (plain, changed):
-        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+        arguments = TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True
+        )
         trainer = Trainer(
             model,
             arguments,
             compute_metrics=lambda of: {"mean": float(of.predictions.mean())},
         )
         predictions.append(trainer.predict(data))  # type: ignore[arg-type]
-    np.testing.assert_allclose(predictions[1].predictions, predictions[0].predictions, atol=1e-6)
-    assert predictions[1].metrics["test_mean"] == pytest.approx(predictions[0].metrics["test_mean"])
+    np.testing.assert_allclose(
+        predictions[1].predictions, predictions[0].predictions, atol=1e-6
+    )
+    assert predictions[1].metrics["test_mean"] == pytest.approx(
+        predictions[0].metrics["test_mean"]
+    )
 
 
 @pytest.mark.slow
@@ -426,20 +461,27 @@ def test_a_compiled_model_and_a_compiled_reader() -> None:
     outputs = [model(IDS, labels=IDS) for model in (plain, compiled)]
     torch.testing.assert_close(outputs[1].loss, outputs[0].loss)
     assert not outputs[1].logits.is_computed
-    read = torch.compile(lambda logits: logits.logsumexp(-1).mean(), backend="aot_eager")
+    read = torch.compile(
+        lambda logits: logits.logsumexp(-1).mean(), backend="aot_eager"
+    )
     torch.testing.assert_close(read(outputs[1].logits), read(outputs[0].logits))
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_weights_of_ranks(first: bool) -> None:
-    """FSDP: in training without logits, in evaluation with them; changed before or after it."""
+    """FSDP: in training without logits, in evaluation with them; changed before or
+    after it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         plain = tiny("llama").train()
         changed = changed_copy(plain) if first else copy.deepcopy(plain)
-        fully_shard(changed, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+        fully_shard(
+            changed, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True
+        )
         if not first:
-            summary = long_context(changed, checkpoints=None, attention=False, mlp_tile=None)
+            summary = long_context(
+                changed, checkpoints=None, attention=False, mlp_tile=None
+            )
             assert "chunked loss" in summary.done, summary
         outputs = [model(IDS, labels=IDS) for model in (plain, changed)]
         assert outputs[1].logits is None

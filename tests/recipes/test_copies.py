@@ -1,4 +1,5 @@
-"""A changed model is changed in its copies too, and each copy computes with its own weights."""
+"""A changed model is changed in its copies too, and each copy computes with its own
+weights."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def scaled(model: Any) -> dict[str, torch.Tensor]:
 
 
 def changed_model(checkpoints: str | None = "auto") -> tuple[Any, Any]:
-    """A model as it comes, with other weights; and a changed one with its first weights."""
+    """A model as it comes, with other weights; and a changed one with its first
+    weights."""
     changed = tiny("llama").train()
     plain = copy.deepcopy(changed)
     plain.load_state_dict(scaled(changed), strict=False)
@@ -40,9 +42,12 @@ def changed_model(checkpoints: str | None = "auto") -> tuple[Any, Any]:
 
 
 def by_shallow_copies(model: Any) -> Any:
-    """As libraries copy a model whose weights they replace: each module by ``copy.copy``."""
+    """As libraries copy a model whose weights they replace: each module by
+    ``copy.copy``."""
     twin = copy.copy(model)
-    twin._modules = {name: by_shallow_copies(part) for name, part in model._modules.items()}
+    twin._modules = {
+        name: by_shallow_copies(part) for name, part in model._modules.items()
+    }
     twin._parameters = {
         name: None if weight is None else torch.nn.Parameter(weight.detach() * 1.25)
         for name, weight in model._parameters.items()
@@ -63,7 +68,8 @@ def by_pickle(model: Any) -> Any:
 
 
 def by_replicas(model: Any) -> Any:
-    """As ``DataParallel`` makes one for each device. The weights of each are given out here."""
+    """As ``DataParallel`` makes one for each device. The weights of each are given out
+    here."""
     (replica,) = replicas.replicate(model, [0])
     return replica
 
@@ -79,12 +85,15 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, for which torch has one kernel for norms."""
-    monkeypatch.setattr("quorum_attention.recipes.fused_norms._is_fused", lambda weight: True)
+    monkeypatch.setattr(
+        "quorum_attention.recipes.fused_norms._is_fused", lambda weight: True
+    )
 
 
 @pytest.fixture(autouse=True)
 def broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch broadcasts weights to GPUs alone. These are other ones, so that they can be told."""
+    """Torch broadcasts weights to GPUs alone. These are other ones, so that they can be
+    told."""
     monkeypatch.setattr(
         replicas,
         "_broadcast_coalesced_reshape",
@@ -116,22 +125,29 @@ def test_a_copy_computes_with_its_own_weights(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_is_changed_as_its_original(way: str) -> None:
-    """An unpickled model had its own forwards again, and computed all logits without a word."""
+    """An unpickled model had its own forwards again, and computed all logits without a
+    word."""
     _, changed = changed_model(None)
     twin = WAYS[way](changed)
     pairs = list(zip(changed.modules(), twin.modules(), strict=True))
     assert all(type(theirs) is type(ours) for theirs, ours in pairs)
     logits = twin(IDS, labels=IDS).logits
-    assert logits is None if way == "DataParallel" else isinstance(logits, DeferredLogits)
+    assert (
+        logits is None if way == "DataParallel" else isinstance(logits, DeferredLogits)
+    )
 
 
 def test_a_call_with_other_weights() -> None:
-    """``torch.func.functional_call``; the backward comes when the model has its own again.
+    """``torch.func.functional_call``; the backward comes when the model has its own
+    again.
 
-    (Under checkpoints of layers, Transformers' or these, such gradients are of the original's.)
+    (Under checkpoints of layers, Transformers' or these, such gradients are of the
+    original's.)
     """
     plain, changed = changed_model(None)
-    weights = {name: weight.requires_grad_() for name, weight in scaled(changed).items()}
+    weights = {
+        name: weight.requires_grad_() for name, weight in scaled(changed).items()
+    }
     asked = {"input_ids": IDS, "labels": IDS}
     output = torch.func.functional_call(changed, weights, (), asked)
     wanted = plain(**asked)
@@ -153,7 +169,9 @@ def test_replicas_in_evaluation_have_logits() -> None:
     torch.testing.assert_close(output.logits, wanted.logits)
 
 
-def plus(number: int, plain: Callable[..., Any], module: torch.nn.Module, x: torch.Tensor) -> Any:
+def plus(
+    number: int, plain: Callable[..., Any], module: torch.nn.Module, x: torch.Tensor
+) -> Any:
     return plain(module, x) + number
 
 

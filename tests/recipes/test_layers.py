@@ -1,4 +1,5 @@
-"""Layers in tiles: loss and gradients of the model as it is; what does not suit runs whole."""
+"""Layers in tiles: loss and gradients of the model as it is; what does not suit runs
+whole."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from helpers.models import SIZES, VOCABULARY, tiny
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention import autograd
-from quorum_attention.recipes import checkpoints, layer_bytes, long_context, step_estimate, switches
+from quorum_attention.recipes import (
+    checkpoints,
+    layer_bytes,
+    long_context,
+    step_estimate,
+    switches,
+)
 from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.remedies import switch_until_it_fits
 from quorum_attention.recipes.training import Training
@@ -30,7 +37,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Every step is in tiles of 48 tokens, of long texts 4; of each layer whether it suits."""
+    """Every step is in tiles of 48 tokens, of long texts 4; of each layer whether it
+    suits."""
     begin = checkpoints.LayerCheckpoints._begin_step
     reason_to_run_whole = checkpoints.reason_to_run_whole
     suits: list[bool] = []
@@ -85,31 +93,46 @@ def test_loss_and_gradients(kind: str, tiled: list[bool]) -> None:
     mask[0, :7] = 0
     assert_the_same(plain, model, input_ids=ids, labels=ids, attention_mask=mask)
     if kind != "opt":
-        positions = torch.cat([torch.arange(n) for n in (70, 1, 79)])[None].expand(2, -1)
+        positions = torch.cat([torch.arange(n) for n in (70, 1, 79)])[None].expand(
+            2, -1
+        )
         assert_the_same(plain, model, input_ids=ids, labels=ids, position_ids=positions)
     assert all(tiled)
 
 
 def test_some_weights_beside_frozen_ones_and_experts(tiled: list[bool]) -> None:
-    """Twice, as gradients are accumulated; the first layer's input needs no gradient."""
-    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    """Twice, as gradients are accumulated; the first layer's input needs no
+    gradient."""
+    sizes = {
+        **SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
     config = transformers.Qwen3MoeConfig(**sizes, use_cache=False)
-    model = transformers.Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
+    model = transformers.Qwen3MoeForCausalLM._from_config(
+        config, experts_implementation="eager"
+    )
     for name, weight in model.named_parameters():
-        weight.requires_grad_("v_proj" in name or "k_norm" in name or "down_proj" in name)
+        weight.requires_grad_(
+            "v_proj" in name or "k_norm" in name or "down_proj" in name
+        )
     plain, model = pair(model)
     ids = torch.randint(1, VOCABULARY, (1, 150))
     assert_the_same(plain, model, input_ids=ids, labels=ids)
     assert tiled == [True] * 2
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model(input_ids=ids, labels=ids).loss.backward()
-    for twice, once in zip((p for p in model.parameters() if p.requires_grad), grads, strict=True):
+    for twice, once in zip(
+        (p for p in model.parameters() if p.requires_grad), grads, strict=True
+    ):
         torch.testing.assert_close(twice.grad, 2 * once)
 
 
 @pytest.mark.parametrize("auto", [False, True])
 def test_sixteen_bits(auto: bool, tiled: list[bool]) -> None:
-    """Weights of bf16, or autocast: as near to float32 as the model as it is, within a tenth."""
+    """Weights of bf16, or autocast: as near to float32 as the model as it is, within a
+    tenth."""
     exact, model = pair(tiny("qwen3"))
     plain = copy.deepcopy(exact)
     ids, found = torch.randint(1, VOCABULARY, (2, 300)), []
@@ -129,7 +152,9 @@ def test_within_another_checkpoint_and_two_backwards(tiled: list[bool]) -> None:
     for model in pair(tiny("llama")):
         words = model.get_input_embeddings()(ids).detach()
         run = partial(model, labels=ids)
-        loss = checkpoint(lambda x, run=run: run(inputs_embeds=x).loss, words, use_reentrant=False)
+        loss = checkpoint(
+            lambda x, run=run: run(inputs_embeds=x).loss, words, use_reentrant=False
+        )
         loss.backward(retain_graph=True)
         loss.backward()
         found.append([p.grad for p in model.model.layers.parameters()])
@@ -150,10 +175,13 @@ def test_autocast_leaves_float64_as_it_is(tiled: list[bool]) -> None:
 def test_attention_runs_once_and_the_same_is_dropped_again(
     tiled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backward's gradient is that of the loss: held against differences of losses."""
+    """The backward's gradient is that of the loss: held against differences of
+    losses."""
     model = pair(tiny("opt", {"dropout": 0.3, "attention_dropout": 0.2}))[1].double()
     made, run = [], autograd.run_forward
-    monkeypatch.setattr(autograd, "run_forward", lambda *a: (made.append(1), run(*a))[1])
+    monkeypatch.setattr(
+        autograd, "run_forward", lambda *a: (made.append(1), run(*a))[1]
+    )
     ids = torch.randint(1, VOCABULARY, (1, 150))
     weight = model.model.decoder.layers[0].self_attn.v_proj.weight
     way, losses = torch.randn_like(weight), []
@@ -177,16 +205,21 @@ class Experts(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         width = SIZES["hidden_size"]
-        self.every = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(200))
+        self.every = torch.nn.ModuleList(
+            torch.nn.Linear(width, width) for _ in range(200)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         numbers = (x[..., 0] * 1e4).long().remainder(200)
-        return sum((numbers == n)[..., None] * self.every[n](x) for n in numbers.unique().tolist())  # type: ignore[return-value]
+        return sum(
+            (numbers == n)[..., None] * self.every[n](x)
+            for n in numbers.unique().tolist()
+        )  # type: ignore[return-value]
 
 
 def test_experts_without_a_token_in_the_trial_and_late_hooks(tiled: list[bool]) -> None:
-    """Their gradients are there, and those of a weight of another module; a weight's hook sees one
-    gradient; a second derivative raises."""
+    """Their gradients are there, and those of a weight of another module; a weight's
+    hook sees one gradient; a second derivative raises."""
     pairs = pair(tiny("llama"))
     for one in pairs:
         torch.manual_seed(2)
@@ -220,7 +253,9 @@ def counting(layer: Any, rotary: Any) -> None:
 
     def forward(plain: Any, hidden_states: Any, **named: Any) -> Any:
         at = rotary(hidden_states, torch.arange(hidden_states.shape[1])[None])
-        return plain(hidden_states=hidden_states, **{**named, "position_embeddings": at})
+        return plain(
+            hidden_states=hidden_states, **{**named, "position_embeddings": at}
+        )
 
     around(layer.self_attn, forward)
 
@@ -248,8 +283,12 @@ def scaled(layer: Any, _: Any) -> None:
 
 
 def tuned(layer: Any, _: Any) -> None:
-    """Queries are scaled by their number, as Llama 4's, from so far on that no trial sees it."""
-    around(layer.self_attn.q_proj, lambda f, x: f(x) * (1 + torch.arange(len(x[0])) // 70)[:, None])
+    """Queries are scaled by their number, as Llama 4's, from so far on that no trial
+    sees it."""
+    around(
+        layer.self_attn.q_proj,
+        lambda f, x: f(x) * (1 + torch.arange(len(x[0])) // 70)[:, None],
+    )
 
 
 OTHERS: dict[str, Any] = {
@@ -264,9 +303,17 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", [*OTHERS, "mask", "mixer"])
 def test_what_does_not_suit_runs_whole(what: str, tiled: list[bool]) -> None:
-    sizes = {**SIZES, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    sizes = {
+        **SIZES,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+    }
     mixer = transformers.FalconH1Config(**sizes, mamba_chunk_size=16, use_cache=False)
-    pairs = pair(transformers.FalconH1ForCausalLM(mixer) if what == "mixer" else tiny("llama"))
+    pairs = pair(
+        transformers.FalconH1ForCausalLM(mixer) if what == "mixer" else tiny("llama")
+    )
     for model in pairs if what in OTHERS else ():
         for layer in model.model.layers:
             OTHERS[what](layer, model.model.rotary_emb)
@@ -285,7 +332,9 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
              "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
              "model_type": "qwen3"}  # fmt: skip
     shape, every = read_shape(sizes), (*switches.SWITCHES, switches.TILES)
-    training = Training(340_000, lora=16, budget=8 << 30, device="cuda", on=switches.SWITCHES)
+    training = Training(
+        340_000, lora=16, budget=8 << 30, device="cuda", on=switches.SWITCHES
+    )
     backend = SimpleNamespace(free_bytes=lambda device: 16 << 30)
     monkeypatch.setattr(checkpoints, "backend_of", lambda device: backend)
     monkeypatch.setattr(checkpoints, "host_room", lambda: 300 << 30)
@@ -300,7 +349,12 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         return layer_bytes.OffloadSplit(0, 0)
 
     monkeypatch.setattr(layer_bytes, "split_offload", split)
-    for tokens, tile in ((50_000, 0), (340_000, 8192), (1_200_000, 8192), (1_200_000, 8192)):
+    for tokens, tile in (
+        (50_000, 0),
+        (340_000, 8192),
+        (1_200_000, 8192),
+        (1_200_000, 8192),
+    ):
         x = SimpleNamespace(
             device=torch.device("cuda", 0), shape=(1, tokens, 2560), dtype=torch.bfloat16,
             nbytes=tokens * 5120, numel=lambda n=tokens: n * 2560,
@@ -313,7 +367,8 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fits
     assert {switches.TILES, switches.ATTENTION, switches.HOST} <= set(found.on)
     tiles, whole = (
-        step_estimate.step_memory(shape, replace(training, on=on)) for on in (every, every[:5])
+        step_estimate.step_memory(shape, replace(training, on=on))
+        for on in (every, every[:5])
     )
     assert tiles.peak_bytes < 20 << 30 < 35 << 30 < whole.peak_bytes
     assert tiles.host_bytes > whole.host_bytes

@@ -1,4 +1,5 @@
-"""The recipe: the same loss and the same gradients in less memory, and what it left out is said."""
+"""The recipe: the same loss and the same gradients in less memory, and what it left out
+is said."""
 
 from __future__ import annotations
 
@@ -27,11 +28,15 @@ from quorum_attention.recipes.layer_bytes import returned_bytes
 from quorum_attention.recipes.switches import ATTENTION
 
 
-def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, Any]]:
+def step(
+    model: Any, ids: torch.Tensor, labels: torch.Tensor
+) -> tuple[float, dict[str, Any]]:
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward()
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def both(model: Any, ids: torch.Tensor, **asked: Any) -> Any:
@@ -42,7 +47,8 @@ def both(model: Any, ids: torch.Tensor, **asked: Any) -> Any:
     changed = copy.deepcopy(model).double().train()
     summary = long_context(changed, **asked)
     ours = step(changed, ids, labels)
-    # The models' own losses, norms and weights of attention are in float32 whatever they are.
+    # The models' own losses, norms and weights of attention are in float32 whatever
+    # they are.
     assert ours[0] == pytest.approx(plain[0], rel=1e-6)
     assert ours[1].keys() == plain[1].keys()
     for name, gradient in plain[1].items():
@@ -75,7 +81,11 @@ def test_memory_is_less_and_as_estimated(monkeypatch: pytest.MonkeyPatch) -> Non
     model = tiny("llama", sizes).train()
     model.set_attn_implementation("sdpa")
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    shape, ids, peaks = read_shape(model.config.to_dict()), torch.randint(8192, (1, 4096)), []
+    shape, ids, peaks = (
+        read_shape(model.config.to_dict()),
+        torch.randint(8192, (1, 4096)),
+        [],
+    )
     training = Training(4096, dtype=torch.float32, optimizer="none", device="cpu")
     budget = (7 << 20) + returned_bytes(shape, training, backward=True)
     for on in ((), ("quorum attention", "chunked loss", "tiled MLP")):
@@ -86,7 +96,9 @@ def test_memory_is_less_and_as_estimated(monkeypatch: pytest.MonkeyPatch) -> Non
         model.zero_grad()
         weights = sum(weight.nbytes for weight in model.parameters())
         peaks.append(weights + usage(lambda: step(model, ids, ids)).peak)
-        assert step_memory(shape, training).peak_bytes == pytest.approx(peaks[-1], rel=0.1)
+        assert step_memory(shape, training).peak_bytes == pytest.approx(
+            peaks[-1], rel=0.1
+        )
     assert peaks[1] < 0.1 * peaks[0], peaks
 
 
@@ -101,18 +113,30 @@ MASK[:, 26:] = 0
         ({}, True),
         ({"num_items_in_batch": 7, "attention_mask": MASK}, True),
         ({"ignore_index": 7}, True),
-        ({"shift_labels": torch.nn.functional.pad(IDS, (0, 1), value=-100)[:, 1:].clone()}, True),
+        (
+            {
+                "shift_labels": torch.nn.functional.pad(IDS, (0, 1), value=-100)[
+                    :, 1:
+                ].clone()
+            },
+            True,
+        ),
         ({"labels": IDS[:, -6:], "logits_to_keep": 6}, True),
         ({"return_dict": False}, True),
         ({"labels": None}, False),
     ],
 )
-def test_every_call_returns_what_the_model_returns(asked: dict[str, Any], chunked: bool) -> None:
-    """Logits too, though they went into a loss in chunks: they are computed when they are read."""
+def test_every_call_returns_what_the_model_returns(
+    asked: dict[str, Any], chunked: bool
+) -> None:
+    """Logits too, though they went into a loss in chunks: they are computed when they
+    are read."""
     model = tiny("llama")
     changed = copy.deepcopy(model)
     long_context(changed, checkpoints=None)
-    plain, ours = (one(**{"input_ids": IDS, "labels": IDS, **asked}) for one in (model, changed))
+    plain, ours = (
+        one(**{"input_ids": IDS, "labels": IDS, **asked}) for one in (model, changed)
+    )
     if isinstance(plain, tuple):
         plain, ours = dict(enumerate(plain)), dict(enumerate(ours))
     assert plain.keys() == ours.keys()
@@ -143,7 +167,9 @@ def own_loss(self: Any, input_ids: Any, labels: Any = None, **more: Any) -> Any:
     """As Granite's: of scaled logits, computed by itself."""
     found = super(type(self), self).forward(input_ids, **more)
     logits = (found.logits / 4).flatten(0, 1)
-    found.loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
+    found.loss = torch.nn.functional.cross_entropy(
+        logits, labels.flatten(), label_smoothing=0.1
+    )
     return found
 
 
@@ -162,18 +188,25 @@ def turned(_: Any, grad: Any, __: Any) -> Any:
 
 CHANGES: dict[str, Any] = {
     "an adapter": lambda model: setattr(model, "lm_head", Adapted(model.lm_head)),
-    "a hook": lambda model: model.lm_head.register_forward_hook(lambda _, __, out: out / 2),
+    "a hook": lambda model: model.lm_head.register_forward_hook(
+        lambda _, __, out: out / 2
+    ),
     "a hook of tensors": lambda model: model.lm_head.register_forward_hook(doubled),
     "a backward hook": lambda model: model.lm_head.register_full_backward_hook(turned),
     "a loss": lambda model: setattr(model, "loss_function", squares),
-    "experts' balance": lambda model: setattr(model.config, "output_router_logits", True),
+    "experts' balance": lambda model: setattr(
+        model.config, "output_router_logits", True
+    ),
     "its own loss": lambda model: another_class(model, own_loss),
 }
 
 
 @pytest.mark.parametrize(
     ("change", "after"),
-    [*((name, False) for name in CHANGES), *((name, True) for name in list(CHANGES)[:-1])],
+    [
+        *((name, False) for name in CHANGES),
+        *((name, True) for name in list(CHANGES)[:-1]),
+    ],
 )
 def test_what_else_a_model_does_with_its_logits(change: str, after: bool) -> None:
     """Before the recipe and after it: the loss and the gradients are its own."""
@@ -196,7 +229,10 @@ def test_what_else_a_model_does_with_its_logits(change: str, after: bool) -> Non
 
 def test_a_model_that_takes_no_attention_by_name_keeps_its_own() -> None:
     config = transformers.FalconConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     model = transformers.FalconForCausalLM(config)
     summary = long_context(model, checkpoints=None)
@@ -249,7 +285,9 @@ def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, ids = tiny("llama").bfloat16(), torch.randint(VOCABULARY, (1, 1000))
-    monkeypatch.setattr("quorum_attention.recipes.step_estimate.LOSS_BYTES", 400 * VOCABULARY * 10)
+    monkeypatch.setattr(
+        "quorum_attention.recipes.step_estimate.LOSS_BYTES", 400 * VOCABULARY * 10
+    )
     wanted = model(ids, labels=ids).loss
     long_context(model, checkpoints=None)
     found = model(ids, labels=ids)
@@ -263,7 +301,9 @@ def test_under_autocast() -> None:
     changed = copy.deepcopy(model)
     long_context(changed, checkpoints=None, attention=False)
     with torch.autocast("cpu", torch.bfloat16):
-        plain, whole = (one(IDS, labels=IDS, return_dict=False) for one in (model, changed))
+        plain, whole = (
+            one(IDS, labels=IDS, return_dict=False) for one in (model, changed)
+        )
         loss = changed(IDS, labels=IDS).loss
     assert whole[1].dtype == plain[1].dtype == torch.bfloat16
     for found in (whole[0], loss):
@@ -272,7 +312,8 @@ def test_under_autocast() -> None:
 
 @pytest.mark.slow
 def test_compiled_calls_with_and_without_labels() -> None:
-    """Without labels in one graph; what is compiled for one is not taken for the other."""
+    """Without labels in one graph; what is compiled for one is not taken for the
+    other."""
     model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
     wanted = model(ids, labels=ids)
     long_context(model, checkpoints=None, attention=False, mlp_tile=None)
@@ -290,7 +331,8 @@ def test_compiled_calls_with_and_without_labels() -> None:
 def test_what_was_given_another_forward_is_left_as_it_is(
     of_class: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand, or by a library for all models (Liger, Unsloth): its own forward is another one."""
+    """By hand, or by a library for all models (Liger, Unsloth): its own forward is
+    another one."""
     model, ids = tiny("llama").train(), torch.randint(VOCABULARY, (1, 30))
     mlp, plain = model.model.layers[0].mlp, type(model).forward
     mlp.forward = lambda x: -2 * type(mlp).forward(mlp, x)
@@ -323,7 +365,9 @@ def test_called_again_or_on_an_unpickled_model() -> None:
     other = copy.deepcopy(model)  # has forwards of its own
     with torch.no_grad():
         other.get_output_embeddings().weight.zero_()
-    assert other(ids, labels=ids).loss.item() == pytest.approx(math.log(VOCABULARY), rel=1e-5)
+    assert other(ids, labels=ids).loss.item() == pytest.approx(
+        math.log(VOCABULARY), rel=1e-5
+    )
     torch.testing.assert_close(model(ids, labels=ids).loss, wanted)
 
 
@@ -332,8 +376,15 @@ def test_labels_of_another_number_of_tokens_are_refused() -> None:
     for changed in (False, True):
         if changed:
             long_context(model, checkpoints=None)
-        for labels in (ids[:, :20], ids[:1], torch.cat([ids, ids[:, :4]], 1), ids.repeat(2, 1)):
-            with pytest.raises(ValueError, match=r"batch_size|as many as there are tokens"):
+        for labels in (
+            ids[:, :20],
+            ids[:1],
+            torch.cat([ids, ids[:, :4]], 1),
+            ids.repeat(2, 1),
+        ):
+            with pytest.raises(
+                ValueError, match=r"batch_size|as many as there are tokens"
+            ):
                 model(ids, labels=labels)
 
 

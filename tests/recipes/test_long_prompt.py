@@ -1,4 +1,5 @@
-"""``long_prompt``: a model gives the tokens that it gave before, however its prompts run."""
+"""``long_prompt``: a model gives the tokens that it gave before, however its prompts
+run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from helpers.models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
 from quorum_attention.recipes import long_prompt, undo_long_prompt
 from quorum_attention.recipes.changes import changes_by
 from quorum_attention.recipes.prompt_changes import OWNER, prompt_forward_in
-from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, TileSpan, spans_of
+from quorum_attention.recipes.tile_storage import (
+    DeviceTiles,
+    HostTiles,
+    TileSpan,
+    spans_of,
+)
 
 LATENT: dict[str, Any] = {
     "head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
@@ -28,7 +34,13 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 MANY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EIGHT = {"head_dim": None}  # the width over the heads
-OLD: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, **EIGHT}
+OLD: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    **EIGHT,
+}
 # Kinds of models whose layers run one after the other. None takes a size away.
 LAYERED: dict[str, dict[str, Any]] = {
     "gpt_oss": DECODERS["gpt_oss"],
@@ -70,7 +82,12 @@ CHUNKED: dict[str, dict[str, Any]] = {
     "gptj": {**OLD, "rotary_dim": 8},
     "bloom": {"n_layer": 2, "n_head": 4, **EIGHT},
     "codegen": {**OLD, "rotary_dim": 8},
-    "falcon": {"ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2, **EIGHT},
+    "falcon": {
+        "ffn_hidden_size": 48,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        **EIGHT,
+    },
 }
 N_PROMPT = 67
 N_GENERATED = 64
@@ -83,8 +100,12 @@ def new_model(kind: str, sizes: dict[str, Any]) -> Any:
         pytest.skip(f"this version of Transformers has no {kind}")
     chosen = {**SIZES, **sizes}
     chosen = {name: size for name, size in chosen.items() if size is not None}
-    config = transformers.CONFIG_MAPPING[kind](**chosen, bos_token_id=None, eos_token_id=None)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config = transformers.CONFIG_MAPPING[kind](
+        **chosen, bos_token_id=None, eos_token_id=None
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and any(part in name for part in SHARP):
@@ -100,7 +121,9 @@ def prompt(n_tokens: int = N_PROMPT, batch: int = 1) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (batch, n_tokens), generator=generator)
 
 
-def generated(model: Any, ids: torch.Tensor, n_tokens: int = N_GENERATED, **named: Any) -> Any:
+def generated(
+    model: Any, ids: torch.Tensor, n_tokens: int = N_GENERATED, **named: Any
+) -> Any:
     """The greedy tokens after a prompt, with the logits of each."""
     named.setdefault("attention_mask", torch.ones_like(ids))
     return model.generate(
@@ -146,7 +169,9 @@ def test_greedy_tokens_are_the_plain_models(kind: str) -> None:
 def test_a_model_without_replaceable_attention_runs_in_chunks(kind: str) -> None:
     model = new_model(kind, CHUNKED[kind])
     expected = generated(copy.deepcopy(model), prompt())
-    with pytest.warns(UserWarning, match=f"{type(model).__name__} gets its prompts in chunks"):
+    with pytest.warns(
+        UserWarning, match=f"{type(model).__name__} gets its prompts in chunks"
+    ):
         cache = long_prompt(model, tile=TILE)
     assert_same(generated(model, prompt(), past_key_values=cache), expected)
 
@@ -194,7 +219,9 @@ def test_logits_of_all_tokens_if_they_are_asked_for() -> None:
     cache = long_prompt(model, tile=TILE)
     with torch.no_grad():
         result = model(prompt(), past_key_values=cache)
-        expected = plain(prompt(), past_key_values=transformers.DynamicCache(config=plain.config))
+        expected = plain(
+            prompt(), past_key_values=transformers.DynamicCache(config=plain.config)
+        )
         torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
         cache = long_prompt(model, tile=TILE)
         last = model(prompt(), past_key_values=cache, logits_to_keep=29).logits
@@ -211,7 +238,9 @@ def test_a_second_prompt_continues_the_first() -> None:
         for ids in (prompt(), prompt(45)):
             result = model(ids, past_key_values=cache)
             expected = plain(ids, past_key_values=plain_cache)
-            torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                result.logits, expected.logits, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_calls_with_gradients_and_without_a_cache_run_as_before() -> None:
@@ -220,7 +249,9 @@ def test_calls_with_gradients_and_without_a_cache_run_as_before() -> None:
     long_prompt(model, tile=TILE)
     for some_model in (model, plain):
         some_model(prompt(), labels=prompt()).loss.backward()
-    for weight, plain_weight in zip(model.parameters(), plain.parameters(), strict=True):
+    for weight, plain_weight in zip(
+        model.parameters(), plain.parameters(), strict=True
+    ):
         torch.testing.assert_close(weight.grad, plain_weight.grad)
 
 
@@ -239,10 +270,14 @@ def test_a_prompt_that_fails_leaves_an_empty_cache() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_the_same_with_a_cache_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_with_a_cache_of_transformers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose ``reset`` keeps zeros as tokens in older versions."""
     layer_class = transformers.cache_utils.DynamicLayer
-    monkeypatch.setattr(layer_class, "reset", transformers.cache_utils.CacheLayerMixin.reset)
+    monkeypatch.setattr(
+        layer_class, "reset", transformers.cache_utils.CacheLayerMixin.reset
+    )
     model = new_model(kind, LAYERED[kind])
     plain = copy.deepcopy(model)
 
@@ -257,7 +292,9 @@ def test_the_same_with_a_cache_of_transformers(kind: str, monkeypatch: pytest.Mo
     long_prompt(model, tile=TILE, progress=False)
     with torch.no_grad():
         result = model(prompt(), past_key_values=cache)
-        expected = plain(prompt(), past_key_values=transformers.DynamicCache(config=model.config))
+        expected = plain(
+            prompt(), past_key_values=transformers.DynamicCache(config=model.config)
+        )
     torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
@@ -279,7 +316,9 @@ def test_labels_beside_a_cache() -> None:
     with torch.no_grad():
         for some_model in (model, plain):
             new_cache = transformers.DynamicCache(config=model.config)
-            losses.append(some_model(prompt(), past_key_values=new_cache, labels=prompt()).loss)
+            losses.append(
+                some_model(prompt(), past_key_values=new_cache, labels=prompt()).loss
+            )
     torch.testing.assert_close(*losses)
 
 
@@ -327,7 +366,9 @@ def test_progress_is_told_by_layer() -> None:
         ({"memory": "1GiB"}, TypeError),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(argument: dict[str, Any], error: type) -> None:
+def test_wrong_arguments_are_refused_by_name(
+    argument: dict[str, Any], error: type
+) -> None:
     model = new_model("llama", {})
     (name,) = argument
     with pytest.raises(error, match=name):
@@ -336,7 +377,8 @@ def test_wrong_arguments_are_refused_by_name(argument: dict[str, Any], error: ty
 
 
 def test_tiles_of_host_memory_are_those_of_the_device() -> None:
-    """Rows come back as they were stored, with a tile that does not divide the tokens."""
+    """Rows come back as they were stored, with a tile that does not divide the
+    tokens."""
     spans = spans_of(67, 20)
     assert spans[0] == TileSpan(0, 17)
     assert [span.length for span in spans] == [17, 17, 17, 16]

@@ -1,4 +1,5 @@
-"""A tiled MLP and a fused norm give what they gave, and its gradients; others are left alone."""
+"""A tiled MLP and a fused norm give what they gave, and its gradients; others are left
+alone."""
 
 from __future__ import annotations
 
@@ -44,10 +45,14 @@ class Gated(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_proj(self.dropout(x)).sigmoid() * self.up_proj(x))
+        return self.down_proj(
+            self.gate_proj(self.dropout(x)).sigmoid() * self.up_proj(x)
+        )
 
 
-def two(dtype: torch.dtype = torch.float64, kind: type[Gated] = Gated) -> tuple[Gated, Gated]:
+def two(
+    dtype: torch.dtype = torch.float64, kind: type[Gated] = Gated
+) -> tuple[Gated, Gated]:
     """An MLP as it is, and a copy that is tiled."""
     plain = kind().to(dtype)
     tiled = copy.deepcopy(plain)
@@ -59,11 +64,15 @@ def tokens(requires_grad: bool = False) -> Tensor:
     return torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=requires_grad)
 
 
-def same(plain: torch.nn.Module, tiled: torch.nn.Module, run: Any = None, **room: float) -> None:
+def same(
+    plain: torch.nn.Module, tiled: torch.nn.Module, run: Any = None, **room: float
+) -> None:
     """The same weights have gradients, and the same ones, after ``run`` of each."""
     for model in (plain, tiled) if run is not None else ():
         run(model)
-    for (name, own), ours in zip(plain.named_parameters(), tiled.parameters(), strict=True):
+    for (name, own), ours in zip(
+        plain.named_parameters(), tiled.parameters(), strict=True
+    ):
         torch.testing.assert_close(
             ours.grad, own.grad, **room, msg=lambda said, name=name: f"{name}: {said}"
         )
@@ -82,15 +91,23 @@ def penalty(model: torch.nn.Module, x: Tensor) -> Tensor:
 LOSSES = {
     "plain": lambda model, x: model(x).square().sum(),
     "penalty": penalty,
-    "compiled": lambda model, x: torch.compile(model, backend="eager")(x).square().sum(),
-    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False).square().sum(),
-    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True).square().sum(),
+    "compiled": lambda model, x: (
+        torch.compile(model, backend="eager")(x).square().sum()
+    ),
+    "checkpoint": lambda model, x: (
+        checkpoint(model, x, use_reentrant=False).square().sum()
+    ),
+    "reentrant": lambda model, x: (
+        checkpoint(model, x, use_reentrant=True).square().sum()
+    ),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients(loss: str) -> None:
-    same(*two(), lambda model: LOSSES[loss](model, X.clone().requires_grad_()).backward())
+    same(
+        *two(), lambda model: LOSSES[loss](model, X.clone().requires_grad_()).backward()
+    )
 
 
 def test_dropout_drops_the_same_in_the_backward() -> None:
@@ -108,7 +125,9 @@ def test_dropout_drops_the_same_in_the_backward() -> None:
     for _ in range(2):  # as often as one likes
         model.zero_grad()
         found.backward(retain_graph=True)
-    assert torch.equal(torch.get_rng_state(), after), "a backward drew numbers of its own"
+    assert torch.equal(torch.get_rng_state(), after), (
+        "a backward drew numbers of its own"
+    )
     assert weight.grad is not None
     slope, way = (weight.grad.square().sum().item(), 1e-5 * weight.grad)
     sides = []
@@ -180,7 +199,8 @@ def test_tied_weights_get_the_sum() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_over_tiles_lose_no_digits(dtype: torch.dtype) -> None:
-    """128 tiles: added up in 16 bits, they were off 4 to 8 times as far as one product."""
+    """128 tiles: added up in 16 bits, they were off 4 to 8 times as far as one
+    product."""
     torch.manual_seed(0)
     plain = Gated().to(dtype)
     exact, tiled = copy.deepcopy(plain).double(), copy.deepcopy(plain)
@@ -192,12 +212,17 @@ def test_sums_over_tiles_lose_no_digits(dtype: torch.dtype) -> None:
     exact(x.double()).backward((upstream * 0.01).double())
     for model in (plain, tiled):
         weights = zip(model.parameters(), exact.parameters(), strict=True)
-        errors.append([((w.grad - e.grad).norm() / e.grad.norm()).item() for w, e in weights])
-    assert all(ours <= 1.5 * own + 1e-4 for own, ours in zip(*errors, strict=True)), errors
+        errors.append(
+            [((w.grad - e.grad).norm() / e.grad.norm()).item() for w, e in weights]
+        )
+    assert all(ours <= 1.5 * own + 1e-4 for own, ours in zip(*errors, strict=True)), (
+        errors
+    )
 
 
 def test_tokens_are_there_once_and_the_rest_for_one_tile() -> None:
-    """Output, gradient of the input, and 1/32 of the 24 numbers or more of each token between."""
+    """Output, gradient of the input, and 1/32 of the 24 numbers or more of each token
+    between."""
     plain, tiled = (copy.deepcopy(two(torch.float32)[0]) for _ in range(2))
     assert tile_mlps(tiled, 128).done
     x = torch.randn(4096, WIDTH, requires_grad=True)
@@ -208,7 +233,9 @@ def test_tokens_are_there_once_and_the_rest_for_one_tile() -> None:
 
     for model in (plain, tiled):
         step(model)
-    whole, ours = (usage(lambda model=model: step(model)).peak for model in (plain, tiled))
+    whole, ours = (
+        usage(lambda model=model: step(model)).peak for model in (plain, tiled)
+    )
     tokens = x.numel() * x.element_size()
     assert ours < 2 * tokens + whole / 8, (ours, whole, tokens)
 
@@ -217,8 +244,8 @@ def test_tokens_are_there_once_and_the_rest_for_one_tile() -> None:
     ("version", "reentrant"), [(0, None), (1, None), (1, True), (2, False), (2, True)]
 )
 def test_weights_of_ranks(version: int, reentrant: bool | None) -> None:
-    """DDP counts every gradient once, twice in a row; with checkpoints FSDP1 has other tensors in
-    the weights' places when they compute again."""
+    """DDP counts every gradient once, twice in a row; with checkpoints FSDP1 has other
+    tensors in the weights' places when they compute again."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         plain, tiled = two()
@@ -230,7 +257,9 @@ def test_weights_of_ranks(version: int, reentrant: bool | None) -> None:
             ranks(x).sum().backward()
             ranks.zero_grad()
         elif version == 1:
-            ranks = FullyShardedDataParallel(held, use_orig_params=True, device_id=x.device)
+            ranks = FullyShardedDataParallel(
+                held, use_orig_params=True, device_id=x.device
+            )
         else:
             ranks = fully_shard(held, mesh=init_device_mesh("cpu", (1,)))
         if reentrant is not None:
@@ -244,15 +273,18 @@ def test_weights_of_ranks(version: int, reentrant: bool | None) -> None:
 
 
 class Quantised(torch.nn.Module):
-    """A linear layer of packed weights without a gradient, as bitsandbytes, GPTQ and AWQ have it:
-    a parameter of bytes in one column, or buffers alone; its inputs have the compute dtype."""
+    """A linear layer of packed weights without a gradient, as bitsandbytes, GPTQ and
+    AWQ have it: a parameter of bytes in one column, or buffers alone; its inputs have
+    the compute dtype."""
 
     def __init__(self, layer: torch.nn.Linear, buffers: bool, width_name: str) -> None:
         super().__init__()
         setattr(self, width_name, layer.in_features)
         self.shape, weight = layer.weight.shape, layer.weight.detach()
         self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 7)
-        packed = (weight / self.scale).round().to(torch.int8).view(-1, 1).view(torch.uint8)
+        packed = (
+            (weight / self.scale).round().to(torch.int8).view(-1, 1).view(torch.uint8)
+        )
         if buffers:
             self.register_buffer("qweight", packed)
         else:
@@ -279,12 +311,16 @@ class WithAdapter(torch.nn.Module):
 class Decoder(torch.nn.Module):
     """A norm, whose weight has the compute dtype, and a quantised MLP."""
 
-    def __init__(self, dtype: torch.dtype, adapted: bool, buffers: bool, width_name: str) -> None:
+    def __init__(
+        self, dtype: torch.dtype, adapted: bool, buffers: bool, width_name: str
+    ) -> None:
         super().__init__()
         self.norm, self.mlp = torch.nn.LayerNorm(WIDTH, dtype=dtype), Gated()
         for name, layer in list(self.mlp.named_children()):
             if isinstance(layer, torch.nn.Linear):
-                packed: torch.nn.Module = Quantised(layer.to(dtype), buffers, width_name)
+                packed: torch.nn.Module = Quantised(
+                    layer.to(dtype), buffers, width_name
+                )
                 if adapted:
                     packed = WithAdapter(packed, layer.out_features, layer.in_features)  # type: ignore[arg-type]
                 setattr(self.mlp, name, packed)
@@ -297,7 +333,8 @@ class Decoder(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
-    ("buffers", "width_name"), [(False, "in_features"), (True, "in_features"), (True, "infeatures")]
+    ("buffers", "width_name"),
+    [(False, "in_features"), (True, "in_features"), (True, "infeatures")],
 )
 def test_quantised_weights(
     dtype: torch.dtype, adapted: bool, buffers: bool, width_name: str
@@ -310,13 +347,17 @@ def test_quantised_weights(
     step = lambda model: model(x).float().square().sum().backward()  # noqa: E731
     same(plain, tiled, step, rtol=0.05, atol=0.05)
     torch.testing.assert_close(tiled(x), plain(x))
-    learned = [name for name, weight in tiled.named_parameters() if weight.grad is not None]
+    learned = [
+        name for name, weight in tiled.named_parameters() if weight.grad is not None
+    ]
     assert learned[:2] == ["norm.weight", "norm.bias"]
     assert len(learned) == (8 if adapted else 2)
 
 
 def test_quantised_weights_take_the_memory_of_a_tile() -> None:
-    plain = Decoder(torch.float32, adapted=False, buffers=True, width_name="in_features").mlp
+    plain = Decoder(
+        torch.float32, adapted=False, buffers=True, width_name="in_features"
+    ).mlp
     tiled = copy.deepcopy(plain)
     assert tile_mlps(torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), tiled), 128).done
     x = torch.randn(1, 4096, WIDTH, requires_grad=True)
@@ -327,7 +368,9 @@ def test_quantised_weights_take_the_memory_of_a_tile() -> None:
 
     for model in (plain, tiled):
         step(model)
-    whole, ours = (usage(lambda model=model: step(model)).peak for model in (plain, tiled))
+    whole, ours = (
+        usage(lambda model=model: step(model)).peak for model in (plain, tiled)
+    )
     tokens = x.numel() * x.element_size()
     assert ours < 2 * tokens + whole / 8, (ours, whole, tokens)
 
@@ -335,7 +378,9 @@ def test_quantised_weights_take_the_memory_of_a_tile() -> None:
 def test_an_mlp_that_does_not_say_its_width_is_told_so() -> None:
     model = Decoder(torch.float32, adapted=False, buffers=True, width_name="columns")
     assert "Gated does not say how wide its inputs are" in str(tile_mlps(model, 4))
-    model = Decoder(torch.float32, adapted=False, buffers=True, width_name="in_features")
+    model = Decoder(
+        torch.float32, adapted=False, buffers=True, width_name="in_features"
+    )
     del model.norm
     assert "Gated takes no inputs of width 8 in any dtype" in str(tile_mlps(model, 4))
 
@@ -425,15 +470,22 @@ def test_without_gradients_and_forward_mode() -> None:
         RuntimeError, match="saved tensor hooks"
     ):  # as of any of torch's checkpoints
         torch.func.grad(lambda x: tiled(x).sum())(x)
-    ways = [torch.func.jvp(model, (x,), (torch.ones_like(x),))[1] for model in (plain, tiled)]
+    ways = [
+        torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+        for model in (plain, tiled)
+    ]
     torch.testing.assert_close(ways[1], ways[0])
 
 
 def test_threads_that_train_one_model_wait_for_each_other() -> None:
-    """In a backward the module has other weights: another thread's forward must not take those."""
+    """In a backward the module has other weights: another thread's forward must not
+    take those."""
     plain, tiled = two()
     held = list(tiled.parameters())
-    batches = [[torch.randn(23, WIDTH, dtype=torch.float64) for _ in range(10)] for _ in range(3)]
+    batches = [
+        [torch.randn(23, WIDTH, dtype=torch.float64) for _ in range(10)]
+        for _ in range(3)
+    ]
 
     def work(batch: list[Tensor]) -> list[tuple[Tensor, ...]]:
         return [torch.autograd.grad(tiled(x).square().sum(), held) for x in batch]
@@ -447,7 +499,9 @@ def test_threads_that_train_one_model_wait_for_each_other() -> None:
         sys.setswitchinterval(before)
     for mine, ours in zip(batches, found, strict=True):
         for x, got in zip(mine, ours, strict=True):
-            wanted = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+            wanted = torch.autograd.grad(
+                plain(x).square().sum(), list(plain.parameters())
+            )
             torch.testing.assert_close(got, wanted)
     assert all(a is b for a, b in zip(held, tiled.parameters(), strict=True))
 
@@ -463,7 +517,9 @@ def norm(kind: str, *sizes: Any) -> torch.nn.Module:
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, for which torch has one kernel."""
-    monkeypatch.setattr("quorum_attention.recipes.fused_norms._is_fused", lambda weight: True)
+    monkeypatch.setattr(
+        "quorum_attention.recipes.fused_norms._is_fused", lambda weight: True
+    )
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -472,7 +528,9 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     [("llama.LlamaRMSNorm", torch.bfloat16), ("qwen3.Qwen3RMSNorm", torch.float32),
      ("gpt_oss.GptOssRMSNorm", torch.bfloat16)],
 )  # fmt: skip
-def test_results_and_gradients_are_those_of_the_norm(kind: str, dtype: torch.dtype) -> None:
+def test_results_and_gradients_are_those_of_the_norm(
+    kind: str, dtype: torch.dtype
+) -> None:
     plain = norm(kind, 24, 1e-5).to(dtype)
     fused = copy.deepcopy(plain)
     assert fuse_norms(fused).done
@@ -484,13 +542,21 @@ def test_results_and_gradients_are_those_of_the_norm(kind: str, dtype: torch.dty
         out.backward(torch.ones_like(out))
         grads.append((out.detach(), given.grad, one.weight.grad))
     for found in grads[1:]:
-        torch.testing.assert_close(found, grads[0], rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
-        torch.testing.assert_close(found[0], grads[0][0], rtol=4 * torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(
+            found, grads[0], rtol=4 * torch.finfo(dtype).eps, atol=1e-2
+        )
+        torch.testing.assert_close(
+            found[0], grads[0][0], rtol=4 * torch.finfo(dtype).eps, atol=0
+        )
     wide = x.double()
-    torch.testing.assert_close(fused(wide), plain(wide))  # another dtype than the weight's
+    torch.testing.assert_close(
+        fused(wide), plain(wide)
+    )  # another dtype than the weight's
     torch.testing.assert_close(fused(hidden_states=x), plain(x))
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(fused(x), plain(x), rtol=4 * torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(
+            fused(x), plain(x), rtol=4 * torch.finfo(dtype).eps, atol=0
+        )
     graph = torch.compile(fused, backend="eager", fullgraph=True)
     torch.testing.assert_close(graph(x), fused(x))
 
@@ -498,7 +564,10 @@ def test_results_and_gradients_are_those_of_the_norm(kind: str, dtype: torch.dty
 @pytest.mark.usefixtures("everywhere")
 def test_other_norms_are_left() -> None:
     """1 + weight; gates; another forward; no RMS norm."""
-    others = [norm("gemma2.Gemma2RMSNorm", 24), norm("qwen3_next.Qwen3NextRMSNormGated", 24)]
+    others = [
+        norm("gemma2.Gemma2RMSNorm", 24),
+        norm("qwen3_next.Qwen3NextRMSNormGated", 24),
+    ]
     others += [norm("llama.LlamaRMSNorm", 24), torch.nn.LayerNorm(24)]
     others[2].forward = lambda x: x  # type: ignore[method-assign]
     for module in others:

@@ -1,4 +1,5 @@
-"""What a long prompt takes is said before it runs, and a plan of its layers stays in its memory."""
+"""What a long prompt takes is said before it runs, and a plan of its layers stays in
+its memory."""
 
 from __future__ import annotations
 

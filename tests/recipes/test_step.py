@@ -1,4 +1,5 @@
-"""A model's sizes out of its config.json; a step's memory by part, and what switches do to it."""
+"""A model's sizes out of its config.json; a step's memory by part, and what switches do
+to it."""
 
 from __future__ import annotations
 
@@ -61,14 +62,19 @@ SIZES: dict[str, dict[str, Any]] = {
 def test_parameters_are_those_of_the_model(
     kind: str, built: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them where Transformers builds the model; but for biases where a formula counts."""
+    """All of them where Transformers builds the model; but for biases where a formula
+    counts."""
     transformers = pytest.importorskip("transformers")
-    sizes = {name: size for name, size in (PLAIN | SIZES[kind]).items() if size is not None}
+    sizes = {
+        name: size for name, size in (PLAIN | SIZES[kind]).items() if size is not None
+    }
     config = transformers.CONFIG_MAPPING[kind](**sizes)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     if not built:
-        monkeypatch.setattr("quorum_attention.recipes.model_shape._count_built", lambda _: None)
+        monkeypatch.setattr(
+            "quorum_attention.recipes.model_shape._count_built", lambda _: None
+        )
     contents = json.loads(config.to_json_string(use_diff=False))
     count = read_shape(contents).parameters
     assert count == pytest.approx(model.num_parameters(), rel=0 if built else 2e-3)
@@ -92,11 +98,15 @@ GLM_4_5_AIR = {
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_published_numbers_of_parameters(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """671 billion and 106 billion with their layers that predict more tokens, which are not built:
-    11.5 and 3.5 billion less."""
+def test_published_numbers_of_parameters(
+    built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """671 billion and 106 billion with their layers that predict more tokens, which are
+    not built: 11.5 and 3.5 billion less."""
     if not built:
-        monkeypatch.setattr("quorum_attention.recipes.model_shape._count_built", lambda _: None)
+        monkeypatch.setattr(
+            "quorum_attention.recipes.model_shape._count_built", lambda _: None
+        )
     deepseek, glm = read_shape(DEEPSEEK_V3), read_shape(GLM_4_5_AIR)
     assert deepseek.parameters == pytest.approx(671.0e9, rel=1e-3)
     assert glm.parameters == pytest.approx(106.9e9, rel=5e-3)
@@ -111,7 +121,10 @@ def test_what_is_missing_or_senseless_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=name):
             read_shape({**QWEN3_8B, name: value})
     path = tmp_path / "config.json"
-    for text, message in (("weights", r"json is not a config\.json"), ("[]", "object of JSON")):
+    for text, message in (
+        ("weights", r"json is not a config\.json"),
+        ("[]", "object of JSON"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_shape(path)
@@ -119,13 +132,15 @@ def test_what_is_missing_or_senseless_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_weights_trained_are_summed_up_over_tiles_in_float32() -> None:
-    """Of the MLP of one layer: 3 * 4096 * 12288 numbers, 4 + 4 + 2 bytes; in float32 nothing."""
+    """Of the MLP of one layer: 3 * 4096 * 12288 numbers, 4 + 4 + 2 bytes; in float32
+    nothing."""
     sums = []
     for dtype in (torch.bfloat16, torch.float32):
         parts = [
             {part.name: part.bytes for part in step_memory(SHAPE, training).parts}
             for training in (
-                Training(262_144, dtype=dtype, lora=lora, on=("tiled MLP",)) for lora in (16, None)
+                Training(262_144, dtype=dtype, lora=lora, on=("tiled MLP",))
+                for lora in (16, None)
             )
         ]
         adapted, full = (one["MLP intermediates"] for one in parts)
@@ -140,7 +155,10 @@ def test_every_switch_makes_its_part_smaller_and_no_other() -> None:
     for name in SWITCHES:
         on = step_memory(SHAPE, replace(training, on=(name,)))
         for before, after in zip(plain.parts, on.parts, strict=True):
-            assert (after.bytes < before.bytes) == (before.switch == name), (name, before.name)
+            assert (after.bytes < before.bytes) == (before.switch == name), (
+                name,
+                before.name,
+            )
             assert after.plain_bytes == before.plain_bytes
     # The layers' inputs, and attention's output and lse.
     host = step_memory(SHAPE, replace(training, on=SWITCHES)).host_bytes
@@ -178,9 +196,12 @@ def test_the_longest_text_that_fits() -> None:
 
 @pytest.mark.slow
 def test_a_budget_is_of_one_call_as_the_model_will_give_it() -> None:
-    """With the gradients that the call returns, 3 GiB here: what it works in is the rest."""
+    """With the gradients that the call returns, 3 GiB here: what it works in is the
+    rest."""
     on = Training(262_144, lora=16, budget=5 * GIB, on=("quorum attention",))
-    (part,) = (p for p in step_memory(SHAPE, on).parts if p.switch == "quorum attention")
+    (part,) = (
+        p for p in step_memory(SHAPE, on).parts if p.switch == "quorum attention"
+    )
     assert part.bytes <= 2 * GIB
     with pytest.raises(qa.BudgetError, match="is too small for this call"):
         step_memory(SHAPE, replace(on, budget=3 * GIB))
@@ -191,7 +212,16 @@ def test_the_command_prints_a_table_and_json(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN3_8B))
-    asked = ["estimate", "--model", str(path), "--tokens", "256K", "--lora", "16", "--device"]
+    asked = [
+        "estimate",
+        "--model",
+        str(path),
+        "--tokens",
+        "256K",
+        "--lora",
+        "16",
+        "--device",
+    ]
     roomy = [*asked, "cuda", "--memory", "80GiB", "--budget", "5GiB", "--host-memory"]
     assert main([*roomy, "2TiB"]) == 0
     said = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Trainers of Transformers and TRL take a changed model, and train it as they train a plain one."""
+"""Trainers of Transformers and TRL take a changed model, and train it as they train a
+plain one."""
 
 from __future__ import annotations
 
@@ -107,14 +108,19 @@ def preferences() -> Any:
     """Prompts, each with a better and a worse answer."""
     return datasets.Dataset.from_list(
         [
-            {"prompt": words(length), "chosen": " " + words(9), "rejected": " " + words(7)}
+            {
+                "prompt": words(length),
+                "chosen": " " + words(9),
+                "rejected": " " + words(7),
+            }
             for length in LENGTHS
         ]
     )
 
 
 def preferring(model: Any, folder: Path, **options: Any) -> Any:
-    """``DPOTrainer``, whose reference is the model without adapters, or a copy of it."""
+    """``DPOTrainer``, whose reference is the model without adapters, or a copy of
+    it."""
     with_adapters = options.pop("adapters", False)
     return trl.DPOTrainer(
         model,
@@ -133,7 +139,8 @@ def _share_of_even_words(completions: list[str], **_: Any) -> list[float]:
 
 
 def reinforced(model: Any, folder: Path, **options: Any) -> Any:
-    """``GRPOTrainer``, which generates answers and computes the logits of some tokens."""
+    """``GRPOTrainer``, which generates answers and computes the logits of some
+    tokens."""
     prompts = [{"prompt": words(length)} for length in LENGTHS]
     arguments = trl.GRPOConfig(
         str(folder), **COMMON, num_generations=2, max_completion_length=8, **options
@@ -165,12 +172,19 @@ TRAINERS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-def losses_and_weights(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def losses_and_weights(
+    trainer: Any,
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Train: what was logged of each step, and the weights at the end."""
     trainer.train()
     names = ("loss", "eval_loss", "eval_mean", "reward", "rewards/margins")
-    logs = [{name: log[name] for name in names if name in log} for log in trainer.state.log_history]
-    weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
+    logs = [
+        {name: log[name] for name in names if name in log}
+        for log in trainer.state.log_history
+    ]
+    weights = {
+        name: weight.detach() for name, weight in trainer.model.named_parameters()
+    }
     return logs, weights
 
 
@@ -247,5 +261,7 @@ def test_a_run_that_is_resumed(tmp_path: Path) -> None:
         torch.manual_seed(1)
         trainer = trainer_of_transformers(model, tmp_path / str(len(weights)))
         trainer.train(resume_from_checkpoint=start)
-        weights.append({name: weight.detach() for name, weight in model.named_parameters()})
+        weights.append(
+            {name: weight.detach() for name, weight in model.named_parameters()}
+        )
     torch.testing.assert_close(weights[1], weights[0])

@@ -25,14 +25,20 @@ IDS = torch.arange(60).reshape(2, 30) * 7 % VOCABULARY
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, for which torch has one kernel for norms."""
-    monkeypatch.setattr("quorum_attention.recipes.fused_norms._is_fused", lambda weight: True)
+    monkeypatch.setattr(
+        "quorum_attention.recipes.fused_norms._is_fused", lambda weight: True
+    )
 
 
 def described(model: Any) -> dict[str, Any]:
     """Classes, attributes and hooks of all modules, and the configuration."""
-    parts: dict[str, Any] = {"config": (model.config.to_dict(), model.config._attn_implementation)}
+    parts: dict[str, Any] = {
+        "config": (model.config.to_dict(), model.config._attn_implementation)
+    }
     for name, module in model.named_modules():
-        attributes = {key for key in vars(module) if not key.startswith("_require_grads")}
+        attributes = {
+            key for key in vars(module) if not key.startswith("_require_grads")
+        }
         parts[name] = (type(module), attributes, len(module._forward_hooks))
     return parts
 
@@ -94,7 +100,8 @@ def test_a_copy_is_undone_alone() -> None:
 
 
 def test_prompts_and_steps_are_undone_in_order() -> None:
-    """A long prompt leaves the changes of a step; their undo takes a later prompt's with them."""
+    """A long prompt leaves the changes of a step; their undo takes a later prompt's
+    with them."""
     model = tiny("llama").train()
     before, wanted = described(model), step(model)
     changed = long_context(model, mlp_tile=8)
@@ -140,7 +147,11 @@ def test_a_change_that_is_lost_is_said_once(name: str) -> None:
         warnings.simplefilter("always")
         for _ in range(2):
             model(input_ids=IDS, labels=IDS).loss.backward()
-    texts = [str(one.message) for one in caught if "does not hold any more" in str(one.message)]
+    texts = [
+        str(one.message)
+        for one in caught
+        if "does not hold any more" in str(one.message)
+    ]
     assert len(texts) == 1
     assert f"its {name} does not hold any more" in texts[0]
 
@@ -158,7 +169,9 @@ def test_a_private_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(ours, own)
 
 
-def test_attention_works_where_records_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_works_where_records_cannot_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One rename, and every attention of every model failed."""
     from transformers.utils import output_capturing
 

@@ -1,1 +1,2 @@
-"""The paper's experiments on the machine at hand: ``quorum-attention bench`` (docs/bench.md)."""
+"""The paper's experiments on the machine at hand: ``quorum-attention bench``
+(docs/bench.md)."""

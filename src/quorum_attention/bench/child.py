@@ -1,7 +1,8 @@
 """One measurement in a process of its own, for ``bench`` and ``recover``.
 
-A memory limit cannot be lifted again, kernels cache what they prepare, and a crash must not end the
-other measurements. The process reads a ``Spec`` from its command line and writes an ``Outcome``.
+A memory limit cannot be lifted again, kernels cache what they prepare, and a crash must
+not end the other measurements. The process reads a ``Spec`` from its command line and
+writes an ``Outcome``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files.inputs import read_inputs
 from quorum_attention.progress import load_bars, progress_bar
 
-# A small call first loads all code on the way, and makes libraries allocate what they keep.
+# A small call first loads all code on the way, and makes libraries allocate what they
+# keep.
 WARM_TOKENS = 512
 _WARM_BUDGET = 1 << 30
 # glibc keeps freed memory unless large blocks are mapped on their own.
@@ -71,7 +73,8 @@ def run_child(spec: Spec, timeout: float | None = None) -> Outcome:
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_THRESHOLD_": str(_MAPPED_BYTES),
         "MALLOC_TRIM_THRESHOLD_": str(_MAPPED_BYTES),
-        # On a busy machine, threads that spin while they wait take the cores from each other.
+        # On a busy machine, threads that spin while they wait take the cores from each
+        # other.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     command = [sys.executable, "-c", CODE, str(os.getpid()), json.dumps(asdict(spec))]
@@ -114,7 +117,8 @@ def main(spec: str) -> None:
 
 
 def measure(spec: Spec) -> Outcome:
-    """Measure in this process; out of memory and all other failures are measurements, too."""
+    """Measure in this process; out of memory and all other failures are measurements,
+    too."""
     measurement = Outcome()
     bar: AbstractContextManager[Any] = nullcontext()
     if spec.progress:
@@ -129,8 +133,11 @@ def measure(spec: Spec) -> Outcome:
     return measurement
 
 
-def _measure_into(measurement: Outcome, spec: Spec, report_progress: ReportProgress | None) -> None:
-    """Measure errors against float64, if ``spec`` asks for draws of them, or else times."""
+def _measure_into(
+    measurement: Outcome, spec: Spec, report_progress: ReportProgress | None
+) -> None:
+    """Measure errors against float64, if ``spec`` asks for draws of them, or else
+    times."""
     if not spec.draws:
         _Timing(spec, measurement, report_progress).run()
     for draw in range(spec.draws):
@@ -162,8 +169,8 @@ def _measure_errors(spec: Spec, seed: int, measurement: Outcome) -> None:
 
 
 def _drawn_call(spec: Spec, on_device: bool, seed: int = 0) -> CallTensors:
-    """A call on random inputs, or those of a file, on the device or in (page-locked) memory of the
-    host."""
+    """A call on random inputs, or those of a file, on the device or in (page-locked)
+    memory of the host."""
     device = torch.device(spec.device)
     draw = _NormalTensors(spec, on_device, seed)
     if spec.inputs is None:
@@ -186,7 +193,8 @@ def _drawn_call(spec: Spec, on_device: bool, seed: int = 0) -> CallTensors:
 
 
 class _NormalTensors:
-    """Draws normally distributed tensors, on the device or in (page-locked) host memory."""
+    """Draws normally distributed tensors, on the device or in (page-locked) host
+    memory."""
 
     def __init__(self, spec: Spec, on_device: bool, seed: int) -> None:
         device = torch.device(spec.device)
@@ -204,7 +212,9 @@ class _NormalTensors:
         )
         # One head at a time takes no more of the device's memory than a head.
         for head in tensor.view(-1, *shape[-2:]):
-            head.copy_(torch.randn(head.shape, generator=self._generator, device=self._device))
+            head.copy_(
+                torch.randn(head.shape, generator=self._generator, device=self._device)
+            )
         return tensor
 
 
@@ -227,14 +237,16 @@ class _Timing:
         return torch.device(self.spec.device)
 
     def run(self) -> None:
-        """Time the calls, under the limit of memory if there is one, and check sampled rows."""
+        """Time the calls, under the limit of memory if there is one, and check sampled
+        rows."""
         spec = self.spec
         measurement = self.measurement
         if self.device.type == "cpu":
             warm_up()
         self._run_small_calls()
         measurement.stage = "inputs"
-        # Inputs that torch reads and results that are streamed are allocated before the limit.
+        # Inputs that torch reads and results that are streamed are allocated before the
+        # limit.
         call = _drawn_call(spec, self.method.on_device)
         streams = self.method.is_ours and not self.method.on_device
         if streams and (spec.check or self.device.type != "cpu"):
@@ -254,7 +266,8 @@ class _Timing:
             measurement.errors = _sampled_errors(call, spec.is_causal)
 
     def _run_small_calls(self) -> None:
-        """Make the call with few tokens, so that libraries are ready when it is timed."""
+        """Make the call with few tokens, so that libraries are ready when it is
+        timed."""
         spec = self.spec
         small = replace(
             spec,
@@ -267,7 +280,8 @@ class _Timing:
         _Timing(small, Outcome(), None)._run_calls(call)
 
     def _run_calls(self, call: CallTensors) -> None:
-        """Make a first call and, as long as they do not take too long, ``repeats`` others."""
+        """Make a first call and, as long as they do not take too long, ``repeats``
+        others."""
         start = time.perf_counter()
         self._run_first_call(call)
         for _ in range(self.spec.repeats):
@@ -296,7 +310,9 @@ class _Timing:
         """
         if self.report_progress is not None:
             show = self.report_progress
-            call.options["progress"] = lambda done, total, label: show(done, total, prefix + label)
+            call.options["progress"] = lambda done, total, label: show(
+                done, total, prefix + label
+            )
         stage = self._start_stage(f"{prefix}forward")
         result = self.method.forward(call)
         seconds = [self._seconds_since(stage)]
@@ -329,5 +345,7 @@ def _store_lse(call: CallTensors, result: ForwardResult) -> None:
 def _sampled_errors(call: CallTensors, is_causal: bool) -> dict[str, list[float]]:
     """The errors of sampled rows of our results against float64, by result."""
     out, lse, *grads = call.results.values()
-    errors = sampled_errors(call.inputs, out, lse, call.grad, grads, is_causal=is_causal)
+    errors = sampled_errors(
+        call.inputs, out, lse, call.grad, grads, is_causal=is_causal
+    )
     return {name: [error] for name, error in errors.items()}

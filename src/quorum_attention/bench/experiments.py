@@ -19,14 +19,15 @@ _SHORT_NAMES = {"out": "out", "grad_query": "dQ", "grad_key": "dK", "grad_value"
 _DRAWS = 10
 _QUICK_DRAWS = 2
 _REPEATS = 3
-# A method ends at its first length that fails, or if its next one is expected to take longer.
+# A method ends at its first length that fails, or if its next one is expected to take
+# longer.
 _MOST_SECONDS = 300.0
 _MOST_QUICK_SECONDS = 20.0
 # Work grows with the square of the length.
 _GROWTH = 4
 
-# The methods worth comparing on a device. Ratios are against the first: on GPUs FlashAttention-2,
-# as in the paper.
+# The methods worth comparing on a device. Ratios are against the first: on GPUs
+# FlashAttention-2, as in the paper.
 USUAL_METHODS = {
     "cpu": ["sdpa", "quorum", "quorum-depth-1", "quorum-depth-2"],
     "cuda": [name for name in METHODS if name != "sdpa"],
@@ -64,7 +65,8 @@ def row_of(experiment: str, spec: Spec, outcome: Outcome) -> dict[str, Any]:
 
 
 def accuracy(options: Namespace, measure: Measure) -> Section:
-    """Forward and backward errors of every method in both 16-bit dtypes (fp32 on a CPU too)."""
+    """Forward and backward errors of every method in both 16-bit dtypes (fp32 on a CPU
+    too)."""
     dtypes = ["float16", "bfloat16"]
     if options.device == "cpu":
         dtypes.append("float32")
@@ -75,12 +77,14 @@ def accuracy(options: Namespace, measure: Measure) -> Section:
     rows = []
     for method in options.methods:
         for dtype in dtypes:
-            spec = spec_of(options, method, options.tokens, dtype=dtype, backward=True, draws=draws)
+            spec = spec_of(
+                options, method, options.tokens, dtype=dtype, backward=True, draws=draws
+            )
             measurement = measure("accuracy", spec)
             rows.append([method, dtype, *_error_cells(measurement)])
     text = (
-        f"{counted(options.tokens, 'token')}, relative error (norm of the difference over the "
-        f"norm) against float64, mean of {counted(draws, 'draw')}."
+        f"{counted(options.tokens, 'token')}, relative error (norm of the difference "
+        f"over the norm) against float64, mean of {counted(draws, 'draw')}."
     )
     columns = ["method", "dtype", *_SHORT_NAMES.values()]
     return Section("Accuracy against float64", text, columns, rows)
@@ -99,10 +103,12 @@ def cost(options: Namespace, measure: Measure) -> Section:
     rows = []
     for backward in (True,) if options.quick else (False, True):
         for method in options.methods:
-            rows += _cost_rows(options, measure, method, backward, repeats, first_seconds)
+            rows += _cost_rows(
+                options, measure, method, backward, repeats, first_seconds
+            )
     text = (
-        f"Seconds (median of {repeats}), ratio to the first method that ran, and peak memory "
-        "beyond the inputs. Both: forward and backward. oom: out of memory."
+        f"Seconds (median of {repeats}), ratio to the first method that ran, and peak "
+        "memory beyond the inputs. Both: forward and backward. oom: out of memory."
     )
     columns = ["method", "tokens", "passes", "seconds", "ratio", "memory"]
     return Section("Cost", text, columns, rows)

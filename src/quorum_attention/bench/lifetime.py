@@ -14,8 +14,9 @@ def die_with_parent(parent: int) -> None:
     """Have this process killed when ``parent`` ends, if the system supports that.
 
     Args:
-        parent: number of the process that started this one. A thread that ends has started it,
-            for the system, and not its process: it has to be one that stays.
+        parent: number of the process that started this one. A thread that ends has
+            started it, for the system, and not its process: it has to be one that
+            stays.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))

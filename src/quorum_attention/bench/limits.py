@@ -1,4 +1,5 @@
-"""Memory limits that the system or the allocator enforces, and peaks: for demonstrations, tests."""
+"""Memory limits that the system or the allocator enforces, and peaks: for
+demonstrations, tests."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ _SAMPLE_SECONDS = 0.002
 
 
 def data_bytes() -> int:
-    """Bytes of private writable memory of this process (VmData): what RLIMIT_DATA limits."""
+    """Bytes of private writable memory of this process (VmData): what RLIMIT_DATA
+    limits."""
     with open("/proc/self/status", encoding="ascii") as file:
         return int(file.read().partition("VmData:")[2].split()[0]) * 1024
 
 
 def warm_up() -> None:
-    """Start torch's thread pools, whose stacks count as data, before anything is measured."""
+    """Start torch's thread pools, whose stacks count as data, before anything is
+    measured."""
     # Enough elements that every thread gets some.
     n_elements = torch.get_num_threads() << 17
     torch.ones(n_elements, device="cpu").add_(1.0)
@@ -38,8 +41,9 @@ def warm_up() -> None:
 def is_limit_error(error: BaseException | None) -> bool:
     """Whether ``error``, raised in a process with a memory limit, is due to the limit.
 
-    The interpreter itself can run out of memory there: while it imports, opens a file, or creates
-    the exception (a C function then fails "without setting an exception", a SystemError).
+    The interpreter itself can run out of memory there: while it imports, opens a file,
+    or creates the exception (a C function then fails "without setting an exception", a
+    SystemError).
     """
     if error is None:
         return False
@@ -49,13 +53,16 @@ def is_limit_error(error: BaseException | None) -> bool:
 
 
 class PeakMemory:
-    """The peak of memory in use during a ``with`` block, beyond what was in use at its start.
+    """The peak of memory in use during a ``with`` block, beyond what was in use at its
+    start.
 
-    Counted by the device's allocator (its peak counter is reset). Where that does not count, the
-    process's data size is sampled every two milliseconds: everything that the process allocates.
+    Counted by the device's allocator (its peak counter is reset). Where that does not
+    count, the process's data size is sampled every two milliseconds: everything that
+    the process allocates.
 
     Attributes:
-        peak_bytes: valid after the block; None if the system granted no thread that samples.
+        peak_bytes: valid after the block; None if the system granted no thread that
+            samples.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,17 +89,21 @@ class PeakMemory:
         return self
 
     def limit(self, extra_bytes: int) -> None:
-        """Limit memory to ``extra_bytes`` beyond what was in use at the start of the block.
+        """Limit memory to ``extra_bytes`` beyond what was in use at the start of the
+        block.
 
-        Where the device's allocator counts, the limit is on torch's allocator in this process, and
-        stays after the block. Elsewhere it is on the process until the end of the block, and leaves
-        out file mappings that are shared or read-only.
+        Where the device's allocator counts, the limit is on torch's allocator in this
+        process, and stays after the block. Elsewhere it is on the process until the end
+        of the block, and leaves out file mappings that are shared or read-only.
         """
         if self._counted is not None:
             self.backend.limit(extra_bytes, self.device)
             return
-        # Counted from the same start as the peak, so that no peak can be above the limit.
-        resource.setrlimit(resource.RLIMIT_DATA, (self._before + extra_bytes, self._unlimited[1]))
+        # Counted from the same start as the peak, so that no peak can be above the
+        # limit.
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (self._before + extra_bytes, self._unlimited[1])
+        )
 
     def __exit__(self, *error: object) -> None:
         if self._counted is not None:

@@ -1,4 +1,5 @@
-"""A measurement in a process of its own, as data: what to measure, and what came of it."""
+"""A measurement in a process of its own, as data: what to measure, and what came of
+it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ class Spec:
 
     Attributes:
         method: a name of ``METHODS``.
-        tokens, heads, kv_heads, head_dim, dtype, is_causal: a call on random inputs; batch 1.
+        tokens, heads, kv_heads, head_dim, dtype, is_causal: a call on random inputs;
+            batch 1.
         backward: whether gradients are computed as well.
-        limit_bytes: enforced limit beyond the start (CPU: of the process, GPU: of the allocator).
+        limit_bytes: enforced limit beyond the start (CPU: of the process, GPU: of the
+            allocator).
         budget_bytes: what our methods are told.
         repeats: timed calls after a first one.
         patience: no further call after so many seconds.
-        draws: how often errors against float64 are measured, each time with other inputs.
+        draws: how often errors against float64 are measured, each time with other
+            inputs.
         inputs: a safetensors file with query, key and value in place of random ones.
         check: whether sampled rows of our results are compared with float64.
         progress: whether to show a progress bar.
@@ -80,15 +84,19 @@ class Outcome:
         return self.status == OK
 
     def call_seconds(self) -> list[float]:
-        """The seconds of each call after the first: its forward and, if there is one, its
-        backward."""
+        """The seconds of each call after the first: its forward and, if there is one,
+        its backward."""
         backward_seconds = self.backward_seconds or [0.0] * len(self.forward_seconds)
         return [
             forward + backward
-            for forward, backward in zip(self.forward_seconds, backward_seconds, strict=False)
+            for forward, backward in zip(
+                self.forward_seconds, backward_seconds, strict=False
+            )
         ]
 
     @property
     def memory(self) -> str:
         """The peak of memory, in words."""
-        return "not measured" if self.peak_bytes is None else format_bytes(self.peak_bytes)
+        return (
+            "not measured" if self.peak_bytes is None else format_bytes(self.peak_bytes)
+        )

@@ -1,4 +1,5 @@
-"""The ways to compute a call that are compared: torch's function with its kernels, and ours."""
+"""The ways to compute a call that are compared: torch's function with its kernels, and
+ours."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class CallTensors:
     results: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def allocate_results(self) -> None:
-        """Allocate results in (page-locked) host memory, as in a program that streams."""
+        """Allocate results in (page-locked) host memory, as in a program that
+        streams."""
         query, _, value = self.inputs
         rows = query.shape[:-1]
         is_pinned = self.device.type != "cpu"
@@ -65,10 +67,12 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """One way to compute a call: torch's function, with its gradient by autograd, or ours.
+    """One way to compute a call: torch's function, with its gradient by autograd, or
+    ours.
 
     Attributes:
-        on_device: whether inputs are on the device, or else in (page-locked) host memory.
+        on_device: whether inputs are on the device, or else in (page-locked) host
+            memory.
         backend: torch's kernel; None is torch's choice.
         options: of our functions; None is torch's function.
     """
@@ -88,10 +92,14 @@ class Method:
             return self._torch_forward(call)
         query, key, value = call.inputs
         options = {**call.options, **self.options}
-        out, lse = attention_with_lse(query, key, value, out=call.results.get("out"), **options)
+        out, lse = attention_with_lse(
+            query, key, value, out=call.results.get("out"), **options
+        )
         return ForwardResult(out, lse)
 
-    def backward(self, call: CallTensors, result: ForwardResult) -> tuple[torch.Tensor, ...]:
+    def backward(
+        self, call: CallTensors, result: ForwardResult
+    ) -> tuple[torch.Tensor, ...]:
         """Compute the gradients of query, key and value."""
         assert call.grad is not None
         out = result.out
@@ -103,7 +111,9 @@ class Method:
         options = {**call.options, **self.options}
         if call.results:
             options["grads"] = tuple(call.results[name] for name in GRADIENTS)
-        return attention_backward(call.grad, query, key, value, out, result.lse, **options)
+        return attention_backward(
+            call.grad, query, key, value, out, result.lse, **options
+        )
 
     def _torch_forward(self, call: CallTensors) -> ForwardResult:
         if call.device.type == "cpu" and self.backend is not None:
@@ -130,8 +140,12 @@ METHODS = {
     "efficient": Method(backend=SDPBackend.EFFICIENT_ATTENTION),
     "quorum": Method(on_device=False, options={}),
     "quorum-device": Method(options={}),
-    "quorum-depth-1": Method(on_device=False, options={"depth": 1, "accumulator": "device"}),
-    "quorum-depth-2": Method(on_device=False, options={"depth": 2, "accumulator": "device"}),
+    "quorum-depth-1": Method(
+        on_device=False, options={"depth": 1, "accumulator": "device"}
+    ),
+    "quorum-depth-2": Method(
+        on_device=False, options={"depth": 2, "accumulator": "device"}
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""The record of a run: what was run, of which source and where, and the rows that it measured.
+"""The record of a run: what was run, of which source and where, and the rows that it
+measured.
 
 ``quorum-attention bench`` and ``benchmarks/run.py`` write the same kind of file.
 """
@@ -49,8 +50,8 @@ class RunRecord:
 
 
 def new_path(folder: Path, name: str, run: Mapping[str, Any]) -> Path:
-    """A path that no file has: the date, ``name`` and the commit, and a number if others have
-    these.
+    """A path that no file has: the date, ``name`` and the commit, and a number if
+    others have these.
     """
     commit = run["commit"] or "unknown"
     stem = f"{run['date']}-{name}-{commit}"
@@ -95,13 +96,17 @@ def _as_json(value: Any) -> Any:
 def describe_source() -> dict[str, Any]:
     """The commit of the package's source, and whether the tree had no changes.
 
-    Both are None where the package is not in a git repository of its own, as when it is installed.
+    Both are None where the package is not in a git repository of its own, as when it is
+    installed.
     """
     name = Path(quorum_attention.__file__).name
     if _ask_git("ls-files", "--error-unmatch", name) is None:
         return {"commit": None, "is_clean": None}
     changes = _ask_git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": _ask_git("rev-parse", "--short=8", "HEAD"), "is_clean": changes == ""}
+    return {
+        "commit": _ask_git("rev-parse", "--short=8", "HEAD"),
+        "is_clean": changes == "",
+    }
 
 
 def _ask_git(*arguments: str) -> str | None:

@@ -1,7 +1,9 @@
 """Compares the output and gradients of sampled rows with float64.
 
-A row of the output or of dQ needs only its own query: O(N D). A row of dK or dV needs the output
-and the log-sum-exp of every query row: they are the result's own, whose sampled rows are checked.
+A row of the output or of dQ needs only its own query: O(N D). A row of dK or dV needs
+the output
+and the log-sum-exp of every query row: they are the result's own, whose sampled rows
+are checked.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ def sampled_errors(
     *,
     is_causal: bool,
 ) -> dict[str, float]:
-    """Relative errors (root of summed squares over the sampled rows of all heads) by result.
+    """Relative errors (root of summed squares over the sampled rows of all heads) by
+    result.
 
     Args:
         inputs: query (*batch, heads, n, d), key and value of a call without a mask.
-        grad_out, grads: the upstream gradient, and the gradients of query, key and value.
+        grad_out, grads: the upstream gradient, and the gradients of query, key and
+            value.
     """
     query, key, value = (tensor.flatten(0, -3) for tensor in inputs)
     out = out.flatten(0, -3)
@@ -75,7 +79,9 @@ class _Head(NamedTuple):
         """Positions of sampled keys."""
         return _evenly_spread(len(self.key), _SAMPLED_KEYS)
 
-    def scores(self, query: Tensor, rows: Tensor, key: Tensor, columns: Tensor) -> Tensor:
+    def scores(
+        self, query: Tensor, rows: Tensor, key: Tensor, columns: Tensor
+    ) -> Tensor:
         """Scores of queries at positions ``rows`` and keys at positions ``columns``."""
         scores: Tensor = query @ key.mT * query.shape[-1] ** -0.5
         if not self.is_causal:
@@ -83,7 +89,8 @@ class _Head(NamedTuple):
         return scores.masked_fill(columns > rows[:, None], -torch.inf)
 
     def exact_rows(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores and the output of queries at positions ``rows``, (rows, m) and (rows, d_v)."""
+        """The scores and the output of queries at positions ``rows``, (rows, m) and
+        (rows, d_v)."""
         columns = torch.arange(len(self.key), device="cpu")
         scores = self.scores(query, rows, self.key.double(), columns)
         return scores, scores.softmax(1) @ self.value.double()
@@ -91,7 +98,9 @@ class _Head(NamedTuple):
 
 def _evenly_spread(n_tokens: int, n_samples: int) -> Tensor:
     """Positions at even distances, the first and the last among them."""
-    places = torch.linspace(0, n_tokens - 1, n_samples, dtype=torch.float64, device="cpu")
+    places = torch.linspace(
+        0, n_tokens - 1, n_samples, dtype=torch.float64, device="cpu"
+    )
     positions: Tensor = places.long().unique()
     return positions
 
@@ -125,7 +134,9 @@ def _add_forward_errors(sums: _ErrorSums, head: _Head) -> None:
     sums.add("out", head.out[rows], exact_out)
 
 
-def _add_query_error(sums: _ErrorSums, head: _Head, grad_out: Tensor, grad_query: Tensor) -> None:
+def _add_query_error(
+    sums: _ErrorSums, head: _Head, grad_out: Tensor, grad_query: Tensor
+) -> None:
     rows = head.sampled_queries()
     query = head.query[rows].double().requires_grad_()
     _, exact_out = head.exact_rows(query, rows)
@@ -162,7 +173,8 @@ def _add_key_errors(
             grad_weights = upstream @ value.mT
             out = head.out[rows].double()
             delta = (upstream * out).sum(1, keepdim=True)
-            # With output and log-sum-exp held as they are, this has the gradients of the call.
+            # With output and log-sum-exp held as they are, this has the gradients of
+            # the call.
             total = (weights * (grad_weights - delta)).sum()
             total.backward()
     sums.add("grad_key", grad_key[columns], key.grad)

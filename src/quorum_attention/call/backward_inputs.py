@@ -10,7 +10,12 @@ import torch
 from quorum_attention.argument_checks import shown, switch
 from quorum_attention.call.request import Request
 from quorum_attention.call.transformations import refuse_transforms
-from quorum_attention.call.validation import Tensors, as_tensor, check_no_overlap, check_tensor
+from quorum_attention.call.validation import (
+    Tensors,
+    as_tensor,
+    check_no_overlap,
+    check_tensor,
+)
 from quorum_attention.kernels.operator_call import Three
 
 _GRADS = ("grads[0]", "grads[1]", "grads[2]")
@@ -20,10 +25,12 @@ class BackwardInputs(NamedTuple):
     """Tensors that a backward reads and fills beside the inputs.
 
     Attributes:
-        grad_out, out: the upstream gradient and the output, (*batch, heads, n_queries, value_dim).
+        grad_out, out: the upstream gradient and the output, (*batch, heads, n_queries,
+            value_dim).
         lse: (*batch, heads, n_queries), natural log.
         grads: preallocated results, like query, key and value.
-        grad_mask: whether the gradient of the mask is wanted too, or a preallocated tensor for it.
+        grad_mask: whether the gradient of the mask is wanted too, or a preallocated
+            tensor for it.
         grad_sinks: whether the gradient of the sinks is wanted too.
         grad_lse: the gradient of the log-sum-exp, like ``lse``; None is 0.
     """
@@ -43,7 +50,8 @@ def check_backward_inputs(
     backward_inputs: BackwardInputs,
     originals: Sequence[torch.Tensor],
 ) -> BackwardInputs:
-    """Check what a backward reads and fills against the call, and give it a dimension of heads.
+    """Check what a backward reads and fills against the call, and give it a dimension
+    of heads.
 
     Args:
         backward_inputs: as its caller wrote it.
@@ -78,7 +86,12 @@ def _checked_upstream(
     query = tensors.query
     lse_shape = tuple(query.shape[:-1])
     out_shape = (*lse_shape, tensors.value.shape[-1])
-    shapes = {"grad_out": out_shape, "out": out_shape, "lse": lse_shape, "grad_lse": lse_shape}
+    shapes = {
+        "grad_out": out_shape,
+        "out": out_shape,
+        "lse": lse_shape,
+        "grad_lse": lse_shape,
+    }
     upstream: dict[str, torch.Tensor] = {}
     for name in shapes:
         tensor = getattr(backward_inputs, name)
@@ -104,8 +117,8 @@ def _preallocated(
             raise TypeError(f"grads must be three tensors, got {shown(grads)}")
         if any(t.shape != o.shape for t, o in zip(tensors[:3], originals, strict=True)):
             raise NotImplementedError(
-                "grads cannot be given for inputs that are broadcast, nor without a dimension of "
-                "heads: leave them out, and their gradients are returned"
+                "grads cannot be given for inputs that are broadcast, nor without a "
+                "dimension of heads: leave them out, and their gradients are returned"
             )
         results.update(zip(_GRADS, grads, strict=True))
     grad_mask = backward_inputs.grad_mask
@@ -120,14 +133,22 @@ def _preallocated(
     return results
 
 
-def _checked_results(tensors: Tensors, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return preallocated gradients as tensors that can be written to, checked, by name."""
-    results = {name: as_tensor(result, name, for_writing=True) for name, result in results.items()}
+def _checked_results(
+    tensors: Tensors, results: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return preallocated gradients as tensors that can be written to, checked, by
+    name."""
+    results = {
+        name: as_tensor(result, name, for_writing=True)
+        for name, result in results.items()
+    }
     home = tensors.query.device
     for name, like in zip((*_GRADS, "grad_mask"), tensors[:4], strict=True):
         if name not in results or like is None:
             continue
         # Three gradients have one dtype; the mask's may have any.
         dtype = results[_GRADS[0]].dtype if name in _GRADS else None
-        check_tensor(results[name], tuple(like.shape), name, home, dtype, for_writing=True)
+        check_tensor(
+            results[name], tuple(like.shape), name, home, dtype, for_writing=True
+        )
     return results

@@ -1,7 +1,7 @@
 """A block of a call: some rows of some heads, against some keys, as a call of its own.
 
-Devices, ranks, Ray tasks and runs over files compute blocks: each cuts inputs and mask to the block
-and makes the block's request here, and computes it with ``compute_block``.
+Devices, ranks, Ray tasks and runs over files compute blocks: each cuts inputs and mask
+to the block and makes the block's request here, and computes it with ``compute_block``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Masked = tuple[Mask | None, bool]
 
 
 class CallBlock(NamedTuple):
-    """Half-open ranges, numbered in the whole call: batch entries (all batch dimensions flattened),
-    query heads, rows of queries, keys."""
+    """Half-open ranges, numbered in the whole call: batch entries (all batch dimensions
+    flattened), query heads, rows of queries, keys."""
 
     entries: Interval
     heads: Interval
@@ -43,11 +43,12 @@ class WholeCall:
 
     Attributes:
         shape: its sizes.
-        mask: its ``attn_mask``, for all of it, a tensor as ``Mask.bias``; that broadcasts to
-            (*batch_shape, heads, n_queries, n_keys).
+        mask: its ``attn_mask``, for all of it, a tensor as ``Mask.bias``; that
+            broadcasts to (*batch_shape, heads, n_queries, n_keys).
         scale: as for ``attention``.
         dropout: None: none.
-        records: whether a gradient may follow, which the forward's kernel then has to have.
+        records: whether a gradient may follow, which the forward's kernel then has to
+            have.
         mask_grad: whether the gradient of the mask may follow.
     """
 
@@ -75,7 +76,9 @@ class WholeCall:
         share = self.shape.queries_per_key_head
         return Interval(key_heads.start * share, key_heads.stop * share)
 
-    def cut(self, tensor: torch.Tensor, block: CallBlock, *, of_keys: bool) -> torch.Tensor:
+    def cut(
+        self, tensor: torch.Tensor, block: CallBlock, *, of_keys: bool
+    ) -> torch.Tensor:
         """Return the block's part of a tensor (*batch_shape, heads, tokens, ...).
 
         The part is a view (entries, heads, tokens, ...).
@@ -121,12 +124,15 @@ class WholeCall:
         # A dimension of size 1 broadcasts: its only entry is that of all blocks.
         index = [
             0 if size == 1 else position
-            for size, position in zip(bias.shape[:n_batch_dims], batch_index, strict=True)
+            for size, position in zip(
+                bias.shape[:n_batch_dims], batch_index, strict=True
+            )
         ]
         return bias[tuple(index)]
 
     def _batch_index(self, block: CallBlock) -> tuple[int, ...]:
-        """Return the index of the block's one entry among several batch dimensions, or none."""
+        """Return the index of the block's one entry among several batch dimensions, or
+        none."""
         entry = block.entries.start
         index: list[int] = []
         for size in reversed(self.shape.batch_shape):
@@ -186,7 +192,8 @@ def _cut_key_fields(call: WholeCall, mask: Mask, block: CallBlock) -> dict[str, 
 
 
 def _cut_offset(call: WholeCall, mask: Mask, block: CallBlock) -> Any:
-    """Return the mask's offsets of a block's queries, by positions in the whole call."""
+    """Return the mask's offsets of a block's queries, by positions in the whole
+    call."""
     if mask.offset is None:
         return 0
     if not isinstance(mask.offset, torch.Tensor):
@@ -198,8 +205,11 @@ def _cut_offset(call: WholeCall, mask: Mask, block: CallBlock) -> Any:
     return offset[..., slice(*block.rows)]
 
 
-def _cut_documents(call: WholeCall, documents: Documents, block: CallBlock) -> Documents:
-    """Return the document ids of a block's queries and keys, one tensor where that is enough."""
+def _cut_documents(
+    call: WholeCall, documents: Documents, block: CallBlock
+) -> Documents:
+    """Return the document ids of a block's queries and keys, one tensor where that is
+    enough."""
     if isinstance(documents, tuple):
         query_ids, key_ids = (cut_entries(ids, block, 2) for ids in documents)
     else:
@@ -212,7 +222,8 @@ def _cut_documents(call: WholeCall, documents: Documents, block: CallBlock) -> D
 
 
 def cut_entries(tensor: torch.Tensor, block: CallBlock, n_dims: int) -> torch.Tensor:
-    """Return the block's entries of a tensor that has batch entries first if it has ``n_dims``."""
+    """Return the block's entries of a tensor that has batch entries first if it has
+    ``n_dims``."""
     if tensor.dim() < n_dims or len(tensor) == 1 or block.entries == (0, len(tensor)):
         return tensor
     return tensor[slice(*block.entries)]
@@ -229,7 +240,9 @@ class _ShiftedKeeps:
     key: int
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-        return self.keeps(batch + self.entry, head + self.head, query + self.row, key + self.key)
+        return self.keeps(
+            batch + self.entry, head + self.head, query + self.row, key + self.key
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +276,8 @@ def request_of_block(
     """Make a call of the block; ``BackwardInputs`` are those of a backward.
 
     Args:
-        inputs: the block's query, key and value; for a backward grad_out, out and lse besides, and
-            grad_lse if there is one.
+        inputs: the block's query, key and value; for a backward grad_out, out and lse
+            besides, and grad_lse if there is one.
         masked: ``mask_of`` the block, where the caller has moved its tensors.
     """
     mask, is_causal = call.mask_of(block) if masked is None else masked
@@ -287,7 +300,9 @@ def request_of_block(
     function = "attention_backward" if is_backward else "attention"
     tensors, request = request_of(function, query, key, value, arguments)
     if dropout is not None:
-        assert block.rows.start == block.keys.start == 0, "dropout counts positions from 0"
+        assert block.rows.start == block.keys.start == 0, (
+            "dropout counts positions from 0"
+        )
         dropout = dropout.at(block.heads.start, block.entries.start)
     request = replace(
         request,
@@ -314,5 +329,7 @@ def request_of_block(
         results.grad_sinks,
         inputs.get("grad_lse"),
     )
-    checked = check_backward_inputs(tensors, request, backward_inputs, (query, key, value))
+    checked = check_backward_inputs(
+        tensors, request, backward_inputs, (query, key, value)
+    )
     return tensors, request, checked

@@ -1,7 +1,8 @@
-"""Query, key and value as torch's own function sees them: cast by autocast, and broadcast.
+"""Query, key and value as torch's own function sees them: cast by autocast, and
+broadcast.
 
-Only views and casts are made, by functions that autograd knows: gradients have the inputs' own
-shapes and dtypes.
+Only views and casts are made, by functions that autograd knows: gradients have the
+inputs' own shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def broadcast_inputs(
 
     Returns:
         query, key and value of at least three dimensions and the same batch dimensions;
-        ``enable_gqa``, or True where all query heads share one key/value head; whether the inputs
-        were (tokens, head_dim); bytes of the casts, on the inputs' device.
+        ``enable_gqa``, or True where all query heads share one key/value head; whether
+        the inputs were (tokens, head_dim); bytes of the casts, on the inputs' device.
 
     Raises:
         ValueError: batch dimensions that do not broadcast.
@@ -31,7 +32,8 @@ def broadcast_inputs(
         query, key, value = (cast_by_autocast(tensor, dtype) for tensor in originals)
         for tensor, original in zip((query, key, value), originals, strict=True):
             if tensor is not original:
-                # Not ``nbytes``, which torch's compiler cannot read of lengths that may vary.
+                # Not ``nbytes``, which torch's compiler cannot read of lengths that may
+                # vary.
                 cast_bytes += tensor.numel() * tensor.element_size()
     n_dims = (query.dim(), key.dim(), value.dim())
     if min(n_dims) < 2:
@@ -64,7 +66,8 @@ def _broadcast_heads(
 ) -> tuple[int, int, bool]:
     """Return (query heads, key/value heads, enable_gqa) after broadcasting.
 
-    Heads broadcast as torch's do, but a single key/value head is shared instead of expanded.
+    Heads broadcast as torch's do, but a single key/value head is shared instead of
+    expanded.
     """
     kv_heads = value_heads if key_heads == 1 else key_heads
     if enable_gqa or heads == kv_heads:
@@ -75,14 +78,16 @@ def _broadcast_heads(
 
 
 def _broadcast_batch(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return the batch dimensions to which those of all tensors (*batch, heads, n, d) broadcast."""
+    """Return the batch dimensions to which those of all tensors (*batch, heads, n, d)
+    broadcast."""
     batches = [t.shape[:-3] for t in tensors]
     try:
         return tuple(torch.broadcast_shapes(*batches))
     except RuntimeError:
         shapes = [tuple(batch) for batch in batches]
         raise ValueError(
-            f"query, key and value must have batch dimensions that broadcast, got {shapes}"
+            "query, key and value must have batch dimensions that broadcast, got "
+            f"{shapes}"
         ) from None
 
 
@@ -94,14 +99,17 @@ def _expand(tensor: torch.Tensor, batch: tuple[int, ...], heads: int) -> torch.T
     return tensor.expand(*leading, *tensor.shape[-2:])
 
 
-def _expand_kv(tensor: torch.Tensor, batch: tuple[int, ...], kv_heads: int) -> torch.Tensor:
+def _expand_kv(
+    tensor: torch.Tensor, batch: tuple[int, ...], kv_heads: int
+) -> torch.Tensor:
     """Expand key or value to batch dimensions, and a single head to ``kv_heads``."""
     heads = tensor.shape[-3]
     return _expand(tensor, batch, kv_heads if heads == 1 else heads)
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that autocast casts to on such a device; None where it is off."""
+    """Return the dtype that autocast casts to on such a device; None where it is
+    off."""
     if device_type not in BACKENDS or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)

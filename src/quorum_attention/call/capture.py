@@ -1,8 +1,9 @@
-"""What a call cannot have while a CUDA graph is captured, because a replay would not do it again.
+"""What a call cannot have while a CUDA graph is captured, because a replay would not do
+it again.
 
-A replay launches the same kernels on the same addresses. It does not run the host. So what the host
-reads or copies while it prepares a call stays as it was when the graph was captured, without an
-error. Such a call is refused by the name of the argument.
+A replay launches the same kernels on the same addresses. It does not run the host. So
+what the host reads or copies while it prepares a call stays as it was when the graph
+was captured, without an error. Such a call is refused by the name of the argument.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _AT_REPLAY = "while a CUDA graph is captured: every replay would"
 
 
 def check_capture(
-    device: torch.device, query: torch.Tensor, bias: torch.Tensor | None, mask: Mask | None
+    device: torch.device,
+    query: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: Mask | None,
 ) -> None:
     """Refuse what the host reads or copies, if a CUDA graph is being captured.
 
@@ -37,34 +41,34 @@ def check_capture(
         return
     if query.device != device:
         raise NotImplementedError(
-            f"query, key and value cannot be on {query.device} {_AT_REPLAY} not copy them again; "
-            f"move them to {device} before the call"
+            f"query, key and value cannot be on {query.device} {_AT_REPLAY} not copy "
+            f"them again; move them to {device} before the call"
         )
     if bias is not None and bias.device != device:
         name = "attn_mask" if mask is None else "Mask.bias"
         raise NotImplementedError(
-            f"{name} cannot be on {bias.device} {_AT_REPLAY} not copy it again; move it to "
-            f"{device} before the call"
+            f"{name} cannot be on {bias.device} {_AT_REPLAY} not copy it again; move "
+            f"it to {device} before the call"
         )
     if mask is None:
         return
     if mask.sinks is not None and mask.sinks.device != device:
         raise NotImplementedError(
-            f"Mask.sinks cannot be on {mask.sinks.device} {_AT_REPLAY} not copy them again; move "
-            f"them to {device} before the call"
+            f"Mask.sinks cannot be on {mask.sinks.device} {_AT_REPLAY} not copy them "
+            f"again; move them to {device} before the call"
         )
     names = sorted({name for name, _ in tensors_of(mask)})
     if names:
         fields = " and ".join(f"Mask.{name}" for name in names)
         raise NotImplementedError(
-            f"{fields} cannot be given {_AT_REPLAY} mask by the values of now, because the host "
-            "reads them; give the same mask as attn_mask (a tensor on the device is read at every "
-            "replay), or make this call outside the graph"
+            f"{fields} cannot be given {_AT_REPLAY} mask by the values of now, because "
+            "the host reads them; give the same mask as attn_mask (a tensor on the "
+            "device is read at every replay), or make this call outside the graph"
         )
 
 
 def keep_for_replays(kernel: InnerKernel, device: torch.device) -> None:
-    """Keep a kernel for good, if a CUDA graph is being captured: the graph reads the tensors that
-    the kernel holds (tables, slopes, a mask's ids) at every replay."""
+    """Keep a kernel for good, if a CUDA graph is being captured: the graph reads the
+    tensors that the kernel holds (tables, slopes, a mask's ids) at every replay."""
     if capturing(device):
         _KERNELS_OF_GRAPHS[id(kernel)] = kernel

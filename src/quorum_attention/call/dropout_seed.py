@@ -11,19 +11,22 @@ from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.torch_private import capturing, no_torch_modes
 
 
-def draw_dropout(p: float, seed: Any, device: torch.device, *, draws: bool) -> Dropout | None:
+def draw_dropout(
+    p: float, seed: Any, device: torch.device, *, draws: bool
+) -> Dropout | None:
     """Return the dropout of a call; None if nothing is dropped.
 
     Args:
         p: the probability that a weight is dropped.
         seed: the seed as the caller gave it, or None.
         device: the device that computes.
-        draws: whether a seed is drawn where none is given; if not, a missing one is an error.
+        draws: whether a seed is drawn where none is given; if not, a missing one is an
+            error.
 
     Raises:
         TypeError, ValueError: the seed makes no sense, or is missing.
-        NotImplementedError: a CUDA graph is captured, in which a drawn seed would be the same at
-            every replay.
+        NotImplementedError: a CUDA graph is captured, in which a drawn seed would be
+            the same at every replay.
     """
     if seed is not None:
         seed = whole_number(seed, "dropout_seed", 0, LARGEST_SEED)
@@ -33,16 +36,16 @@ def draw_dropout(p: float, seed: Any, device: torch.device, *, draws: bool) -> D
         return Dropout(p, seed)
     if not draws:
         raise ValueError(
-            "dropout_seed must be given with dropout_p: the seed of the forward, which its "
-            "report has, or which it was given"
+            "dropout_seed must be given with dropout_p: the seed of the forward, "
+            "which its report has, or which it was given"
         )
     if capturing(device):
         raise NotImplementedError(
-            "dropout_p in a CUDA graph needs dropout_seed: a seed drawn while the graph is "
-            "captured would be used again at every replay"
+            "dropout_p in a CUDA graph needs dropout_seed: a seed drawn while the "
+            "graph is captured would be used again at every replay"
         )
-    # Torch's generator of the CPU draws it, whatever device computes: nobody waits for it, and
-    # checkpointing, which restores that generator, draws the same seed again.
+    # Torch's generator of the CPU draws it, whatever device computes: nobody waits for
+    # it, and checkpointing, which restores that generator, draws the same seed again.
     with no_torch_modes():
         drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     return Dropout(p, drawn)

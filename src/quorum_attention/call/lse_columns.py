@@ -1,22 +1,26 @@
-"""The gradient that arrives at the log-sum-exp, carried by a few more columns (our method).
+"""The gradient that arrives at the log-sum-exp, carried by a few more columns (our
+method).
 
-With the gradient g of a row's log-sum-exp beside that of its output, the gradient of its scores is
+With the gradient g of a row's log-sum-exp beside that of its output, the gradient of
+its scores is
 
     dS = P (dP - delta + g),   dP = dO V^T,   delta = rowsum(dO * O).
 
-Kernels compute delta themselves. So a backward with g is one without it, on wider rows: value gets
-columns of 0, which leave dP as it is, the upstream gradient columns ``f``, and the output columns
-``p`` with f p = -g, which take g from delta. Every kernel, route and budget can do that. f is a
-power of two; where rows have 16 bits, three columns hold the digits of p.
+Kernels compute delta themselves. So a backward with g is one without it, on wider rows:
+value gets columns of 0, which leave dP as it is, the upstream gradient columns ``f``,
+and the output columns ``p`` with f p = -g, which take g from delta. Every kernel, route
+and budget can do that. f is a power of two; where rows have 16 bits, three columns hold
+the digits of p.
 
-A scaled backward (fp16) takes the product of the norms of value and upstream gradient for a bound
-of dP. So that this is one of g as well, and no larger than it has to be, f times the largest norm
-of the value is about g there, and p as large as that norm. Where values are small, a column in the
-value, which the upstream gradient does not see, makes the norm larger: at least 1 (a kernel that
-scales by the norms alone, as the native one does, would overflow), and so large that f is no larger
-than the upstream gradient. For the value's gradient has columns of f too. Nobody wants them, but
-their sums over many rows would be the first that fp16 cannot hold, and the head would be scaled
-down for their sake.
+A scaled backward (fp16) takes the product of the norms of value and upstream gradient
+for a bound of dP. So that this is one of g as well, and no larger than it has to be, f
+times the largest norm of the value is about g there, and p as large as that norm. Where
+values are small, a column in the value, which the upstream gradient does not see, makes
+the norm larger: at least 1 (a kernel that scales by the norms alone, as the native one
+does, would overflow), and so large that f is no larger than the upstream gradient. For
+the value's gradient has columns of f too. Nobody wants them, but their sums over many
+rows would be the first that fp16 cannot hold, and the head would be scaled down for
+their sake.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ from quorum_attention.kernels.operator_call import Three
 
 
 def column_count(shape: CallShape, backend: Backend) -> int:
-    """Count the columns that are added: for digits, for the norm, and zeros for whole words."""
+    """Count the columns that are added: for digits, for the norm, and zeros for whole
+    words."""
     n_columns = _n_digits(shape)
     if shape.dtype == torch.float16:
         n_columns += 1  # the norm
@@ -60,7 +65,9 @@ def _widened(shape: CallShape, backend: Backend) -> CallShape:
     return replace(shape, value_dim=value_dim, head_dim=head_dim, columns=n_columns)
 
 
-def column_bytes(tensors: Tensors, request: Request, backward_inputs: BackwardInputs) -> int:
+def column_bytes(
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs
+) -> int:
     """Count the bytes of the wider copies that are on the device that computes."""
     shape = request.shape
     device = request.options.device
@@ -97,8 +104,8 @@ def column_bytes(tensors: Tensors, request: Request, backward_inputs: BackwardIn
 def with_columns(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[Tensors, Request, BackwardInputs]:
-    """Make a backward without ``grad_lse`` that has the same gradients in the first columns of its
-    results (``without_columns``)."""
+    """Make a backward without ``grad_lse`` that has the same gradients in the first
+    columns of its results (``without_columns``)."""
     assert backward_inputs.grad_lse is not None
     shape = request.shape
     wide = _widened(shape, backend_of(request.options.device))
@@ -109,7 +116,9 @@ def with_columns(
     value = _with_zero_columns(value, wide.value_dim)
     # Nothing flows into a row without keys.
     lse = backward_inputs.lse.to(backward_inputs.grad_lse.device)
-    grad_lse = backward_inputs.grad_lse.to(shape.state_dtype).masked_fill(lse == -torch.inf, 0.0)
+    grad_lse = backward_inputs.grad_lse.to(shape.state_dtype).masked_fill(
+        lse == -torch.inf, 0.0
+    )
     factor = grad_lse  # g over the norm of the value's rows
     n_digits = _n_digits(shape)
     if shape.dtype == torch.float16:
@@ -122,7 +131,9 @@ def with_columns(
     grad_out = _with_zero_columns(backward_inputs.grad_out, wide.value_dim)
     # Digits are rounded as kernels get them; a narrower output would round them more.
     out = backward_inputs.out
-    out = _with_zero_columns(out, wide.value_dim, torch.promote_types(out.dtype, shape.dtype))
+    out = _with_zero_columns(
+        out, wide.value_dim, torch.promote_types(out.dtype, shape.dtype)
+    )
     remainder = grad_lse.div(factor).neg_()  # p, less the digits that are written
     for column in range(shape.value_dim, shape.value_dim + n_digits):
         digit = remainder.to(shape.dtype)
@@ -140,7 +151,8 @@ def with_columns(
 
 
 def _wider_grads(grads: Three | None, shape: CallShape) -> Three | None:
-    """Return tensors for the gradients of a wider call: preallocated ones that are as wide."""
+    """Return tensors for the gradients of a wider call: preallocated ones that are as
+    wide."""
     if grads is None:
         return None
     grad_query, grad_key, grad_value = grads
@@ -161,7 +173,8 @@ def _wider_grad(grad: torch.Tensor, width: int) -> torch.Tensor:
 def without_columns(
     wide_grads: tuple[torch.Tensor, ...], shape: CallShape, grads: Three | None
 ) -> tuple[torch.Tensor, ...]:
-    """Cut the gradients of query, key and value to the widths of ``shape``, in ``grads`` if any."""
+    """Cut the gradients of query, key and value to the widths of ``shape``, in
+    ``grads`` if any."""
     widths = (shape.head_dim, shape.head_dim, shape.value_dim)
     results = []
     for number, (wide_grad, width) in enumerate(zip(wide_grads, widths, strict=True)):
@@ -176,7 +189,8 @@ def without_columns(
 
 
 def _norms(value: torch.Tensor) -> torch.Tensor:
-    """Return the largest norm of a row of values for each of their heads, in fp32, up to 2**14.
+    """Return the largest norm of a row of values for each of their heads, in fp32, up
+    to 2**14.
 
     Rows that are not finite do not count. The shape is (*batch, kv_heads, 1).
     """
@@ -186,8 +200,11 @@ def _norms(value: torch.Tensor) -> torch.Tensor:
     return largest.clamp_(max=2.0**14)
 
 
-def _least_norms(grad_lse: torch.Tensor, grad_out: torch.Tensor, shape: CallShape) -> torch.Tensor:
-    """Return how large norms of the value have to be for factors as small as the upstream gradient.
+def _least_norms(
+    grad_lse: torch.Tensor, grad_out: torch.Tensor, shape: CallShape
+) -> torch.Tensor:
+    """Return how large norms of the value have to be for factors as small as the
+    upstream gradient.
 
     They are powers of two from 1 to 2**14, shaped like ``_norms``.
     """
@@ -196,7 +213,8 @@ def _least_norms(grad_lse: torch.Tensor, grad_out: torch.Tensor, shape: CallShap
     row_norms = row_norms.to(grad_lse.device)
     largest_grad_lse = _largest_of_kv_heads(grad_lse, shape)
     largest_upstream = _largest_of_kv_heads(row_norms, shape)
-    # Rows of 2**-11 of the largest gradient still have a factor that is a normal number.
+    # Rows of 2**-11 of the largest gradient still have a factor that is a normal
+    # number.
     upper = (largest_grad_lse * 4.0).clamp_(1.0, 2.0**14)
     ratio = torch.minimum(largest_grad_lse / largest_upstream, upper)
     ratio = ratio.nan_to_num_(1.0)
@@ -206,9 +224,12 @@ def _least_norms(grad_lse: torch.Tensor, grad_out: torch.Tensor, shape: CallShap
 
 
 def _largest_of_kv_heads(rows: torch.Tensor, shape: CallShape) -> torch.Tensor:
-    """Return the largest finite magnitude of (*batch, heads, n) for each key/value head."""
+    """Return the largest finite magnitude of (*batch, heads, n) for each key/value
+    head."""
     finite = rows.nan_to_num(0.0, posinf=0.0, neginf=0.0)
-    grouped = finite.unflatten(-2, (shape.kv_heads, -1))  # (*batch, kv_heads, queries_per, n)
+    grouped = finite.unflatten(
+        -2, (shape.kv_heads, -1)
+    )  # (*batch, kv_heads, queries_per, n)
     magnitudes: torch.Tensor = grouped.abs()
     largest = magnitudes.amax(dim=(-2, -1))
     return largest.float()
@@ -227,12 +248,14 @@ def _with_zero_columns(
 
 
 def _powers_above(values: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    """Return powers of two above the magnitudes of ``values``, within the range of ``dtypes``."""
+    """Return powers of two above the magnitudes of ``values``, within the range of
+    ``dtypes``."""
     limits = [torch.finfo(dtype) for dtype in dtypes]
     lowest = max(_exponent(limit.tiny) for limit in limits)
     highest = min(_exponent(limit.max) for limit in limits)
     exponents = torch.frexp(values).exponent
-    # frexp says 2**0 of a row with no gradient, and the largest row decides how all are scaled.
+    # frexp says 2**0 of a row with no gradient, and the largest row decides how all are
+    # scaled.
     exponents = exponents.masked_fill_(values == 0, lowest)
     exponents = exponents.clamp_(lowest, highest - 1)
     return torch.ldexp(torch.ones_like(values), exponents)

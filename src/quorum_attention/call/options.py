@@ -9,7 +9,11 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from quorum_attention.argument_checks import one_of, shown, whole_number
-from quorum_attention.execution.device.lookup import available_device, best_device, on_host
+from quorum_attention.execution.device.lookup import (
+    available_device,
+    best_device,
+    on_host,
+)
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.keywords import names_of, unknown_option
@@ -32,7 +36,8 @@ _AUTO = "auto"
 
 
 class SettingsKeywords(TypedDict, total=False):
-    """Options that a call and ``using`` take by keyword; ``api.attention`` explains them."""
+    """Options that a call and ``using`` take by keyword; ``api.attention`` explains
+    them."""
 
     budget: Budget | None
     depth: int | str
@@ -53,7 +58,8 @@ class CallOptions(NamedTuple):
     """Options as a call's caller wrote them.
 
     Attributes:
-        total: a report to whose total the call is added; ``using`` sets it, not the call.
+        total: a report to whose total the call is added; ``using`` sets it, not the
+            call.
     """
 
     budget: Budget | None = None
@@ -77,7 +83,9 @@ class CallOptions(NamedTuple):
     @property
     def reports_with_totals(self) -> tuple[Report, ...]:
         """The reports to whose totals the call is added, each once."""
-        reports = (self.report,) if self.report is self.total else (self.report, self.total)
+        reports = (
+            (self.report,) if self.report is self.total else (self.report, self.total)
+        )
         return tuple([report for report in reports if report is not None])
 
 
@@ -127,13 +135,15 @@ def names_several(devices: Any) -> bool:
 
 
 def check_options(options: CallOptions, home: torch.device) -> PlannerOptions:
-    """Check the options of a call that one device computes, and return them for the planner.
+    """Check the options of a call that one device computes, and return them for the
+    planner.
 
     Args:
         home: the inputs' device.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: an option that makes no sense, by name.
+        TypeError, ValueError, NotImplementedError: an option that makes no sense, by
+            name.
     """
     _check_class("plan", options.plan, Plan)
     _check_class("report", options.report, Report)
@@ -141,11 +151,14 @@ def check_options(options: CallOptions, home: torch.device) -> PlannerOptions:
     budget = options.budget
     if isinstance(budget, (list, tuple)):
         raise ValueError(
-            f"budget must be one number of bytes where one device computes, got {shown(budget)}"
+            "budget must be one number of bytes where one device computes, got "
+            f"{shown(budget)}"
         )
     plan = options.plan
     if plan is not None and depth is not None:
-        raise ValueError("plan and depth cannot both be given: a plan pins its own depth")
+        raise ValueError(
+            "plan and depth cannot both be given: a plan pins its own depth"
+        )
     _check_progress(options.progress)
     accumulator = one_of(options.accumulator, "accumulator", ("auto", "device", "host"))
     kernel = options.kernel
@@ -174,7 +187,9 @@ def _check_progress(progress: Any) -> None:
 def _check_class(name: str, value: object, kind: type) -> None:
     """Raise TypeError unless an option is None or of a class."""
     if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be a quorum_attention.{kind.__name__}, got {shown(value)}")
+        raise TypeError(
+            f"{name} must be a quorum_attention.{kind.__name__}, got {shown(value)}"
+        )
 
 
 def checked_depth(depth: int | str) -> int | None:
@@ -197,17 +212,20 @@ def _compute_device(home: torch.device, devices: Devices | None) -> torch.device
     """Return the device that computes a call whose inputs are on ``home``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: ``devices`` names no device that can be used.
+        TypeError, ValueError, NotImplementedError: ``devices`` names no device that can
+            be used.
     """
     if devices is None:
         return best_device() if on_host(home) else home
     names = [devices] if isinstance(devices, (str, torch.device)) else devices
     if not isinstance(names, (list, tuple)):
-        raise TypeError(f"devices must be None, a device or a list of one, got {shown(devices)}")
+        raise TypeError(
+            f"devices must be None, a device or a list of one, got {shown(devices)}"
+        )
     if len(names) != 1:
         raise NotImplementedError(
-            f"devices must name one device, got {len(names)}; several are taken by attention, "
-            "attention_with_lse and attention_backward"
+            f"devices must name one device, got {len(names)}; several are taken by "
+            "attention, attention_with_lse and attention_backward"
         )
     device = available_device(names[0], "devices")
     if not on_host(home) and device != home:

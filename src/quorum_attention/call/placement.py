@@ -1,4 +1,5 @@
-"""Where the tensors of a forward and of a backward are, as far as a plan depends on it."""
+"""Where the tensors of a forward and of a backward are, as far as a plan depends on
+it."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ def place_after(place: Placement, request: Request) -> Placement:
 def _count_unreadable(rescaled_bytes: int | None, is_out_readable: bool) -> int:
     """Count which of upstream gradient and output operators cannot read.
 
-    An upstream gradient that is not rescaled counts even where operators could read it: autograd
-    may hand over an expanded one, and ``estimate`` counts the same.
+    An upstream gradient that is not rescaled counts even where operators could read it:
+    autograd may hand over an expanded one, and ``estimate`` counts the same.
     """
     n_unreadable = 1 if rescaled_bytes is None else 0
     return n_unreadable if is_out_readable else n_unreadable + 1

@@ -1,4 +1,5 @@
-"""A call, checked once. The planner, the executor and autograd get it as a ``Request``."""
+"""A call, checked once. The planner, the executor and autograd get it as a
+``Request``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from quorum_attention.argument_checks import chance, real_number, switch
 from quorum_attention.call.capture import check_capture, keep_for_replays
 from quorum_attention.call.dropout_seed import draw_dropout
 from quorum_attention.call.options import Arguments, check_options
-from quorum_attention.call.transformations import as_readable, is_recorded, refuse_learned
+from quorum_attention.call.transformations import (
+    as_readable,
+    is_recorded,
+    refuse_learned,
+)
 from quorum_attention.call.validation import Tensors, check_plan, check_tensors
 from quorum_attention.execution.bias import bias_shape
 from quorum_attention.execution.problem import Problem
@@ -29,14 +34,17 @@ from quorum_attention.planner.options import PlannerOptions
 if TYPE_CHECKING:
     from quorum_attention.call.backward_inputs import BackwardInputs
 
-# Smaller factors are 0 to operators, which compute with them in fp32 (in float64 for such inputs).
+# Smaller factors are 0 to operators, which compute with them in fp32 (in float64 for
+# such inputs).
 _LEAST_SCALE = 2.0**-149
 
 
 class Runner(Protocol):
     """Runs the passes of a call somewhere else than on one device of this process."""
 
-    def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, tensors: Tensors, request: Request
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse), as ``run_forward``."""
 
     def backward(
@@ -57,17 +65,19 @@ class Request:
         out_dtype: of the result.
         records: whether autograd sees the call, and may ask for gradients.
         mask_grad: whether autograd will ask for the mask's gradient.
-        cast_bytes: bytes of autocast's copies of the inputs on the computing device. They are held
-            as long as the call and its graph, and count against the budget.
+        cast_bytes: bytes of autocast's copies of the inputs on the computing device.
+            They are held as long as the call and its graph, and count against the
+            budget.
         without_heads: the inputs were (tokens, head_dim), and so is the result.
         progress, report: as they were given.
-        reports_with_totals: the reports to whose totals the passes of the call are added.
+        reports_with_totals: the reports to whose totals the passes of the call are
+            added.
         dropout: which probabilities are dropped; None: none.
         runner: runs the passes on several devices; None: ``options.device`` does.
-        lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's dtype, in
-            memory that the budget does not count; None: it is made.
-        decisions: of a request that serves later calls too (``dispatch``), those of its passes that
-            are one kernel call; None: it serves one call.
+        lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's
+            dtype, in memory that the budget does not count; None: it is made.
+        decisions: of a request that serves later calls too (``dispatch``), those of its
+            passes that are one kernel call; None: it serves one call.
     """
 
     shape: CallShape
@@ -88,12 +98,14 @@ class Request:
     decisions: dict[Hashable, Problem] | None = None
 
     def reserving(self, n_bytes: int, purpose: str) -> Request:
-        """Return the request with ``n_bytes`` of its budget reserved, for a purpose in words."""
+        """Return the request with ``n_bytes`` of its budget reserved, for a purpose in
+        words."""
         options = self.options.reserving(n_bytes, purpose)
         return self if options is self.options else replace(self, options=options)
 
     def add_heads(self, tensor: torch.Tensor, n_dims: int) -> torch.Tensor:
-        """Return a view with a dimension of heads of a tensor that has ``n_dims`` without it."""
+        """Return a view with a dimension of heads of a tensor that has ``n_dims``
+        without it."""
         is_missing = self.without_heads and tensor.dim() == n_dims
         return tensor.unsqueeze(0) if is_missing else tensor
 
@@ -112,17 +124,19 @@ def request_of(
     """Check a call, and return the tensors that it reads and its request.
 
     Args:
-        function: name of the public function. "attention_backward" draws no seed, and takes
-            kernels that have gradients.
+        function: name of the public function. "attention_backward" draws no seed, and
+            takes kernels that have gradients.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: arguments that do not fit, by name. Nothing has
-            been allocated by then but the casts of autocast.
+        ValueError, TypeError, NotImplementedError: arguments that do not fit, by name.
+            Nothing has been allocated by then but the casts of autocast.
     """
     is_backward = function == "attention_backward"
     dropout_p = chance(arguments.dropout_p, "dropout_p")
     if arguments.out is not None and has_transforms():
-        raise NotImplementedError("out cannot be given under torch.func transformations")
+        raise NotImplementedError(
+            "out cannot be given under torch.func transformations"
+        )
     checked = check_tensors(query, key, value, arguments)
     tensors = checked.tensors
     query, key, value, bias, sinks, _ = tensors
@@ -156,7 +170,8 @@ def request_of(
     seed = arguments.dropout_seed
     dropout = draw_dropout(dropout_p, seed, device, draws=not is_backward)
     if dropout is not None and seed is None and has_transforms():
-        # As torch draws: vmap says whether entries have one seed, or their own, or refuses.
+        # As torch draws: vmap says whether entries have one seed, or their own, or
+        # refuses.
         drawn = torch.randint(LARGEST_SEED, (), dtype=torch.int64, device="cpu")
         tensors = tensors._replace(seed=drawn)
     out = checked.out
@@ -201,8 +216,9 @@ def _checked_scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:
     """
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise TypeError(
-            "scale must be a real number, which gets no gradient, got a tensor that requires one: "
-            "give query * scale with scale=1.0, or scale.item() where it is not learned"
+            "scale must be a real number, which gets no gradient, got a tensor that "
+            "requires one: give query * scale with scale=1.0, or scale.item() where "
+            "it is not learned"
         )
     factor = head_dim**-0.5 if scale is None else real_number(scale, "scale")
     if dtype != torch.float64 and abs(factor) < _LEAST_SCALE:

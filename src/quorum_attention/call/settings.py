@@ -1,12 +1,14 @@
-"""Settings: what fills in the options that calls leave open. ``using`` sets them in a context.
+"""Settings: what fills in the options that calls leave open. ``using`` sets them in a
+context.
 
-A context is Python's (``contextvars``): a thread begins without settings, an asyncio task with
-those of where it was made. A context has a tuple of layers. The inner ones win field by field, and
-each is taken out by itself, so that blocks may end in any order. One more layer holds for the whole
-process and lies below all others.
+A context is Python's (``contextvars``): a thread begins without settings, an asyncio
+task with those of where it was made. A context has a tuple of layers. The inner ones
+win field by field, and each is taken out by itself, so that blocks may end in any
+order. One more layer holds for the whole process and lies below all others.
 
-Settings say how calls are run, never what they compute: a recomputation outside of the block (a
-checkpoint's) may then have another budget, and still has the same numbers (docs/programs.md).
+Settings say how calls are run, never what they compute: a recomputation outside of the
+block (a checkpoint's) may then have another budget, and still has the same numbers
+(docs/programs.md).
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ import torch
 from torch.utils._contextlib import context_decorator
 
 from quorum_attention.argument_checks import shown, whole_number
-from quorum_attention.call.options import Arguments, CallOptions, SettingsKeywords, check_options
+from quorum_attention.call.options import (
+    Arguments,
+    CallOptions,
+    SettingsKeywords,
+    check_options,
+)
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.keywords import check_names
 
@@ -27,19 +34,23 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Settings = dict[str, Any]
-"""Options by name; besides ``total``, the report to whose total calls are added, and ``sdpa``,
-whether torch's own function is taken over, for calls of at least ``min_tokens``."""
+"""Options by name; besides ``total``, the report to whose total calls are added, and
+``sdpa``, whether torch's own function is taken over, for calls of at least
+``min_tokens``."""
 
 _PINNED_BY_PLAN = ("budget", "depth", "kernel", "accumulator")
 _FREE = ("devices", "progress")
 
 # The layers of a context, outermost first.
-_LAYERS: ContextVar[tuple[Settings, ...]] = ContextVar("quorum_attention_settings", default=())
+_LAYERS: ContextVar[tuple[Settings, ...]] = ContextVar(
+    "quorum_attention_settings", default=()
+)
 _of_process: Settings | None = None
 
 
 def current_settings() -> Settings | None:
-    """Return the settings that hold here, of all layers together; None where there are none."""
+    """Return the settings that hold here, of all layers together; None where there are
+    none."""
     layers = _LAYERS.get() or _layers_of_backward()
     if _of_process is not None:
         layers = (_of_process, *layers)
@@ -51,8 +62,8 @@ def current_settings() -> Settings | None:
 def _layers_of_backward() -> tuple[Settings, ...]:
     """Return the layers of the caller of ``backward``, in a thread of autograd's own.
 
-    With CUDA there are such threads, and checkpoints are recomputed there. torch hands Python's
-    context over.
+    With CUDA there are such threads, and checkpoints are recomputed there. torch hands
+    Python's context over.
     """
     if torch._C._current_graph_task_id() < 0 or not torch._C._is_key_in_tls("context"):
         return ()
@@ -93,18 +104,26 @@ def set_process_settings(settings: Settings | None) -> Settings | None:
 
 
 def checked_settings(function: str, /, **fields: Any) -> Settings:
-    """Return a layer, checked: the options of ``SettingsKeywords``, ``sdpa`` and ``min_tokens``.
+    """Return a layer, checked: the options of ``SettingsKeywords``, ``sdpa`` and
+    ``min_tokens``.
 
     Args:
         function: the name of the function that was given these fields.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
+        TypeError, ValueError, NotImplementedError: a value that makes no sense, by
+            name.
     """
-    options = {name: value for name, value in fields.items() if name not in ("sdpa", "min_tokens")}
+    options = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("sdpa", "min_tokens")
+    }
     for name in options:
         if name in Arguments._fields or name == "plan":
-            raise TypeError(f"{name} is no option of settings; give it to the call itself")
+            raise TypeError(
+                f"{name} is no option of settings; give it to the call itself"
+            )
     check_names(function, options, sorted(SettingsKeywords.__optional_keys__))
     check_options(CallOptions(**options), torch.device("cpu"))
     if not _is_open(fields.get("kernel")):
@@ -120,28 +139,31 @@ def _check_exact(kernel: Any) -> None:
     kernel = get_kernel(kernel)
     if kernel.own_attention or kernel.plain_variant is not None:
         raise ValueError(
-            f"kernel must be one of exact attention here, got {kernel.name!r}: settings say "
-            f"how calls are run, not what they compute. Give it to the call itself"
+            f"kernel must be one of exact attention here, got {kernel.name!r}: "
+            "settings say how calls are run, not what they compute. Give it to the "
+            "call itself"
         )
 
 
 class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     """Defaults for all calls within a ``with`` block, or a decorated function.
 
-    A call's own arguments win, then the inner block, field by field. A field that a block does not
-    name keeps its outer value. The backward of a call has the settings of its forward. Settings are
-    context variables: a new thread begins without them, an asyncio task inherits them. ``kernel``
-    must compute plain attention: settings say how calls are run, never what they compute.
+    A call's own arguments win, then the inner block, field by field. A field that a
+    block does not name keeps its outer value. The backward of a call has the settings
+    of its forward. Settings are context variables: a new thread begins without them, an
+    asyncio task inherits them. ``kernel`` must compute plain attention: settings say
+    how calls are run, never what they compute.
 
-    Options:
-        budget, depth, kernel, accumulator, progress: as in ``quorum_attention.attention``; their
+    Options: budget, depth, kernel, accumulator, progress: as in
+        ``quorum_attention.attention``; their
             defaults there (None, "auto") undo an outer block's.
         devices: one device, or None.
-        report: a ``Report``, to whose ``total`` every pass of these calls is added. Memory and
-            stages are measured only for a call's own ``report``.
+        report: a ``Report``, to whose ``total`` every pass of these calls is added.
+            Memory and stages are measured only for a call's own ``report``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
+        TypeError, ValueError, NotImplementedError: a value that makes no sense, by
+            name.
 
     Examples:
         >>> report = qa.Report()
@@ -171,12 +193,15 @@ class using:  # noqa: N801 (used as a function is, as torch.no_grad)
                 return
 
     def __call__(self, function: Any) -> Any:
-        """Return ``function`` within the block; a generator function runs within it step by step.
+        """Return ``function`` within the block; a generator function runs within it
+        step by step.
 
         Raises:
             TypeError: an asynchronous function: write the block into it.
         """
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(
+            function
+        ):
             raise TypeError(
                 f"{type(self).__name__} cannot decorate an asynchronous function, got "
                 f"{shown(function)}: write the block into it"

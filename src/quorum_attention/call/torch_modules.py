@@ -1,9 +1,10 @@
 """Torch's attention modules while ``scaled_dot_product_attention`` is replaced.
 
-``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` have two ways around that function. In
-evaluation they take a fast path, an operator of its own. And if weights are asked for, which is the
-default of ``nn.MultiheadAttention``, a softmax makes a tensor of queries x keys. A replacement
-switches the fast path off, and is told of calls that ask for weights.
+``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` have two ways around that
+function. In evaluation they take a fast path, an operator of its own. And if weights
+are asked for, which is the default of ``nn.MultiheadAttention``, a softmax makes a
+tensor of queries x keys. A replacement switches the fast path off, and is told of calls
+that ask for weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class _FastPath:
 
 
 def switch_fast_path_off() -> None:
-    """Switch torch's fast path off until ``restore_fast_path`` was called as often as this."""
+    """Switch torch's fast path off until ``restore_fast_path`` was called as often as
+    this."""
     with _lock:
         if _FastPath.n_users == 0:
             _FastPath.was_enabled = torch.backends.mha.get_fastpath_enabled()
@@ -41,7 +43,8 @@ def switch_fast_path_off() -> None:
 
 
 def restore_fast_path() -> None:
-    """Undo one ``switch_fast_path_off``. A fast path that somebody else switched on stays on."""
+    """Undo one ``switch_fast_path_off``. A fast path that somebody else switched on
+    stays on."""
     with _lock:
         _FastPath.n_users -= 1
         if _FastPath.n_users == 0 and not torch.backends.mha.get_fastpath_enabled():
@@ -49,14 +52,16 @@ def restore_fast_path() -> None:
 
 
 def watch_weights(
-    original: Callable[..., Any], on_weights: Callable[[torch.Tensor, torch.Tensor], None]
+    original: Callable[..., Any],
+    on_weights: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> Callable[..., Any]:
-    """``torch.nn.functional.multi_head_attention_forward`` that reports calls with weights.
+    """``torch.nn.functional.multi_head_attention_forward`` that reports calls with
+    weights.
 
     Args:
         original: the function that computes.
-        on_weights: called with query and key, (tokens, batch, width), before a call that makes
-            weights of queries x keys.
+        on_weights: called with query and key, (tokens, batch, width), before a call
+            that makes weights of queries x keys.
     """
     signature = inspect.signature(original)
 

@@ -1,4 +1,5 @@
-"""A call under autograd, torch.func and forward-mode: what is recorded, and what is refused."""
+"""A call under autograd, torch.func and forward-mode: what is recorded, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ from quorum_attention.kernels.torch_private import (
 def is_recorded(*inputs: torch.Tensor | None) -> bool:
     """Tell whether a call has to be a function of autograd's.
 
-    It has to be one for gradients, and under a transformation or forward-mode, where that function
-    works or raises its error.
+    It has to be one for gradients, and under a transformation or forward-mode, where
+    that function works or raises its error.
     """
     return (
-        (torch.is_grad_enabled() and True in [t.requires_grad for t in inputs if t is not None])
+        (
+            torch.is_grad_enabled()
+            and True in [t.requires_grad for t in inputs if t is not None]
+        )
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )
@@ -36,7 +40,8 @@ def as_readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Its numbers are read now, and it gets no gradient.
 
     Raises:
-        NotImplementedError: it has no dense memory of its own, or torch.vmap maps over it, by name.
+        NotImplementedError: it has no dense memory of its own, or torch.vmap maps over
+            it, by name.
     """
     check_kind(tensor, f"Mask.{name}")
     functorch = torch._C._functorch
@@ -44,8 +49,9 @@ def as_readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
         tensor = functorch.get_unwrapped(tensor)
     if functorch.is_batchedtensor(tensor):
         raise NotImplementedError(
-            f"torch.vmap cannot map over Mask.{name}: only over query, key, value, attn_mask, "
-            "Mask.bias and Mask.sinks; make the dimension that is mapped one of the batch"
+            f"torch.vmap cannot map over Mask.{name}: only over query, key, value, "
+            "attn_mask, Mask.bias and Mask.sinks; make the dimension that is mapped "
+            "one of the batch"
         )
     return tensor
 
@@ -59,12 +65,13 @@ def refuse_learned(
 ) -> None:
     """Refuse functions of the user's whose results have a gradient that would be lost.
 
-    No walk over a function's code finds all tensors that it reads. So it is called for a few pairs,
-    as it will be, and its result says whether autograd, forward-mode or torch.func follow it.
+    No walk over a function's code finds all tensors that it reads. So it is called for
+    a few pairs, as it will be, and its result says whether autograd, forward-mode or
+    torch.func follow it.
 
     Raises:
-        NotImplementedError: a function of ``kernel`` reads a tensor that requires a gradient or has
-            a tangent, or one of a transformation that is under way.
+        NotImplementedError: a function of ``kernel`` reads a tensor that requires a
+            gradient or has a tangent, or one of a transformation that is under way.
     """
     inputs = (query, key, value)
     if not kernel.called_back() or not all(tensor.numel() for tensor in inputs):
@@ -75,13 +82,15 @@ def refuse_learned(
         rows = [_few_rows(tensor, device) for tensor in inputs]
         indices = _few_indices(query, key, device)
     results = kernel.results_of_functions(rows[0], rows[1], rows[2], indices)
-    captures_wrapper = any(map(torch._C._functorch.is_functorch_wrapped_tensor, kernel.captured()))
+    captures_wrapper = any(
+        map(torch._C._functorch.is_functorch_wrapped_tensor, kernel.captured())
+    )
     if captures_wrapper or any(map(_is_followed, results)):
         raise NotImplementedError(
-            f"a function of kernel {kernel.name!r} (Mask.keeps, mask_mod, score_mod, ...) reads a "
-            "tensor that would get no gradient, or one of a torch.func transformation: give it "
-            "tensor.detach() from outside of the transformation, or make what it adds to the "
-            "scores an attn_mask"
+            f"a function of kernel {kernel.name!r} (Mask.keeps, mask_mod, score_mod, "
+            "...) reads a tensor that would get no gradient, or one of a torch.func "
+            "transformation: give it tensor.detach() from outside of the "
+            "transformation, or make what it adds to the scores an attn_mask"
         )
 
 
@@ -91,8 +100,11 @@ def _few_rows(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.zeros(1, heads, min(2, n_rows), dim, dtype=tensor.dtype, device=device)
 
 
-def _few_indices(query: torch.Tensor, key: torch.Tensor, device: torch.device) -> Indices:
-    """Return the indices of the first and the last query and key, for the first batch entry."""
+def _few_indices(
+    query: torch.Tensor, key: torch.Tensor, device: torch.device
+) -> Indices:
+    """Return the indices of the first and the last query and key, for the first batch
+    entry."""
     numbers = (
         [0],
         list(range(query.shape[-3])),
@@ -103,7 +115,8 @@ def _few_indices(query: torch.Tensor, key: torch.Tensor, device: torch.device) -
 
 
 def _is_followed(result: Any) -> bool:
-    """Tell whether autograd, forward-mode or torch.func follow the result of a function."""
+    """Tell whether autograd, forward-mode or torch.func follow the result of a
+    function."""
     if not isinstance(result, torch.Tensor):
         return False
     is_mapped = torch._C._functorch.is_batchedtensor(result)
@@ -111,14 +124,14 @@ def _is_followed(result: Any) -> bool:
 
 
 def refuse_transforms(*inputs: torch.Tensor | None) -> None:
-    """Refuse transformations of ``attention_backward``: it is no function of autograd's, so their
-    derivatives and dimensions would be lost without an error.
+    """Refuse transformations of ``attention_backward``: it is no function of
+    autograd's, so their derivatives and dimensions would be lost without an error.
 
     Raises:
         NotImplementedError: under torch.func, or for dual tensors.
     """
     if has_transforms() or has_tangent(inputs):
         raise NotImplementedError(
-            "attention_backward takes no part in torch.func transformations, nor in forward-mode "
-            "derivatives: take the gradients of attention instead"
+            "attention_backward takes no part in torch.func transformations, nor in "
+            "forward-mode derivatives: take the gradients of attention instead"
         )

@@ -28,8 +28,9 @@ from quorum_attention.units import counted
 
 # The replacement that an error names, by the class of a refused tensor.
 _INSTEAD_OF = {
-    "DTensor": "give what this rank holds, tensor.to_local(), to quorum_attention.attention, or to "
-    "quorum_attention.distributed.attention where tokens are sharded",
+    "DTensor": "give what this rank holds, tensor.to_local(), to "
+    "quorum_attention.attention, or to quorum_attention.distributed.attention "
+    "where tokens are sharded",
     "NestedTensor": "concatenate its texts and give a document id for each token, "
     "Mask(documents=ids), or pad them and give Mask(key_lengths=lengths)",
 }
@@ -42,7 +43,8 @@ class Tensors(NamedTuple):
         query: (*batch, heads, n_queries, head_dim).
         key: (*batch, kv_heads, n_keys, head_dim).
         value: (*batch, kv_heads, n_keys, value_dim).
-        bias: the additive or boolean mask; broadcasts to (*batch, heads, n_queries, n_keys).
+        bias: the additive or boolean mask; broadcasts to (*batch, heads, n_queries,
+            n_keys).
         sinks: (heads,).
         seed: the seed of dropout under torch.func, whose entries may have their own.
     """
@@ -75,7 +77,9 @@ class CheckedTensors(NamedTuple):
     cast_bytes: int
 
 
-def check_tensors(query: Any, key: Any, value: Any, arguments: Arguments) -> CheckedTensors:
+def check_tensors(
+    query: Any, key: Any, value: Any, arguments: Arguments
+) -> CheckedTensors:
     """Check the tensors of a call, and broadcast them.
 
     Raises:
@@ -97,7 +101,9 @@ def check_tensors(query: Any, key: Any, value: Any, arguments: Arguments) -> Che
     shape = shape_of_inputs(query, key, value, switch(enable_gqa, "enable_gqa"))
     out_dtype = arguments.out_dtype
     if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
+        raise TypeError(
+            f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}"
+        )
     if bias is not None:
         _check_bias(bias, query, key)
     sinks = None if mask is None else mask.sinks
@@ -111,11 +117,13 @@ def check_tensors(query: Any, key: Any, value: Any, arguments: Arguments) -> Che
 
 
 def _check_sinks(sinks: torch.Tensor, heads: int, home: torch.device) -> None:
-    """Check that sinks are one for each query head, on the inputs' device or in host memory."""
+    """Check that sinks are one for each query head, on the inputs' device or in host
+    memory."""
     check_kind(sinks, "Mask.sinks")
     if sinks.shape != (heads,):
         raise ValueError(
-            f"Mask.sinks must be one for each of the {heads} query heads, got {tuple(sinks.shape)}"
+            f"Mask.sinks must be one for each of the {heads} query heads, got "
+            f"{tuple(sinks.shape)}"
         )
     _check_place(sinks, "Mask.sinks", home)
 
@@ -136,29 +144,36 @@ def _checked_out(
 
 
 def as_tensor(value: Any, name: str, *, for_writing: bool = False) -> torch.Tensor:
-    """Return ``value`` as a tensor; a NumPy array (np.memmap too) is shared, not copied.
+    """Return ``value`` as a tensor; a NumPy array (np.memmap too) is shared, not
+    copied.
 
     Args:
         for_writing: whether the call writes to it.
 
     Raises:
         TypeError: it is neither, or an array of a dtype that torch lacks.
-        ValueError: an array that torch cannot share, or a read-only one that is written to.
+        ValueError: an array that torch cannot share, or a read-only one that is written
+            to.
     """
     if isinstance(value, torch.Tensor):
         # Kernels read memory as it is, and would miss a lazy negation.
         return value if for_writing or not value.is_neg() else value.resolve_neg()
     if not isinstance(value, np.ndarray):
         raise TypeError(
-            f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}"
+            f"{name} must be a torch.Tensor or a numpy.ndarray, got "
+            f"{type(value).__name__}"
         )
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must not be a masked array: its mask would be ignored")
     if for_writing and not value.flags.writeable:
-        raise ValueError(f"{name} must be writable (it is written to), got a read-only array")
+        raise ValueError(
+            f"{name} must be writable (it is written to), got a read-only array"
+        )
     with warnings.catch_warnings():
         # torch warns of read-only arrays; this one is only read.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        warnings.filterwarnings(
+            "ignore", message="The given NumPy array is not writable"
+        )
         try:
             return torch.from_numpy(value)
         except (TypeError, ValueError) as error:
@@ -187,12 +202,14 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
     if tensor.layout != torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
         raise NotImplementedError(
-            f"{name} must be a dense (strided) tensor, got a {kind} one: give tensor.to_dense()"
+            f"{name} must be a dense (strided) tensor, got a {kind} one: give "
+            "tensor.to_dense()"
         )
 
 
 def _stands_for_others(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor of another class has its numbers outside of memory of its own."""
+    """Tell whether a tensor of another class has its numbers outside of memory of its
+    own."""
     if is_traceable_wrapper_subclass(tensor) or is_causal_bias(tensor):
         return True
     if tensor.layout != torch.strided or tensor.is_nested or tensor.numel() == 0:
@@ -204,7 +221,8 @@ def _stands_for_others(tensor: torch.Tensor) -> bool:
 
 
 def is_causal_bias(attn_mask: Any) -> bool:
-    """Tell whether a mask is one of torch's ``causal_upper_left`` and ``causal_lower_right``."""
+    """Tell whether a mask is one of torch's ``causal_upper_left`` and
+    ``causal_lower_right``."""
     # Its module loads torch's compiler; where nobody has imported it, nobody has one.
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(attn_mask, module.CausalBias)
@@ -214,7 +232,8 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
     """Return ``attn_mask``, or the equivalent ``Mask`` if it is torch's ``CausalBias``.
 
     Args:
-        query, key: the call's, (..., tokens, head_dim); None: their lengths are not checked.
+        query, key: the call's, (..., tokens, head_dim); None: their lengths are not
+            checked.
 
     Raises:
         ValueError: it was made for other lengths.
@@ -222,8 +241,8 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
     """
     if type(attn_mask).__name__ == "BlockMask":
         raise TypeError(
-            "attn_mask must be a tensor or a quorum_attention.Mask, got a BlockMask: give "
-            "Mask(keeps=block_mask.mask_mod)"
+            "attn_mask must be a tensor or a quorum_attention.Mask, got a BlockMask: "
+            "give Mask(keeps=block_mask.mask_mod)"
         )
     if not is_causal_bias(attn_mask):
         return attn_mask
@@ -232,7 +251,8 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
         lengths = (query.shape[-2], key.shape[-2])
         if mask_lengths != lengths:
             raise ValueError(
-                f"attn_mask must be of {lengths} tokens, got a CausalBias of {mask_lengths}"
+                f"attn_mask must be of {lengths} tokens, got a CausalBias of "
+                f"{mask_lengths}"
             )
     is_lower_right = attn_mask.variant.name == "LOWER_RIGHT"
     return Mask(causal="lower_right" if is_lower_right else "upper_left")
@@ -241,7 +261,9 @@ def as_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Any:
 def _check_device(tensor: torch.Tensor, name: str) -> None:
     """Check that a tensor is in host memory or on a CUDA device."""
     if tensor.device.type not in BACKENDS:
-        raise NotImplementedError(f"{name} must be on a CPU or CUDA device, got '{tensor.device}'")
+        raise NotImplementedError(
+            f"{name} must be on a CPU or CUDA device, got '{tensor.device}'"
+        )
 
 
 def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
@@ -263,8 +285,8 @@ def shape_of_inputs(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 3:
             raise ValueError(
-                f"{name} must have at least 2 dimensions (..., heads, tokens, head_dim), "
-                f"got shape {tuple(tensor.shape)}"
+                f"{name} must have at least 2 dimensions (..., heads, tokens, "
+                f"head_dim), got shape {tuple(tensor.shape)}"
             )
         check_dtype(tensor.dtype, name)
     _check_device(query, "query")
@@ -274,7 +296,9 @@ def shape_of_inputs(
     *_, kv_heads, n_keys, key_dim = key.shape
     *_, value_heads, n_values, value_dim = value.shape
     if key_dim != head_dim:
-        raise ValueError(f"key must have the query's head_dim {head_dim}, got {key_dim}")
+        raise ValueError(
+            f"key must have the query's head_dim {head_dim}, got {key_dim}"
+        )
     if (value_heads, n_values) != (kv_heads, n_keys):
         raise ValueError(
             f"value must have the key's heads and tokens {(kv_heads, n_keys)}, "
@@ -302,7 +326,9 @@ def shape_of_inputs(
 def _check_like_query(tensor: torch.Tensor, name: str, query: torch.Tensor) -> None:
     """Check that key or value has the query's dtype and device."""
     if tensor.dtype != query.dtype:
-        raise TypeError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}")
+        raise TypeError(
+            f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}"
+        )
     if tensor.device != query.device:
         raise ValueError(
             f"{name} must be on the query's device {query.device}, got {tensor.device}"
@@ -313,10 +339,13 @@ def _check_grouped_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
     """Check that several query heads may share a key/value head."""
     if not enable_gqa:
         raise ValueError(
-            f"key has {counted(kv_heads, 'head')} and query {heads}: give enable_gqa=True"
+            f"key has {counted(kv_heads, 'head')} and query {heads}: give "
+            "enable_gqa=True"
         )
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"query must have a multiple of the key's {kv_heads} heads, got {heads}")
+        raise ValueError(
+            f"query must have a multiple of the key's {kv_heads} heads, got {heads}"
+        )
 
 
 def _check_bias(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -328,14 +357,16 @@ def _check_bias(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> N
     check_kind(bias, "attn_mask")
     _check_device(bias, "attn_mask")
     if bias.dtype != torch.bool and bias.dtype not in DTYPES:
-        raise TypeError(f"attn_mask must be bool or one of {DTYPE_NAMES}, got {bias.dtype}")
+        raise TypeError(
+            f"attn_mask must be bool or one of {DTYPE_NAMES}, got {bias.dtype}"
+        )
     scores_shape = (*query.shape[:-1], key.shape[-2])
     aligned = zip(reversed(bias.shape), reversed(scores_shape), strict=False)
     broadcasts = all(size in (1, full) for size, full in aligned)
     if bias.dim() > len(scores_shape) or not broadcasts:
         raise ValueError(
-            f"attn_mask must broadcast to (..., heads, queries, keys) = {scores_shape}, "
-            f"got {tuple(bias.shape)}"
+            "attn_mask must broadcast to (..., heads, queries, keys) = "
+            f"{scores_shape}, got {tuple(bias.shape)}"
         )
 
 
@@ -351,8 +382,8 @@ def check_tensor(
     """Check a tensor beside the inputs: its shape, dtype and place.
 
     Args:
-        home: the inputs' device. Beside inputs in host memory, what a backward reads may be on any
-            device: the forward may have computed there.
+        home: the inputs' device. Beside inputs in host memory, what a backward reads
+            may be on any device: the forward may have computed there.
         dtype: None: any floating one.
         for_writing: whether the call writes to the tensor, and it has to allow that.
 
@@ -380,18 +411,22 @@ def _check_writable(tensor: torch.Tensor, name: str) -> None:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name} must not be a tensor of inference mode outside of it")
     if tensor.is_neg():
-        raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
+        raise ValueError(
+            f"{name} must not be a view with a sign of its own (it is written to)"
+        )
 
 
 def check_no_overlap(
     results: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Check that results share no memory with inputs, with each other or with themselves.
+    """Check that results share no memory with inputs, with each other or with
+    themselves.
 
-    (Inputs are read again after a part of the results has been written.) Interleaved views of one
-    packed tensor share none. Two maps of one file do, and a result in a read-only map cannot be
-    written; both are known on Linux (``call/overlap.py``). A tensor over an object that must not
-    change, such as ``torch.frombuffer`` of bytes, is not recognised.
+    (Inputs are read again after a part of the results has been written.) Interleaved
+    views of one packed tensor share none. Two maps of one file do, and a result in a
+    read-only map cannot be written; both are known on Linux (``call/overlap.py``). A
+    tensor over an object that must not change, such as ``torch.frombuffer`` of bytes,
+    is not recognised.
 
     Raises:
         ValueError: they share memory, or one cannot be written; by name.
@@ -401,7 +436,9 @@ def check_no_overlap(
     mappings = Mappings.now() if may_be_mapped else Mappings(())
     for name, result in results.items():
         if mappings.is_read_only(result):
-            raise ValueError(f"{name} must be writable (it is written to), got a read-only map")
+            raise ValueError(
+                f"{name} must be writable (it is written to), got a read-only map"
+            )
         if overlaps_itself(result):
             raise ValueError(
                 f"{name} must not overlap itself (it is written to), got shape "
@@ -438,4 +475,6 @@ def check_plan(plan: Plan, shape: CallShape) -> None:
         planned = getattr(plan.shape, name)
         actual = getattr(shape, name)
         if planned != actual:
-            raise ValueError(f"plan was made for {name} = {planned}, the call has {actual}")
+            raise ValueError(
+                f"plan was made for {name} = {planned}, the call has {actual}"
+            )

@@ -1,4 +1,5 @@
-"""Compares an inner kernel with itself: uncut, and cut in tokens, heads and batch in many ways."""
+"""Compares an inner kernel with itself: uncut, and cut in tokens, heads and batch in
+many ways."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from typing import Any
 import torch
 
 from quorum_attention.argument_checks import real_number, shown, switch, whole_number
-from quorum_attention.checking.laws import LAWS_IN_THE_DTYPE, LAWS_IN_THE_WIDEST_DTYPE, Law
+from quorum_attention.checking.laws import (
+    LAWS_IN_THE_DTYPE,
+    LAWS_IN_THE_WIDEST_DTYPE,
+    Law,
+)
 from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
 from quorum_attention.checking.rounding import (
     distance,
@@ -59,21 +64,23 @@ def check_kernel(
 ) -> CheckResult:
     """Test whether a kernel's results are the same however the call is cut.
 
-    The kernel is compared with itself: the uncut call with calls at depths 1 to 3, in several chunk
-    counts and both layouts, with heads and batch entries together and one by one, at a prime
-    length. Errors that no cut shows are tested too: a call is repeated, views of larger tensors
-    give the same, the backward is compared with differences of the forward, and the scale must
-    have an effect. Results may differ only by rounding, as much as dtype and scores explain.
+    The kernel is compared with itself: the uncut call with calls at depths 1 to 3, in
+    several chunk counts and both layouts, with heads and batch entries together and one
+    by one, at a prime
+    length. Errors that no cut shows are tested too: a call is repeated, views of larger
+    tensors give the same, the backward is compared with differences of the forward, and
+    the scale must have an effect. Results may differ only by rounding, as much as dtype
+    and scores explain.
 
     Args:
-        kernel: name of a registered kernel, or an ``InnerKernel``.
-        n_tokens, n_keys, batch, heads, kv_heads, head_dim, value_dim, dtype: sizes of the calls.
+        kernel: name of a registered kernel, or an ``InnerKernel``. n_tokens, n_keys,
+        batch, heads, kv_heads, head_dim, value_dim, dtype: sizes of the calls.
         device: default CUDA if there is one.
         is_causal: causal calls (True) or plain calls (False) alone; default both.
         backward: whether to test gradients as well.
         levels: the decompositions to test.
-        other_sizes: whether to test fewer key heads, fewer keys or queries, and other widths too,
-            if the kernel takes them.
+        other_sizes: whether to test fewer key heads, fewer keys or queries, and other
+            widths too, if the kernel takes them.
         scale_of_inputs: factor of the normally distributed inputs.
         seed: random seed of the inputs.
         progress: True for a progress bar (plain lines in files), or a callable
@@ -87,7 +94,9 @@ def check_kernel(
         ValueError, TypeError: an argument that makes no sense, by name.
 
     Examples:
-        >>> result = qa.check_kernel("dense", n_tokens=61, heads=2, backward=False, levels=[(3,)])
+        >>> result = qa.check_kernel(
+        ...     "dense", n_tokens=61, heads=2, backward=False, levels=[(3,)]
+        ... )
         >>> bool(result)
         True
     """
@@ -114,13 +123,17 @@ def check_kernel(
         calls = check.accepted_kinds(sizes, is_causal)
         comparisons = [_Comparison("", call, levels) for call in calls]
         variants = check.variants(calls) if other_sizes else []
-        check.n_cases = sum(comparison.n_cuts for comparison in (*comparisons, *variants))
+        check.n_cases = sum(
+            comparison.n_cuts for comparison in (*comparisons, *variants)
+        )
         for comparison in comparisons:
             check.compare(comparison)
         for comparison in variants:
             check.attempt(comparison.name, partial(check.compare, comparison))
         for call in calls:
-            check.try_all_laws(call.shortened(_TOKENS_OF_LAWS), groups_heads=other_sizes)
+            check.try_all_laws(
+                call.shortened(_TOKENS_OF_LAWS), groups_heads=other_sizes
+            )
     return check.result
 
 
@@ -176,9 +189,9 @@ class _Comparison:
     def cuts(self) -> Iterator[Cut]:
         """A cut of the heads alone, then two cuts of the tokens for each of ``levels``.
 
-        The chunks of the two are aligned and balanced. Heads and entries run together. Only in the
-        balanced chunks of the first cut of one level they run one by one, which takes as many times
-        the kernel's calls as there are heads and entries.
+        The chunks of the two are aligned and balanced. Heads and entries run together.
+        Only in the balanced chunks of the first cut of one level they run one by one,
+        which takes as many times the kernel's calls as there are heads and entries.
         """
         sizes = self.sizes
         one_group = sizes.heads // sizes.kv_heads
@@ -207,8 +220,11 @@ class _Check:
     report_progress: Callable[[int, int, str], object] | None = None
     n_cases: int = 0
 
-    def accepted_kinds(self, sizes: CheckSizes, is_causal: bool | None) -> list[CheckSizes]:
-        """The plain and the causal call, as far as they were asked for and the kernel takes them.
+    def accepted_kinds(
+        self, sizes: CheckSizes, is_causal: bool | None
+    ) -> list[CheckSizes]:
+        """The plain and the causal call, as far as they were asked for and the kernel
+        takes them.
 
         Raises:
             NotImplementedError: the kernel takes none of them.
@@ -224,7 +240,9 @@ class _Check:
         if not accepted:
             reasons = "; ".join(self.result.skipped)
             name = self.kernel.name
-            raise NotImplementedError(f"kernel {name!r} cannot run these calls: {reasons}")
+            raise NotImplementedError(
+                f"kernel {name!r} cannot run these calls: {reasons}"
+            )
         return accepted
 
     def variants(self, calls: Sequence[CheckSizes]) -> list[_Comparison]:
@@ -257,13 +275,16 @@ class _Check:
             self.result.broken.append(f"calls write into their inputs, {sizes.kind}")
 
     def try_all_laws(self, sizes: CheckSizes, *, groups_heads: bool) -> None:
-        """Try what holds for every attention, on a short call, and with grouped heads too."""
+        """Try what holds for every attention, on a short call, and with grouped heads
+        too."""
         self._try_laws(LAWS_IN_THE_DTYPE, sizes)
         variants = [sizes]
         if groups_heads and sizes.with_grouped_heads() != sizes:
             variants.append(sizes.with_grouped_heads())
         for variant in variants:
-            self._try_laws(LAWS_IN_THE_WIDEST_DTYPE, variant.in_widest_dtype(self.kernel))
+            self._try_laws(
+                LAWS_IN_THE_WIDEST_DTYPE, variant.in_widest_dtype(self.kernel)
+            )
 
     def _try_laws(self, laws: Sequence[Law], sizes: CheckSizes) -> None:
         if self.kernel.refusal(sizes) is not None:

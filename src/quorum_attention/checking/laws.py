@@ -1,7 +1,8 @@
-"""Tests that no comparison of cuts replaces: what holds for every attention, tried on uncut calls.
+"""Tests that no comparison of cuts replaces: what holds for every attention, tried on
+uncut calls.
 
-Each law takes a kernel, the sizes of a call and a seed. It returns how the law is broken, in words,
-or "" if it holds.
+Each law takes a kernel, the sizes of a call and a seed. It returns how the law is
+broken, in words, or "" if it holds.
 """
 
 from __future__ import annotations
@@ -35,22 +36,28 @@ _CLEAR_CHANGE = 1e-2
 # The value of the elements around the views of a larger tensor.
 _SURROUNDINGS = 7.0
 _DIRECTIONS = 3
-# Steps along an input, as shares of its size, and how much slopes may differ: by the error of a
-# central difference of fourth order, and by rounding divided by the step.
-_STEPS = {torch.float64: 2e-3, torch.float32: 3e-2, torch.float16: 6e-2, torch.bfloat16: 0.12}
+# Steps along an input, as shares of its size, and how much slopes may differ: by the
+# error of a central difference of fourth order, and by rounding divided by the step.
+_STEPS = {
+    torch.float64: 2e-3,
+    torch.float32: 3e-2,
+    torch.float16: 6e-2,
+    torch.bfloat16: 0.12,
+}
 _SLOPE_LIMITS = {
     torch.float64: 1e-3,
     torch.float32: 5e-3,
     torch.float16: 0.1,
     torch.bfloat16: 0.4,
 }
-# A forward is too rough for differences if those of two steps differ by more than this share.
+# A forward is too rough for differences if those of two steps differ by more than this
+# share.
 _MOST_ROUGHNESS = 0.2
 
 
 def calls_repeat(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
-    """A call gives the same results again, depends on its inputs, and leaves earlier results
-    alone."""
+    """A call gives the same results again, depends on its inputs, and leaves earlier
+    results alone."""
     inputs = sizes.inputs(seed)
     results = run_call(kernel, sizes, inputs)
     copies = {name: result.clone() for name, result in results.items()}
@@ -103,7 +110,8 @@ def scale_has_an_effect(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> st
 
 
 def last_causal_row_sees_all(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
-    """The last row of a causal square is that of a plain one, if the kernel takes both."""
+    """The last row of a causal square is that of a plain one, if the kernel takes
+    both."""
     plain_sizes = replace(sizes, is_causal=False)
     if not sizes.is_causal or kernel.refusal(plain_sizes) is not None:
         return ""
@@ -118,8 +126,8 @@ def last_causal_row_sees_all(kernel: InnerKernel, sizes: CheckSizes, seed: int) 
 def backward_is_the_gradient(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     """The gradients are those of the forward.
 
-    The change of ``sum(grad_out * out)`` between two inputs is compared with the change by the
-    gradients, head by head. The test needs nothing but the two passes.
+    The change of ``sum(grad_out * out)`` between two inputs is compared with the change
+    by the gradients, head by head. The test needs nothing but the two passes.
 
     Raises:
         RuntimeError: the forward is too rough to tell.
@@ -133,7 +141,9 @@ def backward_is_the_gradient(kernel: InnerKernel, sizes: CheckSizes, seed: int) 
     for index, name in enumerate(GRADIENTS):
         for _ in range(_DIRECTIONS):
             shape = inputs[index].shape
-            direction = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+            direction = torch.randn(
+                shape, generator=generator, dtype=torch.float64, device="cpu"
+            )
             slope = _Slope(kernel, sizes, inputs, index, direction.to(sizes.device))
             error, limit = slope.error_of(grads[name])
             if error > limit:
@@ -166,7 +176,8 @@ class _Slope:
         self._step = direction * _STEPS[sizes.dtype] * size
 
     def error_of(self, grad: torch.Tensor) -> tuple[float, float]:
-        """The error of a gradient along the direction, and how much of it rounding explains.
+        """The error of a gradient along the direction, and how much of it rounding
+        explains.
 
         Raises:
             RuntimeError: the forward has kinks, or rounds too much.
@@ -192,8 +203,8 @@ class _Slope:
         return error, _SLOPE_LIMITS[self._sizes.dtype] + 4 * roughness
 
     def _change(self, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The change of the result by key head, and of the input after rounding, between one step
-        forward and one step back."""
+        """The change of the result by key head, and of the input after rounding,
+        between one step forward and one step back."""
         dtype = self._sizes.dtype
         tensor = self._inputs[self._index].double()
         above = (tensor + step).to(dtype)

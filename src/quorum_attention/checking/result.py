@@ -9,7 +9,11 @@ from typing import Any, Literal
 from quorum_attention.units import counted, format_error
 
 Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
-_FROM_BEST_TO_WORST: tuple[Verdict, ...] = ("bit-identical", "exact within rounding", "not exact")
+_FROM_BEST_TO_WORST: tuple[Verdict, ...] = (
+    "bit-identical",
+    "exact within rounding",
+    "not exact",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +23,13 @@ class CaseResult:
     Attributes:
         levels, layout: how tokens were cut.
         is_causal: whether the call was causal.
-        heads_per_group: query heads of a unit; None if heads and batch entries stayed together.
-        sizes: how sizes differ from those asked for ("4 heads over 2"); "" if they do not.
+        heads_per_group: query heads of a unit; None if heads and batch entries stayed
+            together.
+        sizes: how sizes differ from those asked for ("4 heads over 2"); "" if they do
+            not.
         verdict: the verdict on all results together.
-        errors: by result, the largest difference from the uncut call, as a share of the uncut
-            call's largest value.
+        errors: by result, the largest difference from the uncut call, as a share of the
+            uncut call's largest value.
         limit: the largest error that counts as rounding.
         rows: the first wrong rows, as (result, batch, head, row); at most five.
     """
@@ -96,7 +102,9 @@ class CheckResult:
         wrong_cases = [case for case in self.cases if case.verdict == "not exact"]
         if wrong_cases:
             cuts = counted(n_cases, "cut")
-            lines.append(f"{len(wrong_cases)} of {cuts} differ; the worst of each kind:")
+            lines.append(
+                f"{len(wrong_cases)} of {cuts} differ; the worst of each kind:"
+            )
         worst_cases = _worst_of_each_kind(wrong_cases)
         lines += [f"  {_describe(case)}" for case in worst_cases]
         lines += [f"not tried: {reason}" for reason in self.skipped]
@@ -120,8 +128,10 @@ def _worst_of_each_kind(cases: Iterable[CaseResult]) -> list[CaseResult]:
 def _describe(case: CaseResult) -> str:
     """The largest error of a case and where it is."""
     name = max(case.errors, key=case.errors.__getitem__)
-    rows = [f"{result}[{batch}, {head}, {row}]" for result, batch, head, row in case.rows]
+    rows = [
+        f"{result}[{batch}, {head}, {row}]" for result, batch, head, row in case.rows
+    ]
     return (
-        f"{case}: {name} has a relative error of {format_error(case.largest_error)} (rounding: at "
-        f"most {case.limit:.1e}); first wrong rows {', '.join(rows)}"
+        f"{case}: {name} has a relative error of {format_error(case.largest_error)} "
+        f"(rounding: at most {case.limit:.1e}); first wrong rows {', '.join(rows)}"
     )

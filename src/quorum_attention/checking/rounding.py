@@ -1,15 +1,16 @@
 """Tells rounding from errors.
 
-The limit follows from the dtype and from the size of the scores, not from the kernel's errors: a
-kernel that is noisy or rounds too much must not widen its own limit.
+The limit follows from the dtype and from the size of the scores, not from the kernel's
+errors: a kernel that is noisy or rounds too much must not widen its own limit.
 """
 
 from __future__ import annotations
 
 import torch
 
-# How many units in the last place a score or an lse may be off. (The rounding of an lse changes the
-# weight of a whole rectangle.) 16-bit inputs are summed in fp32, wider ones in their own dtype.
+# How many units in the last place a score or an lse may be off. (The rounding of an lse
+# changes the weight of a whole rectangle.) 16-bit inputs are summed in fp32, wider ones
+# in their own dtype.
 _ULPS = 6.0
 _ULPS_16_BITS = 3.0
 # A dtype with a smaller unit in the last place has at least 32 bits.
@@ -24,9 +25,11 @@ def is_wide(dtype: torch.dtype) -> bool:
 def rounding_limit(
     query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, scale: float
 ) -> float:
-    """The largest error of a result that counts as rounding, as a share of its largest value.
+    """The largest error of a result that counts as rounding, as a share of its largest
+    value.
 
-    Rounding changes a score s by ``eps |s|``, and the weight of its key by the same factor.
+    Rounding changes a score s by ``eps |s|``, and the weight of its key by the same
+    factor.
     """
     largest_lse = _largest_finite(lse)
     largest_score = abs(scale) * _largest_norm(query) * _largest_norm(key)
@@ -45,7 +48,8 @@ def _largest_norm(tensor: torch.Tensor) -> float:
 def distance(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """The absolute differences, float64.
 
-    Equal infinities and pairs of NaN have distance 0. A single NaN has distance infinity.
+    Equal infinities and pairs of NaN have distance 0. A single NaN has distance
+    infinity.
     """
     result = result.double()
     expected = expected.double()
@@ -55,7 +59,8 @@ def distance(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def exceeds(result: torch.Tensor, expected: torch.Tensor, share: float) -> bool:
-    """Whether any element differs by more than ``share`` of the largest expected value."""
+    """Whether any element differs by more than ``share`` of the largest expected
+    value."""
     if not result.numel():
         return False
     return float(distance(result, expected).max()) > share * largest_magnitude(expected)
@@ -72,8 +77,11 @@ def _largest_finite(tensor: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def is_repetition(result: torch.Tensor, repeated: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two results of one call differ by no more than the order of sums in fp32 or fp64.
+def is_repetition(
+    result: torch.Tensor, repeated: torch.Tensor, dtype: torch.dtype
+) -> bool:
+    """Whether two results of one call differ by no more than the order of sums in fp32
+    or fp64.
 
     In 16 bits another order changes the last digit of a few elements.
     """

@@ -1,4 +1,5 @@
-"""One call of the kernel that is checked: its sizes, its inputs, and its results under a cut."""
+"""One call of the kernel that is checked: its sizes, its inputs, and its results under
+a cut."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Cut(NamedTuple):
     Attributes:
         levels: chunk counts of each level; () leaves the tokens uncut.
         layout: how chunks are laid out, "aligned" or "balanced".
-        heads_per_group: query heads that run together; None for all heads and batch entries.
+        heads_per_group: query heads that run together; None for all heads and batch
+            entries.
     """
 
     levels: tuple[int, ...] = ()
@@ -66,7 +68,9 @@ class CheckSizes(CallShape):
 
         def drawn(heads: int, tokens: int, width: int) -> torch.Tensor:
             shape = (self.batch, heads, tokens, width)
-            wide = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+            wide = torch.randn(
+                shape, generator=generator, dtype=torch.float64, device="cpu"
+            )
             return (wide * factor).to(self.dtype).to(self.device)
 
         return TrialInputs(
@@ -87,15 +91,16 @@ class CheckSizes(CallShape):
         return self
 
     def shortened(self, n_tokens: int) -> CheckSizes:
-        """The same sizes with as many queries as keys, and at most ``n_tokens`` of both."""
+        """The same sizes with as many queries as keys, and at most ``n_tokens`` of
+        both."""
         length = min(n_tokens, self.n_queries, self.n_keys)
         return replace(self, n_queries=length, n_keys=length)
 
     def with_grouped_heads(self) -> CheckSizes:
         """The same sizes with half as many key heads as query heads.
 
-        An odd number of query heads shares one key head. Sizes whose heads are grouped already
-        stay as they are.
+        An odd number of query heads shares one key head. Sizes whose heads are grouped
+        already stay as they are.
         """
         if self.heads != self.kv_heads:
             return self
@@ -123,14 +128,25 @@ def run_forward(
 
 
 def run_backward(
-    kernel: InnerKernel, sizes: CheckSizes, inputs: TrialInputs, rows: Results, cut: Cut = UNCUT
+    kernel: InnerKernel,
+    sizes: CheckSizes,
+    inputs: TrialInputs,
+    rows: Results,
+    cut: Cut = UNCUT,
 ) -> Results:
     """Compute the gradients of a call whose forward gave ``rows``, by their names."""
     query, key, value, grad_out = inputs
     options = _call_options(kernel, sizes, None)
     backward_plan = _plan(kernel, sizes, cut, backward=True)
     grads = attention_backward(
-        grad_out, query, key, value, rows["out"], rows["lse"], plan=backward_plan, **options
+        grad_out,
+        query,
+        key,
+        value,
+        rows["out"],
+        rows["lse"],
+        plan=backward_plan,
+        **options,
     )
     return dict(zip(GRADIENTS, grads, strict=True))
 
@@ -145,7 +161,9 @@ def run_call(
     return results
 
 
-def _call_options(kernel: InnerKernel, sizes: CheckSizes, scale: float | None) -> dict[str, Any]:
+def _call_options(
+    kernel: InnerKernel, sizes: CheckSizes, scale: float | None
+) -> dict[str, Any]:
     return {
         "is_causal": sizes.is_causal,
         "scale": scale,

@@ -11,24 +11,43 @@ from importlib import import_module
 
 import quorum_attention
 from quorum_attention.cli.parser import Parser
-from quorum_attention.cli.process import Stopped, complete_streams, ignore_broken_pipe, stoppable
+from quorum_attention.cli.process import (
+    Stopped,
+    complete_streams,
+    ignore_broken_pipe,
+    stoppable,
+)
 from quorum_attention.progress.lines import line
 
 FAILED, USER_ERROR = 1, 2
-COMMANDS = ("recover", "run", "plan", "estimate", "doctor", "check", "calibrate", "bench")
+COMMANDS = (
+    "recover",
+    "run",
+    "plan",
+    "estimate",
+    "doctor",
+    "check",
+    "calibrate",
+    "bench",
+)
 
 
 def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The command line's parser, with the command that ``arguments`` name or else all commands.
+    """The command line's parser, with the command that ``arguments`` name or else all
+    commands.
 
-    Commands import torch, which takes seconds. ``--version`` needs no command and imports none.
+    Commands import torch, which takes seconds. ``--version`` needs no command and
+    imports none.
     """
     top = Parser(
         prog="quorum-attention",
-        description="Exact attention inside a memory budget, for calls that ran out of memory.",
+        description="Exact attention inside a memory budget, "
+        "for calls that ran out of memory.",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=28),
     )
-    top.add_argument("--version", action="version", version=quorum_attention.__version__)
+    top.add_argument(
+        "--version", action="version", version=quorum_attention.__version__
+    )
     if "--version" in arguments[:1]:
         return top
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -42,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, 1 (a check failed), 2 (the user's error), or 128 and the number of the signal that
-        stopped it.
+        0, 1 (a check failed), 2 (the user's error), or 128 and the number of the signal
+        that stopped it.
     """
     if arguments is None:
         complete_streams()

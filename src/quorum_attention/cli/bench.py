@@ -1,5 +1,5 @@
-"""``bench``: repeat the paper's experiments on this machine, beside torch's kernels. Calls are
-causal, as in the paper.
+"""``bench``: repeat the paper's experiments on this machine, beside torch's kernels.
+Calls are causal, as in the paper.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from quorum_attention.bench.child import run_child
-from quorum_attention.bench.experiments import EXPERIMENTS, USUAL_METHODS, Section, row_of
+from quorum_attention.bench.experiments import (
+    EXPERIMENTS,
+    USUAL_METHODS,
+    Section,
+    row_of,
+)
 from quorum_attention.bench.measurement import Outcome, Spec
 from quorum_attention.bench.methods import METHODS
 from quorum_attention.bench.record import RunRecord, describe_run
@@ -22,7 +27,8 @@ from quorum_attention.writing import write_text
 # The time that one measurement may take.
 _LONGEST_SECONDS = 1800.0
 _QUICK_METHODS = ("sdpa", "flash", "cudnn", "quorum")
-# By kind of device and quickness: the shortest and the longest call of the cost experiment.
+# By kind of device and quickness: the shortest and the longest call of the cost
+# experiment.
 _LENGTHS = {
     ("cpu", False): (1_024, 16_384),
     ("cpu", True): (2_048, 4_096),
@@ -33,7 +39,9 @@ _LENGTHS = {
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(commands, "bench", "repeat the paper's experiments", __doc__, _run)
+    parser = shared.add_command(
+        commands, "bench", "repeat the paper's experiments", __doc__, _run
+    )
     for name, choices in (("--only", list(EXPERIMENTS)), ("--methods", list(METHODS))):
         text = f"some of {', '.join(choices)} (default: all that can run)"
         parser.add_argument(name, nargs="+", choices=choices, metavar="NAME", help=text)
@@ -44,7 +52,11 @@ def add_to(commands: Any) -> None:
         shared.KV_HEADS,
         shared.HEAD_DIM,
         shared.DTYPE,
-        ("--tokens", count, "length of the accuracy experiment (default: 8K; 1K on a CPU)"),
+        (
+            "--tokens",
+            count,
+            "length of the accuracy experiment (default: 8K; 1K on a CPU)",
+        ),
         (
             "--max-tokens",
             count,
@@ -68,13 +80,18 @@ def _run(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = " ".join(["quorum-attention", *sys.argv[1:]])
     arguments = {
-        name: value for name, value in vars(options).items() if name not in ("run", "parser")
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("run", "parser")
     }
     run = describe_run(command, arguments, options.device)
     record = RunRecord(folder / "results.json", run)
 
     def measure(experiment: str, spec: Spec) -> Outcome:
-        warn(f"{experiment}: {spec.method}, {counted(spec.tokens, 'token')}, {spec.dtype}")
+        warn(
+            f"{experiment}: {spec.method}, {counted(spec.tokens, 'token')}, "
+            f"{spec.dtype}"
+        )
         outcome = run_child(spec, _LONGEST_SECONDS)
         record.add(row_of(experiment, spec, outcome))
         return outcome
@@ -136,7 +153,8 @@ def _complete(options: argparse.Namespace) -> None:
 
 
 def _methods(options: argparse.Namespace, device: str) -> list[str]:
-    """The methods to measure, without repetitions. Ratios are against the first usual one."""
+    """The methods to measure, without repetitions. Ratios are against the first usual
+    one."""
     usual = USUAL_METHODS[device]
     if options.quick:
         usual = [name for name in usual if name in _QUICK_METHODS]

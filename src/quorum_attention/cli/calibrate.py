@@ -1,6 +1,6 @@
-"""``calibrate``: measure how fast this machine is, for predictions of time. Each rate is measured
-three times and the median is kept. Run it while the machine is idle: if the three differ too much,
-nothing is stored.
+"""``calibrate``: measure how fast this machine is, for predictions of time. Each rate
+is measured three times and the median is kept. Run it while the machine is idle: if the
+three differ too much, nothing is stored.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ def _run(options: argparse.Namespace) -> int:
             }
         )
         return 0
-    show_table(["figure", "median", "spread"], _rows(calibration), title=calibration.key)
+    show_table(
+        ["figure", "median", "spread"], _rows(calibration), title=calibration.key
+    )
     say(
-        f"measured {counted(calibration.rounds, 'time')} in {calibration.seconds:.1f} s; stored in "
-        f"{calibration.path}; plans use it from now on"
+        f"measured {counted(calibration.rounds, 'time')} in {calibration.seconds:.1f} "
+        f"s; stored in {calibration.path}; plans use it from now on"
     )
     return 0
 

@@ -1,5 +1,5 @@
-"""``check``: does a kernel of your own stay exact when calls are cut? Exit status: 0 if it does, 1
-if not, 2 on errors.
+"""``check``: does a kernel of your own stay exact when calls are cut? Exit status: 0 if
+it does, 1 if not, 2 on errors.
 """
 
 from __future__ import annotations
@@ -24,16 +24,27 @@ def add_to(commands: Any) -> None:
     summary = "test whether a kernel of your own stays exact when calls are cut"
     parser = shared.add_command(commands, "check", summary, __doc__, _run)
     words = (
-        "a registered name; or module:name of a kernel, or of a function that returns (out, lse)"
+        "a registered name; or module:name of a kernel, or of a function that returns "
+        "(out, lse)"
     )
     parser.add_argument("kernel", help=words)
     usual = inspect.signature(check_kernel).parameters
     shared.add(
         parser,
-        ("--tokens", shared.count_of, "number of queries and of keys", usual["n_tokens"].default),
+        (
+            "--tokens",
+            shared.count_of,
+            "number of queries and of keys",
+            usual["n_tokens"].default,
+        ),
         ("--heads", shared.count_of, "query heads", usual["heads"].default),
         shared.KV_HEADS,
-        ("--head-dim", shared.count_of, "dimension of a head", usual["head_dim"].default),
+        (
+            "--head-dim",
+            shared.count_of,
+            "dimension of a head",
+            usual["head_dim"].default,
+        ),
         ("--dtype", shared.dtype_of, f"one of {', '.join(shared.DTYPES)}", "float32"),
         ("--causal", bool, "test only causal calls, or only others (default: both)"),
         ("--forward-only", None, "leave the gradients out"),
@@ -47,7 +58,8 @@ def load_kernel(name: str) -> Any:
     ``module:name`` names. A function is made a kernel.
 
     Raises:
-        ValueError: there is no such module or object, or importing it would end the program.
+        ValueError: there is no such module or object, or importing it would end the
+            program.
         TypeError: the object is neither a kernel nor a function.
     """
     if ":" not in name:
@@ -76,16 +88,19 @@ def _import(module: str) -> Any:
     """Import a module, also from the folder in which the command runs."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    if importlib.util.find_spec(module.partition(".")[0]) is None or module.endswith(".py"):
+    if importlib.util.find_spec(module.partition(".")[0]) is None or module.endswith(
+        ".py"
+    ):
         raise ValueError(
-            f"there is no module {module!r} here or installed: give module:function, without .py, "
-            "from the folder where the module lies"
+            f"there is no module {module!r} here or installed: give module:function, "
+            "without .py, from the folder where the module lies"
         )
     try:
         return importlib.import_module(module)
     except SystemExit as error:  # its status would be taken for a verdict
         raise ValueError(
-            f"{module} ends the program while it is imported: put what it does as a script under "
+            f"{module} ends the program while it is imported: put what it does as a "
+            "script under "
             f'`if __name__ == "__main__":`'
         ) from error
 
@@ -110,8 +125,12 @@ def _run(options: argparse.Namespace) -> int:
         if frames[-1].filename.startswith(package):
             raise
         # The kernel's own frames are what its author can act on.
-        kernel_frames = [frame for frame in frames if not frame.filename.startswith(package)]
-        lines = traceback.format_list(kernel_frames) + traceback.format_exception_only(error)
+        kernel_frames = [
+            frame for frame in frames if not frame.filename.startswith(package)
+        ]
+        lines = traceback.format_list(kernel_frames) + traceback.format_exception_only(
+            error
+        )
         warn(f"{options.kernel} failed:\n{''.join(lines).rstrip()}")
         return 2
     if options.json:

@@ -1,4 +1,5 @@
-"""``doctor``: which kernels this machine can run, for which dtypes, and why not others."""
+"""``doctor``: which kernels this machine can run, for which dtypes, and why not
+others."""
 
 from __future__ import annotations
 
@@ -31,14 +32,18 @@ _OPTIONAL = (
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = shared.add_command(commands, "doctor", "list kernels that can run here", __doc__, _run)
+    parser = shared.add_command(
+        commands, "doctor", "list kernels that can run here", __doc__, _run
+    )
     shared.add(parser, shared.JSON)
 
 
 def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
     """The reason why a kernel does not run, by kernel and dtype; None where it runs."""
     calls = {
-        label: CallShape(device.type, dtype, 4, 4, 64, 64, is_causal=True, needs_grad=True)
+        label: CallShape(
+            device.type, dtype, 4, 4, 64, 64, is_causal=True, needs_grad=True
+        )
         for label, dtype in shared.DTYPES.items()
     }
     return {
@@ -55,7 +60,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"versions": versions, "cache_not_used": reason, "devices": devices})
         return 0
-    say(", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()))
+    say(
+        ", ".join(
+            f"{name} {version or 'not installed'}" for name, version in versions.items()
+        )
+    )
     if reason is not None:
         say(f"the cache is not used: {reason}")
     for description in devices:
@@ -71,7 +80,9 @@ def _versions() -> dict[str, str | None]:
         "torch": torch.__version__,
     }
     for name in _OPTIONAL:
-        versions[name] = next((package.version for package in distributions(name=name)), None)
+        versions[name] = next(
+            (package.version for package in distributions(name=name)), None
+        )
     return versions
 
 
@@ -79,7 +90,9 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
     """A device in plain types, as ``--json`` prints it."""
     backend = backend_of(device)
     calibrated = [
-        label for label, dtype in shared.DTYPES.items() if hardware_of(device, dtype, 64).measured
+        label
+        for label, dtype in shared.DTYPES.items()
+        if hardware_of(device, dtype, 64).measured
     ]
     return {
         "device": str(device),

@@ -1,5 +1,5 @@
-"""``estimate``: whether a call fits; with ``--model``, what a training step needs, by part; with
-``--prompt`` too, what a long prompt takes."""
+"""``estimate``: whether a call fits; with ``--model``, what a training step needs, by
+part; with ``--prompt`` too, what a long prompt takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``estimate --model --prompt``: what a long prompt takes, by place, and how long it takes."""
+"""``estimate --model --prompt``: what a long prompt takes, by place, and how long it
+takes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "with --model: estimate a prompt of so many tokens "
             "through long_prompt, instead of a training step",
         ),
-        ("--generate", shared.count_of, "with --prompt: tokens after it (default: 500)"),
+        (
+            "--generate",
+            shared.count_of,
+            "with --prompt: tokens after it (default: 500)",
+        ),
         (
             "--weights",
             ("device", "host"),
@@ -47,10 +52,19 @@ def run(options: argparse.Namespace) -> None:
     """The command, with ``--prompt``.
 
     Raises:
-        ValueError: sizes of a call or of a training step were given as well; the file is no
-            configuration; the weights do not fit.
+        ValueError: sizes of a call or of a training step were given as well; the file
+            is no configuration; the weights do not fit.
     """
-    sizes = ("tokens", "heads", "kv_heads", "head_dim", "causal", "kernel", "batch", "budget")
+    sizes = (
+        "tokens",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "causal",
+        "kernel",
+        "batch",
+        "budget",
+    )
     training = ("lora", "optimizer")
     reason = "does not go with --prompt"
     shared.refuse(options, reason, *sizes, *training, *masks.WITHOUT_FILES)
@@ -78,14 +92,20 @@ def run(options: argparse.Namespace) -> None:
 def show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -> None:
     """Print an estimate."""
     rows = [
-        [part.name, *(format_bytes(size) for size in (part.device, part.host, part.file))]
+        [
+            part.name,
+            *(format_bytes(size) for size in (part.device, part.host, part.file)),
+        ]
         for part in estimate.parts
     ]
-    totals = [format_bytes(estimate.total(place)) for place in ("device", "host", "file")]
+    totals = [
+        format_bytes(estimate.total(place)) for place in ("device", "host", "file")
+    ]
     rows.append(["all", *totals])
     title = (
         f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a prompt of "
-        f"{counted(estimate.tokens, 'token')}, {counted(estimate.generate, 'token')} after it"
+        f"{counted(estimate.tokens, 'token')}, {counted(estimate.generate, 'token')} "
+        "after it"
     )
     show_table(["part", "device", "host memory", "files"], rows, title=title)
     say(f"prefill: {format_seconds(estimate.prefill_seconds)}")

@@ -14,8 +14,16 @@ from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.recipes.layer_bytes import returned_bytes
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.offload import host_room, page_locked_share
-from quorum_attention.recipes.remedies import advice, longest_that_fits, switch_until_it_fits
-from quorum_attention.recipes.step_estimate import DEFAULT_WORKSPACE, StepMemory, step_memory
+from quorum_attention.recipes.remedies import (
+    advice,
+    longest_that_fits,
+    switch_until_it_fits,
+)
+from quorum_attention.recipes.step_estimate import (
+    DEFAULT_WORKSPACE,
+    StepMemory,
+    step_memory,
+)
 from quorum_attention.recipes.switches import SWITCHES
 from quorum_attention.recipes.training import OPTIMIZERS, Training
 from quorum_attention.units import counted, format_bytes
@@ -77,7 +85,11 @@ def run(options: argparse.Namespace) -> None:
         options.budget,
         options.device or best_device().type,
     )
-    host = host_room() if options.host_memory is None else page_locked_share(options.host_memory)
+    host = (
+        host_room()
+        if options.host_memory is None
+        else page_locked_share(options.host_memory)
+    )
     fits = None
     longest = None
     if options.memory is None:
@@ -117,11 +129,15 @@ def _all_switched_on(shape: ModelShape, training: Training) -> StepMemory:
 
 
 def _host_words(needed: int, host: int) -> str:
-    words = f"in host memory: {format_bytes(needed)}; {format_bytes(host)} may be page-locked"
+    words = (
+        f"in host memory: {format_bytes(needed)}; {format_bytes(host)} may be "
+        "page-locked"
+    )
     if needed <= host:
         return f"{words}: that suffices"
     return (
-        f"{words}: that does not suffice, so attention is computed again, or the step does not fit"
+        f"{words}: that does not suffice, so attention is computed again, or the step "
+        "does not fit"
     )
 
 
@@ -134,8 +150,8 @@ def _longest_words(longest: int, memory: int, host: int) -> str:
 
 def _show(options: argparse.Namespace, shape: ModelShape, needs: StepMemory) -> None:
     title = (
-        f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training step of "
-        f"{options.batch} x {counted(options.tokens, 'token')}"
+        f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training "
+        f"step of {options.batch} x {counted(options.tokens, 'token')}"
     )
     switched = "all on" if options.memory is None else "these on"
     rows = [
@@ -152,7 +168,7 @@ def _show(options: argparse.Namespace, shape: ModelShape, needs: StepMemory) -> 
     columns = ["part", "as it comes", switched, "switched on"]
     show_table(columns, rows, title=title, words=("switched on",))
     say(
-        "The peak is what is always there plus the larger of one layer and the loss. CUDA's "
-        "context and what a trainer keeps come on top. The budget of attention includes its "
-        "results. docs/long-context.md explains the switches."
+        "The peak is what is always there plus the larger of one layer and the loss. "
+        "CUDA's context and what a trainer keeps come on top. The budget of attention "
+        "includes its results. docs/long-context.md explains the switches."
     )

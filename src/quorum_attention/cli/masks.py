@@ -24,9 +24,14 @@ NAMES = (
     "lengths",
     "sinks",
 )
-# Help of the options that name a file, and the names that the tensor may have in the file.
+# Help of the options that name a file, and the names that the tensor may have in the
+# file.
 FILES = {
-    "mask": ("boolean or additive mask; broadcasts (default: none)", "attn_mask", "mask"),
+    "mask": (
+        "boolean or additive mask; broadcasts (default: none)",
+        "attn_mask",
+        "mask",
+    ),
     "documents": (
         "document ids, (tokens,) or (batch, tokens) (default: none)",
         "documents",
@@ -54,7 +59,11 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
     shared.add(
         parser,
         shared.CAUSAL,
-        ("--lower-right", None, "causal, aligned so that an entry's last query sees its last key"),
+        (
+            "--lower-right",
+            None,
+            "causal, aligned so that an entry's last query sees its last key",
+        ),
         ("--offset N", int, "position of the first query among the keys (default: 0)"),
         (
             "--window N",
@@ -62,7 +71,11 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
             "a query sees keys within N tokens, or within LEFT,RIGHT; -1: no "
             "limit (default: all keys)",
         ),
-        ("--chunk", shared.count_of, "a query sees keys in its chunk of N tokens (default: all)"),
+        (
+            "--chunk",
+            shared.count_of,
+            "a query sees keys in its chunk of N tokens (default: all)",
+        ),
         ("--softcap", _positive, "cap scores: X tanh(score / X) (default: no cap)"),
     )
     if files:
@@ -77,7 +90,8 @@ def _window(text: str) -> int | tuple[int, int]:
         sides = []
     if not 1 <= len(sides) <= 2 or min(sides) < -1:
         raise argparse.ArgumentTypeError(
-            f"must be a number of tokens, or LEFT,RIGHT, each from -1 (no limit), got {text!r}"
+            "must be a number of tokens, or LEFT,RIGHT, each from -1 (no limit), got "
+            f"{text!r}"
         )
     return sides[0] if len(sides) == 1 else (sides[0], sides[1])
 
@@ -99,7 +113,9 @@ def mask_of(
     tensors, files = _read_tensors(options)
     bias = tensors.pop("mask", None)
     if bias is not None and input_mask is not None:
-        raise ValueError("there is a mask among the inputs and another with --mask: one must go")
+        raise ValueError(
+            "there is a mask among the inputs and another with --mask: one must go"
+        )
     if bias is None:
         bias = input_mask
     fields: dict[str, Any] = {
@@ -113,7 +129,8 @@ def mask_of(
     }
     fields = {name: value for name, value in fields.items() if value is not None}
     is_causal = options.causal
-    # ``is_causal`` counts from the first query. Any other alignment is a field of the mask.
+    # ``is_causal`` counts from the first query. Any other alignment is a field of the
+    # mask.
     if options.lower_right:
         fields["causal"] = "lower_right"
         is_causal = False

@@ -1,4 +1,5 @@
-"""Options of the commands: how they are added, read and explained, the same way everywhere."""
+"""Options of the commands: how they are added, read and explained, the same way
+everywhere."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from quorum_attention.units import parse_bytes, parse_count
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in call_shape.DTYPES}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 GLOSSARY = (
-    "levels: the number of chunks at each level of cutting (none: uncut). A unit is one task of "
-    "one head group: what is loaded, computed and stored at once."
+    "levels: the number of chunks at each level of cutting (none: uncut). A unit is "
+    "one task of one head group: what is loaded, computed and stored at once."
 )
 
 
 def name_of(text: str) -> str:
     """``text`` as the name of a file or folder.
 
-    An unset variable of a script gives an empty text, which must not count as "no option".
+    An unset variable of a script gives an empty text, which must not count as "no
+    option".
     """
     if not text:
         raise argparse.ArgumentTypeError("must be a name, got ''")
@@ -55,10 +57,14 @@ def _as_option_type(parse: Callable[[str], int]) -> Callable[[str], int]:
 
 
 bytes_of = _as_option_type(parse_bytes)  # a number, 1e9, 512MiB and the like
-count_of = _as_option_type(parse_count)  # a positive number: 1_048_576, 1,048,576, 1e6, 128K, 1M
+count_of = _as_option_type(
+    parse_count
+)  # a positive number: 1_048_576, 1,048,576, 1e6, 128K, 1M
 
 
-def number_of(requirement: str, fits: Callable[[float], bool] = lambda number: True) -> Any:
+def number_of(
+    requirement: str, fits: Callable[[float], bool] = lambda number: True
+) -> Any:
     """A type of options: finite numbers that fit.
 
     Args:
@@ -80,13 +86,19 @@ def number_of(requirement: str, fits: Callable[[float], bool] = lambda number: T
 def depth_of(text: str) -> int | str:
     """``text`` as a number of levels, or "auto"."""
     if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be auto, 0 (uncut), 1, 2, ..., got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be auto, 0 (uncut), 1, 2, ..., got {text!r}"
+        )
     return text if text == "auto" else int(text)
 
 
 def levels_of(text: str) -> tuple[int, ...]:
     """``7,7`` as (7, 7); an empty text, or ``none``, as the monolithic ()."""
-    return () if text in ("", "none") else tuple(count_of(part) for part in text.split(","))
+    return (
+        ()
+        if text in ("", "none")
+        else tuple(count_of(part) for part in text.split(","))
+    )
 
 
 _METAVARS: dict[Any, str] = {
@@ -118,9 +130,9 @@ def add_command(
 def add(parser: Any, *options: Option) -> None:
     """Add options: name, kind, help and default.
 
-    A kind is a function that reads the text; or a tuple of choices; or None for a switch; or bool
-    for a switch that has a ``--no-`` form as well.
-    A name may be followed by a blank and by the word that stands for the value in help.
+    A kind is a function that reads the text; or a tuple of choices; or None for a
+    switch; or bool for a switch that has a ``--no-`` form as well. A name may be
+    followed by a blank and by the word that stands for the value in help.
     """
     for name, kind, text, *default in options:
         name, _, metavar = name.partition(" ")
@@ -162,7 +174,12 @@ def refuse(options: argparse.Namespace, reason: str, *names: str) -> None:
 
 
 # Options of several commands.
-CAUSAL: Option = ("--causal", bool, "a query sees no later keys (default: not causal)", False)
+CAUSAL: Option = (
+    "--causal",
+    bool,
+    "a query sees no later keys (default: not causal)",
+    False,
+)
 HEADS: Option = ("--heads", count_of, "query heads (default: 8)")
 KV_HEADS: Option = ("--kv-heads", count_of, "key/value heads (default: as --heads)")
 HEAD_DIM: Option = ("--head-dim", count_of, "dimension of a head", 64)
@@ -171,7 +188,11 @@ DTYPE: Option = (
     dtype_of,
     f"one of {', '.join(DTYPES)} (default: float16; float32 on a CPU)",
 )
-DEVICE: Option = ("--device", str, "cuda, cuda:1 or cpu (default: a GPU if there is one)")
+DEVICE: Option = (
+    "--device",
+    str,
+    "cuda, cuda:1 or cpu (default: a GPU if there is one)",
+)
 JSON: Option = ("--json", None, "print JSON")
 KERNEL: Option = ("--kernel", str, "inner kernel; `doctor` lists them", "auto")
 TOKENS = "number of queries and of keys: 100000, 1e6, or 1M (1,048,576)"
@@ -189,7 +210,9 @@ def kv_heads(heads: int, named: int | None) -> int:
         ValueError: the heads do not divide into them.
     """
     if named is not None and heads % named:
-        raise ValueError(f"--heads must be a multiple of --kv-heads, got {heads} and {named}")
+        raise ValueError(
+            f"--heads must be a multiple of --kv-heads, got {heads} and {named}"
+        )
     return named or heads
 
 

@@ -33,7 +33,8 @@ def _print(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print sentences. Lines are broken between words in a terminal, and not broken in a pipe."""
+    """Print sentences. Lines are broken between words in a terminal, and not broken in
+    a pipe."""
     lines = text.splitlines()
     columns = _columns()
     if columns:
@@ -76,7 +77,9 @@ def show_table(
         table.add_column(column, justify=side, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    shown = Console(file=io.StringIO(), width=_columns() or _PIPE_COLUMNS, color_system=None)
+    shown = Console(
+        file=io.StringIO(), width=_columns() or _PIPE_COLUMNS, color_system=None
+    )
     shown.print(table)
     if title:
         say(title)

@@ -1,4 +1,5 @@
-"""A parser of arguments that says what was probably meant. The commands are listed in ``cli``."""
+"""A parser of arguments that says what was probably meant. The commands are listed in
+``cli``."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from quorum_attention.keywords import nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses an unknown option or command before anything else is checked, with its
-    own usage and the nearest name.
+    """A parser that refuses an unknown option or command before anything else is
+    checked, with its own usage and the nearest name.
 
-    argparse itself reports an unknown option of a command last, with the usage of the program.
+    argparse itself reports an unknown option of a command last, with the usage of the
+    program.
     """
 
     def parse_known_args(  # type: ignore[override]
@@ -47,12 +49,16 @@ class Parser(argparse.ArgumentParser):
         if word in commands:
             return
         near = nearest(word, commands)
-        meant = f"did you mean {near}?" if near else f"commands are {', '.join(commands)}"
+        meant = (
+            f"did you mean {near}?" if near else f"commands are {', '.join(commands)}"
+        )
         self.error(f"there is no command {word!r}; {meant}")
 
     def _check_option(self, word: str) -> None:
         options = list(self._option_string_actions)
-        if any(option.startswith(word) for option in options):  # argparse completes what is unique
+        if any(
+            option.startswith(word) for option in options
+        ):  # argparse completes what is unique
             return
         near = nearest(word, options)
         meant = f"did you mean {near}?" if near else f"see {self.prog} --help"

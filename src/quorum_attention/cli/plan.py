@@ -16,7 +16,9 @@ from quorum_attention.pictures import check_drawable, draw_gantt
 from quorum_attention.planner import Plan, plan
 from quorum_attention.units import counted, format_seconds
 
-_ENTRY = re.compile(r"(?:([1-9]\d{0,3})x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9]+[.]?[0-9]*))?")
+_ENTRY = re.compile(
+    r"(?:([1-9]\d{0,3})x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9]+[.]?[0-9]*))?"
+)
 
 
 def devices_of(text: str) -> list[tuple[str, float]]:
@@ -36,8 +38,8 @@ def devices_of(text: str) -> list[tuple[str, float]]:
         speed = float(speed_text or SPEEDS.get(name.upper(), 0.0))
         if not 0 < speed < 1000:
             raise argparse.ArgumentTypeError(
-                f"{entry!r} has no speed above 0 (those of {', '.join(SPEEDS)} are known): write "
-                f"{name}:SPEED, relative to an H200"
+                f"{entry!r} has no speed above 0 (those of {', '.join(SPEEDS)} are "
+                f"known): write {name}:SPEED, relative to an H200"
             )
         devices += [(name, speed)] * int(count or 1)
     return devices
@@ -45,7 +47,9 @@ def devices_of(text: str) -> list[tuple[str, float]]:
 
 def add_to(commands: Any) -> None:
     """Add the command ``plan``."""
-    parser = shared.add_command(commands, "plan", "show how a call would be run", __doc__, _run)
+    parser = shared.add_command(
+        commands, "plan", "show how a call would be run", __doc__, _run
+    )
     add_call(parser)
     shared.add(
         parser,
@@ -54,14 +58,28 @@ def add_to(commands: Any) -> None:
             shared.levels_of,
             "chunk counts, e.g. 7 or 7,7; none: uncut (default: the planner's choice)",
         ),
-        ("--layout", ("aligned", "balanced"), "chunks of whole tiles, or of equal size", "aligned"),
+        (
+            "--layout",
+            ("aligned", "balanced"),
+            "chunks of whole tiles, or of equal size",
+            "aligned",
+        ),
         ("--backward", None, "plan the backward (default: the forward)"),
-        ("--census", None, "shares of tiles that are left out, computed whole, or in part"),
-        ("--draw FILE", str, "write a picture of which task computes which pairs (.png, .svg)"),
+        (
+            "--census",
+            None,
+            "shares of tiles that are left out, computed whole, or in part",
+        ),
+        (
+            "--draw FILE",
+            str,
+            "write a picture of which task computes which pairs (.png, .svg)",
+        ),
         (
             "--devices LIST",
             devices_of,
-            "simulate several devices, e.g. 8xH200,4xA100 or 2xNAME:SPEED (default: one device)",
+            "simulate several devices, e.g. 8xH200,4xA100 or 2xNAME:SPEED (default: "
+            "one device)",
         ),
     )
 
@@ -69,15 +87,27 @@ def add_to(commands: Any) -> None:
 def add_call(parser: argparse.ArgumentParser, *, needs_tokens: bool = True) -> None:
     """Add the options that say what a call is."""
     parser.add_argument(
-        "--tokens", type=shared.count_of, required=needs_tokens, metavar="N", help=shared.TOKENS
+        "--tokens",
+        type=shared.count_of,
+        required=needs_tokens,
+        metavar="N",
+        help=shared.TOKENS,
     )
     shared.add(parser, shared.HEADS, shared.KV_HEADS, shared.HEAD_DIM, shared.DTYPE)
     masks.add_to(parser, files=False)
     shared.add(
         parser,
         ("--batch", shared.count_of, "sequences in the batch", 1),
-        ("--budget", shared.bytes_of, "device memory, e.g. 2GiB (default: what is free)"),
-        ("--device", str, "cuda or cpu; need not be present (default: a GPU if there is one)"),
+        (
+            "--budget",
+            shared.bytes_of,
+            "device memory, e.g. 2GiB (default: what is free)",
+        ),
+        (
+            "--device",
+            str,
+            "cuda or cpu; need not be present (default: a GPU if there is one)",
+        ),
         shared.KERNEL,
         shared.JSON,
     )
@@ -169,7 +199,9 @@ def _simulate_devices(options: argparse.Namespace) -> tuple[dict[str, Any], list
     if options.device == "cuda":
         options.device = None
     of_one_device = ("levels", "layout", "backward", "census", "device")
-    shared.refuse(options, "does not go with --devices", *of_one_device, *masks.WITHOUT_FILES)
+    shared.refuse(
+        options, "does not go with --devices", *of_one_device, *masks.WITHOUT_FILES
+    )
     devices: list[tuple[str, float]] = options.devices
     passes = {}
     simulations = {}
@@ -180,18 +212,23 @@ def _simulate_devices(options: argparse.Namespace) -> tuple[dict[str, Any], list
         simulations[name] = simulation
         busy_seconds = sum(part.stop - part.start for part in simulation.ran)
         busy = busy_seconds / len(devices) / simulation.seconds
-        passes[name] = {"seconds": simulation.seconds, "parts": simulation.parts, "busy": busy}
+        passes[name] = {
+            "seconds": simulation.seconds,
+            "parts": simulation.parts,
+            "busy": busy,
+        }
         sentences.append(
-            f"{name}: {format_seconds(simulation.seconds)}, {counted(simulation.parts, 'part')}, "
-            f"devices busy {busy:.1%} of the time"
+            f"{name}: {format_seconds(simulation.seconds)}, "
+            f"{counted(simulation.parts, 'part')}, devices busy {busy:.1%} of the time"
         )
     if options.draw is not None:
         draw_gantt(options.draw, simulations)
     total_speed = sum(speed for _, speed in devices)
     sentences.append(
-        f"Predicted, not measured: {counted(len(devices), 'device')}, together as fast as "
-        f"{total_speed:g} H200s. The H200's rates were measured; other speeds are published ones, "
-        "or yours. Each device has the whole budget, and reaches inputs and results at full speed."
+        f"Predicted, not measured: {counted(len(devices), 'device')}, together as fast "
+        f"as {total_speed:g} H200s. The H200's rates were measured; other speeds are "
+        "published ones, or yours. Each device has the whole budget, and reaches "
+        "inputs and results at full speed."
     )
     entries = [{"name": name, "speed": speed} for name, speed in devices]
     return {"devices": entries, "of_one_h200": total_speed, "passes": passes}, sentences

@@ -1,5 +1,6 @@
-"""The process of a command: signals that end it, as exceptions, so that what is unfinished is
-cleaned up on the way out; standard streams that are there, and able to print any name.
+"""The process of a command: signals that end it, as exceptions, so that what is
+unfinished is cleaned up on the way out; standard streams that are there, and able to
+print any name.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def _stop(number: int, frame: FrameType | None) -> None:
 def stoppable(handler: Any = _stop) -> Iterator[None]:
     """In the block SIGINT, SIGTERM and SIGHUP raise ``Stopped``.
 
-    With ``signal.SIG_DFL`` they end the process at once: for imports, because torch's aborts the
-    process if a handler raises in it. Those that are ignored stay so (``nohup`` ignores SIGHUP), as
-    do handlers of somebody else's, and nothing is changed outside the main thread.
+    With ``signal.SIG_DFL`` they end the process at once: for imports, because torch's
+    aborts the process if a handler raises in it. Those that are ignored stay so
+    (``nohup`` ignores SIGHUP), as do handlers of somebody else's, and nothing is
+    changed outside the main thread.
     """
     before = {}
     _received.clear()
@@ -65,12 +67,12 @@ def stoppable(handler: Any = _stop) -> Iterator[None]:
 
 
 def complete_streams() -> None:
-    """Open closed standard streams on the null device, and let stdout escape characters that its
-    encoding lacks.
+    """Open closed standard streams on the null device, and let stdout escape characters
+    that its encoding lacks.
 
-    A command can be started with its streams closed. The next file that it opened would get the
-    number of stderr, and warnings of a library would be written into a result. A name that cannot
-    be printed must not fail a command after its file is written.
+    A command can be started with its streams closed. The next file that it opened would
+    get the number of stderr, and warnings of a library would be written into a result.
+    A name that cannot be printed must not fail a command after its file is written.
     """
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -84,8 +86,8 @@ def complete_streams() -> None:
 
 
 def ignore_broken_pipe() -> None:
-    """Send what is still printed to the null device, when the reader of stdout has ended, as
-    ``| head`` does. The command goes on, and its exit status stays the same.
+    """Send what is still printed to the null device, when the reader of stdout has
+    ended, as ``| head`` does. The command goes on, and its exit status stays the same.
     """
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -1,8 +1,8 @@
 """``recover``: an attention call runs out of memory, and comes back exact.
 
-torch's call runs under an enforced memory limit and fails. Quorum Attention computes the same call
-under the same limit. Output and gradients are compared with float64. Each method that works is
-called twice, because a first call compiles and plans.
+torch's call runs under an enforced memory limit and fails. Quorum Attention computes
+the same call under the same limit. Output and gradients are compared with float64. Each
+method that works is called twice, because a first call compiles and plans.
 """
 
 from __future__ import annotations
@@ -40,9 +40,16 @@ from quorum_attention.units import (
 # A Python process on the CPU allocates so much beside the call's tensors.
 _PROCESS_BYTES = 2 << 20
 _NO_PICTURE = f"none, for want of matplotlib; {install_hint('draw')}"
-# A longer first call is not repeated. A longer call of torch without a limit is not made.
+# A longer first call is not repeated. A longer call of torch without a limit is not
+# made.
 PATIENCE_SECONDS = 45.0
-_SHORT = {"out": "out", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
+_SHORT = {
+    "out": "out",
+    "lse": "lse",
+    "grad_query": "dQ",
+    "grad_key": "dK",
+    "grad_value": "dV",
+}
 _ACCEPTED = {
     torch.float16: 5e-3,
     torch.bfloat16: 4e-2,
@@ -57,7 +64,11 @@ def add_to(commands: Any) -> None:
     parser = shared.add_command(commands, "recover", summary, __doc__, _run)
     shared.add(
         parser,
-        ("--tokens", shared.count_of, f"{shared.TOKENS} (default: 262,144; 16,384 on a CPU)"),
+        (
+            "--tokens",
+            shared.count_of,
+            f"{shared.TOKENS} (default: 262,144; 16,384 on a CPU)",
+        ),
         shared.CAUSAL,
         shared.HEADS,
         shared.KV_HEADS,
@@ -69,7 +80,11 @@ def add_to(commands: Any) -> None:
             "memory limit of both methods, e.g. 64MiB (default: too little for torch)",
         ),
         shared.DEVICE,
-        ("--qkv", shared.name_of, "safetensors file with query, key and value (default: random)"),
+        (
+            "--qkv",
+            shared.name_of,
+            "safetensors file with query, key and value (default: random)",
+        ),
         ("--forward-only", None, "compute no gradients"),
         (
             "--draw FILE",
@@ -148,7 +163,9 @@ class _Setting:
 
 def _run(options: argparse.Namespace) -> int:
     Path(options.draw).parent.mkdir(parents=True, exist_ok=True)
-    with suppress(ImportError):  # without matplotlib there is no picture, as the last line says
+    with suppress(
+        ImportError
+    ):  # without matplotlib there is no picture, as the last line says
         check_drawable(options.draw)
     setting = _setting(options)
     quiet = options.json
@@ -169,7 +186,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _is_exact(outcome: Outcome, dtype: torch.dtype) -> bool:
-    """Whether results were compared with float64, and all errors are small for their dtype."""
+    """Whether results were compared with float64, and all errors are small for their
+    dtype."""
     errors = [error for (error,) in outcome.errors.values()]
     return bool(errors) and max(errors) < _ACCEPTED[dtype]
 
@@ -185,7 +203,9 @@ def _refuse_too_small(setting: _Setting) -> None:
     inputs = "host" if setting.device.type == "cuda" else "device"
 
     def plan_pass(backward: bool) -> Plan:
-        return setting.plan(backward=backward, budget=budget, results_given=True, inputs=inputs)
+        return setting.plan(
+            backward=backward, budget=budget, results_given=True, inputs=inputs
+        )
 
     try:
         if setting.backward:
@@ -195,8 +215,9 @@ def _refuse_too_small(setting: _Setting) -> None:
     except BudgetError as error:
         call_bytes = error.smallest_bytes or 0
         message = (
-            f"--budget {format_bytes(setting.budget_bytes)} is too small for this call; the "
-            f"smallest that works is {format_least(call_bytes + process_bytes)}"
+            f"--budget {format_bytes(setting.budget_bytes)} is too small for this "
+            "call; the smallest that works is "
+            f"{format_least(call_bytes + process_bytes)}"
         )
         if process_bytes:
             call, process = format_bytes(call_bytes), format_bytes(process_bytes)
@@ -206,11 +227,15 @@ def _refuse_too_small(setting: _Setting) -> None:
 
 def _setting(options: argparse.Namespace) -> _Setting:
     device = shared.default_device(options.device)
-    query, key, value = _read_qkv(options) if options.qkv else _empty_qkv(options, device)
+    query, key, value = (
+        _read_qkv(options) if options.qkv else _empty_qkv(options, device)
+    )
     budget = options.budget
     if budget is None:
         # torch's forward needs at least the output and one log-sum-exp a row.
-        least_bytes, share = (24 << 20, 0.75) if device.type == "cpu" else (64 << 20, 1.0)
+        least_bytes, share = (
+            (24 << 20, 0.75) if device.type == "cpu" else (64 << 20, 1.0)
+        )
         out_bytes = math.prod(query.shape[:-1]) * value.shape[-1] * query.element_size()
         budget = max(least_bytes, int(share * out_bytes))
     return _Setting(
@@ -265,7 +290,8 @@ def _headline(setting: _Setting) -> str:
 
 
 def _torch_needs(setting: _Setting) -> tuple[int, float]:
-    """The bytes that torch's call takes beyond its inputs (results and workspace), and seconds."""
+    """The bytes that torch's call takes beyond its inputs (results and workspace), and
+    seconds."""
     forward = setting.plan(backward=False, levels=(), inputs="device")
     if not setting.backward:
         return forward.peak_bytes, forward.predicted_seconds
@@ -277,13 +303,15 @@ def _torch_needs(setting: _Setting) -> tuple[int, float]:
 
 
 def _is_affordable(setting: _Setting) -> bool:
-    """Whether torch's call without a limit fits in memory and ends soon. The call is only there for
-    comparison.
+    """Whether torch's call without a limit fits in memory and ends soon. The call is
+    only there for comparison.
     """
     call_bytes, seconds = _torch_needs(setting)
     query_bytes = setting.query.nbytes
     grad_out_bytes = query_bytes
-    input_bytes = query_bytes + setting.key.nbytes + setting.value.nbytes + grad_out_bytes
+    input_bytes = (
+        query_bytes + setting.key.nbytes + setting.value.nbytes + grad_out_bytes
+    )
     backend = backend_of(setting.device)
     free_bytes = backend.free_bytes(setting.device)
     fits = 2 * (call_bytes + input_bytes) < free_bytes
@@ -293,7 +321,9 @@ def _is_affordable(setting: _Setting) -> bool:
 def _draw(setting: _Setting, outcomes: dict[str, Outcome], path: str) -> str | None:
     """Write the picture. Returns its path, or None without matplotlib."""
     limited, ours, *unlimited = outcomes.values()
-    torch_peaks = [outcome.peak_bytes or 0 for outcome in (limited, *unlimited) if outcome.ok]
+    torch_peaks = [
+        outcome.peak_bytes or 0 for outcome in (limited, *unlimited) if outcome.ok
+    ]
     torch_bytes = torch_peaks[0] if torch_peaks else _torch_needs(setting)[0]
     verb = "took" if limited.ok else "needs"
     bars = [
@@ -318,9 +348,14 @@ def _draw(setting: _Setting, outcomes: dict[str, Outcome], path: str) -> str | N
 
 
 def _print_json(
-    setting: _Setting, outcomes: dict[str, Outcome], recovered: bool, picture: str | None
+    setting: _Setting,
+    outcomes: dict[str, Outcome],
+    recovered: bool,
+    picture: str | None,
 ) -> None:
-    methods = [{"method": label, **asdict(outcome)} for label, outcome in outcomes.items()]
+    methods = [
+        {"method": label, **asdict(outcome)} for label, outcome in outcomes.items()
+    ]
     print_json(
         {
             "call": _headline(setting),
@@ -333,7 +368,10 @@ def _print_json(
 
 
 def _print(
-    setting: _Setting, outcomes: dict[str, Outcome], recovered: bool, picture: str | None
+    setting: _Setting,
+    outcomes: dict[str, Outcome],
+    recovered: bool,
+    picture: str | None,
 ) -> None:
     """Print failures, results and costs."""
     limited, ours, *_ = outcomes.values()
@@ -348,12 +386,16 @@ def _print(
     if ours.ok:
         exact = f"Matches float64 on sampled rows: {'yes' if recovered else 'NO'}."
         say(f"Quorum Attention {limit}: worked, with {ours.memory}. {exact}")
-        errors = [f"{_SHORT[n]} {format_error(error)}" for n, (error,) in ours.errors.items()]
+        errors = [
+            f"{_SHORT[n]} {format_error(error)}" for n, (error,) in ours.errors.items()
+        ]
         say(f"relative errors: {', '.join(errors)}")
     else:
         stage = f" in its {ours.stage}" if ours.stage else ""
         say(f"Quorum Attention {limit}: failed{stage}: {ours.reason}")
-    _print_figures({label: outcome for label, outcome in outcomes.items() if outcome.ok})
+    _print_figures(
+        {label: outcome for label, outcome in outcomes.items() if outcome.ok}
+    )
     for name, report in ours.report.items():
         if report:
             say(f"{name}: {_pass_words(report)}")
@@ -390,5 +432,7 @@ def _figures(outcome: Outcome) -> dict[str, str]:
         if not times:
             continue
         for ordinal, seconds in zip_longest(("first", "second"), times):
-            figures[f"{ordinal} {name}"] = "-" if seconds is None else format_seconds(seconds)
+            figures[f"{ordinal} {name}"] = (
+                "-" if seconds is None else format_seconds(seconds)
+            )
     return figures

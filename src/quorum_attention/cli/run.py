@@ -1,5 +1,5 @@
-"""``run``: attention, or its gradients, from files to files, inside a memory budget. A stopped run
-leaves no incomplete output; --resume continues it. More in docs/files.md.
+"""``run``: attention, or its gradients, from files to files, inside a memory budget. A
+stopped run leaves no incomplete output; --resume continues it. More in docs/files.md.
 """
 
 from __future__ import annotations
@@ -55,8 +55,13 @@ def add_to(commands: Any) -> None:
     parser = shared.add_command(commands, "run", summary, __doc__, _run)
     files = "safetensors or .npy files, or folders of .npy files"
     parser.add_argument("input", nargs="+", help=files)
-    parser.add_argument("output", help="a safetensors or .npy file, or a folder (NAME/)")
-    shared.add(parser, ("--backward", None, "compute gradients, from grad_out, out and lse too"))
+    parser.add_argument(
+        "output", help="a safetensors or .npy file, or a folder (NAME/)"
+    )
+    shared.add(
+        parser,
+        ("--backward", None, "compute gradients, from grad_out, out and lse too"),
+    )
     masks.add_to(parser, files=True)
     shared.add(
         parser,
@@ -65,11 +70,19 @@ def add_to(commands: Any) -> None:
             shared.number_of("a finite number"),
             "factor of the scores (default: head_dim ** -0.5)",
         ),
-        ("--out-dtype", shared.dtype_of, "dtype of out or of gradients (default: the query's)"),
+        (
+            "--out-dtype",
+            shared.dtype_of,
+            "dtype of out or of gradients (default: the query's)",
+        ),
         ("--lse", None, "write the log-sum-exp as well"),
         shared.KERNEL,
         ("--depth", shared.depth_of, "number of levels of cutting; 0: uncut", "auto"),
-        ("--budget", shared.bytes_of, "device memory, e.g. 2GiB or 1e9 (default: what is free)"),
+        (
+            "--budget",
+            shared.bytes_of,
+            "device memory, e.g. 2GiB or 1e9 (default: what is free)",
+        ),
         shared.DEVICE,
         (
             "--keep-every N",
@@ -91,13 +104,22 @@ def add_to(commands: Any) -> None:
             "local (a new cluster on this machine), HOST:PORT, or auto (one "
             "that already runs here) (default: none)",
         ),
-        ("--ray-workers", shared.count_of, "units computed at a time (default: as many as fit)"),
-        ("--ray-gpus", _amount, "GPUs for each unit (default: 1 if the cluster has any)"),
+        (
+            "--ray-workers",
+            shared.count_of,
+            "units computed at a time (default: as many as fit)",
+        ),
+        (
+            "--ray-gpus",
+            _amount,
+            "GPUs for each unit (default: 1 if the cluster has any)",
+        ),
         ("--ray-cpus", _amount, "CPUs for each unit", 1.0),
         (
             "--chunks",
             shared.count_of,
-            "tasks of a head: 1, 7, 13, 21, ... (default: as many as keep all workers busy)",
+            "tasks of a head: 1, 7, 13, 21, ... (default: as many as keep all workers "
+            "busy)",
         ),
     )
     parser.epilog = shared.GLOSSARY
@@ -155,7 +177,9 @@ def _computer(options: argparse.Namespace) -> Compute:
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that do not go together."""
     if options.backward:
-        shared.refuse(options, "is for a forward: a backward reads the log-sum-exp", "lse")
+        shared.refuse(
+            options, "is for a forward: a backward reads the log-sum-exp", "lse"
+        )
     if options.ray is not None:
         shared.refuse(options, "does not go with --ray", "device")
     else:
@@ -174,7 +198,10 @@ def _run(options: argparse.Namespace) -> int:
     _check_forward(options, inputs)
     call = file_call(
         CallOptions(
-            budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
+            budget=options.budget,
+            depth=options.depth,
+            kernel=options.kernel,
+            devices=device,
         ),
         {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"},
         mask,
@@ -190,7 +217,9 @@ def _run(options: argparse.Namespace) -> int:
     if not options.json:
         say(_headline(call, device if options.ray is None else f"Ray ({options.ray})"))
     report = Report()
-    arguments = {shared.option(name): value for name, value in _arguments(options).items()}
+    arguments = {
+        shared.option(name): value for name, value in _arguments(options).items()
+    }
     result = run_call(
         call,
         output,
@@ -221,11 +250,18 @@ def _warn_of_unknown(options: argparse.Namespace, inputs: Inputs) -> None:
         return
     files = ", ".join(options.input)
     verb = "has" if len(options.input) == 1 else "have"
-    warn(f"{files} also {verb} {', '.join(inputs.unknown)}, which this command does not use")
+    warn(
+        f"{files} also {verb} {', '.join(inputs.unknown)}, which this command does not "
+        "use"
+    )
 
 
 def _print_json(
-    options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, result: RunResult
+    options: argparse.Namespace,
+    inputs: Inputs,
+    call: FileCall,
+    report: Report,
+    result: RunResult,
 ) -> None:
     settings, resumed_parts = result
     mask = call.whole_call.mask
@@ -299,8 +335,9 @@ def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
     for name in (*masks.NAMES, "scale"):
         if forward.get(name) != backward.get(name):
             raise ValueError(
-                f"{file} was written by a forward with {shared.option(name)} {forward.get(name)}, "
-                f"and this is a backward with {backward.get(name)}"
+                f"{file} was written by a forward with {shared.option(name)} "
+                f"{forward.get(name)}, and this is a backward with "
+                f"{backward.get(name)}"
             )
 
 

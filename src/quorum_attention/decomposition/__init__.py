@@ -8,7 +8,14 @@ from quorum_attention.decomposition.decomposition import (
     Task,
 )
 from quorum_attention.decomposition.intervals import Interval, Rows
-from quorum_attention.decomposition.pairs import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
+from quorum_attention.decomposition.pairs import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Pairs,
+    Ranges,
+    Verdict,
+)
 from quorum_attention.decomposition.rectangles import Rectangle
 
 __all__ = [

@@ -1,14 +1,18 @@
-r"""A band of pairs along the diagonal, and the plain and causal rectangles that it consists of.
+r"""A band of pairs along the diagonal, and the plain and causal rectangles that it
+consists of.
 
-Causal masks of any offset and sliding windows keep ``low <= key - query <= high``. Within a block
-of queries and keys that is a few plain rectangles and, along each edge, squares cut by a diagonal:
+Causal masks of any offset and sliding windows keep ``low <= key - query <= high``.
+Within a block of queries and keys that is a few plain rectangles and, along each edge,
+squares cut by a diagonal:
 
     queries   keys ->
       |    [ \       \       ]      a lower triangle is a causal square;
-      v    [   \  1    \     ]      an upper triangle is one with both orders turned round;
+      v    [   \  1    \     ]      an upper triangle is one with both orders
+                                 turned round;
            [     \       \   ]      between them a full rectangle (1).
 
-So kernels that know only plain and causal calls run it, and compute hardly a pair in vain.
+So kernels that know only plain and causal calls run it, and compute hardly a pair in
+vain.
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ class BandPart(PairBlock):
     """A block of pairs, and which of them are kept.
 
     Attributes:
-        kind: "plain": all; "lower", "upper": of a square, the triangle of that name with its
-            diagonal; "band": those of a band; "ragged": each has to be tested.
+        kind: "plain": all; "lower", "upper": of a square, the triangle of that name
+            with its diagonal; "band": those of a band; "ragged": each has to be tested.
     """
 
     kind: Kind = "plain"
@@ -72,7 +76,8 @@ class Band:
 
     @property
     def width(self) -> int | None:
-        """The most queries and the most keys of a part, None where there is no limit."""
+        """The most queries and the most keys of a part, None where there is no
+        limit."""
         if self.low is None or self.high is None:
             return None
         return max(self.high - self.low + 1, _RAGGED_ROWS + _NARROW)
@@ -106,7 +111,8 @@ class Band:
         return n_up_to_high - n_below_low
 
     def within(self, q0: int, q1: int, k0: int, k1: int) -> BandPart | None:
-        """The least part of the block [q0, q1) x [k0, k1) with all of its kept pairs, if any."""
+        """The least part of the block [q0, q1) x [k0, k1) with all of its kept pairs,
+        if any."""
         low, high = self._bounds
         if low > high:
             return None
@@ -144,11 +150,15 @@ class Band:
             if part.n_queries > 0 and part.n_keys > 0:
                 yield part
 
-    def _parts_of_both_edges(self, block: BandPart, low: int, high: int) -> Iterator[BandPart]:
-        """Parts of a block that both edges cross, block of queries by block of queries."""
+    def _parts_of_both_edges(
+        self, block: BandPart, low: int, high: int
+    ) -> Iterator[BandPart]:
+        """Parts of a block that both edges cross, block of queries by block of
+        queries."""
         width = high - low
         is_narrow = width < _NARROW
-        # Squares of this side meet in each block of queries; between them all pairs are kept.
+        # Squares of this side meet in each block of queries; between them all pairs are
+        # kept.
         side = _RAGGED_ROWS if is_narrow else width // _TILE * _TILE or width
         for start in range(block.query_start, block.query_stop, side):
             stop = min(start + side, block.query_stop)
@@ -164,12 +174,19 @@ class Band:
                 yield from self.parts(start, stop, k0, k1)
 
 
-def rectangles_of_band(band: Band, queries: Interval, keys: Interval) -> Iterator[Rectangle]:
-    """Yield rectangles of the pairs of a band with one edge; causal ones are squares."""
+def rectangles_of_band(
+    band: Band, queries: Interval, keys: Interval
+) -> Iterator[Rectangle]:
+    """Yield rectangles of the pairs of a band with one edge; causal ones are
+    squares."""
     for part in band.parts(*queries, *keys):
         is_causal = part.kind == "lower"
         yield Rectangle(
-            part.query_start, part.query_stop, part.key_start, part.key_stop, causal=is_causal
+            part.query_start,
+            part.query_stop,
+            part.key_start,
+            part.key_stop,
+            causal=is_causal,
         )
 
 
@@ -193,7 +210,8 @@ def _parts_of_low_edge(block: BandPart, low: int) -> Iterator[BandPart]:
     q1 = block.query_stop
     k0 = block.key_start
     k1 = block.key_stop
-    # The end of the keys that the last query lacks, and the first query that lacks the first key.
+    # The end of the keys that the last query lacks, and the first query that lacks the
+    # first key.
     last_key = q1 + low
     corner = k0 - low
     yield BandPart(q0, q1, last_key, k1)
@@ -206,7 +224,9 @@ def _count_up_to(q0: int, q1: int, k0: int, k1: int, high: int) -> int:
     n_keys = k1 - k0
     keys_of_first = q0 + high + 1 - k0
     keys_of_last = keys_of_first + q1 - 1 - q0
-    return _sum_of_clipped(keys_of_last, n_keys) - _sum_of_clipped(keys_of_first - 1, n_keys)
+    return _sum_of_clipped(keys_of_last, n_keys) - _sum_of_clipped(
+        keys_of_first - 1, n_keys
+    )
 
 
 def _sum_of_clipped(n: int, limit: int) -> int:

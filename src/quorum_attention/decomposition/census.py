@@ -1,9 +1,10 @@
-"""The tile census: how many score tiles are masked, clear or mixed (paper, Appendix A.2).
+"""The tile census: how many score tiles are masked, clear or mixed (paper, Appendix
+A.2).
 
-A tile is *clear* if its rows and its columns have no group bit in common, *masked* if one bit is in
-all of its rows and all of its columns, else *mixed*. Two numbers for the rows and two for the
-columns decide it: the bitwise OR and the bitwise AND of their group bits. Under a mask a tile has
-to be kept by the mask as well.
+A tile is *clear* if its rows and its columns have no group bit in common, *masked* if
+one bit is in all of its rows and all of its columns, else *mixed*. Two numbers for the
+rows and two for the columns decide it: the bitwise OR and the bitwise AND of their
+group bits. Under a mask a tile has to be kept by the mask as well.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
     """Count the tiles of all ``tasks`` together.
 
     Args:
-        pairs: which pairs the call keeps; if causal, only tiles on or below the diagonal are
-            counted, and one on the diagonal is told by its other rules.
+        pairs: which pairs the call keeps; if causal, only tiles on or below the
+            diagonal are counted, and one on the diagonal is told by its other rules.
         tile: tokens along each side of a tile.
 
     Raises:
@@ -86,15 +87,16 @@ class _TaskTiles:
     """The tiles of a task, by group bits and mask.
 
     Attributes:
-        bits_by_line: the group bits of the spans in each row of tiles; columns have the same.
+        bits_by_line: the group bits of the spans in each row of tiles; columns have the
+            same.
     """
 
     def __init__(self, task: Task, pairs: Pairs, tile: int) -> None:
         self.task = task
         self.tile = tile
         self.is_causal = pairs.is_causal
-        # Whether a tile is above the diagonal is told by its number, so that shares are of whole
-        # tiles.
+        # Whether a tile is above the diagonal is told by its number, so that shares are
+        # of whole tiles.
         self.mask_verdict = replace(pairs, is_causal=False).verdict_of
         self.bits_by_line = [
             [span.bits for span in task.between(start, start + tile)]
@@ -121,7 +123,8 @@ class _TaskTiles:
         return [bits for line in lines_of_bits for bits in line]
 
     def _positions(self, lines: Interval) -> Interval:
-        """Return the positions between the first and the last token of these lines of tiles."""
+        """Return the positions between the first and the last token of these lines of
+        tiles."""
         stop = min(lines.stop * self.tile, self.task.n_tokens)
         segments = self.task.segments(lines.start * self.tile, stop)
         return Interval(segments[0].start, segments[-1].stop)

@@ -1,9 +1,10 @@
 """Chunks of one side that stay on a device while blocks of the other side stream past.
 
-Where memory holds few rows, tasks of a quorum read each row many times: a task of l chunks reads
-all of them to compute l * l / 2 chunk pairs. Here a chunk of one side stays, and the other side
-streams past it block after block, so a row that is read meets every row that stays. That is the
-loop of FlashAttention, between host memory and a device.
+Where memory holds few rows, tasks of a quorum read each row many times: a task of l
+chunks reads all of them to compute l * l / 2 chunk pairs. Here a chunk of one side
+stays, and the other side streams past it block after block, so a row that is read meets
+every row that stays. That is the loop of FlashAttention, between host memory and a
+device.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class ChunkStream:
     Attributes:
         resident_axis: the side whose chunks stay: of queries or of keys.
         n_queries, n_keys: of the call.
-        queries, keys: rows of a part of queries, and of keys: a chunk of the side that stays, and a
-            block of the other; the last may be smaller.
+        queries, keys: rows of a part of queries, and of keys: a chunk of the side that
+            stays, and a block of the other; the last may be smaller.
         is_causal: keep only keys at or before the query.
     """
 
@@ -119,15 +120,16 @@ class ChunkStream:
         return range(first, max(first, end))
 
     def last_chunk(self, block: int) -> int:
-        """The last chunk that a block of queries has pairs with, where keys stay. (The first is
-        chunk 0.)"""
+        """The last chunk that a block of queries has pairs with, where keys stay. (The
+        first is chunk 0.)"""
         if not self.is_causal:
             return self.n_chunks - 1
         last_query = self.block(block).stop - 1
         return min(self.n_chunks - 1, last_query // self.keys)
 
     def rectangles(self, chunk: int, block: int) -> tuple[Rectangle, ...]:
-        """The pairs of a chunk and a block, in positions within them; causal ones are squares."""
+        """The pairs of a chunk and a block, in positions within them; causal ones are
+        squares."""
         queries = self.chunk(chunk)
         keys = self.block(block)
         if self.resident_axis == "key":

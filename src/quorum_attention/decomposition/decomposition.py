@@ -1,7 +1,8 @@
-"""Cuts a sequence into chunks, and chunks into tasks, level by level, without arrays over tokens.
+"""Cuts a sequence into chunks, and chunks into tasks, level by level, without arrays
+over tokens.
 
-A task is the tokens of one subsequence, as spans with group bits (paper, section 3.3); making them
-is the paper's BuildSubseq.
+A task is the tokens of one subsequence, as spans with group bits (paper, section 3.3);
+making them is the paper's BuildSubseq.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Span:
 
     Attributes:
         start, stop: global token positions, [start, stop).
-        bits: one bit for each non-owner chunk it lies in, over all levels; a pair (q, k) is kept
-            where bits[q] & bits[k] == 0.
+        bits: one bit for each non-owner chunk it lies in, over all levels; a pair (q,
+            k) is kept where bits[q] & bits[k] == 0.
     """
 
     start: int
@@ -50,7 +51,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Task:
-    """One subsequence task. Local positions number its tokens in ascending order from 0.
+    """One subsequence task. Local positions number its tokens in ascending order from
+    0.
 
     Attributes:
         path: owner chunk at each level, () for the monolithic task.
@@ -75,7 +77,8 @@ class Task:
 
     @cached_property
     def runs(self) -> tuple[Rows, ...]:
-        """The task's tokens as runs of consecutive positions; a run may have several spans."""
+        """The task's tokens as runs of consecutive positions; a run may have several
+        spans."""
         rows = [
             Rows(span.start, span.stop, local)
             for span, local in zip(self.spans, self.local_starts, strict=False)
@@ -83,12 +86,15 @@ class Task:
         return tuple(joined(rows, Rows.continued))
 
     def count_below(self, n: int) -> int:
-        """The number of tokens at global positions below ``n``; they come first in the task."""
+        """The number of tokens at global positions below ``n``; they come first in the
+        task."""
         return sum(max(0, min(span.stop, n) - span.start) for span in self.spans)
 
-    def between(self, local_start: int, local_stop: int, bit: int = 0) -> Iterator[Span]:
-        """The parts of the task's spans at the local positions [local_start, local_stop), with
-        ``bit`` added to their group bits."""
+    def between(
+        self, local_start: int, local_stop: int, bit: int = 0
+    ) -> Iterator[Span]:
+        """The parts of the task's spans at the local positions [local_start,
+        local_stop), with ``bit`` added to their group bits."""
         starts = self.local_starts
         first = bisect_right(starts, local_start) - 1
         for number in range(first, len(self.spans)):
@@ -101,7 +107,8 @@ class Task:
             yield Span(low + offset, high + offset, span.bits | bit)
 
     def segments(self, local_start: int, local_stop: int) -> list[Rows]:
-        """The local positions [local_start, local_stop), as runs of consecutive tokens."""
+        """The local positions [local_start, local_stop), as runs of consecutive
+        tokens."""
         segments: list[Rows] = []
         for start, stop, local in self.runs:
             offset = start - local
@@ -112,7 +119,8 @@ class Task:
         return segments
 
     def contiguous(self, r: Rectangle) -> Iterator[tuple[Rows, Rows, bool]]:
-        """Cuts a rectangle into parts whose tokens are consecutive in the whole sequence too.
+        """Cuts a rectangle into parts whose tokens are consecutive in the whole
+        sequence too.
 
         Yields:
             (queries, keys, causal) of every part; the rows of each in both positions.
@@ -133,11 +141,14 @@ class Task:
         max_queries: int | None = None,
         max_keys: int | None = None,
     ) -> tuple[Rectangle, ...]:
-        """The kept pairs as plain attention calls, in local positions; each pair in exactly one.
+        """The kept pairs as plain attention calls, in local positions; each pair in
+        exactly one.
 
         Args:
-            is_causal: keep only keys at or before the query (global positions, top-left).
-            n_queries, n_keys: leave out global positions from here on; None is no limit.
+            is_causal: keep only keys at or before the query (global positions,
+                top-left).
+            n_queries, n_keys: leave out global positions from here on; None is no
+                limit.
             max_queries, max_keys: the largest rectangle allowed; None is no limit.
 
         Raises:
@@ -208,11 +219,11 @@ class Decomposition:
 
     Attributes:
         n_tokens: tokens of the sequence, at positions 0 to n_tokens - 1.
-        levels: chunk count of each level, c = l (l - 1) + 1 for a valid quorum size l; () is one
-            task, the whole sequence.
-        layout: "aligned" cuts at multiples of ``tile``, so chunks are equal, but the last may be
-            shorter and others after it empty; "balanced" makes chunks that differ by at most one
-            token (the paper's).
+        levels: chunk count of each level, c = l (l - 1) + 1 for a valid quorum size l;
+            () is one task, the whole sequence.
+        layout: "aligned" cuts at multiples of ``tile``, so chunks are equal, but the
+            last may be shorter and others after it empty; "balanced" makes chunks that
+            differ by at most one token (the paper's).
         tile: tokens; used by the aligned layout.
 
     Raises:
@@ -229,9 +240,13 @@ class Decomposition:
         object.__setattr__(self, "n_tokens", whole_number(self.n_tokens, "n_tokens", 0))
         object.__setattr__(self, "tile", whole_number(self.tile, "tile", 1))
         if self.layout not in ("aligned", "balanced"):
-            raise ValueError(f"layout must be 'aligned' or 'balanced', got {self.layout!r}")
+            raise ValueError(
+                f"layout must be 'aligned' or 'balanced', got {self.layout!r}"
+            )
         if not isinstance(self.levels, tuple):
-            raise TypeError(f"levels must be a tuple of chunk counts, got {self.levels!r}")
+            raise TypeError(
+                f"levels must be a tuple of chunk counts, got {self.levels!r}"
+            )
         for c in self.levels:
             quorum_size(c)
 
@@ -255,7 +270,8 @@ class Decomposition:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of the largest chunk of the first level, at least 1; or all without levels."""
+        """Tokens of the largest chunk of the first level, at least 1; or all without
+        levels."""
         tokens = self.n_tokens
         if self.levels:
             tokens = min(tokens, self._chunk_tokens(tokens, self.levels[0]))
@@ -297,7 +313,9 @@ class Decomposition:
         if not isinstance(path, tuple) or any(type(owner) is not int for owner in path):
             raise TypeError(f"path must be a tuple of whole numbers, got {path!r}")
         if len(path) != self.depth or not self._has_owners(path):
-            raise ValueError(f"path must be one owner chunk for each of {self.levels}, got {path}")
+            raise ValueError(
+                f"path must be one owner chunk for each of {self.levels}, got {path}"
+            )
         task = Task((), (Span(0, self.n_tokens, 0),) if self.n_tokens else ())
         bit = 1
         for owner, c in zip(path, self.levels, strict=True):
@@ -319,7 +337,8 @@ class Decomposition:
     def as_one_task(self) -> Task:
         """Return the whole sequence as one task that keeps every pair.
 
-        Its spans are the chunks of the first level, so its rectangles are cut at chunks.
+        Its spans are the chunks of the first level, so its rectangles are cut at
+        chunks.
         """
         if not self.levels:
             return self.task(())

@@ -1,7 +1,8 @@
-"""Half-open intervals [start, stop) of whole numbers: joining, clipping, cutting and counting.
+"""Half-open intervals [start, stop) of whole numbers: joining, clipping, cutting and
+counting.
 
-Lists of intervals are ascending and disjoint, and no interval is empty, unless a function says
-otherwise.
+Lists of intervals are ascending and disjoint, and no interval is empty, unless a
+function says otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Interval(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of the whole sequence, [start, stop), that are consecutive in a task too.
+    """Consecutive rows of the whole sequence, [start, stop), that are consecutive in a
+    task too.
 
     The first of them lies at position ``local`` of the task.
     """
@@ -53,7 +55,8 @@ class Rows(NamedTuple):
         return Rows(low, high, self.local + low - self.start)
 
     def continued(self, after: Rows) -> Rows | None:
-        """Both as one if ``after`` comes next in the sequence and in the task; else None."""
+        """Both as one if ``after`` comes next in the sequence and in the task; else
+        None."""
         follows_in_sequence = after.start == self.stop
         follows_in_task = after.local == self.local + self.length
         if not follows_in_sequence or not follows_in_task:
@@ -64,11 +67,12 @@ class Rows(NamedTuple):
 def joined(
     pieces: Iterable[Piece], continued: Callable[[Piece, Piece], Piece | None]
 ) -> list[Piece]:
-    """``pieces`` in their order, with neighbours joined wherever ``continued`` allows it.
+    """``pieces`` in their order, with neighbours joined wherever ``continued`` allows
+    it.
 
     Args:
-        continued: is given a piece and the next one; returns both as one piece, or None if they
-            stay two.
+        continued: is given a piece and the next one; returns both as one piece, or None
+            if they stay two.
     """
     joined_pieces: list[Piece] = []
     for piece in pieces:
@@ -81,11 +85,12 @@ def joined(
 
 
 def union(intervals: Iterable[tuple[int, int]], gap: int = 1) -> list[Interval]:
-    """The positions that lie in any of ``intervals``, which may overlap and be in any order.
+    """The positions that lie in any of ``intervals``, which may overlap and be in any
+    order.
 
     Args:
-        gap: intervals with fewer than this many positions between them are joined; with 0 only
-            those that overlap are.
+        gap: intervals with fewer than this many positions between them are joined; with
+            0 only those that overlap are.
     """
 
     def continued(before: Interval, after: Interval) -> Interval | None:
@@ -101,7 +106,9 @@ def below(intervals: Iterable[tuple[int, int]], end: int) -> list[Interval]:
     return [Interval(start, min(stop, end)) for start, stop in intervals if start < end]
 
 
-def within(interval: tuple[int, int], ranges: Sequence[tuple[int, int]]) -> Iterator[Interval]:
+def within(
+    interval: tuple[int, int], ranges: Sequence[tuple[int, int]]
+) -> Iterator[Interval]:
     """The parts of ``interval`` that lie in ``ranges``."""
     start, stop = interval
     for number in range(bisect_right(ranges, start, key=_stop_of), len(ranges)):

@@ -13,8 +13,8 @@ from quorum_attention.decomposition.intervals import Interval
 
 Node = TypeVar("Node")
 
-# ``kept_share`` cuts partial blocks until their sides are 1 / _FINEST of the call's longer side, or
-# _BLOCK tokens, or until a level has more than _MAX_BLOCKS blocks.
+# ``kept_share`` cuts partial blocks until their sides are 1 / _FINEST of the call's
+# longer side, or _BLOCK tokens, or until a level has more than _MAX_BLOCKS blocks.
 _FINEST = 2048
 _MAX_BLOCKS = 1 << 15
 _BLOCK = 128
@@ -52,7 +52,8 @@ def kept_by_either(a: Verdict, b: Verdict) -> Verdict:
 
 
 class Ranges(NamedTuple):
-    """A block of pairs: every query of one interval with every key of another; never empty."""
+    """A block of pairs: every query of one interval with every key of another; never
+    empty."""
 
     queries: Interval
     keys: Interval
@@ -72,11 +73,11 @@ class Pairs:
     Attributes:
         n_queries, n_keys: of the call.
         is_causal: keep only keys at or before the query.
-        verdict: the mask's answer for a block of positions, PARTIAL where it does not know; None is
-            no mask. Its answers are cached, so they must never change.
-        share: the share of pairs that the mask keeps, for predictions; None: to be found by asking
-            ``verdict``. (A mask that keeps a thin pattern everywhere has to give it: all its blocks
-            are PARTIAL.)
+        verdict: the mask's answer for a block of positions, PARTIAL where it does not
+            know; None is no mask. Its answers are cached, so they must never change.
+        share: the share of pairs that the mask keeps, for predictions; None: to be
+            found by asking ``verdict``. (A mask that keeps a thin pattern everywhere
+            has to give it: all its blocks are PARTIAL.)
     """
 
     n_queries: int
@@ -87,11 +88,13 @@ class Pairs:
 
     @property
     def every_token_meets(self) -> bool:
-        """Whether every token of every task has a kept pair: as many queries as keys, no mask."""
+        """Whether every token of every task has a kept pair: as many queries as keys,
+        no mask."""
         return self.verdict is None and self.n_queries == self.n_keys
 
     def verdict_of(self, block: Ranges) -> Verdict:
-        """Return the verdict on a block of positions, which may reach beyond the last token."""
+        """Return the verdict on a block of positions, which may reach beyond the last
+        token."""
         (q0, q1), (k0, k1) = block
         if q1 <= self.n_queries and k1 <= self.n_keys:
             return self._verdict_inside(block)
@@ -113,13 +116,16 @@ class Pairs:
 
 
 def walk(
-    root: Node, verdict: Callable[[Node], Verdict], parts: Callable[[Node], Sequence[Node]]
+    root: Node,
+    verdict: Callable[[Node], Verdict],
+    parts: Callable[[Node], Sequence[Node]],
 ) -> Iterator[tuple[Node, Verdict]]:
-    """The leaves of a tree (nodes that are cut no further), in order, with their verdicts.
+    """The leaves of a tree (nodes that are cut no further), in order, with their
+    verdicts.
 
     Args:
-        verdict: a node's verdict. It is asked only after all earlier leaves have been yielded, so
-            it may depend on what the caller did with them.
+        verdict: a node's verdict. It is asked only after all earlier leaves have been
+            yielded, so it may depend on what the caller did with them.
         parts: what a partial node is cut into; nothing makes it a leaf.
     """
     waiting = [root]
@@ -136,7 +142,8 @@ def walk(
 def quarters(block: Ranges, unit: int = 1) -> list[Ranges]:
     """``block`` cut in the middle of both sides, at multiples of ``unit``.
 
-    A side with no such multiple inside it stays whole; if both have none, nothing is returned.
+    A side with no such multiple inside it stays whole; if both have none, nothing is
+    returned.
     """
     rows = halves(block.queries, unit) or (block.queries,)
     columns = halves(block.keys, unit) or (block.keys,)
@@ -148,20 +155,24 @@ def quarters(block: Ranges, unit: int = 1) -> list[Ranges]:
 
 
 def halves(interval: Interval, unit: int = 1) -> tuple[Interval, ...]:
-    """``interval`` cut at the middle multiple of ``unit`` inside it; nothing if it has none."""
+    """``interval`` cut at the middle multiple of ``unit`` inside it; nothing if it has
+    none."""
     start, stop = interval
     first = start // unit
     last = (stop - 1) // unit
     if first == last:
         return ()
     middle = (first + last + 2) // 2 * unit
-    return tuple.__new__(Interval, (start, middle)), tuple.__new__(Interval, (middle, stop))
+    return tuple.__new__(Interval, (start, middle)), tuple.__new__(
+        Interval, (middle, stop)
+    )
 
 
 def kept_share(pairs: Pairs) -> float:
     """Estimate the pairs that the mask keeps, over the pairs there are without it.
 
-    The share is above 0 and at most 1; 1 without a mask. Blocks on the mask's border count half.
+    The share is above 0 and at most 1; 1 without a mask. Blocks on the mask's border
+    count half.
     """
     if pairs.verdict is None:
         return 1.0
@@ -180,7 +191,9 @@ def kept_share(pairs: Pairs) -> float:
         n_cut = 0
         for block, is_empty in level:
             verdict = EMPTY if is_empty else pairs.verdict(block)
-            is_uniform = verdict is not PARTIAL and not _reaches_above_diagonal(pairs, block)
+            is_uniform = verdict is not PARTIAL and not _reaches_above_diagonal(
+                pairs, block
+            )
             if may_cut and not is_uniform and _longer_side(block) > finest:
                 n_cut += 1
                 parts = _parts_below_diagonal(pairs, block)
@@ -195,13 +208,15 @@ def kept_share(pairs: Pairs) -> float:
 
 
 def _pairs_of_call(pairs: Pairs, block: Ranges) -> float:
-    """Count the pairs of a block without a mask; on the diagonal a causal call has half of them."""
+    """Count the pairs of a block without a mask; on the diagonal a causal call has half
+    of them."""
     n_pairs = float(block.queries.length * block.keys.length)
     return 0.5 * n_pairs if _reaches_above_diagonal(pairs, block) else n_pairs
 
 
 def _parts_below_diagonal(pairs: Pairs, block: Ranges) -> list[Ranges]:
-    """Return the quarters of a block, without those of which a causal call leaves out all pairs."""
+    """Return the quarters of a block, without those of which a causal call leaves out
+    all pairs."""
     return [part for part in quarters(block) if not _is_above_diagonal(pairs, part)]
 
 

@@ -1,16 +1,16 @@
 """Cover the kept pairs of a task with few, large rectangles.
 
-A pair of spans is kept when their group bits are disjoint. Where everything off the diagonal is
-kept (depth 1), the lower triangle splits by halving:
+A pair of spans is kept when their group bits are disjoint. Where everything off the
+diagonal is kept (depth 1), the lower triangle splits by halving:
 
-    queries          keys ->        the upper half of the queries against the lower half of the
-      |     [C             ]        keys is one plain call, then each half again; owned diagonals
-      v     [1  C          ]        are causal squares (C).
-            [2  2  C       ]
+    queries          keys ->        the upper half of the queries against the
+      |     [C             ]        lower half of the keys is one plain call,
+      v     [1  C          ]        then each half again; owned diagonals are
+            [2  2  C       ]        causal squares (C).
             [2  2  3  C    ]
 
-At deeper levels each step takes the keys that all queries of its part keep, and halves the queries
-for the other keys. So cuts happen only where the mask forces them.
+At deeper levels each step takes the keys that all queries of its part keep, and halves
+the queries for the other keys. So cuts happen only where the mask forces them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from functools import lru_cache
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition.intervals import joined, ones
 
-# Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where possible.
+# Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where
+# possible.
 _TILE = 128
 # Batches of one size that a rectangle may continue.
 _OPEN = 32
@@ -52,8 +53,8 @@ class PairBlock:
 class Rectangle(PairBlock):
     """A plain attention call inside a task, in task-local token positions.
 
-    ``causal`` rectangles are squares on the diagonal (query_start == key_start) of which the
-    lower triangle, diagonal included, is kept.
+    ``causal`` rectangles are squares on the diagonal (query_start == key_start) of
+    which the lower triangle, diagonal included, is kept.
     """
 
     causal: bool = False
@@ -66,7 +67,9 @@ class Rectangle(PairBlock):
         return self.n_queries * self.n_keys
 
 
-def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[Rectangle]:
+def cover(
+    starts: Sequence[int], bits: Sequence[int], is_causal: bool
+) -> list[Rectangle]:
     """Rectangles that hold each kept pair of a task exactly once.
 
     Args:
@@ -81,19 +84,27 @@ def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[R
     plain = _joined(_halved(starts, _keys_by_span(bits, is_causal)), along_keys=True)
     plain = _joined(plain, along_keys=False)
     diagonal = [
-        Rectangle(starts[span], starts[span + 1], starts[span], starts[span + 1], causal=is_causal)
+        Rectangle(
+            starts[span],
+            starts[span + 1],
+            starts[span],
+            starts[span + 1],
+            causal=is_causal,
+        )
         for span in range(len(bits))
         if bits[span] == 0
     ]
     if is_causal:
         return [*plain, *diagonal]
-    # The diagonal is joined along keys only. Joining along queries too would save one call in
-    # twenty, but make more rectangle sizes, and vendor kernels take long to prepare each new size.
+    # The diagonal is joined along keys only. Joining along queries too would save one
+    # call in twenty, but make more rectangle sizes, and vendor kernels take long to
+    # prepare each new size.
     return _joined([*plain, *diagonal], along_keys=True)
 
 
 def _keys_by_span(bits: Sequence[int], is_causal: bool) -> list[int]:
-    """For every span of queries, bit j is set if it keeps its pairs with span j (never itself)."""
+    """For every span of queries, bit j is set if it keeps its pairs with span j (never
+    itself)."""
     keys_by_span: list[int] = []
     for query, query_bits in enumerate(bits):
         n_spans = query if is_causal else len(bits)
@@ -109,7 +120,8 @@ def _halved(starts: Sequence[int], keys_by_span: list[int]) -> list[Rectangle]:
     """Plain rectangles of the pairs in ``keys_by_span``, by halving the queries."""
 
     def halve(low: int, high: int, keys: int) -> Iterator[Rectangle]:
-        # The query spans [low, high) all keep some of ``keys``; other keys only some of them keep.
+        # The query spans [low, high) all keep some of ``keys``; other keys only some of
+        # them keep.
         common = keys
         in_any = 0
         for row in keys_by_span[low:high]:
@@ -119,8 +131,12 @@ def _halved(starts: Sequence[int], keys_by_span: list[int]) -> list[Rectangle]:
             yield Rectangle(starts[low], starts[high], starts[first], starts[last])
         remaining = keys & in_any & ~common
         if remaining:
-            centre = starts[low] + starts[high]  # cut at the span boundary nearest to the middle
-            middle = min(range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre))
+            centre = (
+                starts[low] + starts[high]
+            )  # cut at the span boundary nearest to the middle
+            middle = min(
+                range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre)
+            )
             yield from halve(low, middle, remaining)
             yield from halve(middle, high, remaining)
 
@@ -129,8 +145,8 @@ def _halved(starts: Sequence[int], keys_by_span: list[int]) -> list[Rectangle]:
 
 
 def _joined(rectangles: list[Rectangle], *, along_keys: bool) -> list[Rectangle]:
-    """Join plain rectangles with the same queries and touching keys, or the other way round. Large
-    ones come first."""
+    """Join plain rectangles with the same queries and touching keys, or the other way
+    round. Large ones come first."""
 
     def sides(r: Rectangle) -> tuple[tuple[int, int], tuple[int, int]]:
         queries = (r.query_start, r.query_stop)
@@ -151,8 +167,11 @@ def _largest_first(rectangles: list[Rectangle]) -> list[Rectangle]:
     return sorted(rectangles, key=lambda r: -r.n_queries * r.n_keys)
 
 
-def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterator[Rectangle]:
-    """The parts of ``rectangles`` within the first ``n_queries`` rows and ``n_keys`` columns.
+def clip(
+    rectangles: Iterable[Rectangle], n_queries: int, n_keys: int
+) -> Iterator[Rectangle]:
+    """The parts of ``rectangles`` within the first ``n_queries`` rows and ``n_keys``
+    columns.
 
     Causal parts stay square; queries left over below a square become a plain rectangle.
     """
@@ -170,7 +189,9 @@ def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterat
             yield Rectangle(corner, query_stop, r.key_start, corner)
 
 
-def cut(rectangles: Iterable[Rectangle], max_queries: int, max_keys: int) -> Iterator[Rectangle]:
+def cut(
+    rectangles: Iterable[Rectangle], max_queries: int, max_keys: int
+) -> Iterator[Rectangle]:
     """``rectangles`` cut so that none has more queries or keys than the limits.
 
     A causal square becomes smaller causal squares and plain rectangles.
@@ -195,8 +216,8 @@ def _cut_plain(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectan
 def _even_part(n: int, limit: int) -> int:
     """The size of (nearly) equal parts of ``n``, at most ``limit``.
 
-    Equal parts mean few sizes for kernels to prepare, and no thin rest. If ``limit`` is a multiple
-    of the tile, so is the result.
+    Equal parts mean few sizes for kernels to prepare, and no thin rest. If ``limit`` is
+    a multiple of the tile, so is the result.
     """
     n_parts = ceil_div(n, limit)
     unit = _TILE if limit % _TILE == 0 else 1
@@ -212,17 +233,20 @@ def _cut_square(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Recta
         stop = min(start + side, r.query_stop)
         yield Rectangle(start, stop, start, stop, causal=True)
         if stop < r.query_stop:
-            yield from _cut_plain(Rectangle(stop, r.query_stop, start, stop), max_queries, max_keys)
+            yield from _cut_plain(
+                Rectangle(stop, r.query_stop, start, stop), max_queries, max_keys
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """``count`` rectangles: number i is ``first`` moved by i steps along both axes.
 
-    Halving a task's triangle gives one large rectangle, then two of half the size, then four: most
-    are too small to fill a GPU with one call each. Those of one size lie at equal distances along
-    the diagonal, so a strided view makes them batch entries of a single call. No two of them share
-    a query; nor a key, unless all of them have the same.
+    Halving a task's triangle gives one large rectangle, then two of half the size, then
+    four: most are too small to fill a GPU with one call each. Those of one size lie at
+    equal distances along the diagonal, so a strided view makes them batch entries of a
+    single call. No two of them share a query; nor a key, unless all of them have the
+    same.
     """
 
     first: Rectangle
@@ -254,7 +278,8 @@ class Batch:
         )
 
     def continued(self, after: Rectangle) -> Batch | None:
-        """The batch with ``after``, of the same size, as its next rectangle; None if it is not."""
+        """The batch with ``after``, of the same size, as its next rectangle; None if it
+        is not."""
         down = after.query_start - self.first.query_start
         along = after.key_start - self.first.key_start
         if self.count == 1:
@@ -273,8 +298,8 @@ class Batch:
 def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
     """``rectangles`` as batches, each by the first of the last few that it continues.
 
-    Batches are ordered by the place of their first rectangle in ``rectangles``. Results are cached,
-    because many tasks of one level have the same rectangles.
+    Batches are ordered by the place of their first rectangle in ``rectangles``. Results
+    are cached, because many tasks of one level have the same rectangles.
     """
     shapes: dict[tuple[int, int, bool], list[Rectangle]] = {}
     for r in rectangles:
@@ -290,7 +315,8 @@ def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
 
 
 def _add_rectangle(batches: list[Batch], r: Rectangle) -> None:
-    """Add a rectangle to the first of the last batches that it continues, or begin a batch."""
+    """Add a rectangle to the first of the last batches that it continues, or begin a
+    batch."""
     for number in range(max(0, len(batches) - _OPEN), len(batches)):
         longer = batches[number].continued(r)
         if longer is not None:

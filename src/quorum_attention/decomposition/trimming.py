@@ -1,10 +1,11 @@
 """Trims tasks: leaves out tokens that have no kept pair in the task.
 
-Under a mask that keeps few pairs (a sliding window, packed documents), or with fewer queries than
-keys, most tokens of a task have no kept pair in it. In a window, for example, a task needs only the
-chunk that it owns and the edges of that chunk's neighbours. Trimming changes no kept pair, and what
-is left out is neither copied nor merged. A token whose row is a result must still be in one task,
-because its row has to be written: if no task needs it, it stays in the first task that has it.
+Under a mask that keeps few pairs (a sliding window, packed documents), or with fewer
+queries than keys, most tokens of a task have no kept pair in it. In a window, for
+example, a task needs only the chunk that it owns and the edges of that chunk's
+neighbours. Trimming changes no kept pair, and what is left out is neither copied nor
+merged. A token whose row is a result must still be in one task, because its row has to
+be written: if no task needs it, it stays in the first task that has it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quorum_attention.decomposition.decomposition import Span, Task, tokens_of
-from quorum_attention.decomposition.intervals import Interval, below, ones, union, within, without
+from quorum_attention.decomposition.intervals import (
+    Interval,
+    below,
+    ones,
+    union,
+    within,
+    without,
+)
 from quorum_attention.decomposition.pairs import (
     EMPTY,
     FULL,
@@ -40,8 +48,8 @@ def trimmed(
 
     Args:
         tile: tasks are trimmed at multiples of this many tokens.
-        n_results: rows of tokens below this position are results, so each of these tokens stays in
-            at least one task; None is all tokens.
+        n_results: rows of tokens below this position are results, so each of these
+            tokens stays in at least one task; None is all tokens.
     """
     if pairs.every_token_meets:
         return list(tasks)
@@ -68,7 +76,8 @@ def trimmed(
 
 
 def restricted(task: Task, ranges: Sequence[Interval]) -> Task:
-    """``task`` with only those of its tokens that lie in ``ranges`` (ascending, disjoint)."""
+    """``task`` with only those of its tokens that lie in ``ranges`` (ascending,
+    disjoint)."""
     spans = tuple(
         Span(start, stop, span.bits)
         for span in task.spans
@@ -92,7 +101,8 @@ def _needed(task: Task, pairs: Pairs, tile: int) -> list[Interval]:
 
 @dataclass
 class _Marks:
-    """The cells of the sequence that hold a query or a key of a kept pair, as bits of a number.
+    """The cells of the sequence that hold a query or a key of a kept pair, as bits of a
+    number.
 
     Attributes:
         cell: tokens of a cell.
@@ -158,6 +168,8 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
         return EMPTY if marks.have(block) else pairs.verdict_of(block)
 
     all_pairs = Ranges.from_bounds(query.start, query.stop, key.start, key.stop)
-    for block, block_verdict in walk(all_pairs, verdict, lambda b: quarters(b, marks.cell)):
+    for block, block_verdict in walk(
+        all_pairs, verdict, lambda b: quarters(b, marks.cell)
+    ):
         if block_verdict is not EMPTY:
             marks.mark(block)

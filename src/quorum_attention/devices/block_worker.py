@@ -37,7 +37,8 @@ from quorum_attention.passes.block_call import compute_block
 _IDLE_SECONDS = 1.0
 # After this long without work it gives back what it holds on its device.
 _LONG_SECONDS = 10.0
-# Workers keep at most this share of the host's memory page-locked, all of them the same memory.
+# Workers keep at most this share of the host's memory page-locked, all of them the same
+# memory.
 _MAX_LOCKED_SHARE = 1 / 8
 
 NamedTensors = dict[str, torch.Tensor]
@@ -65,8 +66,8 @@ def run_worker(device_name: str, threads: int | None, pipe: Connection) -> None:
 def _answer_messages(device: torch.device, pipe: Connection) -> None:
     """Answer one message after the other.
 
-    Between messages a worker soon lets go of memory that the pool's process has freed, and after a
-    while of memory that it holds on its device.
+    Between messages a worker soon lets go of memory that the pool's process has freed,
+    and after a while of memory that it holds on its device.
 
     Raises:
         EOFError, OSError: the pool is gone.
@@ -115,14 +116,17 @@ class BlockWorker:
             open_pass = self._open_pass(message.worker_pass)
             try:
                 open_pass.compute(message, report)
-            finally:  # also of a block that has failed: another worker may compute it next
+            finally:  # a failed block too: another worker may compute it next
                 self._backend.synchronize(self._device)
         except Exception as error:
             is_memory = _is_out_of_memory(error)
-            # After an error of its own a CUDA device takes nothing more from this process.
+            # After an error of its own a CUDA device takes nothing more from this
+            # process.
             is_broken = not is_memory and "CUDA error" in str(error)
             trace = traceback.format_exc()
-            return Answer(number, report, _picklable(error), trace, is_memory, is_broken)
+            return Answer(
+                number, report, _picklable(error), trace, is_memory, is_broken
+            )
         return Answer(number, report)
 
     def _open_pass(self, worker_pass: WorkerPass) -> _OpenPass:
@@ -149,7 +153,9 @@ class _OpenPass:
         self.worker_pass = worker_pass
         self._device = device
         handles = worker_pass.tensors
-        self._tensors = {name: mappings.open(handle) for name, handle in handles.items()}
+        self._tensors = {
+            name: mappings.open(handle) for name, handle in handles.items()
+        }
         self._call = self._call_with_mask()
         # Inputs first: not all may fit what may be locked.
         results_last = sorted(self._tensors, key=RESULTS.__contains__)
@@ -169,7 +175,8 @@ class _OpenPass:
         return replace(self.worker_pass.call, mask=mask)
 
     def compute(self, message: Compute, report: Report) -> None:
-        """Compute a block into the results of the pass, and into the sums of the message."""
+        """Compute a block into the results of the pass, and into the sums of the
+        message."""
         options = self.worker_pass.options._replace(
             devices=self._device, budget=message.budget, total=report, report=report
         )
@@ -193,10 +200,14 @@ class _OpenPass:
         return [
             view
             for name, view in views.items()
-            if name in RESULTS and handles[name].is_shared_memory and not is_locked(view)
+            if name in RESULTS
+            and handles[name].is_shared_memory
+            and not is_locked(view)
         ]
 
-    def _compute_forward(self, block: CallBlock, views: NamedTensors, options: CallOptions) -> None:
+    def _compute_forward(
+        self, block: CallBlock, views: NamedTensors, options: CallOptions
+    ) -> None:
         """Compute out and lse into ``views``."""
         inputs = {name: views[name] for name in INPUTS}
         results = BlockResults(out=views["out"])
@@ -204,17 +215,24 @@ class _OpenPass:
         views["lse"].copy_(lse)
 
     def _compute_backward(
-        self, block: CallBlock, views: NamedTensors, targets: NamedTensors, options: CallOptions
+        self,
+        block: CallBlock,
+        views: NamedTensors,
+        targets: NamedTensors,
+        options: CallOptions,
     ) -> None:
         """Compute gradients into ``targets``."""
         inputs = {name: view for name, view in views.items() if name not in GRADIENTS}
         grad_query, grad_key, grad_value = (targets[name] for name in GRADIENTS)
         computed = grad_query
-        # The gradients of keys have a wider dtype where they are added up with other blocks'.
+        # The gradients of keys have a wider dtype where they are added up with other
+        # blocks'.
         if grad_query.dtype != grad_key.dtype:
             computed = torch.empty_like(grad_query, dtype=grad_key.dtype)
         grad_bias = targets.get("grad_bias", False)
-        results = BlockResults(grads=(computed, grad_key, grad_value), grad_mask=grad_bias)
+        results = BlockResults(
+            grads=(computed, grad_key, grad_value), grad_mask=grad_bias
+        )
         compute_block(self._call, block, inputs, options, results)
         if computed is not grad_query:
             grad_query.copy_(computed)

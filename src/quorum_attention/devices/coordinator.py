@@ -24,17 +24,19 @@ _WORKER_ENDED = "its worker has ended"
 class Coordinator:
     """Runs one pass; it computes nothing itself.
 
-    A worker that ends or runs out of memory at every depth leaves the pass. Its work item goes
-    back, and others compute it.
+    A worker that ends or runs out of memory at every depth leaves the pass. Its work
+    item goes back, and others compute it.
 
     Attributes:
         workers: all workers of the pool.
         worker_pass: the pass.
         queue: the blocks of the pass.
-        budgets: bytes that a work item may take on each worker's device; None for what is free.
+        budgets: bytes that a work item may take on each worker's device; None for what
+            is free.
         report: filled with what happened.
         sums: adds up gradients; None in a forward.
-        progress: called with the number of blocks that are done, that of all, and the pass's name.
+        progress: called with the number of blocks that are done, that of all, and the
+            pass's name.
     """
 
     workers: Sequence[Worker]
@@ -58,7 +60,9 @@ class Coordinator:
             Exception: what a worker raised.
         """
         queue = self.queue
-        self.report.devices = [f"{worker.device} ({worker.name})" for worker in self.workers]
+        self.report.devices = [
+            f"{worker.device} ({worker.name})" for worker in self.workers
+        ]
         self.report.parts = queue.count
         try:
             while queue.running or (self._error is None and not queue.is_finished):
@@ -67,15 +71,16 @@ class Coordinator:
             if self._error is not None:
                 raise self._error
         finally:
-            # The error's traceback holds this object: one that held the error in turn would keep
-            # the call's memory until Python looks for cycles.
+            # The error's traceback holds this object: one that held the error in turn
+            # would keep the call's memory until Python looks for cycles.
             self._error = None
             self._kill_computing()
             self.report.seconds = time.perf_counter() - self._began
 
     @contextmanager
     def _keeping_error(self) -> Iterator[None]:
-        """Keep the first error: it is raised in the end, and no work item is sent after it."""
+        """Keep the first error: it is raised in the end, and no work item is sent after
+        it."""
         try:
             yield
         except Exception as error:
@@ -102,7 +107,9 @@ class Coordinator:
         try:
             buffers = {} if self.sums is None else self.sums.buffers(item.block)
             handles = {name: handle_of(tensor) for name, tensor in buffers.items()}
-            message = Compute(self.worker_pass, item.block, self.budgets[device], handles)
+            message = Compute(
+                self.worker_pass, item.block, self.budgets[device], handles
+            )
             is_sent = self.workers[device].send(message)
         except Exception:  # no memory for sums, say
             self.queue.put_back(device)
@@ -166,10 +173,12 @@ class Coordinator:
         self.report.history.append(f"{self.report.devices[device]}: {why}")
 
     def _kill_computing(self) -> None:
-        """End the workers that still compute: they would write into results of the caller."""
+        """End the workers that still compute: they would write into results of the
+        caller."""
         computing = [self.workers[device] for device in self.queue.running]
         for worker in computing:
-            worker.process.kill()  # all, before another interrupt while one is waited for
+            # All are killed before an interrupt can come while one is waited for.
+            worker.process.kill()
         end_workers(computing)
 
     def _no_device_left(self) -> Exception:
@@ -179,7 +188,10 @@ class Coordinator:
         reasons = "all had ended before, or were closed"
         if self.report.history:
             reasons = "; ".join(self.report.history)
-        message = f"no device is left after {n_done} of {parts}: {reasons}{self._out_of_memory}"
+        message = (
+            f"no device is left after {n_done} of {parts}: "
+            f"{reasons}{self._out_of_memory}"
+        )
         if self._out_of_memory:
             return OutOfMemoryError(message)
         return RuntimeError(message)

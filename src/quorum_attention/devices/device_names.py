@@ -7,19 +7,28 @@ from collections.abc import Sequence
 import torch
 
 from quorum_attention.argument_checks import shown
-from quorum_attention.execution.device.lookup import available_device, every_device, on_host
+from quorum_attention.execution.device.lookup import (
+    available_device,
+    every_device,
+    on_host,
+)
 
 
-def device_names(devices: str | torch.device | Sequence[str | torch.device]) -> list[str]:
+def device_names(
+    devices: str | torch.device | Sequence[str | torch.device],
+) -> list[str]:
     """Return devices as torch writes them, with their numbers.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: none is named, or one that is not here.
+        ValueError, TypeError, NotImplementedError: none is named, or one that is not
+            here.
     """
     if isinstance(devices, str) and devices == "all":
         cuda_devices = every_device()
         if not cuda_devices:
-            raise ValueError('devices="all" needs a CUDA device, and there is none here')
+            raise ValueError(
+                'devices="all" needs a CUDA device, and there is none here'
+            )
         return [str(device) for device in cuda_devices]
     if isinstance(devices, (str, torch.device)):
         devices = [devices]

@@ -1,4 +1,5 @@
-"""Handles of tensors that lie in a file or in shared memory: other processes map them by these."""
+"""Handles of tensors that lie in a file or in shared memory: other processes map them
+by these."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class FileId(NamedTuple):
 
     Attributes:
         machine: the name of the machine.
-        device, inode: the numbers that this machine has for the file's device and for the file.
+        device, inode: the numbers that this machine has for the file's device and for
+            the file.
     """
 
     machine: str
@@ -111,7 +113,9 @@ class TensorHandle:
         for size, stride in zip(self.shape, self.strides, strict=True):
             last_element += (size - 1) * stride
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            warnings.filterwarnings(
+                "ignore", message="The given buffer is not writable"
+            )
             flat: torch.Tensor = torch.frombuffer(
                 memory, dtype=self.dtype, count=last_element + 1, offset=self.offset
             )
@@ -127,7 +131,9 @@ class TensorHandle:
         file = os.open(self.path, flags | os.O_NONBLOCK)  # a pipe is not waited for
         try:
             if not self.file.is_same_file(file_id(file)):
-                raise OSError(f"{self.path} is another file than the one that was opened before")
+                raise OSError(
+                    f"{self.path} is another file than the one that was opened before"
+                )
             yield file
         finally:
             os.close(file)
@@ -154,7 +160,8 @@ def handle_in_mapped_file(
     """Return the handle of a tensor that is mapped from a named file.
 
     Returns:
-        None if other processes cannot open the file, or would not see the same bytes in it.
+        None if other processes cannot open the file, or would not see the same bytes in
+        it.
     """
     position = mappings.position_in_file(tensor)
     if position is None:

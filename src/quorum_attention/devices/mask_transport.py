@@ -1,7 +1,8 @@
 """Masks as they are sent to workers: functions by their names, which a worker imports.
 
-A global that a function reads may have another value in a worker, so some of the function's answers
-are sent along and compared. A difference that touches none of them is not seen.
+A global that a function reads may have another value in a worker, so some of the
+function's answers are sent along and compared. A difference that touches none of them
+is not seen.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ class _Samples(NamedTuple):
     def pairs(self) -> Sequence[torch.Tensor]:
         """Return batch entries, heads, queries and keys, each (n_pairs,).
 
-        Half of the pairs are anywhere, half at every order of magnitude of the distance.
+        Half of the pairs are anywhere, half at every order of magnitude of the
+        distance.
         """
         n_keys = self.sizes[3]
         half = _SAMPLED_PAIRS // 2
         with torch.device("cpu"):  # no generator of the caller's moves on
             generator = torch.Generator().manual_seed(self.seed)
             positions = [
-                torch.randint(size, (_SAMPLED_PAIRS,), generator=generator) for size in self.sizes
+                torch.randint(size, (_SAMPLED_PAIRS,), generator=generator)
+                for size in self.sizes
             ]
             exponent = torch.rand(half, generator=generator)
             below_one = torch.rand(half, generator=generator)
@@ -61,7 +64,9 @@ class _Samples(NamedTuple):
         """Return which of the pairs a function keeps."""
         if 0 in self.sizes:
             return []
-        are_kept: list[bool] = torch.vmap(indexing(boolean(keeps)))(*self.pairs()).tolist()
+        are_kept: list[bool] = torch.vmap(indexing(boolean(keeps)))(
+            *self.pairs()
+        ).tolist()
         return are_kept
 
 
@@ -82,8 +87,9 @@ def pickle_mask(mask: Mask, shape: CallShape, device_type: str) -> bytes:
         return pickle.dumps((mask, samples, answers))
     except Exception as error:
         raise NotImplementedError(
-            "Mask.keeps must be sent to other processes where several devices compute: use a "
-            f"function of a module, not one made inside another function ({error})"
+            "Mask.keeps must be sent to other processes where several devices "
+            "compute: use a function of a module, not one made inside another "
+            f"function ({error})"
         ) from None
 
 
@@ -92,21 +98,23 @@ def unpickle_mask(data: bytes) -> Mask:
 
     Raises:
         NotImplementedError: a function cannot be imported here.
-        RuntimeError: a function keeps other pairs than in the process that made the call.
+        RuntimeError: a function keeps other pairs than in the process that made the
+            call.
     """
     try:
         mask, samples, answers = pickle.loads(data)
     except (ImportError, AttributeError) as error:
         raise NotImplementedError(
-            "Mask.keeps must be a function that other processes can import where several devices "
-            f"compute: put it into a module ({error})"
+            "Mask.keeps must be a function that other processes can import where "
+            f"several devices compute: put it into a module ({error})"
         ) from error
     for keeps, expected in zip(_functions_of(mask), answers, strict=True):
         if samples.answers(keeps) != expected:
             raise RuntimeError(
-                f"the mask function {shown(keeps)} keeps other pairs in a worker than in the "
-                "process that made the call: a worker imports it by its name, and what it reads "
-                "differs there. Give values as defaults (def near(b, h, q, k, n=n): ...)"
+                f"the mask function {shown(keeps)} keeps other pairs in a worker than "
+                "in the process that made the call: a worker imports it by its name, "
+                "and what it reads differs there. Give values as defaults (def "
+                "near(b, h, q, k, n=n): ...)"
             )
     return cast(Mask, mask)
 

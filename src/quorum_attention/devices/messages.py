@@ -24,9 +24,10 @@ class WorkerPass:
         number: the number of the pass in its pool.
         backward: whether it is a backward.
         call: the whole call, without its mask.
-        mask: the mask without bias and sinks, from ``pickle_mask``; None if there is none.
-        tensors: the handles of INPUTS, bias and sinks, and of the results; in a backward those of
-            grad_out, out, lse and grad_lse too.
+        mask: the mask without bias and sinks, from ``pickle_mask``; None if there is
+            none.
+        tensors: the handles of INPUTS, bias and sinks, and of the results; in a
+            backward those of grad_out, out, lse and grad_lse too.
         options: depth, kernel and accumulator.
     """
 
@@ -46,8 +47,8 @@ class Compute:
         worker_pass: the pass.
         block: the block of its call.
         budget: bytes of the device; None for what is free there.
-        sums: the handles of those of the block's gradients that are added up: grad_key and
-            grad_value, grad_bias.
+        sums: the handles of those of the block's gradients that are added up: grad_key
+            and grad_value, grad_bias.
     """
 
     worker_pass: WorkerPass
@@ -58,15 +59,16 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A worker's answer: the block was computed and its results are in place, or it was not.
+    """A worker's answer: the block was computed and its results are in place, or it was
+    not.
 
     Attributes:
         number: the number of the pass.
         report: what the call did.
         error: why the block could not be computed; None if it was.
         trace: the traceback as text.
-        is_out_of_memory: whether memory ran out at every depth; other workers may still compute
-            the block.
+        is_out_of_memory: whether memory ran out at every depth; other workers may still
+            compute the block.
         is_broken: whether the worker can compute nothing any more, and ends.
     """
 

@@ -1,8 +1,10 @@
-"""A call in blocks that devices compute independently of each other: heads first, then rows.
+"""A call in blocks that devices compute independently of each other: heads first, then
+rows.
 
-Each device has a stretch of the line of all heads that goes by its speed (``partition.py`` of the
-package). The rows of a block see all of their keys, so that its output is complete and nothing has
-to be merged. With dropout, which counts positions from the first row, no rows are cut.
+Each device has a stretch of the line of all heads that goes by its speed
+(``partition.py`` of the package). The rows of a block see all of their keys, so that
+its output is complete and nothing has to be merged. With dropout, which counts
+positions from the first row, no rows are cut.
 """
 
 from __future__ import annotations
@@ -24,19 +26,22 @@ from quorum_attention.partition import (
 
 # Rows are cut at multiples of a kernel's tile.
 _TILE = 128
-# Blocks for each device where the times of blocks are not known beforehand, so that others can take
-# what one device is too slow for. Heads are cut only where each device has fewer than this: the
-# gradients of their keys and values have to be added up.
+# Blocks for each device where the times of blocks are not known beforehand, so that
+# others can take what one device is too slow for. Heads are cut only where each device
+# has fewer than this: the gradients of their keys and values have to be added up.
 _PIECES = 10
 _FEW_HEADS = 4
 # No work item takes much longer: a device that is lost loses all of its work item.
 _LONGEST_SECONDS = 2.0
 
 
-def block_of(shape: CallShape, entry: int, heads: Interval, rows: Interval) -> CallBlock:
+def block_of(
+    shape: CallShape, entry: int, heads: Interval, rows: Interval
+) -> CallBlock:
     """Return the block of some rows of query heads, with all the keys they see.
 
-    The last rows have every key, so that the gradient of a key that no row sees is written as well.
+    The last rows have every key, so that the gradient of a key that no row sees is
+    written as well.
     """
     n_keys = shape.n_keys
     has_last_rows = rows.stop == shape.n_queries
@@ -55,16 +60,20 @@ def is_whole(shape: CallShape, block: CallBlock) -> bool:
 
 
 def pairs(shape: CallShape, block: CallBlock) -> int:
-    """Return the query-key pairs of a block, as if nothing but later keys were masked."""
+    """Return the query-key pairs of a block, as if nothing but later keys were
+    masked."""
     return block.heads.length * _row_work(shape).pairs(block.rows)
 
 
-def pieces_of(shape: CallShape, speeds: Mapping[int, float], *, uniform_cost: bool) -> int:
+def pieces_of(
+    shape: CallShape, speeds: Mapping[int, float], *, uniform_cost: bool
+) -> int:
     """Return into how many pieces the share of each device is cut.
 
     Args:
         speeds: of the devices, in pairs a second.
-        uniform_cost: whether all are GPUs of one kind, and blocks take as long as their pairs say.
+        uniform_cost: whether all are GPUs of one kind, and blocks take as long as their
+            pairs say.
     """
     n_heads = shape.batch * shape.kv_heads
     heads_per_device = n_heads // len(speeds)
@@ -79,12 +88,16 @@ def pieces_of(shape: CallShape, speeds: Mapping[int, float], *, uniform_cost: bo
     return max(1, min(n_pieces, heads_per_device))
 
 
-def partition(shape: CallShape, speeds: Sequence[float], pieces: int = 1) -> list[list[CallBlock]]:
-    """Return the blocks of each device, in order; the same ones for calls of the same sizes.
+def partition(
+    shape: CallShape, speeds: Sequence[float], pieces: int = 1
+) -> list[list[CallBlock]]:
+    """Return the blocks of each device, in order; the same ones for calls of the same
+    sizes.
 
     Args:
         speeds: of the devices, relative to each other.
-        pieces: into how many the share of each device is cut, so that others can take some.
+        pieces: into how many the share of each device is cut, so that others can take
+            some.
     """
     n_heads = shape.batch * shape.kv_heads
     if not n_heads or not shape.n_queries:
@@ -100,8 +113,11 @@ def partition(shape: CallShape, speeds: Sequence[float], pieces: int = 1) -> lis
     return shares
 
 
-def _share(shape: CallShape, start: Fraction, stop: Fraction, pieces: int) -> list[CallBlock]:
-    """Return the blocks of one device, between two positions in the line of key/value heads."""
+def _share(
+    shape: CallShape, start: Fraction, stop: Fraction, pieces: int
+) -> list[CallBlock]:
+    """Return the blocks of one device, between two positions in the line of key/value
+    heads."""
     n_heads = stop - start
     cuts: list[Fraction] = []
     for piece in range(pieces + 1):
@@ -122,7 +138,12 @@ def _blocks(shape: CallShape, rows: RowBlock) -> list[CallBlock]:
     A block has whole key/value heads of one batch entry, or some query heads of one.
     """
     return [
-        block_of(shape, entry_heads.start // shape.heads, _within_entry(shape, run), rows.rows)
+        block_of(
+            shape,
+            entry_heads.start // shape.heads,
+            _within_entry(shape, run),
+            rows.rows,
+        )
         for entry_heads in split_at_multiples(rows.heads, shape.heads)
         for run in split_groups(entry_heads, shape.queries_per_key_head)
     ]

@@ -24,19 +24,22 @@ _OPTIONS = ("budget", "depth", "kernel", "accumulator", "progress", "plan")
 class Pool(WorkerPool):
     """Worker processes, one for each device, that share the work of an attention call.
 
-    A call is cut into independent parts: by key/value heads, and by rows if the heads do not divide
-    among the devices. Each device has its own parts, by its speed, and takes over those of slower
-    devices at the end. A part is an ordinary call, with its own budget and recovery. If a worker is
-    killed, or runs out of memory at every depth, the others finish its parts.
+    A call is cut into independent parts: by key/value heads, and by rows if the heads
+    do not divide among the devices. Each device has its own parts, by its speed, and
+    takes over those of slower devices at the end. A part is an ordinary call, with its
+    own budget and recovery. If a worker is killed, or runs out of memory at every
+    depth, the others finish its parts.
 
-    Inputs in shared memory (``tensor.share_memory_()``) or mapped from files are not copied; others
-    are copied into shared memory, and the report counts the bytes.
+    Inputs in shared memory (``tensor.share_memory_()``) or mapped from files are not
+    copied; others are copied into shared memory, and the report counts the bytes.
 
-    Give it to calls as ``devices=``, or use its own ``attention``. Use it as a context manager, or
-    ``close`` it; it also ends with the program. Calls from several threads run one after the other.
+    Give it to calls as ``devices=``, or use its own ``attention``. Use it as a context
+    manager, or ``close`` it; it also ends with the program. Calls from several threads
+    run one after the other.
 
     Args:
-        devices: as torch writes them, "cuda:0" or "cpu"; or "all" CUDA devices of this machine.
+        devices: as torch writes them, "cuda:0" or "cpu"; or "all" CUDA devices of this
+            machine.
         threads: threads of each worker, for CPU devices; None: torch's default.
 
     Raises:
@@ -46,7 +49,10 @@ class Pool(WorkerPool):
 
     @helps_with_names
     def __init__(
-        self, devices: str | Sequence[str | torch.device] = "all", *, threads: int | None = None
+        self,
+        devices: str | Sequence[str | torch.device] = "all",
+        *,
+        threads: int | None = None,
     ) -> None:
         super().__init__(devices, threads=threads)
 
@@ -73,18 +79,19 @@ class Pool(WorkerPool):
         """``quorum_attention.attention`` on all devices of the pool, with gradients.
 
         Args:
-            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed,
-                out: as there; tensors in host memory or on a CUDA device.
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p,
+                dropout_seed, out: as there; tensors in host memory or on a CUDA device.
             report: filled with what happened.
-            options: budget, of each device, a list has one for each; depth, kernel, accumulator and
-                progress, as there; progress is counted in parts.
+            options: budget, of each device, a list has one for each; depth, kernel,
+                accumulator and progress, as there; progress is counted in parts.
 
         Returns:
-            (..., heads, n_queries, value_dim), in shared memory if the inputs are in host memory.
+            (..., heads, n_queries, value_dim), in shared memory if the inputs are in
+            host memory.
 
         Raises:
-            Errors as of ``quorum_attention.attention``; RuntimeError: no worker is left, with what
-            was done until then.
+            Errors as of ``quorum_attention.attention``; RuntimeError: no worker is
+            left, with what was done until then.
         """
         check_names("Pool.attention", options, _OPTIONS)
         call_report = None if report is None else Report(pool=report)

@@ -1,4 +1,5 @@
-"""The pools that calls with several ``devices`` share. They are kept until they are closed."""
+"""The pools that calls with several ``devices`` share. They are kept until they are
+closed."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ def shared_pool(names: tuple[str, ...]) -> WorkerPool:
         if names not in _pools:
             _pools[names] = WorkerPool(names)
         pool = _pools[names]
-    # Without the lock: this waits for a call of another thread, whose progress= may ask for a pool
-    # as well.
+    # Without the lock: this waits for a call of another thread, whose progress= may ask
+    # for a pool as well.
     pool.restart_lost()
     return pool
 
 
 def close() -> None:
-    """End the workers of calls with several ``devices``; the next such call starts others.
+    """End the workers of calls with several ``devices``; the next such call starts
+    others.
 
     They end with the program in any case. Until then each holds a CUDA context.
     """
@@ -42,7 +44,8 @@ def close() -> None:
 
 
 def _forget() -> None:
-    """In a forked process, maybe while another thread has the lock: the pools are the parent's."""
+    """In a forked process, maybe while another thread has the lock: the pools are the
+    parent's."""
     global _lock
     _lock = Lock()
     _pools.clear()

@@ -1,4 +1,5 @@
-"""Pages of memory are made by many threads, before something slower would make them one by one."""
+"""Pages of memory are made by many threads, before something slower would make them one
+by one."""
 
 from __future__ import annotations
 
@@ -24,17 +25,21 @@ _MAX_THREADS = 8
 
 
 @contextmanager
-def prefaulting(tensors: Iterable[torch.Tensor], *, wait: bool = False) -> Iterator[None]:
+def prefaulting(
+    tensors: Iterable[torch.Tensor], *, wait: bool = False
+) -> Iterator[None]:
     """Make the pages of tensors in threads, beside the ``with`` block.
 
-    Memory that nobody has written to has no pages yet, and a process that maps memory of another
-    one has none of its pages in its tables. Locking such memory takes one core 0.2 to 0.5 s a
-    gibibyte; many threads do that part in a tenth of the time. Nothing is written: others may be
-    writing there. All goes on without it where a system does not offer it, or grants no thread.
+    Memory that nobody has written to has no pages yet, and a process that maps memory
+    of another one has none of its pages in its tables. Locking such memory takes one
+    core 0.2 to 0.5 s a gibibyte; many threads do that part in a tenth of the time.
+    Nothing is written: others may be writing there. All goes on without it where a
+    system does not offer it, or grants no thread.
 
     Args:
         tensors: in shared memory; those with gaps are left alone.
-        wait: wait for all pages at the end of the block; else pages that are not begun are left.
+        wait: wait for all pages at the end of the block; else pages that are not begun
+            are left.
     """
     pieces: list[Interval] = []
     for tensor in tensors:

@@ -43,7 +43,8 @@ class PoolPass:
     Attributes:
         devices: names, in the pool's order.
         seconds: wall-clock time of the pass.
-        copied_bytes: bytes of tensors that other processes could not have without a copy.
+        copied_bytes: bytes of tensors that other processes could not have without a
+            copy.
         parts: the number of parts of the call.
         ran: what ran where and when, in the order in which it ended.
         history: a line for each device that failed or joined.
@@ -98,7 +99,8 @@ class PoolReport:
     backward: PoolPass | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report in plain types, for JSON: who computed each part and when."""
+        """Return the report in plain types, for JSON: who computed each part and
+        when."""
         return {
             name: None if pool_pass is None else pool_pass.to_dict()
             for name, pool_pass in vars(self).items()
@@ -116,7 +118,8 @@ class PoolReport:
 def merge_reports(pool_pass: PoolPass, *, backward: bool) -> PassReport:
     """Return a pass of several devices as that of one device.
 
-    Counts are sums, peaks are those of the worst part, and the plan is that of the deepest part.
+    Counts are sums, peaks are those of the worst part, and the plan is that of the
+    deepest part.
     """
     merged = PassReport("")
     kernels: dict[str, int] = {}

@@ -24,12 +24,17 @@ from quorum_attention.units import counted, parse_bytes
 
 
 def request_on_devices(
-    function: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments
+    function: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: Arguments,
 ) -> tuple[Tensors, Request]:
     """Check a call as ``request_of`` does; ``devices`` may be several or a pool.
 
     Raises:
-        Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
+        Errors as of ``request_of``; NotImplementedError: what several devices cannot
+        do, by name.
     """
     options = arguments.options
     devices: Any = options.devices
@@ -56,7 +61,9 @@ def request_on_devices(
     runner = PoolRunner(
         pool,
         budgets,
-        CallOptions(depth=options.depth, kernel=options.kernel, accumulator=options.accumulator),
+        CallOptions(
+            depth=options.depth, kernel=options.kernel, accumulator=options.accumulator
+        ),
         None if mask is None else _sent_mask(mask, request.shape, home),
         is_uniform=mask is None or not mask.is_structured,
     )
@@ -78,8 +85,9 @@ def _refuse_capture(query: Any) -> None:
     """Raise NotImplementedError while a CUDA graph is captured."""
     if isinstance(query, torch.Tensor) and capturing(query.device):
         raise NotImplementedError(
-            "devices cannot be several while a CUDA graph is captured: every replay would give the "
-            "results of now, because other processes compute them; name one device"
+            "devices cannot be several while a CUDA graph is captured: every replay "
+            "would give the results of now, because other processes compute them; "
+            "name one device"
         )
 
 
@@ -87,22 +95,22 @@ def check_options(options: CallOptions) -> None:
     """Raise NotImplementedError for options that several devices cannot have."""
     if options.plan is not None:
         raise NotImplementedError(
-            "plan is for one device; several plan their parts by themselves: give budget, depth "
-            "or kernel"
+            "plan is for one device; several plan their parts by themselves: give "
+            "budget, depth or kernel"
         )
     kernel = options.kernel
     if not isinstance(kernel, str):
         raise NotImplementedError(
-            f"kernel must be a name where several devices compute, got {shown(kernel)}: other "
-            "processes do not have the object"
+            "kernel must be a name where several devices compute, got "
+            f"{shown(kernel)}: other processes do not have the object"
         )
     if kernel == "auto":
         return
     named_kernel = get_kernel(kernel)
     if named_kernel.own_attention or named_kernel.plain_variant is not None:
         raise NotImplementedError(
-            f"kernel {kernel!r} computes another attention, of positions in the whole call; "
-            "several devices have parts of it: name one device"
+            f"kernel {kernel!r} computes another attention, of positions in the whole "
+            "call; several devices have parts of it: name one device"
         )
 
 
@@ -119,4 +127,6 @@ def _budgets(budget: Budget | None, n_devices: int) -> tuple[int | None, ...]:
             f"budget must be one number of bytes or one for each of the "
             f"{counted(n_devices, 'device')}, got {len(budget)}"
         )
-    return tuple(None if one_budget is None else parse_bytes(one_budget) for one_budget in budget)
+    return tuple(
+        None if one_budget is None else parse_bytes(one_budget) for one_budget in budget
+    )

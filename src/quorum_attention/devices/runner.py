@@ -1,4 +1,5 @@
-"""The passes of a call on a pool: tensors are shared with workers, and the results collected."""
+"""The passes of a call on a pool: tensors are shared with workers, and the results
+collected."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ from quorum_attention.devices.messages import GRADIENTS, INPUTS, WorkerPass
 from quorum_attention.devices.partition import pieces_of
 from quorum_attention.devices.pool_cache import shared_pool
 from quorum_attention.devices.report import PoolPass, PoolReport, merge_reports
-from quorum_attention.devices.shared_memory import SharedTensor, shared_result, to_handle
+from quorum_attention.devices.shared_memory import (
+    SharedTensor,
+    shared_result,
+    to_handle,
+)
 from quorum_attention.devices.speeds import expected_speed
 from quorum_attention.devices.sums import GradientSums
 from quorum_attention.devices.work_queue import BlockQueue
@@ -41,7 +46,8 @@ class _ResultSpec(NamedTuple):
     Attributes:
         preallocated: the caller's tensor for it, or None.
         shape, dtype: of the result.
-        like: the input whose layout the result has; None if its dimensions are in order.
+        like: the input whose layout the result has; None if its dimensions are in
+            order.
     """
 
     preallocated: torch.Tensor | None
@@ -72,7 +78,9 @@ class PoolRunner:
     _shared_inputs: dict[str, SharedTensor] = field(default_factory=dict)
     _process: int = field(default_factory=os.getpid)
 
-    def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, tensors: Tensors, request: Request
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), in shared memory or on the inputs' device."""
         if self._shared_inputs:
             raise NotImplementedError("devices cannot be several under torch.vmap")
@@ -89,7 +97,8 @@ class PoolRunner:
     def backward(
         self, tensors: Tensors, request: Request, backward_inputs: BackwardInputs
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of query, key and value, and that of the bias if it is wanted.
+        """Return the gradients of query, key and value, and that of the bias if it is
+        wanted.
 
         They are in shared memory or on the inputs' device.
         """
@@ -103,7 +112,9 @@ class PoolRunner:
         preallocated = backward_inputs.grads or (None, None, None)
         specs = {
             name: _ResultSpec(grad, tuple(tensor.shape), tensor.dtype, tensor)
-            for name, grad, tensor in zip(GRADIENTS, preallocated, tensors[:3], strict=True)
+            for name, grad, tensor in zip(
+                GRADIENTS, preallocated, tensors[:3], strict=True
+            )
         }
         bias = None if backward_inputs.grad_mask is False else tensors.bias
         sums = GradientSums(_whole_call(request), tensors.key, tensors.value, bias)
@@ -134,17 +145,26 @@ class PoolRunner:
         Returns:
             The results, in the order of ``specs``.
         """
-        pool = self.pool if isinstance(self.pool, WorkerPool) else shared_pool(self.pool)
+        pool = (
+            self.pool if isinstance(self.pool, WorkerPool) else shared_pool(self.pool)
+        )
         home = tensors.query.device
         mappings = cache(Mappings.now)
-        with _pass_report(request, backward=sums is not None) as report, torch.no_grad():
+        with (
+            _pass_report(request, backward=sums is not None) as report,
+            torch.no_grad(),
+        ):
             inputs = self._share_inputs(tensors, upstream, mappings, report)
-            targets = {name: _allocate_result(spec, home, pool) for name, spec in specs.items()}
+            targets = {
+                name: _allocate_result(spec, home, pool) for name, spec in specs.items()
+            }
             results = {
                 name: to_handle(target.detach(), mappings, writable=True)
                 for name, target in targets.items()
             }
-            handles = {name: shared.handle for name, shared in (inputs | results).items()}
+            handles = {
+                name: shared.handle for name, shared in (inputs | results).items()
+            }
             worker_pass = WorkerPass(
                 number=next(pool.pass_numbers),
                 backward=sums is not None,
@@ -175,7 +195,8 @@ class PoolRunner:
         mappings: Callable[[], Mappings],
         report: PoolPass,
     ) -> dict[str, SharedTensor]:
-        """Return what a pass reads, by name, and count the bytes that are copied for it."""
+        """Return what a pass reads, by name, and count the bytes that are copied for
+        it."""
         if self._process != os.getpid():  # the parent may use that memory again
             self._process = os.getpid()
             self._shared_inputs.clear()
@@ -191,7 +212,8 @@ class PoolRunner:
     def _worker_budgets(
         self, workers: Sequence[Worker], request: Request, home: torch.device
     ) -> list[int | None]:
-        """Return bytes for each worker's device, less those of inputs that were cast there.
+        """Return bytes for each worker's device, less those of inputs that were cast
+        there.
 
         A worker that has joined has as many as the last one.
         """
@@ -205,31 +227,43 @@ class PoolRunner:
         return budgets
 
     def _block_queue(
-        self, worker_pass: WorkerPass, workers: Sequence[Worker], budgets: Sequence[int | None]
+        self,
+        worker_pass: WorkerPass,
+        workers: Sequence[Worker],
+        budgets: Sequence[int | None],
     ) -> BlockQueue:
         """Return the blocks of a pass, shared among the workers that are alive.
 
         Raises:
             RuntimeError: there is none.
         """
-        alive = {number: worker for number, worker in enumerate(workers) if worker.alive}
+        alive = {
+            number: worker for number, worker in enumerate(workers) if worker.alive
+        }
         if not alive:
             raise RuntimeError(
-                "the pool has no worker: it was closed, all of them were lost, or they belong to "
-                "the process that this one was forked from (give the devices by name)"
+                "the pool has no worker: it was closed, all of them were lost, or "
+                "they belong to the process that this one was forked from (give the "
+                "devices by name)"
             )
         shape = worker_pass.call.shape
         backward = worker_pass.backward
         speeds = {
             number: expected_speed(
-                worker.device, worker.name, shape.dtype, shape.head_dim, backward=backward
+                worker.device,
+                worker.name,
+                shape.dtype,
+                shape.head_dim,
+                backward=backward,
             )
             for number, worker in alive.items()
         }
         kinds = {(worker.name, budgets[number]) for number, worker in alive.items()}
         are_gpus = all(_has_own_memory(worker.device) for worker in alive.values())
         is_homogeneous = are_gpus and len(kinds) == 1
-        pieces = pieces_of(shape, speeds, uniform_cost=self.is_uniform and is_homogeneous)
+        pieces = pieces_of(
+            shape, speeds, uniform_cost=self.is_uniform and is_homogeneous
+        )
         return BlockQueue(shape, speeds, pieces)
 
 
@@ -257,7 +291,9 @@ def _has_own_memory(device_name: str) -> bool:
     return backend_of(torch.device(device_name)).own_memory
 
 
-def _allocate_result(spec: _ResultSpec, home: torch.device, pool: WorkerPool) -> torch.Tensor:
+def _allocate_result(
+    spec: _ResultSpec, home: torch.device, pool: WorkerPool
+) -> torch.Tensor:
     """Return the caller's tensor for a result, or an uninitialised one.
 
     That is in shared memory where the inputs are on the host.
@@ -274,7 +310,9 @@ def _allocate_result(spec: _ResultSpec, home: torch.device, pool: WorkerPool) ->
     if like is None or like.is_contiguous() or 0 in shape:
         return shared_result(shape, spec.dtype)
     if any(map(_has_own_memory, pool.devices)):
-        return shared_result(shape, spec.dtype)  # workers of GPUs page-lock it head by head
+        return shared_result(
+            shape, spec.dtype
+        )  # workers of GPUs page-lock it head by head
     flat = shared_result((math.prod(shape),), spec.dtype)
     return flat.as_strided(shape, result_strides(like, shape))
 

@@ -1,7 +1,8 @@
-"""Shared memory that this process makes: files without a name, which stay open for other processes.
+"""Shared memory that this process makes: files without a name, which stay open for
+other processes.
 
-After a fork no process sees what another one writes: the program's results are put into private
-memory then.
+After a fork no process sees what another one writes: the program's results are put into
+private memory then.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ _memfd_of: dict[int, SharedFile] = {}
 def alloc_shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros in shared memory that nobody has touched yet.
 
-    The memory has no name in /dev/shm and does not count against its size, which containers often
-    have set low. Other processes open it through this process's open files.
+    The memory has no name in /dev/shm and does not count against its size, which
+    containers often have set low. Other processes open it through this process's open
+    files.
 
     Raises:
         OSError: there is no memory or no file for it.
@@ -80,22 +82,25 @@ def shared_file_of(tensor: torch.Tensor) -> SharedFile | None:
 def handle_of(tensor: torch.Tensor) -> TensorHandle:
     """Return the handle of a tensor from ``alloc_shared``, or of a view of one."""
     start = tensor.untyped_storage().data_ptr()
-    return handle_in_open_file(tensor, _memfd_of[start].descriptor, tensor.data_ptr() - start)
+    return handle_in_open_file(
+        tensor, _memfd_of[start].descriptor, tensor.data_ptr() - start
+    )
 
 
-# Linux's numbers: PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, and MREMAP_MAYMOVE |
-# MREMAP_FIXED.
+# Linux's numbers: PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, and
+# MREMAP_MAYMOVE | MREMAP_FIXED.
 _READ_AND_WRITE = 0x1 | 0x2
 _PRIVATE = 0x2 | 0x4000
 _TO_ADDRESS = 0x1 | 0x2
 
 
 def _make_private(*, only_results: bool) -> None:
-    """Put the program's results into private memory; in a forked process all shared memory.
+    """Put the program's results into private memory; in a forked process all shared
+    memory.
 
-    Both processes then see each result as it was at the fork, and copy a page when they write to
-    it, as with all other memory. The files stay as they are: workers may still read them. Memory
-    without a result stays shared in the process that has the workers.
+    Both processes then see each result as it was at the fork, and copy a page when they
+    write to it, as with all other memory. The files stay as they are: workers may still
+    read them. Memory without a result stays shared in the process that has the workers.
 
     Raises:
         OSError: there is no memory for it.
@@ -124,7 +129,9 @@ def _map_privately(start: int, shared_file: SharedFile) -> None:
     beginning = ctypes.c_long(0)
     failed = ctypes.c_void_p(-1).value
     moved = failed
-    mapped = libc.mmap(None, n_bytes, _READ_AND_WRITE, _PRIVATE, shared_file.descriptor, beginning)
+    mapped = libc.mmap(
+        None, n_bytes, _READ_AND_WRITE, _PRIVATE, shared_file.descriptor, beginning
+    )
     if mapped != failed:
         source = ctypes.c_void_p(mapped)
         target = ctypes.c_void_p(start)
@@ -132,8 +139,8 @@ def _map_privately(start: int, shared_file: SharedFile) -> None:
     if moved != start:
         raise OSError(
             ctypes.get_errno(),
-            f"a result of several devices, {shared_file.n_bytes} bytes, is shared with a forked "
-            "process, because it cannot be mapped privately",
+            f"a result of several devices, {shared_file.n_bytes} bytes, is shared with "
+            "a forked process, because it cannot be mapped privately",
         )
 
 

@@ -1,9 +1,9 @@
 """Tensors of a call in shared memory, and as handles.
 
-Shared memory of results and of copies is kept for the next call when they are freed: its pages are
-made then, and workers have it mapped and page-locked. To do that anew takes them a tenth of the
-time of a long call. The memory is kept until calls have had no use for it for a while, or pools are
-closed.
+Shared memory of results and of copies is kept for the next call when they are freed:
+its pages are made then, and workers have it mapped and page-locked. To do that anew
+takes them a tenth of the time of a long call. The memory is kept until calls have had
+no use for it for a while, or pools are closed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from quorum_attention.devices.handles import (
     handle_in_mapped_file,
     handle_in_open_file,
 )
-from quorum_attention.devices.shared_files import alloc_shared, handle_of, shared_file_of
+from quorum_attention.devices.shared_files import (
+    alloc_shared,
+    handle_of,
+    shared_file_of,
+)
 from quorum_attention.execution.device.host_memory import bytes_of_host
 from quorum_attention.execution.device.lookup import BACKENDS, HOST, on_host
 from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
@@ -32,8 +36,8 @@ from quorum_attention.execution.device.pinned_pool import Locker, PinnedPool
 _MAX_BYTES = 8 << 30
 _MAX_HOST_SHARE = 1 / 16
 _MAX_KEPT_BYTES = min(_MAX_BYTES, bytes_of_host(_MAX_HOST_SHARE))
-# Workers lock the memory, each for itself. Here there is nothing to lock, and nothing to wait for:
-# no worker reads or writes after its pass.
+# Workers lock the memory, each for itself. Here there is nothing to lock, and nothing
+# to wait for: no worker reads or writes after its pass.
 _NO_LOCKS = Locker(lambda address, n_bytes: True, lambda address: None, lambda: None)
 
 
@@ -46,7 +50,8 @@ class SharedTensor(NamedTuple):
 
 @cache
 def _freed_memory(device_type: str) -> PinnedPool:
-    """Return the pool of freed memory that this process copies to and from a kind of devices."""
+    """Return the pool of freed memory that this process copies to and from a kind of
+    devices."""
     pinned = BACKENDS[device_type].pinned
     locker = _NO_LOCKS if pinned is None else pinned.locker
     return PinnedPool(locker, _MAX_KEPT_BYTES, may_keep=_release_result)
@@ -74,7 +79,8 @@ def shared_memory(
 
 
 def shared_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of ``shared_memory`` for a result. After a fork each process has its own.
+    """Return a tensor of ``shared_memory`` for a result. After a fork each process has
+    its own.
 
     Raises:
         OSError: shared memory has no room for it.
@@ -87,7 +93,8 @@ def shared_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _release_result(memory: torch.Tensor) -> bool:
-    """Note that the program has let go of a result. Return whether its memory may have another."""
+    """Note that the program has let go of a result. Return whether its memory may have
+    another."""
     shared_file = shared_file_of(memory)
     assert shared_file is not None
     shared_file.is_result = False
@@ -103,10 +110,11 @@ def give_back() -> None:
 def to_handle(
     tensor: torch.Tensor, mappings: Callable[[], Mappings], writable: bool = False
 ) -> SharedTensor:
-    """Return the handle of an input, or of a result that the caller gave, and its tensor here.
+    """Return the handle of an input, or of a result that the caller gave, and its
+    tensor here.
 
-    The tensor is the very one if other processes can have its memory. Else it is a copy of an
-    input, or uninitialised memory for a result, which is copied at the end.
+    The tensor is the very one if other processes can have its memory. Else it is a copy
+    of an input, or uninitialised memory for a result, which is copied at the end.
     """
     if on_host(tensor.device):
         handle = _handle_without_copy(tensor, mappings, writable)
@@ -121,14 +129,21 @@ def to_handle(
 def _handle_without_copy(
     tensor: torch.Tensor, mappings: Callable[[], Mappings], writable: bool
 ) -> TensorHandle | None:
-    """Return the handle of a tensor, or None if other processes cannot have its memory."""
+    """Return the handle of a tensor, or None if other processes cannot have its
+    memory."""
     shared_file = shared_file_of(tensor)
     if shared_file is not None and not shared_file.is_private:
         return handle_of(tensor)
-    # Torch itself would send a copy of the descriptor, which outlives a receiver that was killed.
-    if tensor.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
+    # Torch itself would send a copy of the descriptor, which outlives a receiver that
+    # was killed.
+    if (
+        tensor.is_shared()
+        and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    ):
         file, _ = tensor.untyped_storage()._share_fd_cpu_()
-        if file >= 0:  # else an ordinary file, closed once it was mapped (torch.from_file)
+        if (
+            file >= 0
+        ):  # else an ordinary file, closed once it was mapped (torch.from_file)
             offset = int(tensor.storage_offset()) * tensor.element_size()
             return handle_in_open_file(tensor, file, offset)
     return handle_in_mapped_file(tensor, mappings(), writable)

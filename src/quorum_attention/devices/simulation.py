@@ -10,12 +10,14 @@ from quorum_attention.devices.work_queue import BlockQueue
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.call_shape import CallShape
 
-# A work item takes this much beside the call that computes it: its messages and what the worker
-# maps.
+# A work item takes this much beside the call that computes it: its messages and what
+# the worker maps.
 _ITEM_SECONDS = 0.007
 
 
-def simulate(shape: CallShape, devices: Sequence[tuple[str, float]], seconds: float) -> PoolPass:
+def simulate(
+    shape: CallShape, devices: Sequence[tuple[str, float]], seconds: float
+) -> PoolPass:
     """Predict a pass on devices.
 
     Args:

@@ -8,16 +8,17 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.planner.calibration import calibrated_flops
 from quorum_attention.planner.rates import assumed_hardware
 
-# Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
-# forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an
-# A100 (version 2); an H20 by its peak.
+# Relative to an H200, whose rates the planner assumes (docs/planner.md).
+# FlashAttention's published forward at head dimension 128 over cuDNN's there: 740
+# TFLOP/s on an H100 (version 3), 225 on an A100 (version 2); an H20 by its peak.
 SPEEDS = {"H200": 1.0, "H100": 0.95, "H800": 0.95, "A100": 0.36, "H20": 0.15}
 
 
 def expected_speed(
     device_name: str, model: str, dtype: torch.dtype, head_dim: int, *, backward: bool
 ) -> float:
-    """Return the pairs a second of a device, calibrated where it has been, else assumed.
+    """Return the pairs a second of a device, calibrated where it has been, else
+    assumed.
 
     Args:
         device_name: the device as torch writes it.

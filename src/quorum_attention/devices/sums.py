@@ -1,8 +1,8 @@
 """Gradients that several blocks of a call contribute to, and that have to be added up.
 
-These are the gradients of keys and values of a head that is cut, and that of a bias. They are added
-up in fp32 (fp64) and rounded once. The rows of a gradient are added in the order of the blocks,
-whatever the order of arrival.
+These are the gradients of keys and values of a head that is cut, and that of a bias.
+They are added up in fp32 (fp64) and rounded once. The rows of a gradient are added in
+the order of the blocks, whatever the order of arrival.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The work items of a pass: who computes what next.
 
-Each device has blocks of its own, the same ones in every call, because its worker has the memory of
-those mapped and page-locked. A device without blocks of its own takes from the end of the fullest.
+Each device has blocks of its own, the same ones in every call, because its worker has
+the memory of those mapped and page-locked. A device without blocks of its own takes
+from the end of the fullest.
 
-A device has one work item at a time. Copies overlap with kernels inside an item; between two items
-a device waits 5 to 8 ms for messages, of the seconds that an item takes in long calls.
+A device has one work item at a time. Copies overlap with kernels inside an item;
+between two items a device waits 5 to 8 ms for messages, of the seconds that an item
+takes in long calls.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class BlockQueue:
         devices: the devices that take part.
     """
 
-    def __init__(self, shape: CallShape, speeds: Mapping[int, float], pieces: int) -> None:
+    def __init__(
+        self, shape: CallShape, speeds: Mapping[int, float], pieces: int
+    ) -> None:
         self.count = 0
         self.devices = set(speeds)
         self.running: dict[int, WorkItem] = {}
@@ -72,7 +76,8 @@ class BlockQueue:
         """Return the next work item of an idle device.
 
         Returns:
-            None if there is no item that this device would end sooner than the item's owner.
+            None if there is no item that this device would end sooner than the item's
+            owner.
         """
         own_items = self._waiting[device]
         item = own_items.pop(0) if own_items else self._take_over(device)

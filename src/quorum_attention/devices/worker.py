@@ -1,7 +1,7 @@
 """Worker processes, as their pool's process sees them: started, talked to and ended.
 
-Processes, not threads: threads that issue for two devices wait for each other's interpreter, and
-were slower than one device in small budgets.
+Processes, not threads: threads that issue for two devices wait for each other's
+interpreter, and were slower than one device in small budgets.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Worker:
         return answer
 
     def kill(self) -> None:
-        """End the process at once, if it has not ended. It holds nothing that outlives it."""
+        """End the process at once, if it has not ended. It holds nothing that outlives
+        it."""
         if self.alive:
             self.alive = False
             self.process.kill()
@@ -120,8 +121,9 @@ def _wait_until_ready(worker: Worker, seconds: float) -> None:
     except (EOFError, OSError):
         worker.process.join(_EXIT_SECONDS)
     raise RuntimeError(
-        f"the worker of {worker.device} did not start (exit code {worker.process.exitcode}): a "
-        "program that uses several devices has to be in a file, which workers import, with its "
+        f"the worker of {worker.device} did not start (exit code "
+        f"{worker.process.exitcode}): a program that uses several devices has to be in "
+        "a file, which workers import, with its "
         'work under `if __name__ == "__main__":`'
     )
 
@@ -133,7 +135,8 @@ def end_workers(workers: Sequence[Worker]) -> None:
 
 
 def next_answers(workers: Mapping[int, Worker]) -> Iterator[tuple[int, Answer | None]]:
-    """Wait until any worker answers, and yield the answers there are, by the workers' numbers.
+    """Wait until any worker answers, and yield the answers there are, by the workers'
+    numbers.
 
     None stands for the answer of a worker that is gone.
     """

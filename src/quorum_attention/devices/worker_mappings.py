@@ -1,13 +1,16 @@
-"""The shared memory of the pool's process that a worker has mapped, and has page-locked.
+"""The shared memory of the pool's process that a worker has mapped, and has
+page-locked.
 
-Mapping a gibibyte, page after page, takes 0.1 to 0.2 s, and the backward reads what the forward has
-read. So a worker keeps what passes had mapped until the other process has freed it.
+Mapping a gibibyte, page after page, takes 0.1 to 0.2 s, and the backward reads what the
+forward has read. So a worker keeps what passes had mapped until the other process has
+freed it.
 
-A worker of a device that copies from and to page-locked memory locks each mapping as a whole, and
-keeps it so: a pass that locked piece after piece beside its copies took 1.46 s, one over memory
-that was locked 1.31 (an H200, 2 GiB). The worker has the inputs of other workers at hand then, if
-one of them is lost. A result that nobody has touched is not locked: the driver would make its
-pages, one after the other, before anything is computed.
+A worker of a device that copies from and to page-locked memory locks each mapping as a
+whole, and keeps it so: a pass that locked piece after piece beside its copies took 1.46
+s, one over memory that was locked 1.31 (an H200, 2 GiB). The worker has the inputs of
+other workers at hand then, if one of them is lost. A result that nobody has touched is
+not locked: the driver would make its pages, one after the other, before anything is
+computed.
 """
 
 from __future__ import annotations
@@ -90,7 +93,8 @@ class WorkerMappings:
         return handle.tensor_in(mapping.memory)
 
     def forget_gone(self) -> None:
-        """Let go of files that the other process has no more; tensors that use them keep them."""
+        """Let go of files that the other process has no more; tensors that use them
+        keep them."""
         kept_mappings: dict[FileId, _Mapping] = {}
         for file, mapping in self._mappings.items():
             if file_id_at(mapping.path) == file:
@@ -102,11 +106,15 @@ class WorkerMappings:
     def lock(self, handle: TensorHandle, *, is_result: bool = False) -> None:
         """Page-lock the file of a tensor that was opened, as a whole.
 
-        No copy may reach from a locked range beyond it. The file of a result is locked only if an
-        earlier pass has had it.
+        No copy may reach from a locked range beyond it. The file of a result is locked
+        only if an earlier pass has had it.
         """
         mapping = self._mappings.get(handle.file)
-        if mapping is None or self._locker is None or not self._may_lock(mapping, is_result):
+        if (
+            mapping is None
+            or self._locker is None
+            or not self._may_lock(mapping, is_result)
+        ):
             return
         with prefaulting([mapping.tensor], wait=True):
             pass  # the driver would make the pages one by one
@@ -126,7 +134,9 @@ class WorkerMappings:
         return n_bytes <= self._max_locked_bytes
 
     def _locked_bytes(self) -> int:
-        return sum(mapping.n_bytes for mapping in self._mappings.values() if mapping.is_locked)
+        return sum(
+            mapping.n_bytes for mapping in self._mappings.values() if mapping.is_locked
+        )
 
     def unlock(self) -> None:
         """Unlock everything."""

@@ -44,8 +44,8 @@ class WorkerPool(DevicePool, AbstractContextManager["WorkerPool"]):
         names = device_names(devices)
         self._threads = None if threads is None else whole_number(threads, "threads", 1)
         self.workers = start_workers(names, self._threads)
-        # When nobody refers to the pool any more, or the program ends: by itself Python would only
-        # ask workers to end, and wait for one that is stopped for ever.
+        # When nobody refers to the pool any more, or the program ends: by itself Python
+        # would only ask workers to end, and wait for one that is stopped for ever.
         Finalize(self, end_workers, (self.workers,), exitpriority=1)
         self._lock = RLock()
         self._is_in_use = False
@@ -62,8 +62,8 @@ class WorkerPool(DevicePool, AbstractContextManager["WorkerPool"]):
         with self._lock:
             if self._is_in_use:
                 raise RuntimeError(
-                    "a call began within another one of the same workers (from its progress=, "
-                    "say): it would wait for itself"
+                    "a call began within another one of the same workers (from its "
+                    "progress=, say): it would wait for itself"
                 )
             try:
                 self._is_in_use = True
@@ -90,7 +90,8 @@ class WorkerPool(DevicePool, AbstractContextManager["WorkerPool"]):
                     workers[number] = start_workers([worker.device], self._threads)[0]
 
     def close(self) -> None:
-        """End the workers, after a call of another thread. The pool is of no use afterwards."""
+        """End the workers, after a call of another thread. The pool is of no use
+        afterwards."""
         with self.exclusive() as workers:
             end_workers(workers)
         give_back()
@@ -101,8 +102,8 @@ class WorkerPool(DevicePool, AbstractContextManager["WorkerPool"]):
     def _abandon(self) -> None:
         """In a forked process: leave the workers to the parent.
 
-        Two processes that talk to one worker would read each other's answers. Another thread of the
-        parent may have had the lock.
+        Two processes that talk to one worker would read each other's answers. Another
+        thread of the parent may have had the lock.
         """
         self._lock = RLock()
         self._is_in_use = False

@@ -1,4 +1,5 @@
-"""Attention over a sequence that is sharded over the ranks of a ``torch.distributed`` group."""
+"""Attention over a sequence that is sharded over the ranks of a ``torch.distributed``
+group."""
 
 from quorum_attention.distributed.attention import attention
 from quorum_attention.distributed.report import ShardedReport

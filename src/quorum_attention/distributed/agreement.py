@@ -1,7 +1,8 @@
 """What the ranks of a sharded call must agree on, and whether they do.
 
-In host memory the ranks compare the call before each pass. On GPUs the host would have to wait for
-that, so the ranks compare a call once for each kind of call if ``lengths`` are given.
+In host memory the ranks compare the call before each pass. On GPUs the host would have
+to wait for that, so the ranks compare a call once for each kind of call if ``lengths``
+are given.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from quorum_attention.units import counted
 CallSignature = Mapping[str, object]
 """What a call is, by the names of its arguments; the values are plain."""
 
-# Calls that a group remembers. When there are more, all ranks forget all calls at the same call.
+# Calls that a group remembers. When there are more, all ranks forget all calls at the
+# same call.
 _MAX_CALLS = 1024
 
 # The calls that each group has agreed on.
 _AGREED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
-def compare(group: dist.ProcessGroup, signature: CallSignature, *values: Any) -> list[Any]:
-    """Compare a call with those of the other ranks, and return the values of every rank.
+def compare(
+    group: dist.ProcessGroup, signature: CallSignature, *values: Any
+) -> list[Any]:
+    """Compare a call with those of the other ranks, and return the values of every
+    rank.
 
     Raises:
         ValueError: the calls differ. All ranks raise it.
@@ -50,8 +55,11 @@ def compare(group: dist.ProcessGroup, signature: CallSignature, *values: Any) ->
     return list(values_of_ranks)
 
 
-def agree_on(group: dist.ProcessGroup, query: torch.Tensor, signature: CallSignature) -> None:
-    """Compare arguments that have no sizes, where the ranks have not agreed on them before.
+def agree_on(
+    group: dist.ProcessGroup, query: torch.Tensor, signature: CallSignature
+) -> None:
+    """Compare arguments that have no sizes, where the ranks have not agreed on them
+    before.
 
     Raises:
         ValueError: the arguments differ. All ranks raise it.
@@ -73,7 +81,8 @@ def agree_on_lengths(
 
     Args:
         query: (..., rows, head_dim) of this rank.
-        mask_widths: the last size of each tensor of the mask that has a number for each token.
+        mask_widths: the last size of each tensor of the mask that has a number for each
+            token.
         lengths: the argument of the call.
 
     Raises:
@@ -92,17 +101,21 @@ def agree_on_lengths(
         is_whole_on_all = set(widths) == {n_tokens}
         if not is_whole_on_all and widths != rows_of_ranks:
             raise ValueError(
-                "attn_mask.documents and attn_mask.key_padding must be for the rows of each rank, "
-                f"{list(rows_of_ranks)}, or on all of them for all {n_tokens}, got {list(widths)}"
+                "attn_mask.documents and attn_mask.key_padding must be for the rows "
+                f"of each rank, {list(rows_of_ranks)}, or on all of them for all "
+                f"{n_tokens}, got {list(widths)}"
             )
     _AGREED[group].add(name)
     return rows_of_ranks
 
 
 def _call_name(
-    signature: CallSignature, mask_widths: Sequence[int], lengths: tuple[int, ...] | None
+    signature: CallSignature,
+    mask_widths: Sequence[int],
+    lengths: tuple[int, ...] | None,
 ) -> str:
-    """Return what identifies a call on which ranks may have agreed; it is the same on all ranks.
+    """Return what identifies a call on which ranks may have agreed; it is the same on
+    all ranks.
 
     The seed is left out: it may differ at every call.
     """
@@ -137,7 +150,7 @@ def _checked_lengths(
     rows_of_ranks = tuple([whole_number(n, "lengths", 0) for n in lengths])
     if len(rows_of_ranks) != group.size() or rows_of_ranks[group.rank()] != n_rows:
         raise ValueError(
-            f"lengths must have an entry for each of {counted(group.size(), 'rank')}, and "
-            f"{n_rows} for rank {group.rank()}, got {shown(list(rows_of_ranks))}"
+            f"lengths must have an entry for each of {counted(group.size(), 'rank')}, "
+            f"and {n_rows} for rank {group.rank()}, got {shown(list(rows_of_ranks))}"
         )
     return rows_of_ranks

@@ -1,4 +1,5 @@
-"""Which rank computes which pairs of a sharded call, in which stage, and which rows move for that.
+"""Which rank computes which pairs of a sharded call, in which stage, and which rows
+move for that.
 
 Nothing here imports torch.
 """
@@ -14,10 +15,18 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from quorum_attention.decomposition.intervals import Interval, counted, covered, cut, union, within
+from quorum_attention.decomposition.intervals import (
+    Interval,
+    counted,
+    covered,
+    cut,
+    union,
+    within,
+)
 from quorum_attention.distributed.sharded_shape import ShardedShape
 
-# Gathered rows are kept for the backward where they take at most this much of what shards take.
+# Gathered rows are kept for the backward where they take at most this much of what
+# shards take.
 _MAX_KEPT_SHARE = 1.25
 
 
@@ -29,7 +38,8 @@ class ShardBlock:
         heads: query heads.
         queries: positions.
         keys: positions, ascending and disjoint.
-        causal: keys up to the query's position are kept; all of them, or those of a square.
+        causal: keys up to the query's position are kept; all of them, or those of a
+            square.
     """
 
     heads: Interval
@@ -39,7 +49,8 @@ class ShardBlock:
 
 
 class Operand(IntEnum):
-    """The tensors that rows belong to: those of queries, or those of keys and values."""
+    """The tensors that rows belong to: those of queries, or those of keys and
+    values."""
 
     QUERY = 0
     KV = 1
@@ -61,7 +72,8 @@ class RowSlice(NamedTuple):
         rank: computes with the rows.
         stage: the stage of that rank.
         owner: holds the rows in its shard; may be ``rank`` itself.
-        is_exclusive: no other rank computes with the rows, so what comes back is complete.
+        is_exclusive: no other rank computes with the rows, so what comes back is
+            complete.
     """
 
     head_slice: HeadSlice
@@ -95,7 +107,8 @@ class RowBytes(NamedTuple):
         key: of a key and its value.
         out: of results that come back complete.
         partial: of results that have to be added up.
-        lse: of the log-sum-exp that comes with ``out``, unless inputs are kept where it is.
+        lse: of the log-sum-exp that comes with ``out``, unless inputs are kept where it
+            is.
     """
 
     query: int
@@ -119,10 +132,10 @@ class Assignment:
     Attributes:
         way: how the ranks' shares were made, in words.
         shape: the call's sizes.
-        shares: blocks by rank and stage. Stages of a rank have no key/value head in common; two
-            blocks anywhere have the same query heads, or none in common.
-        whole_heads: rank r has all pairs of the r-th of equal shares of the heads and of the
-            key/value heads.
+        shares: blocks by rank and stage. Stages of a rank have no key/value head in
+            common; two blocks anywhere have the same query heads, or none in common.
+        whole_heads: rank r has all pairs of the r-th of equal shares of the heads and
+            of the key/value heads.
     """
 
     way: str
@@ -137,7 +150,9 @@ class Assignment:
 
     def n_pairs(self, rank: int) -> int:
         """Return how many pairs a rank computes."""
-        return sum(self._pairs_of(block) for block in chain.from_iterable(self.shares[rank]))
+        return sum(
+            self._pairs_of(block) for block in chain.from_iterable(self.shares[rank])
+        )
 
     def _pairs_of(self, block: ShardBlock) -> int:
         """Return the kept pairs of all heads of a block."""
@@ -186,11 +201,13 @@ class Assignment:
 
     @cached_property
     def row_slices(self) -> tuple[RowSlice, ...]:
-        """The rows that move, as inputs. Outputs and gradients move the same way or back."""
+        """The rows that move, as inputs. Outputs and gradients move the same way or
+        back."""
         return tuple(self._cut_rows())
 
     def _cut_rows(self) -> Iterator[RowSlice]:
-        """Cut the rows that ranks need where owners change, and where other ranks need them too."""
+        """Cut the rows that ranks need where owners change, and where other ranks need
+        them too."""
         starts = self.shape.starts
         requests: list[tuple[int, int, HeadSlice, tuple[Interval, ...]]] = []
         rows_of_heads: dict[HeadSlice, list[Interval]] = defaultdict(list)
@@ -212,7 +229,8 @@ class Assignment:
     def keeps_inputs(self) -> bool:
         """Whether inputs stay where they were computed with until the backward.
 
-        They do where rows are complete, and gathered rows take little more than the shards.
+        They do where rows are complete, and gathered rows take little more than the
+        shards.
         """
         n_gathered = 0
         for part in self.row_slices:

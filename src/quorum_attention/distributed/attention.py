@@ -1,4 +1,5 @@
-"""``distributed.attention``: each rank gives its rows of the sequence, and gets their results."""
+"""``distributed.attention``: each rank gives its rows of the sequence, and gets their
+results."""
 
 from __future__ import annotations
 
@@ -46,11 +47,19 @@ from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
 
-# 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
-# (kernels/reference.py), which needs whole rows.
+# 16-bit calls of so few pairs are computed in fp32: on one device they get an exact
+# delta (kernels/reference.py), which needs whole rows.
 _MAX_WIDENED_PAIRS = 1 << 16
 # Sizes that are the same on all ranks.
-_COMMON_SIZES = ("batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal")
+_COMMON_SIZES = (
+    "batch",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "value_dim",
+    "dtype",
+    "is_causal",
+)
 
 
 @uncompiled
@@ -73,37 +82,41 @@ def attention(
     kernel: str | InnerKernel = "auto",
     report: ShardedReport | None = None,
 ) -> torch.Tensor:
-    """Exact attention over a sequence whose tokens are sharded over the ranks of a group.
+    """Exact attention over a sequence whose tokens are sharded over the ranks of a
+    group.
 
-    All ranks call it together, in the same order, and run the backward of its result together.
-    Each gives its contiguous shard, in the order of the ranks. Shards may have any lengths, also 0,
-    and the group any number of ranks. Heads are exchanged, or keys and values are moved, or tasks
-    of a cyclic quorum set are computed: of the ways that share the work evenly, the one that sends
-    fewest bytes (docs/distributed.md). Partial results are sent and added in fp32 (fp64 for fp64
-    inputs).
+    All ranks call it together, in the same order, and run the backward of its result
+    together. Each gives its contiguous shard, in the order of the ranks. Shards may
+    have any lengths, also 0, and the group any number of ranks. Heads are exchanged, or
+    keys and values are moved, or tasks of a cyclic quorum set are computed: of the ways
+    that share the work evenly, the one that sends fewest bytes (docs/distributed.md).
+    Partial results are sent and added in fp32 (fp64 for fp64 inputs).
 
     Args:
-        query: (..., heads, rows, head_dim): this rank's rows; fp16, bf16, fp32 or fp64, on the
-            device of the group's backend (NCCL: CUDA; Gloo: CPU).
-        key: (..., kv_heads, rows, head_dim), value: (..., kv_heads, rows, value_dim): the same
-            rows. Batch dimensions, heads and dtype are the same on all ranks.
-        attn_mask: a ``Mask`` of the whole sequence, the same on all ranks; ``documents`` and
-            ``key_padding`` may have this rank's rows only, and are then gathered. Or a tensor that
-            broadcasts to (..., heads, tokens, tokens) of the whole call. Under a mask a rank
-            computes whole rows, with all keys. Its gradients of ``sinks`` and of an additive tensor
-            are those of its own pairs: sum them over the ranks.
+        query: (..., heads, rows, head_dim): this rank's rows; fp16, bf16, fp32 or fp64,
+            on the device of the group's backend (NCCL: CUDA; Gloo: CPU).
+        key: (..., kv_heads, rows, head_dim), value: (..., kv_heads, rows, value_dim):
+            the same rows. Batch dimensions, heads and dtype are the same on all ranks.
+        attn_mask: a ``Mask`` of the whole sequence, the same on all ranks;
+            ``documents`` and ``key_padding`` may have this rank's rows only, and are
+            then gathered. Or a tensor that broadcasts to (..., heads, tokens, tokens)
+            of the whole call. Under a mask a rank computes whole rows, with all keys.
+            Its gradients of ``sinks`` and of an additive tensor are those of its own
+            pairs: sum them over the ranks.
         group: the process group; None is the default one.
         is_causal: token i of the whole sequence sees tokens j <= i.
         scale: of the scores; None is head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads.
-        dropout_p, dropout_seed: as in ``quorum_attention.attention``. With the same seed on all
-            ranks the same pairs are dropped as on one device. None: each rank draws its own. With
-            dropout heads are not cut.
-        lengths: rows of every rank, or "equal" if all have as many as this one. None: they are
-            gathered. The ranks compare their calls, and all raise if these differ. The host waits
-            for that; on GPUs with ``lengths`` only in the first call of these sizes and options.
-        budget, depth, kernel: as in ``quorum_attention.attention``, for each part that this rank
-            computes. Rows gathered from other ranks come on top of the budget.
+        dropout_p, dropout_seed: as in ``quorum_attention.attention``. With the same
+            seed on all ranks the same pairs are dropped as on one device. None: each
+            rank draws its own. With dropout heads are not cut.
+        lengths: rows of every rank, or "equal" if all have as many as this one. None:
+            they are gathered. The ranks compare their calls, and all raise if these
+            differ. The host waits for that; on GPUs with ``lengths`` only in the first
+            call of these sizes and options.
+        budget, depth, kernel: as in ``quorum_attention.attention``, for each part that
+            this rank computes. Rows gathered from other ranks come on top of the
+            budget.
         report: a ``ShardedReport``, to be filled with what this rank did.
 
     Returns:
@@ -111,9 +124,10 @@ def attention(
 
     Raises:
         TypeError, ValueError: arguments that do not fit, or differ between ranks.
-        RuntimeError: there is no process group, or an earlier call over it failed on this rank. An
-            error of ``quorum_attention.attention`` is raised on its own rank; the others raise when
-            the group's time limit ends, or that rank's connection.
+        RuntimeError: there is no process group, or an earlier call over it failed on
+            this rank. An error of ``quorum_attention.attention`` is raised on its own
+            rank; the others raise when the group's time limit ends, or that rank's
+            connection.
     """
     group = resolve_group(group)
     options = CallOptions(budget, None, depth, kernel)
@@ -131,11 +145,18 @@ def attention(
     options = options._replace(kernel=shard.options.kernel)
     signature = _signature_of(shard, mask, dropout_seed)
     lengths_of_ranks = agree_on_lengths(
-        group, inputs.query, {"call": "attention", **signature}, token_widths(mask), lengths
+        group,
+        inputs.query,
+        {"call": "attention", **signature},
+        token_widths(mask),
+        lengths,
     )
     n_tokens = sum(lengths_of_ranks)
     shape = replace(
-        shard.shape, batch_shape=(shard.shape.batch,), n_queries=n_tokens, n_keys=n_tokens
+        shard.shape,
+        batch_shape=(shard.shape.batch,),
+        n_queries=n_tokens,
+        n_keys=n_tokens,
     )
     kept_pairs: tuple[int, ...] | None = None
     if mask is not None:
@@ -146,7 +167,9 @@ def attention(
     whole_call = WholeCall(shape, mask, shard.scale, shard.dropout)
     with torch.autocast(inputs.query.device.type, enabled=False):
         shards = _flattened_shards(inputs, shape)
-        assignment, row_bytes = _assign(whole_call, lengths_of_ranks, kept_pairs, shards[0])
+        assignment, row_bytes = _assign(
+            whole_call, lengths_of_ranks, kept_pairs, shards[0]
+        )
         # Whole heads in turns, where nothing limits a call's memory.
         has_turns = assignment.whole_heads and assignment.n_stages > 1
         is_unlimited = options.is_default and current_settings() is None
@@ -168,22 +191,30 @@ def attention(
 
 
 def _checked_shard(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments, report: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: Arguments,
+    report: Any,
 ) -> tuple[Tensors, Request]:
-    """Return the tensors of this rank as a call of their own, with the kernel of that name.
+    """Return the tensors of this rank as a call of their own, with the kernel of that
+    name.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument makes no sense, by name.
     """
     if report is not None and not isinstance(report, ShardedReport):
-        raise TypeError(f"report must be a distributed.ShardedReport, got {shown(report)}")
+        raise TypeError(
+            f"report must be a distributed.ShardedReport, got {shown(report)}"
+        )
     tensors, request = request_of("attention", query, key, value, arguments)
     shape = request.shape
     if shape.n_queries != shape.n_keys or not shape.heads:
         raise ValueError(
             "key must have the query's rows, and there must be heads, got shapes "
             f"{tuple(query.shape)}, {tuple(key.shape)}; for cross attention over ranks "
-            "gather the keys and give them to quorum_attention.attention with this rank's queries"
+            "gather the keys and give them to quorum_attention.attention with this "
+            "rank's queries"
         )
     _check_ignores_positions(request.options.kernel)
     return tensors, request
@@ -193,7 +224,8 @@ def _check_ignores_positions(kernel: str | InnerKernel) -> None:
     """Check that a kernel can compute parts of a call.
 
     Raises:
-        NotImplementedError: the kernel computes another attention, by positions in the whole call.
+        NotImplementedError: the kernel computes another attention, by positions in the
+            whole call.
     """
     if kernel == "auto":
         return
@@ -201,12 +233,15 @@ def _check_ignores_positions(kernel: str | InnerKernel) -> None:
     needs_positions = kernel.own_attention and not kernel.position_free
     if needs_positions or kernel.plain_variant is not None:
         raise NotImplementedError(
-            f"kernel {kernel.name!r} computes another attention, of positions in the whole call; "
-            "ranks have parts of it: give attn_mask, or a function that takes no positions"
+            f"kernel {kernel.name!r} computes another attention, of positions in the "
+            "whole call; ranks have parts of it: give attn_mask, or a function that "
+            "takes no positions"
         )
 
 
-def _signature_of(request: Request, mask: Mask | None, dropout_seed: int | None) -> CallSignature:
+def _signature_of(
+    request: Request, mask: Mask | None, dropout_seed: int | None
+) -> CallSignature:
     """Return the arguments that must be the same on all ranks."""
     sizes = {name: getattr(request.shape, name) for name in _COMMON_SIZES}
     return {
@@ -220,7 +255,8 @@ def _signature_of(request: Request, mask: Mask | None, dropout_seed: int | None)
 
 
 def _flattened_shards(tensors: Tensors, shape: CallShape) -> list[torch.Tensor]:
-    """Return query, key and value of this rank with one batch dimension; of small calls in fp32."""
+    """Return query, key and value of this rank with one batch dimension; of small calls
+    in fp32."""
     shards = [
         tensor.reshape(shape.batch, *tensor.shape[-3:])
         for tensor in (tensors.query, tensors.key, tensors.value)
@@ -237,7 +273,8 @@ def _assign(
     kept_pairs: tuple[int, ...] | None,
     query: torch.Tensor,
 ) -> tuple[Assignment, RowBytes]:
-    """Return who computes what, and the bytes of a row. All ranks decide the same, by sizes alone.
+    """Return who computes what, and the bytes of a row. All ranks decide the same, by
+    sizes alone.
 
     Args:
         lengths: rows of every rank.
@@ -306,11 +343,15 @@ class _ShardedAttention(torch.autograd.Function):
         ctx.call = call
         ctx.shapes = [tensor.shape for tensor in (query, key, value)]
         if records:
-            # A checkpoint recomputes where something saved is asked for, and all ranks have to.
+            # A checkpoint recomputes where something saved is asked for, and all ranks
+            # have to.
             saved = saved or [out.new_empty(0)]
             ctx.n_saved = len(saved)
-            # Tensors of the mask: changed before the backward, they would give a wrong one.
-            tensors_of_mask = [tensor for _, tensor in mask_tensors(call.whole_call.mask)]
+            # Tensors of the mask: changed before the backward, they would give a wrong
+            # one.
+            tensors_of_mask = [
+                tensor for _, tensor in mask_tensors(call.whole_call.mask)
+            ]
             ctx.save_for_backward(*saved, *tensors_of_mask)
         return out
 
@@ -337,7 +378,8 @@ _apply: Any = _ShardedAttention.apply
 
 
 def _zero_grad(param: torch.Tensor | None, is_wanted: bool) -> torch.Tensor | None:
-    """Return a gradient of a mask's tensor to be added to; None where none is wanted."""
+    """Return a gradient of a mask's tensor to be added to; None where none is
+    wanted."""
     if param is None or not is_wanted:
         return None
     return torch.zeros_like(param, dtype=state_dtype(param.dtype))

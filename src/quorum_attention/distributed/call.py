@@ -17,7 +17,12 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.call.settings import with_current_settings
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.agreement import CallSignature
-from quorum_attention.distributed.assignment import Assignment, HeadSlice, Operand, ShardBlock
+from quorum_attention.distributed.assignment import (
+    Assignment,
+    HeadSlice,
+    Operand,
+    ShardBlock,
+)
 from quorum_attention.distributed.gathered_rows import (
     GatheredRows,
     NamedTensors,
@@ -52,7 +57,8 @@ class ShardedCall:
     Attributes:
         assignment: who computes what.
         whole: the call of all ranks.
-        group_reference: weak, as autograd's graph, which a caller may keep, holds this call.
+        group_reference: weak, as autograd's graph, which a caller may keep, holds this
+            call.
         rank: this rank.
         options: budget, depth and kernel of every attention call.
         signature: what the ranks have agreed on.
@@ -91,12 +97,13 @@ class ShardedCall:
         """Return the results of a stage over this rank's blocks.
 
         Args:
-            rows: the rows that came; the pass is a backward if ``grad_out`` is among them.
+            rows: the rows that came; the pass is a backward if ``grad_out`` is among
+                them.
             mask_grads: gradients to which those of the blocks are added.
 
         Returns:
-            Output and lse of the rows, or gradients, in the state's dtype, or those of whole heads
-            in their own.
+            Output and lse of the rows, or gradients, in the state's dtype, or those of
+            whole heads in their own.
         """
         blocks = self.assignment.blocks(self.rank, stage)
         results: RowsByHeads = {}
@@ -111,10 +118,12 @@ class ShardedCall:
     def _compute_block(
         self, block: ShardBlock, rows: RowsByHeads, mask_grads: MaskParams
     ) -> list[GatheredRows]:
-        """Return the results of a block: those of its queries, and in a backward of its keys.
+        """Return the results of a block: those of its queries, and in a backward of its
+        keys.
 
         Args:
-            rows: query, key and value of the stage; for gradients grad_out, out and lse besides.
+            rows: query, key and value of the stage; for gradients grad_out, out and lse
+                besides.
         """
         shape = self.whole_call.shape
         queries = HeadSlice(Operand.QUERY, block.heads)
@@ -131,7 +140,8 @@ class ShardedCall:
         )
         masked: Masked | None = None
         if self.assignment.shape.units == "pairs":
-            # A block may have some of its rows' keys alone: there is neither mask nor dropout.
+            # A block may have some of its rows' keys alone: there is neither mask nor
+            # dropout.
             masked = (None, block.causal)
         if "grad_out" not in inputs:
             compute = partial(self._run_block, call_block, inputs, masked)
@@ -155,7 +165,8 @@ class ShardedCall:
         masked: Masked | None,
         mask_grads: MaskParams = NO_MASK_PARAMS,
     ) -> tuple[torch.Tensor, ...]:
-        """Make the attention call of a block, with a report of its own if there is one of all."""
+        """Make the attention call of a block, with a report of its own if there is one
+        of all."""
         report: Report | None = None
         if self.report is not None:
             report = Report()
@@ -171,7 +182,8 @@ class ShardedCall:
     def _add_mask_grads(
         self, mask_grads: MaskParams, block: CallBlock, grads: Sequence[torch.Tensor]
     ) -> None:
-        """Add a block's gradients of bias and sinks, as far as they are wanted, in this order."""
+        """Add a block's gradients of bias and sinks, as far as they are wanted, in this
+        order."""
         remaining = iter(grads)
         if mask_grads.bias is not None:
             bias_of_block = self.whole_call.cut_bias(mask_grads.bias, block)

@@ -1,7 +1,8 @@
-"""Rows on their way between ranks: inputs to the ranks that compute with them, results back.
+"""Rows on their way between ranks: inputs to the ranks that compute with them, results
+back.
 
-An exchange is planned and packed, then started, then waited for. Each rank sends one message to
-each other rank, which has all tensors of all row slices between the two.
+An exchange is planned and packed, then started, then waited for. Each rank sends one
+message to each other rank, which has all tensors of all row slices between the two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from quorum_attention.distributed.gathered_rows import (
     Shards,
 )
 
-# Tensors of a message begin at multiples of this, so that each can be viewed in any dtype.
+# Tensors of a message begin at multiples of this, so that each can be viewed in any
+# dtype.
 _ALIGNMENT = 16
 
 
@@ -115,8 +117,8 @@ class Message:
 class Exchange:
     """Row slices that are sent between the ranks; made by ``inputs`` or ``results``.
 
-    All ranks of the group make an exchange together, of the same slices in the same order. A rank
-    may leave out slices that it neither sends nor gets.
+    All ranks of the group make an exchange together, of the same slices in the same
+    order. A rank may leave out slices that it neither sends nor gets.
 
     Args:
         parcels: of this rank; they are packed at once.
@@ -153,7 +155,8 @@ class Exchange:
     def inputs(
         cls, row_slices: Iterable[RowSlice], shards: Shards, group: dist.ProcessGroup
     ) -> Exchange:
-        """Pack rows of the shards, from their owners to the ranks that compute with them."""
+        """Pack rows of the shards, from their owners to the ranks that compute with
+        them."""
         parcels: list[Parcel] = []
         for part in row_slices:
             shard = shards[part.operand]
@@ -212,7 +215,8 @@ class Exchange:
         )
 
     def wait(self) -> list[tuple[RowSlice, NamedTensors]]:
-        """Wait, and return the row slices that came, with their tensors; this rank's are views.
+        """Wait, and return the row slices that came, with their tensors; this rank's
+        are views.
 
         On a GPU the current stream waits.
         """
@@ -224,7 +228,8 @@ class Exchange:
 def _specs_of(
     row_slice: RowSlice, rows: GatheredRows, dtype: torch.dtype | None = None
 ) -> dict[str, TensorSpec]:
-    """Return the specs of tensors like those of ``rows``, for a row slice; in ``dtype``, if any."""
+    """Return the specs of tensors like those of ``rows``, for a row slice; in
+    ``dtype``, if any."""
     n_heads = row_slice.heads.length
     n_rows = row_slice.rows.length
     specs: dict[str, TensorSpec] = {}

@@ -1,4 +1,5 @@
-"""Tensors of some rows of some heads, cut, put together and added up by positions in the call."""
+"""Tensors of some rows of some heads, cut, put together and added up by positions in
+the call."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class GatheredRows:
     def empty_like(
         cls, head_slice: HeadSlice, rows: tuple[Interval, ...], tensors: NamedTensors
     ) -> GatheredRows:
-        """Return uninitialised rows; batch, dtypes and sizes of a row are those of ``tensors``."""
+        """Return uninitialised rows; batch, dtypes and sizes of a row are those of
+        ``tensors``."""
         n_heads = head_slice.heads.length
         n_rows = counted(rows)
         allocated: NamedTensors = {}

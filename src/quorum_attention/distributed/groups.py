@@ -1,5 +1,5 @@
-"""The process group of a call: what a caller gave, whether it can be used, and whole objects sent
-over it."""
+"""The process group of a call: what a caller gave, whether it can be used, and whole
+objects sent over it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
     """Return the argument ``group``, or the default group for None.
 
     Raises:
-        RuntimeError: there is no process group, or a call over it has failed on this rank.
+        RuntimeError: there is no process group, or a call over it has failed on this
+            rank.
         ValueError: the argument is no group of this process.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "there is no process group: torch.distributed.init_process_group first"
+        )
     if group is None:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
-        raise ValueError("group must be a process group that this process is a member of")
+        raise ValueError(
+            "group must be a process group that this process is a member of"
+        )
     _check_usable(group)
     return group
 
@@ -35,18 +40,19 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
 def deref_group(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     """Return the group of a weak reference.
 
-    What outlives a call holds no more than a weak reference to its group: the last reference ends
-    a group's threads, and a thread of Gloo's that is still there when Python ends may abort the
-    process.
+    What outlives a call holds no more than a weak reference to its group: the last
+    reference ends a group's threads, and a thread of Gloo's that is still there when
+    Python ends may abort the process.
 
     Raises:
-        RuntimeError: the group has been destroyed, or a call over it has failed on this rank.
+        RuntimeError: the group has been destroyed, or a call over it has failed on this
+            rank.
     """
     group = reference()
     if group is None:
         raise RuntimeError(
-            "the process group of this attention has been destroyed; call, register or call "
-            "sharded_positions again with the one that there is now"
+            "the process group of this attention has been destroyed; call, register "
+            "or call sharded_positions again with the one that there is now"
         )
     _check_usable(group)
     return group
@@ -56,8 +62,8 @@ def _check_usable(group: dist.ProcessGroup) -> None:
     failure = _FAILURES.get(group)
     if failure is not None:
         raise RuntimeError(
-            f"an attention over this process group failed on this rank ({failure}), and other "
-            "ranks still wait for its messages: make another group"
+            f"an attention over this process group failed on this rank ({failure}), "
+            "and other ranks still wait for its messages: make another group"
         )
 
 
@@ -65,8 +71,8 @@ def _check_usable(group: dist.ProcessGroup) -> None:
 def poison_group_on_error(group: dist.ProcessGroup) -> Iterator[None]:
     """Let this rank refuse the group from now on if the block raises an error.
 
-    After an error the ranks are at different messages, and a later message could be taken for a
-    missing one.
+    After an error the ranks are at different messages, and a later message could be
+    taken for a missing one.
     """
     try:
         yield
@@ -79,8 +85,8 @@ def poison_group_on_error(group: dist.ProcessGroup) -> Iterator[None]:
 def all_gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
     """Return the value of every rank; the host waits for them.
 
-    Objects go through host memory if the group can send it: on a GPU the host would wait for all
-    work before.
+    Objects go through host memory if the group can send it: on a GPU the host would
+    wait for all work before.
     """
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)

@@ -48,6 +48,7 @@ class ShardedReport:
         if self.backward_bytes:
             received += f" forward, {format_bytes(self.backward_bytes)} backward"
         return (
-            f"rank {self.rank} of {self.ranks}: {self.way}, {counted(self.pairs, 'pair')} "
-            f"(busiest rank: {self.imbalance:.3f} of an equal share), {received}"
+            f"rank {self.rank} of {self.ranks}: {self.way}, "
+            f"{counted(self.pairs, 'pair')} (busiest rank: {self.imbalance:.3f} of an "
+            f"equal share), {received}"
         )

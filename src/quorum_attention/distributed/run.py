@@ -1,6 +1,8 @@
-"""A sharded pass on one rank: rows come, blocks are computed, results go where their rows belong.
+"""A sharded pass on one rank: rows come, blocks are computed, results go where their
+rows belong.
 
-Stage by stage: while stage k is computed, the inputs of the next stage and the results of the stage
+Stage by stage: while stage k is computed, the inputs of the next stage and the results
+of the stage
 before are on their way, each as one message of several tensors::
 
     inputs     k + 1
@@ -44,7 +46,8 @@ def run_forward(
     """Return the output of this rank's rows, and the tensors that the backward needs.
 
     Args:
-        query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
+        query: (batch, heads, rows, head_dim) of this rank's shard; key and value
+            likewise.
         records: whether there may be a backward.
     """
     keeps_inputs = call.assignment.keeps_inputs
@@ -106,7 +109,9 @@ def run_backward(
     return [grad_query, grad_key, grad_value]
 
 
-def _shards(call: ShardedCall, of_queries: NamedTensors, of_keys: NamedTensors) -> Shards:
+def _shards(
+    call: ShardedCall, of_queries: NamedTensors, of_keys: NamedTensors
+) -> Shards:
     """Return tensors of this rank's rows, with their positions."""
     shape = call.assignment.shape
     rows = (shape.shards[call.rank],)
@@ -122,7 +127,8 @@ class _StagedPass:
     """A pass on this rank.
 
     Args:
-        shards: this rank's rows of the tensors that are sent to those that compute with them.
+        shards: this rank's rows of the tensors that are sent to those that compute with
+            them.
         targets: this rank's rows of the results, all of which are written.
         saves: whether gathered rows and their results are kept for the backward.
         kept_tensors: what the forward has kept.
@@ -177,7 +183,8 @@ class _StagedPass:
         return exchange
 
     def _run_stage(self, stage: int, inputs: Exchange, streams: TwoStreams) -> Exchange:
-        """Compute a stage when its inputs have come, and return its results on their way."""
+        """Compute a stage when its inputs have come, and return its results on their
+        way."""
         state_dtype = self._call.state_dtype
         streams.reads(stage, *inputs.messages)
         with streams.turn(stage):
@@ -197,7 +204,9 @@ class _StagedPass:
 
     def _gather(self, stage: int, inputs: Exchange) -> RowsByHeads:
         """Return the rows that came for a stage, those of the same heads together."""
-        arrived: dict[HeadSlice, list[tuple[Interval, NamedTensors]]] = defaultdict(list)
+        arrived: dict[HeadSlice, list[tuple[Interval, NamedTensors]]] = defaultdict(
+            list
+        )
         for row_slice, tensors in inputs.wait():
             arrived[row_slice.head_slice].append((row_slice.rows, tensors))
         gathered: RowsByHeads = {}
@@ -216,9 +225,11 @@ class _StagedPass:
         return gathered
 
     def _compute(self, stage: int, rows: RowsByHeads) -> RowsByHeads:
-        """Return the results of a stage, from the rows that came and those that were kept."""
+        """Return the results of a stage, from the rows that came and those that were
+        kept."""
         for head_slice, gathered in rows.items():
-            # The names come first: otherwise a tensor of the next heads would be taken and lost.
+            # The names come first: otherwise a tensor of the next heads would be taken
+            # and lost.
             names = _KEPT_NAMES[head_slice.operand]
             gathered.tensors.update(zip(names, self._kept_tensors, strict=False))
         results = self._call.compute_stage(stage, rows, self._mask_grads)
@@ -238,7 +249,8 @@ class _StagedPass:
                 self.saved += [out, computed["lse"]]
 
     def _collect(self, returning: Iterable[Exchange]) -> None:
-        """Write what came of this rank's rows: complete results, and sums of partial results."""
+        """Write what came of this rank's rows: complete results, and sums of partial
+        results."""
         sums: RowsByHeads = {}
         summed: list[RowSlice] = []
         for exchange in returning:

@@ -1,4 +1,5 @@
-"""The mask of a sharded call: checked, put together from the parts of ranks, and counted."""
+"""The mask of a sharded call: checked, put together from the parts of ranks, and
+counted."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def checked_mask(attn_mask: Any) -> Mask | None:
         return attn_mask
     if isinstance(attn_mask, torch.Tensor):
         return Mask(bias=attn_mask)
-    raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
+    raise TypeError(
+        f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}"
+    )
 
 
 def mask_tensors(mask: Mask | None) -> list[tuple[str, torch.Tensor]]:
@@ -56,11 +59,14 @@ def mask_tensors(mask: Mask | None) -> list[tuple[str, torch.Tensor]]:
 
 def token_widths(mask: Mask | None) -> list[int]:
     """Return how many tokens each tensor has that has a number for each token."""
-    return [tensor.shape[-1] for name, tensor in mask_tensors(mask) if name in _TOKEN_FIELDS]
+    return [
+        tensor.shape[-1] for name, tensor in mask_tensors(mask) if name in _TOKEN_FIELDS
+    ]
 
 
 def mask_signature(mask: Mask | None) -> Hashable:
-    """Return what must be the same on all ranks, and is known without looking into tensors.
+    """Return what must be the same on all ranks, and is known without looking into
+    tensors.
 
     Tensors with a number for each token may be of different lengths.
     """
@@ -76,7 +82,8 @@ def mask_signature(mask: Mask | None) -> Hashable:
 def gather_mask(
     mask: Mask, group: dist.ProcessGroup, lengths: Sequence[int], tensors: Tensors
 ) -> Mask:
-    """Return the mask of the whole sequence: ids and paddings of this rank's rows are gathered.
+    """Return the mask of the whole sequence: ids and paddings of this rank's rows are
+    gathered.
 
     Args:
         lengths: rows of every rank.
@@ -92,8 +99,8 @@ def gather_mask(
     def gather(tensor: torch.Tensor, name: str) -> torch.Tensor:
         if name not in _TOKEN_FIELDS or len(lengths) == 1:
             return tensor
-        # Where one rank has all rows, a tensor of all tokens cannot be told from one of its rows
-        # there, so all ranks gather.
+        # Where one rank has all rows, a tensor of all tokens cannot be told from one of
+        # its rows there, so all ranks gather.
         if is_cut and tensor.shape[-1] == n_tokens:
             return tensor
         of_rows = torch.atleast_2d(tensor)[:, :n_rows]

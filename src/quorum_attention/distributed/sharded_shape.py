@@ -31,16 +31,17 @@ class ShardedShape:
     """The sizes of a sharded call.
 
     Attributes:
-        starts: rank r holds the tokens [starts[r], starts[r + 1]); the last entry is the number of
-            tokens of the whole sequence.
+        starts: rank r holds the tokens [starts[r], starts[r + 1]); the last entry is
+            the number of tokens of the whole sequence.
         heads, kv_heads: query heads and key/value heads; the second divides the first.
         is_causal: token i sees tokens j <= i.
-        units: what may be given to a rank by itself: "pairs" of any kind; "rows" with all their
-            keys (under a mask: nothing is merged then); "heads" (with dropout, whose pairs are
-            numbered by head).
-        n_head_groups: calls that a rank's share is cut into where heads are exchanged whole.
-        kept_pairs: under a mask, the pairs of a head's rows before each step of rows, and of all
-            rows; within a step all rows count alike. None: no mask.
+        units: what may be given to a rank by itself: "pairs" of any kind; "rows" with
+            all their keys (under a mask: nothing is merged then); "heads" (with
+            dropout, whose pairs are numbered by head).
+        n_head_groups: calls that a rank's share is cut into where heads are exchanged
+            whole.
+        kept_pairs: under a mask, the pairs of a head's rows before each step of rows,
+            and of all rows; within a step all rows count alike. None: no mask.
     """
 
     starts: tuple[int, ...]
@@ -78,7 +79,8 @@ class ShardedShape:
 
     @cached_property
     def row_work(self) -> RowWork:
-        """The rows of a head as work that is cut at tiles, or not at all with dropout."""
+        """The rows of a head as work that is cut at tiles, or not at all with
+        dropout."""
         if self.units == "heads":
             tile = max(1, self.n_tokens)
         else:

@@ -2,13 +2,15 @@
 
 The strategy is taken that moves fewest bytes, of three:
 
-* *heads exchanged*: the rows of all heads in one line, head after head, are cut into shares of
-  equal work. Where the heads divide by the ranks this is the exchange of heads of
-  DeepSpeed-Ulysses; where they do not, the head at a cut is shared by rows.
-* *keys and values moved*: a rank computes rows of its own, and keys and values come to it (as in
-  ring attention). Under causal masking the last ranks have most work, and give rows to the first.
-* *quorums*: a rank computes tasks of a cyclic quorum set, and so needs about sqrt(ranks) chunks
-  instead of all; its partial results are merged where the rows belong.
+* *heads exchanged*: the rows of all heads in one line, head after head, are cut into
+  shares of equal work. Where the heads divide by the ranks this is the exchange of
+  heads of DeepSpeed-Ulysses; where they do not, the head at a cut is shared by rows.
+* *keys and values moved*: a rank computes rows of its own, and keys and values come to
+  it (as in ring attention). Under causal masking the last ranks have most work, and
+  give rows to the first.
+* *quorums*: a rank computes tasks of a cyclic quorum set, and so needs about
+  sqrt(ranks) chunks instead of all; its partial results are merged where the rows
+  belong.
 """
 
 from __future__ import annotations
@@ -20,35 +22,46 @@ from functools import lru_cache
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition.intervals import Interval, union
-from quorum_attention.distributed.assignment import Assignment, RowBytes, ShardBlock, Stages
+from quorum_attention.distributed.assignment import (
+    Assignment,
+    RowBytes,
+    ShardBlock,
+    Stages,
+)
 from quorum_attention.distributed.sharded_shape import ShardedShape
 from quorum_attention.partition import RowBlock, RowWork, cut_line, split_groups
-from quorum_attention.quorums import chunk_count, interest_set, quorum_size, quorum_sizes
+from quorum_attention.quorums import (
+    chunk_count,
+    interest_set,
+    quorum_size,
+    quorum_sizes,
+)
 
 # Shares may differ by this much from an equal one where that saves bytes.
 _TOLERATED_IMBALANCE = 1.05
-# The exchange of one stage runs beside the computation of another; more stages are shorter calls.
+# The exchange of one stage runs beside the computation of another; more stages are
+# shorter calls.
 _MAX_STAGES = 4
 # Chunks of a quorum set: at most so many for each rank of a group, and in all.
 _MAX_CHUNKS_PER_RANK = 8
 _MAX_CHUNKS = 133
 _MAX_QUORUM_SIZE = 12
-# Moving is little beside computing if it would take such a share of the time by itself; most of it
-# runs beside. The bytes are of an H200 and its links to others in the same host: 200 GB/s, 400
-# TFLOP/s.
+# Moving is little beside computing if it would take such a share of the time by itself;
+# most of it runs beside. The bytes are of an H200 and its links to others in the same
+# host: 200 GB/s, 400 TFLOP/s.
 _LITTLE_SHARE = 0.2
 _BYTES_PER_FLOP = 200e9 / 400e12
-# Floating-point operations of a rank in a forward: fewer take an H200 less than the 5 ms that the
-# host takes to enqueue two calls and their messages.
+# Floating-point operations of a rank in a forward: fewer take an H200 less than the 5
+# ms that the host takes to enqueue two calls and their messages.
 _MIN_FLOPS_OF_TWO_CALLS = 3e12
 
 
 def n_head_groups(flops: float) -> int:
     """Return into how many calls whole heads of a rank are cut on a GPU.
 
-    A GPU computes them on two streams. Two calls hide messages, and were faster than one, three or
-    four where the host keeps ahead. On one stream the end of each call leaves most of the device
-    idle for a while.
+    A GPU computes them on two streams. Two calls hide messages, and were faster than
+    one, three or four where the host keeps ahead. On one stream the end of each call
+    leaves most of the device idle for a while.
     """
     return 2 if flops >= _MIN_FLOPS_OF_TWO_CALLS else 1
 
@@ -59,11 +72,12 @@ def choose_assignment(
 ) -> Assignment:
     """Return the assignment by which the rank that receives most bytes receives fewest.
 
-    Only assignments whose largest share of the work is within 5 % of an equal one are compared; if
-    there is none, the most even one is taken. Where the heads divide by the ranks, exchanging them
-    is also taken if the next best saves less than half of the bytes, or if they take little time
-    beside computing: other ways take more and smaller calls, whose results have to be merged. A way
-    that takes no more calls and moves fewer bytes is taken then, too (few key/value heads).
+    Only assignments whose largest share of the work is within 5 % of an equal one are
+    compared; if there is none, the most even one is taken. Where the heads divide by
+    the ranks, exchanging them is also taken if the next best saves less than half of
+    the bytes, or if they take little time beside computing: other ways take more and
+    smaller calls, whose results have to be merged. A way that takes no more calls and
+    moves fewer bytes is taken then, too (few key/value heads).
 
     Args:
         pair_flops: floating-point operations of one pair of one head.
@@ -82,14 +96,18 @@ def choose_assignment(
     flops_of_rank = shape.n_pairs / shape.n_ranks * pair_flops
     little_bytes = _LITTLE_SHARE * flops_of_rank * _BYTES_PER_FLOP
     tolerated_bytes = max(2 * cheapest.most_received(row_bytes), little_bytes)
-    if shape.heads % shape.n_ranks or by_heads.most_received(row_bytes) > tolerated_bytes:
+    if (
+        shape.heads % shape.n_ranks
+        or by_heads.most_received(row_bytes) > tolerated_bytes
+    ):
         return cheapest
     n_calls = _n_calls(by_heads)
     return min((way for way in assignments if _n_calls(way) <= n_calls), key=cost)
 
 
 def _n_calls(assignment: Assignment) -> int:
-    """Return the calls of the rank that makes most; head groups of whole heads count as one."""
+    """Return the calls of the rank that makes most; head groups of whole heads count as
+    one."""
     if assignment.whole_heads:
         return 1
     return max(sum(map(len, stages)) for stages in assignment.shares)
@@ -129,7 +147,8 @@ def exchange_heads(shape: ShardedShape) -> Assignment:
 
 
 def gather_kv(shape: ShardedShape) -> Assignment:
-    """Move keys and values to rows; a rank with too much work gives away its last rows."""
+    """Move keys and values to rows; a rank with too much work gives away its last
+    rows."""
     runs = _runs_of_heads(shape)
     shares: list[Stages] = []
     for rows_of_rank in _rows_by_work(shape):
@@ -139,7 +158,8 @@ def gather_kv(shape: ShardedShape) -> Assignment:
 
 
 def _rows_by_work(shape: ShardedShape) -> list[list[Interval]]:
-    """Return for each rank rows of equal work: as far as possible those of its own shard."""
+    """Return for each rank rows of equal work: as far as possible those of its own
+    shard."""
     fair_pairs = shape.pairs_above(shape.n_tokens) // shape.n_ranks
     rows_of_ranks: list[list[Interval]] = [[] for _ in shape.shards]
     spare = deque[Interval]()
@@ -155,8 +175,11 @@ def _rows_by_work(shape: ShardedShape) -> list[list[Interval]]:
     return [union(rows) for rows in filled]
 
 
-def _fill_up(work: RowWork, rows: list[Interval], source: deque[Interval], fair_pairs: int) -> None:
-    """Move rows from the front of ``source`` to ``rows`` until these have ``fair_pairs`` pairs."""
+def _fill_up(
+    work: RowWork, rows: list[Interval], source: deque[Interval], fair_pairs: int
+) -> None:
+    """Move rows from the front of ``source`` to ``rows`` until these have
+    ``fair_pairs`` pairs."""
     missing = fair_pairs - sum(map(work.pairs, rows))
     while source and missing > 0:
         start, stop = source.popleft()
@@ -206,7 +229,8 @@ def _chunks(shape: ShardedShape, n_chunks: int) -> list[Interval]:
 def _task_blocks(
     shape: ShardedShape, quorum: Sequence[Interval], own_chunk: Interval
 ) -> Iterator[ShardBlock]:
-    """Yield the blocks of a task, whose pairs within ``own_chunk`` belong to no other task."""
+    """Yield the blocks of a task, whose pairs within ``own_chunk`` belong to no other
+    task."""
     runs = _runs_of_heads(shape)
     for rows in quorum:
         is_own = rows == own_chunk
@@ -242,7 +266,9 @@ def _stages_of_rows(shape: ShardedShape, row_blocks: Iterable[RowBlock]) -> Stag
     return _in_stages(shape, blocks)
 
 
-def _blocks_of_rows(shape: ShardedShape, heads: Interval, rows: Interval) -> Iterator[ShardBlock]:
+def _blocks_of_rows(
+    shape: ShardedShape, heads: Interval, rows: Interval
+) -> Iterator[ShardBlock]:
     """Yield the blocks of whole rows."""
     if shape.units != "pairs" or not shape.is_causal:
         yield ShardBlock(heads, rows, (Interval(0, shape.n_tokens),), shape.is_causal)

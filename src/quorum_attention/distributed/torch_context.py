@@ -35,33 +35,40 @@ def context_parallel(
     no_restore_buffers: Iterable[torch.Tensor] | None = None,
     **options: Any,
 ) -> Iterator[None]:
-    """As ``torch.distributed.tensor.experimental.context_parallel``, by ``distributed.attention``.
+    """As ``torch.distributed.tensor.experimental.context_parallel``, by
+    ``distributed.attention``.
 
-    Within the block each of ``buffers`` has this rank's rows only, in its own memory (other tensors
-    that shared its memory stay whole), and ``torch.nn.functional.scaled_dot_product_attention``
-    attends to the rows of all ranks. Unlike torch's: shards are contiguous, so results stay in
-    order; the length need not divide; heads may be grouped; and dropout, and masks that broadcast
-    to the queries and keys of the whole sequence, work. Modules that imported the function by name
-    before keep torch's own. Use it from one thread at a time.
+    Within the block each of ``buffers`` has this rank's rows only, in its own memory
+    (other tensors that shared its memory stay whole), and
+    ``torch.nn.functional.scaled_dot_product_attention`` attends to the rows of all
+    ranks. Unlike torch's: shards are contiguous, so results stay in order; the length
+    need not divide; heads may be grouped; and dropout, and masks that broadcast to the
+    queries and keys of the whole sequence, work. Modules that imported the function by
+    name before keep torch's own. Use it from one thread at a time.
 
     Args:
         mesh: a mesh of one dimension, or a process group.
-        buffers: tensors that all ranks hold whole; sharded in place, and restored at the end.
+        buffers: tensors that all ranks hold whole; sharded in place, and restored at
+            the end.
         buffer_seq_dims: the dimension of the tokens of each.
         no_restore_buffers: those buffers that are not restored.
-        options: budget, depth, kernel and report of ``distributed.attention``, for every call.
+        options: budget, depth, kernel and report of ``distributed.attention``, for
+            every call.
 
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` attend to the rows of all ranks
-    too, in evaluation as well; with ``need_weights=True`` the first raises NotImplementedError.
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` attend to the rows of
+    all ranks too, in evaluation as well; with ``need_weights=True`` the first raises
+    NotImplementedError.
 
     Raises:
-        ValueError: buffers that do not fit each other or their dimensions, one given twice, or one
-            that requires a gradient.
+        ValueError: buffers that do not fit each other or their dimensions, one given
+            twice, or one that requires a gradient.
         TypeError: ``mesh`` is neither.
     """
     check_names("context_parallel", options, _OPTIONS)
     if not isinstance(mesh, dist.ProcessGroup) and not hasattr(mesh, "get_group"):
-        raise TypeError(f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}")
+        raise TypeError(
+            f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}"
+        )
     group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
     sharded_buffers = list(buffers or ())
     dims = list(buffer_seq_dims or ())
@@ -82,7 +89,10 @@ def context_parallel(
 
 @contextmanager
 def _sharded_in_place(
-    buffers: Sequence[Any], dims: Sequence[int], rows: slice, unrestored: set[torch.Tensor]
+    buffers: Sequence[Any],
+    dims: Sequence[int],
+    rows: slice,
+    unrestored: set[torch.Tensor],
 ) -> Iterator[None]:
     """Give buffers this rank's rows alone within the block.
 
@@ -94,7 +104,8 @@ def _sharded_in_place(
     originals = [buffer.detach() for buffer in buffers]
     for buffer, dim in zip(buffers, dims, strict=True):
         shard = buffer.detach().narrow(dim, rows.start, rows.stop - rows.start)
-        # Memory of its own: others may be views of this one's, as inputs and labels of one batch.
+        # Memory of its own: others may be views of this one's, as inputs and labels of
+        # one batch.
         buffer.set_(shard.clone(memory_format=torch.contiguous_format))
     try:
         yield
@@ -142,7 +153,8 @@ def _sharded_functions(
 
     sharded: Any = scaled_dot_product_attention
     watched: Any = watch_weights(original_modules, _refuse_weights)
-    # So that another patch lies below these: its calls would be of this rank's rows alone.
+    # So that another patch lies below these: its calls would be of this rank's rows
+    # alone.
     sharded._quorum_attention_sharded = True
     watched._quorum_attention_sharded = True
     functional.scaled_dot_product_attention = sharded
@@ -157,14 +169,15 @@ def _sharded_functions(
 
 
 def _refuse_weights(*_: torch.Tensor) -> None:
-    """Refuse weights of ``nn.MultiheadAttention``: they would be of this rank's rows alone.
+    """Refuse weights of ``nn.MultiheadAttention``: they would be of this rank's rows
+    alone.
 
     Raises:
         NotImplementedError: always.
     """
     raise NotImplementedError(
-        "attention over ranks makes no weights, and nn.MultiheadAttention was called with "
-        "need_weights=True, its default: give need_weights=False"
+        "attention over ranks makes no weights, and nn.MultiheadAttention was called "
+        "with need_weights=True, its default: give need_weights=False"
     )
 
 
@@ -175,11 +188,15 @@ def _are_dims_of(dims: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool
     return all(0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=True))
 
 
-def _lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int) -> tuple[int, ...]:
+def _lengths(
+    buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int
+) -> tuple[int, ...]:
     """Rows of every rank, as equal as can be; () without buffers."""
     shapes = [tuple(buffer.shape) for buffer in buffers]
     if not _are_dims_of(dims, shapes):
-        raise ValueError(f"buffer_seq_dims must name a dimension of each of {shapes}, got {dims}")
+        raise ValueError(
+            f"buffer_seq_dims must name a dimension of each of {shapes}, got {dims}"
+        )
     if len(set(buffers)) < len(shapes):
         raise ValueError("buffers must not have the same tensor twice")
     if any(buffer.requires_grad for buffer in buffers):
@@ -188,7 +205,9 @@ def _lengths(buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int) -
         return ()
     token_counts = {shape[dim] for dim, shape in zip(dims, shapes, strict=True)}
     if len(token_counts) > 1:
-        raise ValueError(f"buffers must have the same number of tokens, got {sorted(token_counts)}")
+        raise ValueError(
+            f"buffers must have the same number of tokens, got {sorted(token_counts)}"
+        )
     (n_tokens,) = token_counts
     starts = [n_tokens * rank // ranks for rank in range(ranks + 1)]
     return tuple(stop - start for start, stop in pairwise(starts))

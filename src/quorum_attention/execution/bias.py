@@ -14,8 +14,8 @@ from quorum_attention.kernels.call_shape import BiasShape, is_rounded
 
 
 def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasShape:
-    """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over, and
-    whether inputs of ``dtype`` would round it."""
+    """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask``
+    varies over, and whether inputs of ``dtype`` would round it."""
     n_missing = batch_dims + 3 - mask.dim()
     missing_sizes = (1,) * n_missing
     sizes = missing_sizes + tuple(mask.shape)
@@ -53,8 +53,8 @@ class BiasView:
     def of_task(
         self, group: Group, task: Task, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Rectangle], torch.Tensor]:
-        """The function that gives a kernel the bias of a rectangle of ``task``: (b|1, heads|1,
-        queries|1, keys|1) of ``dtype`` on ``device``."""
+        """The function that gives a kernel the bias of a rectangle of ``task``: (b|1,
+        heads|1, queries|1, keys|1) of ``dtype`` on ``device``."""
         blocks = self._blocks(group)
 
         def of_rectangle(rectangle: Rectangle) -> torch.Tensor:
@@ -72,12 +72,16 @@ class BiasView:
         return of_rectangle
 
     def of_call(
-        self, dtype: torch.dtype, device: torch.device, batch_shape: tuple[int, ...] = ()
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_shape: tuple[int, ...] = (),
     ) -> torch.Tensor:
         """The bias of the whole call: (b|1, heads|1, rows|1, columns|1), not expanded.
 
         Args:
-            batch_shape: of a call with several batch dimensions, where a mask may be copied.
+            batch_shape: of a call with several batch dimensions, where a mask may be
+                copied.
         """
         sizes = self.mask.shape[-3:]
         mask = self.mask
@@ -95,8 +99,8 @@ class BiasView:
         return torch.where(mask, zero, -torch.inf)
 
     def _blocks(self, group: Group) -> list[torch.Tensor]:
-        """Views (entries, heads|1, rows|1, columns|1): one for each run of entries along the last
-        batch dimension, or one of a single entry for all of them."""
+        """Views (entries, heads|1, rows|1, columns|1): one for each run of entries
+        along the last batch dimension, or one of a single entry for all of them."""
         entry_numbers = group.entry_numbers
         batch_sizes = self.mask.shape[:-3]
         if all(n == 1 for n in batch_sizes):
@@ -110,9 +114,11 @@ class BiasView:
             blocks.append(block)
         return blocks
 
-    def _entries(self, outer: tuple[int, ...], run: list[tuple[int, ...]]) -> torch.Tensor:
-        """The mask of batch entries that follow each other in the last batch dimension: a view
-        (entries, heads|1, rows|1, columns|1).
+    def _entries(
+        self, outer: tuple[int, ...], run: list[tuple[int, ...]]
+    ) -> torch.Tensor:
+        """The mask of batch entries that follow each other in the last batch dimension:
+        a view (entries, heads|1, rows|1, columns|1).
 
         Args:
             outer: where, in all batch dimensions but the last.
@@ -122,7 +128,8 @@ class BiasView:
         if batch_sizes:
             # A dimension that the mask broadcasts over has one position.
             index = [
-                0 if n == 1 else position for position, n in zip(outer, batch_sizes, strict=False)
+                0 if n == 1 else position
+                for position, n in zip(outer, batch_sizes, strict=False)
             ]
             block = self.mask[tuple(index)]
         else:
@@ -135,14 +142,16 @@ class BiasView:
 
 
 def _positions(block: torch.Tensor, dim: int, segments: list[Rows]) -> list[Rows]:
-    """``segments``, or the only position of a dimension that the mask broadcasts over."""
+    """``segments``, or the only position of a dimension that the mask broadcasts
+    over."""
     if block.shape[dim] > 1:
         return segments
     return [Rows(0, 1, segments[0].local)]
 
 
 def _cut(block: torch.Tensor, rows: Rows, columns: Rows) -> torch.Tensor:
-    """The part of (entries, heads, rows, columns) at some rows and columns, as a view."""
+    """The part of (entries, heads, rows, columns) at some rows and columns, as a
+    view."""
     return block[
         :,
         :,
@@ -152,7 +161,10 @@ def _cut(block: torch.Tensor, rows: Rows, columns: Rows) -> torch.Tensor:
 
 
 def _gather(
-    blocks: list[torch.Tensor], rows: list[Rows], columns: list[Rows], dtype: torch.dtype
+    blocks: list[torch.Tensor],
+    rows: list[Rows],
+    columns: list[Rows],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The bias of one rectangle of all blocks; allocates only the result."""
     first = blocks[0]

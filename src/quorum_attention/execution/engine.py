@@ -1,7 +1,8 @@
-"""Runs units through slots: load, compute, store, overlapped with the units before and after.
+"""Runs units through slots: load, compute, store, overlapped with the units before and
+after.
 
-A unit has all its rows in its slot, or its rows stream by others that stay in a slot of their own
-(``StayingRows``).
+A unit has all its rows in its slot, or its rows stream by others that stay in a slot of
+their own (``StayingRows``).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from quorum_attention.kernels.scaling import Scaling
 
 
 class StoringError(RuntimeError):
-    """Results of a unit are stored in part: to compute it again would add that part twice. So it is
-    not recovered from, as running out of memory is elsewhere."""
+    """Results of a unit are stored in part: to compute it again would add that part
+    twice. So it is not recovered from, as running out of memory is elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,17 @@ class StayingRows:
     rows: SlotRows
 
     def open(self, unit: Unit) -> None:
-        """Load the rows that stay, and begin their states, before the first unit streams by."""
+        """Load the rows that stay, and begin their states, before the first unit
+        streams by."""
         chunk = unit.staying
         if chunk is None or not chunk.opens:
             return
         self.rows.load_inputs(chunk.unit)
         self.rows.load_states(chunk.unit)
-        with self.rows.mover.compute_stage(chunk.unit.slot), self.job.clock.timed("gather"):
+        with (
+            self.rows.mover.compute_stage(chunk.unit.slot),
+            self.job.clock.timed("gather"),
+        ):
             self.rows.fill(chunk.unit)
 
     def close(self, unit: Unit) -> None:
@@ -54,7 +59,10 @@ class StayingRows:
         chunk = unit.staying
         if chunk is None or not chunk.closes:
             return
-        with self.rows.mover.compute_stage(chunk.unit.slot), self.job.clock.timed("scatter"):
+        with (
+            self.rows.mover.compute_stage(chunk.unit.slot),
+            self.job.clock.timed("scatter"),
+        ):
             self.rows.finish(chunk.unit)
         self.rows.store(chunk.unit)
 
@@ -78,22 +86,24 @@ class Engine:
     _stored_group: Group | None = field(default=None, init=False)
 
     def run(self, units: Iterable[Unit]) -> Iterator[Unit]:
-        """Run ``units`` in order; yields each once the copies of its results are issued.
+        """Run ``units`` in order; yields each once the copies of its results are
+        issued.
 
-        The stages of neighbouring units overlap on the device. With two slots, while unit k
+        The stages of neighbouring units overlap on the device. With two slots, while
+        unit k
         computes::
 
             load       k + 1
             compute    k
             store      k - 1
 
-        With more slots, more units are loaded ahead. A scaled backward stores one unit later: the
-        host reads the overflow flags of unit k - 1 while unit k computes.
+        With more slots, more units are loaded ahead. A scaled backward stores one unit
+        later: the host reads the overflow flags of unit k - 1 while unit k computes.
         """
         n_slots = len(self.rows.slots)
         n_unsettled = 1 if n_slots > 1 and self._unit_scaling is not None else 0
-        # The rows that stay are loaded with their first unit: not before the last unit beside the
-        # rows that stayed before.
+        # The rows that stay are loaded with their first unit: not before the last unit
+        # beside the rows that stayed before.
         n_ahead = 1 if self.staying is not None else max(1, n_slots - 1)
         remaining = iter(units)
         loaded: deque[Unit] = deque()
@@ -118,13 +128,17 @@ class Engine:
 
     @property
     def _unit_scaling(self) -> BackwardScaling | None:
-        """The scaling whose overflow flags the host reads for each unit before it is stored."""
+        """The scaling whose overflow flags the host reads for each unit before it is
+        stored."""
         if self.scaling is None or not self.scaling.by_unit:
             return None
         return self.scaling
 
-    def _load_ahead(self, remaining: Iterator[Unit], loaded: deque[Unit], n_ahead: int) -> None:
-        """Load inputs until ``n_ahead`` units have theirs, and the states of the next unit."""
+    def _load_ahead(
+        self, remaining: Iterator[Unit], loaded: deque[Unit], n_ahead: int
+    ) -> None:
+        """Load inputs until ``n_ahead`` units have theirs, and the states of the next
+        unit."""
         while len(loaded) < n_ahead:
             unit = next(remaining, None)
             if unit is None:
@@ -137,7 +151,8 @@ class Engine:
             self.rows.load_states(loaded[0])
 
     def _compute(self, unit: Unit) -> None:
-        """Prepare a unit's states, add its pairs, and finish the rows that no later unit has."""
+        """Prepare a unit's states, add its pairs, and finish the rows that no later
+        unit has."""
         timed = self.job.clock.timed
         with self.rows.mover.compute_stage(unit.slot):
             with timed("gather"):
@@ -151,8 +166,8 @@ class Engine:
                 self.rows.finish(unit)
 
     def _divide(self, unit: Unit) -> Scaling:
-        """Divide a unit's upstream gradient in its slot, if the backward is scaled; returns how a
-        kernel undoes that."""
+        """Divide a unit's upstream gradient in its slot, if the backward is scaled;
+        returns how a kernel undoes that."""
         if self.scaling is None or not unit.has_pairs:
             return Scaling()
         value_unit = unit if unit.staying is None else unit.staying.unit
@@ -160,7 +175,8 @@ class Engine:
         return self.scaling.divide_(grad_out, value_unit.fields["value"], unit.slot)
 
     def _accumulate(self, unit: Unit, undo: Scaling) -> None:
-        """Add the pairs of a unit to the states in its slot, and in that of the rows that stay."""
+        """Add the pairs of a unit to the states in its slot, and in that of the rows
+        that stay."""
         job = self.job
         shape = job.shape
         chunk = unit.staying
@@ -188,7 +204,8 @@ class Engine:
         for item in job.spec.saved_inputs:
             saved[item.name] = _without_column(fields[item.name], item)
         states = [
-            _without_column(fields[f"state_{state.name}"], state) for state in job.spec.states
+            _without_column(fields[f"state_{state.name}"], state)
+            for state in job.spec.states
         ]
         job.spec.accumulate(
             job.kernel,
@@ -233,8 +250,8 @@ class Engine:
             # Units that stream by begin anew with their head group.
             if is_out_of_memory(error) and self.staying is None:
                 raise StoringError(
-                    "memory ran out while a unit's results were copied out of its slot, so it is "
-                    f"not known which of them arrived: {error}"
+                    "memory ran out while a unit's results were copied out of its "
+                    f"slot, so it is not known which of them arrived: {error}"
                 ) from error
             raise
 
@@ -250,7 +267,8 @@ class Engine:
         computed.extend(units)
 
     def _repeat(self, unit: Unit, scaling: BackwardScaling) -> bool:
-        """Run a unit that overflowed again for as long as that helps; returns whether it did."""
+        """Run a unit that overflowed again for as long as that helps; returns whether
+        it did."""
         reloaded = unit.from_home()
         read_inputs = partial(self._read_inputs, reloaded)
         n_repeats = 0
@@ -265,7 +283,8 @@ class Engine:
         return n_repeats > 0
 
     def _read_inputs(self, unit: Unit) -> TensorsByName:
-        """A unit's inputs in its slot, loaded again: finished rows may have overwritten them."""
+        """A unit's inputs in its slot, loaded again: finished rows may have overwritten
+        them."""
         self._reload(unit)
         self.rows.mover.finish(wait=True)
         return unit.fields
@@ -283,5 +302,6 @@ class Engine:
 
 
 def _without_column(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
-    """A slot's field (b, h, n, width) as kernels get it: (b, h, n) for one number a row."""
+    """A slot's field (b, h, n, width) as kernels get it: (b, h, n) for one number a
+    row."""
     return tensor.squeeze(-1) if rows.width == "one" else tensor

@@ -1,4 +1,5 @@
-"""Bytes of a pass: what its tensors take on the device that computes, and what is copied."""
+"""Bytes of a pass: what its tensors take on the device that computes, and what is
+copied."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from quorum_attention.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Most device bytes of a pass by purpose; ``total`` is what is held against the budget.
+    """Most device bytes of a pass by purpose; ``total`` is what is held against the
+    budget.
 
-    What a backward reads of its forward is not counted: it is allocated when the pass begins.
+    What a backward reads of its forward is not counted: it is allocated when the pass
+    begins.
 
     Attributes:
         device_type: of the device that computes.
@@ -66,7 +69,9 @@ class Footprint:
             "results": sum(self.results),
         }
         return ", ".join(
-            f"{name} {format_bytes(n_bytes)}" for name, n_bytes in parts.items() if n_bytes
+            f"{name} {format_bytes(n_bytes)}"
+            for name, n_bytes in parts.items()
+            if n_bytes
         )
 
 
@@ -83,17 +88,21 @@ def result_bytes(problem: Problem) -> tuple[int, ...]:
 
 
 def final_bytes(problem: Problem) -> tuple[int, ...]:
-    """Bytes of each state that is a result itself (the log-sum-exp), if the budget counts them."""
+    """Bytes of each state that is a result itself (the log-sum-exp), if the budget
+    counts them."""
     if problem.place.lse_given:
         return ()
     itemsize = problem.shape.state_dtype.itemsize
     return tuple(
-        state.count(problem.shape) * itemsize for state in problem.spec.states if state.over is None
+        state.count(problem.shape) * itemsize
+        for state in problem.spec.states
+        if state.over is None
     )
 
 
 def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
-    """Bytes of each state of a head group, without those that are results themselves."""
+    """Bytes of each state of a head group, without those that are results
+    themselves."""
     itemsize = problem.shape.state_dtype.itemsize
     return tuple(
         state.count(problem.shape, group) * itemsize
@@ -103,7 +112,8 @@ def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
 
 
 def home_bytes(problem: Problem, group: GroupSize, home: str) -> tuple[int, ...]:
-    """Bytes of the states that wait at ``home``, "device" or "host", if the budget counts them."""
+    """Bytes of the states that wait at ``home``, "device" or "host", if the budget
+    counts them."""
     if home == "host" and problem.backend.own_memory:
         return ()
     if problem.place.result_dtype == problem.shape.state_dtype:
@@ -112,15 +122,16 @@ def home_bytes(problem: Problem, group: GroupSize, home: str) -> tuple[int, ...]
 
 
 def accumulates_in_results(problem: Problem) -> bool:
-    """Whether states over the inputs are the results themselves: results lie where compute is, and
-    have the state's dtype."""
+    """Whether states over the inputs are the results themselves: results lie where
+    compute is, and have the state's dtype."""
     if problem.backend.own_memory:
         return False
     return problem.place.result_dtype == problem.shape.state_dtype
 
 
 def moved_bytes(problem: Problem, axis: Axis | None = None) -> tuple[int, int]:
-    """Bytes of all inputs together, and of all states together; of one side, or (None) of both."""
+    """Bytes of all inputs together, and of all states together; of one side, or (None)
+    of both."""
     shape = problem.shape
     input_bytes = 0
     for item in problem.spec.inputs:

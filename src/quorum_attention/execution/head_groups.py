@@ -19,8 +19,8 @@ Axis = Literal["query", "key"]
 class GroupSize:
     """The size of a head group.
 
-    Heads never meet, so cutting between them costs nothing. A group is either some key/value heads
-    of one batch entry (``batch`` is 1), or several whole batch entries.
+    Heads never meet, so cutting between them costs nothing. A group is either some
+    key/value heads of one batch entry (``batch`` is 1), or several whole batch entries.
     """
 
     batch: int
@@ -86,7 +86,8 @@ class Group:
 
 
 def group_sizes(shape: CallShape) -> list[GroupSize]:
-    """Group sizes to choose from, largest first: batch entries are halved, then heads."""
+    """Group sizes to choose from, largest first: batch entries are halved, then
+    heads."""
     if shape.batch == 0 or shape.kv_heads == 0:
         return []
     sizes: list[GroupSize] = []

@@ -33,19 +33,21 @@ class PassJob:
 
     Attributes:
         problem: the pass without its tensors, as routes are asked about it.
-        tensors: the tensors it reads, by name: (*batch, heads, n, d); lse is (*batch, heads, n).
-            They are on ``device`` or on the host.
+        tensors: the tensors it reads, by name: (*batch, heads, n, d); lse is (*batch,
+            heads, n). They are on ``device`` or on the host.
         scale: the factor of the scores.
         device: the device that computes.
         bias: what the call's mask adds to the scores; None if it has none.
         sinks: (heads,), on ``device``, of the state's dtype; None if the call has none.
         dropout: which probabilities are dropped; None: none.
         results: the results that exist, by name: given by the caller, or made.
-        divisor: what the upstream gradient was divided by (``rescale_upstream``); None: it was not.
+        divisor: what the upstream gradient was divided by (``rescale_upstream``); None:
+            it was not.
         report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
         clock: measures the stages of the present attempt.
-        streams: streams for several kernel calls at once; None: calls follow one another.
+        streams: streams for several kernel calls at once; None: calls follow one
+            another.
     """
 
     problem: Problem
@@ -77,7 +79,9 @@ class PassJob:
         """Which pass."""
         return self.problem.spec
 
-    def input_part(self, item: InputSpec, group: Group, *, copies: bool = True) -> torch.Tensor:
+    def input_part(
+        self, item: InputSpec, group: Group, *, copies: bool = True
+    ) -> torch.Tensor:
         """An input's part for a head group of one batch entry, (1, heads, ...).
 
         Args:
@@ -99,13 +103,16 @@ class PassJob:
         """The tensors and options by which a kernel computes ``task``.
 
         Args:
-            rectangles: what to compute, in positions of the rows of ``query_key_value``.
+            rectangles: what to compute, in positions of the rows of
+                ``query_key_value``.
             limits: most queries and keys of a rectangle.
-            query_key_value: (b, heads, n, d) each; None: the inputs themselves, for a head group of
-                one batch entry.
+            query_key_value: (b, heads, n, d) each; None: the inputs themselves, for a
+                head group of one batch entry.
         """
         if query_key_value is None:
-            query_key_value = [self.input_part(item, group) for item in self.spec.inputs[:3]]
+            query_key_value = [
+                self.input_part(item, group) for item in self.spec.inputs[:3]
+            ]
         query, key, value = query_key_value
         max_queries, max_keys = limits
         return TaskTensors(
@@ -144,15 +151,16 @@ class PassJob:
         return self.dropout.at(group.query_heads.start, group.entry_numbers.start)
 
     def initial_value(self, state: StateSpec, group: Group) -> float | torch.Tensor:
-        """The value that rows of ``state`` begin with: a number, or (with sinks) one for each head
-        of the group, (h, 1, 1)."""
+        """The value that rows of ``state`` begin with: a number, or (with sinks) one
+        for each head of the group, (h, 1, 1)."""
         if self.sinks is None or state.name != "lse":
             return state.fill
         sinks = self.sinks[group.query_heads]
         return sinks[:, None, None]
 
     def finishing_factor(self, group: Group, axis: Axis) -> torch.Tensor | None:
-        """The factor of a head group's finished rows, (entries, heads, 1, 1); None is 1."""
+        """The factor of a head group's finished rows, (entries, heads, 1, 1); None is
+        1."""
         if self.divisor is None:
             return None
         entries = [self.divisor[entry] for entry in group.entries]
@@ -167,11 +175,15 @@ class PassJob:
             return self.shape.state_dtype
         return self.problem.place.result_dtype
 
-    def make_results(self, home: torch.device | None = None) -> tuple[torch.Tensor, ...]:
-        """All results, in the order of the pass's states; allocates those that do not exist.
+    def make_results(
+        self, home: torch.device | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """All results, in the order of the pass's states; allocates those that do not
+        exist.
 
         Args:
-            home: where to allocate results that are their own state; None is where the inputs are.
+            home: where to allocate results that are their own state; None is where the
+                inputs are.
 
         Raises:
             OutOfMemoryError: host memory cannot hold them.
@@ -200,11 +212,14 @@ class PassJob:
     def result_parts(self, group: Group) -> list[torch.Tensor]:
         """A head group's part of each result, as views; of one batch entry."""
         states_and_results = zip(self.spec.states, self.make_results(), strict=True)
-        return [group_part(result, group, state.axis) for state, result in states_and_results]
+        return [
+            group_part(result, group, state.axis)
+            for state, result in states_and_results
+        ]
 
     def store_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
-        that the caller gave tensors for, or that have another dtype."""
+        """Take a kernel's own tensors (b, heads, ...) of the whole call as results;
+        copies those that the caller gave tensors for, or that have another dtype."""
         problem = self.problem
         shape = problem.shape
         result_dtype = problem.place.result_dtype

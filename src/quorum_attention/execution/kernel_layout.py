@@ -1,4 +1,5 @@
-"""Layouts of tensors that operators read as they are, and copies of those that they do not."""
+"""Layouts of tensors that operators read as they are, and copies of those that they do
+not."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from quorum_attention.kernels.call_shape import CallShape
 def has_readable_rows(tensor: torch.Tensor) -> bool:
     """Whether operators can read the rows of ``tensor`` without a copy.
 
-    The last dimension has to be contiguous, and no row may begin within another: torch's operators
-    refuse such rows on some processors, and write their output as if it were not so. On a GPU every
-    row also has to start at a multiple of a word (16 bytes): operators refuse other rows, or fail
-    with misaligned addresses. Rows whose length is no multiple of a word may start anywhere,
-    because they are padded, which copies them.
+    The last dimension has to be contiguous, and no row may begin within another:
+    torch's operators refuse such rows on some processors, and write their output as if
+    it were not so. On a GPU every row also has to start at a multiple of a word (16
+    bytes): operators refuse other rows, or fail with misaligned addresses. Rows whose
+    length is no multiple of a word may start anywhere, because they are padded, which
+    copies them.
     """
     if not tensor.is_contiguous() and not _has_separate_rows(tensor):
         return False
@@ -24,7 +26,8 @@ def has_readable_rows(tensor: torch.Tensor) -> bool:
 
 
 def _has_separate_rows(tensor: torch.Tensor) -> bool:
-    """Whether each row is contiguous, and begins outside of all others, or where others begin."""
+    """Whether each row is contiguous, and begins outside of all others, or where others
+    begin."""
     *sizes, width = tensor.shape
     *steps, step = tensor.stride()
     if width > 1 and step != 1:
@@ -51,9 +54,11 @@ def _begins_at_words(tensor: torch.Tensor, word_bytes: int) -> bool:
     return True
 
 
-def are_kernel_readable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether operators can read the inputs without a copy: their rows are readable, and results
-    can have the query's strides."""
+def are_kernel_readable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> bool:
+    """Whether operators can read the inputs without a copy: their rows are readable,
+    and results can have the query's strides."""
     if not _can_lay_out_results(query):
         return False
     return all(map(has_readable_rows, (query, key, value)))
@@ -63,8 +68,9 @@ def _can_lay_out_results(query: torch.Tensor) -> bool:
     """Whether operators give results dense rows if they lay them out as ``query``."""
     steps = query.stride()
     if backend_of(query.device).word_bytes == 1:
-        # torch's operator on a CPU lays its output out as the query, and gives it no dense rows
-        # where a dimension of one entry has steps of one number, beside an expanded one.
+        # torch's operator on a CPU lays its output out as the query, and gives it no
+        # dense rows where a dimension of one entry has steps of one number, beside an
+        # expanded one.
         return steps.count(1) < 2 or 0 not in steps
     for n_positions, stride in zip(query.shape, steps, strict=True):
         if n_positions > 1 and stride == 0:
@@ -80,8 +86,9 @@ def is_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def as_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A part of an upstream gradient or of an output as operators can read it: of ``dtype``, in
-    dense rows, not expanded (the gradient of a sum is). Copies only what is not so already."""
+    """A part of an upstream gradient or of an output as operators can read it: of
+    ``dtype``, in dense rows, not expanded (the gradient of a sum is). Copies only what
+    is not so already."""
     if is_kernel_readable(tensor, dtype):
         return tensor
     copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
@@ -89,7 +96,8 @@ def as_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 
 def flatten_batch(tensor: torch.Tensor, shape: CallShape) -> torch.Tensor:
-    """``tensor`` (*batch, heads, ...) as (b, heads, ...); copied only where it has no such view."""
+    """``tensor`` (*batch, heads, ...) as (b, heads, ...); copied only where it has no
+    such view."""
     n_batch_dims = len(shape.batch_shape)
     if n_batch_dims == 0:
         return tensor.unsqueeze(0)

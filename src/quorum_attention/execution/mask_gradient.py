@@ -1,18 +1,21 @@
-"""The gradient of an additive mask, tile by tile, beside a backward by any kernel (our method).
+"""The gradient of an additive mask, tile by tile, beside a backward by any kernel (our
+method).
 
 For each pair, given the global log-sum-exp,
 
     dS = P (dP - delta),   P = exp(S - lse),   dP = <dO_i, V_j>,   delta = <dO_i, O_i>
 
-(with dropout dP times Z, kernels/dropout.py). The mask's gradient is dS, summed over the dimensions
-that the mask broadcasts over. A pair needs nothing but its query row and its key, so pairs are cut
-into plain tiles, whatever the pass beside it is cut into: vendor kernels, which do not return dS,
-need not be replaced, and every route has this gradient.
+(with dropout dP times Z, kernels/dropout.py). The mask's gradient is dS, summed over
+the dimensions that the mask broadcasts over. A pair needs nothing but its query row and
+its key, so pairs are cut into plain tiles, whatever the pass beside it is cut into:
+vendor kernels, which do not return dS, need not be replaced, and every route has this
+gradient.
 
-The walk goes by blocks of the *result*. All tiles that are summed into a block are computed one
-after the other, added up in the state's dtype (fp32, or fp64), and the block is written once. So
-the result may lie anywhere and needs no wider copy; it comes out the same each time; and if memory
-runs out, the block that failed is begun anew with smaller tiles: nothing is counted twice.
+The walk goes by blocks of the *result*. All tiles that are summed into a block are
+computed one after the other, added up in the state's dtype (fp32, or fp64), and the
+block is written once. So the result may lie anywhere and needs no wider copy; it comes
+out the same each time; and if memory runs out, the block that failed is begun anew with
+smaller tiles: nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -25,7 +28,13 @@ from typing import NamedTuple
 import torch
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.decomposition import EMPTY, Decomposition, Pairs, Ranges, Rectangle
+from quorum_attention.decomposition import (
+    EMPTY,
+    Decomposition,
+    Pairs,
+    Ranges,
+    Rectangle,
+)
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.head_groups import Group, group_part
@@ -97,9 +106,11 @@ def tile_bytes(shape: CallShape, tile: Tile, mask_bytes: int) -> int:
     return total
 
 
-def fitting(shape: CallShape, device: torch.device, budget: int | None, mask_bytes: int) -> Tile:
-    """The largest tile worth computing at once that takes at most ``budget`` bytes (None: what is
-    usual on ``device``); the smallest there is if none does."""
+def fitting(
+    shape: CallShape, device: torch.device, budget: int | None, mask_bytes: int
+) -> Tile:
+    """The largest tile worth computing at once that takes at most ``budget`` bytes
+    (None: what is usual on ``device``); the smallest there is if none does."""
     limit = _DEVICE_BYTES if backend_of(device).own_memory else _HOST_BYTES
     if budget is not None:
         limit = min(limit, budget)
@@ -128,8 +139,8 @@ def add_up_mask_gradient(
     """Fill ``target`` with the gradient of the call's mask.
 
     Args:
-        saved: as the caller gave it, on any device: (*batch, heads, n_queries, value_dim) and
-            without it, of the whole rows.
+        saved: as the caller gave it, on any device: (*batch, heads, n_queries,
+            value_dim) and without it, of the whole rows.
         target: of the mask's shape, on any device, of any floating dtype.
         budget: most device bytes to take; None: no limit but what there is.
 
@@ -137,7 +148,8 @@ def add_up_mask_gradient(
         A line for each time that memory ran out and smaller tiles were taken.
 
     Raises:
-        Out-of-memory errors of the allocator: not even a tile of one pair can be computed.
+        Out-of-memory errors of the allocator: not even a tile of one pair can be
+            computed.
     """
     assert job.bias is not None
     mask = job.bias.mask
@@ -153,7 +165,8 @@ def add_up_mask_gradient(
     recoveries: list[str] = []
     outer_sizes = mask.shape[:-4]
     for index in product(*map(range, outer_sizes)):
-        # Blocks are those of the tile that began; a failed one is computed by smaller tiles.
+        # Blocks are those of the tile that began; a failed one is computed by smaller
+        # tiles.
         for block in _blocks(mask, job.shape, tile):
             tile = _fill_with_recovery(walk, index, block, tile, recoveries)
     return recoveries
@@ -190,14 +203,14 @@ def _fill_with_recovery(
         keys = counted(tile.keys, "key")
         heads = counted(tile.heads, "key/value head")
         recoveries.append(
-            f"mask gradient out of memory ({failure}): tiles of {queries} by {keys} of {heads}, "
-            f"batch entries at a time: {tile.entries}"
+            f"mask gradient out of memory ({failure}): tiles of {queries} by {keys} of "
+            f"{heads}, batch entries at a time: {tile.entries}"
         )
 
 
 class _MaskBlock(NamedTuple):
-    """Entries of the last batch dimension, key/value heads, queries and keys: of a block of the
-    result, or of a tile."""
+    """Entries of the last batch dimension, key/value heads, queries and keys: of a
+    block of the result, or of a tile."""
 
     entries: slice
     heads: slice
@@ -225,8 +238,8 @@ class _Walk:
 
     Attributes:
         saved: the upstream gradient, the output and the log-sum-exp.
-        target: of the shape of the mask, (*batch or 1, heads or 1, n_queries or 1, n_keys or 1),
-            with one batch dimension at least.
+        target: of the shape of the mask, (*batch or 1, heads or 1, n_queries or 1,
+            n_keys or 1), with one batch dimension at least.
         pairs: which pairs the call keeps, as far as that is known.
     """
 
@@ -290,11 +303,14 @@ class _Walk:
         return self.pairs.verdict_of(positions) is EMPTY
 
     def _outer(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Where, in all batch dimensions but the last, pairs get the mask at ``index``."""
+        """Where, in all batch dimensions but the last, pairs get the mask at
+        ``index``."""
         outer_sizes = self.job.shape.batch_shape[:-1]
         mask_sizes = self.target.shape[:-4]
         positions: list[range] = []
-        for size, mask_size, position in zip(outer_sizes, mask_sizes, index, strict=True):
+        for size, mask_size, position in zip(
+            outer_sizes, mask_sizes, index, strict=True
+        ):
             if mask_size == 1:
                 positions.append(range(size))
             else:
@@ -317,10 +333,13 @@ class _Walk:
             shape.queries_per_key_head,
         )
 
-    def _cuts(self, block: _MaskBlock, first: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[slice, ...]:
-        """The mask's part for a block, in positions from ``first`` on; dimensions that it
-        broadcasts over are whole."""
-        # The mask has a position for each query head, blocks one for each key/value head.
+    def _cuts(
+        self, block: _MaskBlock, first: tuple[int, ...] = (0, 0, 0, 0)
+    ) -> tuple[slice, ...]:
+        """The mask's part for a block, in positions from ``first`` on; dimensions that
+        it broadcasts over are whole."""
+        # The mask has a position for each query head, blocks one for each key/value
+        # head.
         factors = (1, self.job.shape.queries_per_key_head, 1, 1)
         sizes = self.target.shape[-4:]
         cuts: list[slice] = []
@@ -374,12 +393,13 @@ class _Walk:
         return BackwardRows(block, saved)
 
     def _tile(self, rows: BackwardRows, keys: slice) -> torch.Tensor:
-        """A tile's part of the gradient: (entries or 1, heads or 1, queries or 1, keys or 1),
-        summed over what the mask broadcasts over."""
+        """A tile's part of the gradient: (entries or 1, heads or 1, queries or 1, keys
+        or 1), summed over what the mask broadcasts over."""
         block = rows.block
         key = block.of_keys(block.task.key, keys)  # (b, hk, keys, d)
         p, ds, _, _ = rows.pairs(key, keys, derivative=False)
-        # 0 times a value that is not finite is NaN, and a hidden pair has no part in anything.
+        # 0 times a value that is not finite is NaN, and a hidden pair has no part in
+        # anything.
         ds.masked_fill_(p == 0.0, 0.0)
         ds = block.by_head(ds)  # (b, h, queries, keys)
         sizes = self.target.shape[-4:]

@@ -1,8 +1,9 @@
 """The two passes of a call as data: what each reads, accumulates and returns.
 
-The forward merges the statistics of every row over the tasks (paper, Algorithm 1). The backward
-adds up three gradients (paper, Algorithm 2): given the global log-sum-exp, every task computes its
-part of the true probabilities, P = exp(s - lse) <= 1 (paper, Equation 9).
+The forward merges the statistics of every row over the tasks (paper, Algorithm 1). The
+backward adds up three gradients (paper, Algorithm 2): given the global log-sum-exp,
+every task computes its part of the true probabilities, P = exp(s - lse) <= 1 (paper,
+Equation 9).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class RowSpec:
     def count(
         self, shape: CallShape, group: GroupSize | None = None, rows: int | None = None
     ) -> int:
-        """How many numbers ``rows`` rows (default: all) of a group (default: the call) have."""
+        """How many numbers ``rows`` rows (default: all) of a group (default: the call)
+        have."""
         if group is None:
             group = GroupSize(shape.batch, shape.kv_heads)
         if rows is None:
@@ -79,8 +81,9 @@ class InputSpec(RowSpec):
     """A tensor of which every task reads its rows.
 
     Attributes:
-        may_be_unreadable: whether it may have another dtype than the inputs, or strides that
-            operators refuse. Routes without slots then copy it, one head group at a time.
+        may_be_unreadable: whether it may have another dtype than the inputs, or strides
+            that operators refuse. Routes without slots then copy it, one head group at
+            a time.
         has_state_dtype: whether it has the state's dtype, not the inputs'.
     """
 
@@ -102,9 +105,9 @@ class StateSpec(RowSpec):
 
     Attributes:
         fill: the value of a row before any task has added to it.
-        over: the input whose layout the result has, and whose rows finished rows may overwrite in a
-            slot, where the result has another dtype than the state. None: the state itself is the
-            result.
+        over: the input whose layout the result has, and whose rows finished rows may
+            overwrite in a slot, where the result has another dtype than the state.
+            None: the state itself is the result.
         words: the result's name in error messages.
     """
 
@@ -124,8 +127,8 @@ class PassSpec:
         states: the tensors it accumulates; its results, in this order.
         combined: calls by which the parts of a rectangle are combined with the states.
         products: matrix products for each pair of tiles.
-        rescaled_input: the input that a scaled backward divides by powers of two; None: the pass is
-            never scaled.
+        rescaled_input: the input that a scaled backward divides by powers of two; None:
+            the pass is never scaled.
     """
 
     name: str
@@ -205,9 +208,13 @@ BACKWARD = PassSpec(
         InputSpec("lse", "query", "one", has_state_dtype=True),
     ),
     states=(
-        StateSpec("grad_query", "query", "head_dim", 0.0, "query", "the query's gradient"),
+        StateSpec(
+            "grad_query", "query", "head_dim", 0.0, "query", "the query's gradient"
+        ),
         StateSpec("grad_key", "key", "head_dim", 0.0, "key", "the key's gradient"),
-        StateSpec("grad_value", "key", "value_dim", 0.0, "value", "the value's gradient"),
+        StateSpec(
+            "grad_value", "key", "value_dim", 0.0, "value", "the value's gradient"
+        ),
     ),
     combined=3,
     products=5,

@@ -20,18 +20,22 @@ class Placement:
 
     Attributes:
         resident: whether the inputs are on the device that computes.
-        results_given: whether the caller passed the results, which the budget then does not count.
+        results_given: whether the caller passed the results, which the budget then does
+            not count.
         result_dtype: of the output (forward) or of the gradients (backward).
         inputs_readable: whether operators can read resident inputs without a copy.
-        n_unreadable: how many of upstream gradient and output operators cannot read (because they
-            are expanded or of another dtype). Routes without slots copy them group by group.
-        rescaled_grad_bytes: bytes of the divided copy of an upstream gradient that the input dtype
-            cannot hold, which is made first (upstream.py). None: it is not divided.
+        n_unreadable: how many of upstream gradient and output operators cannot read
+            (because they are expanded or of another dtype). Routes without slots copy
+            them group by group.
+        rescaled_grad_bytes: bytes of the divided copy of an upstream gradient that the
+            input dtype cannot hold, which is made first (upstream.py). None: it is not
+            divided.
         same_dtype: whether upstream gradient and output have the inputs' dtype.
-        lse_here: whether the lse of a backward is on the device that computes; plans assume it.
+        lse_here: whether the lse of a backward is on the device that computes; plans
+            assume it.
         lse_given: whether the caller passed the lse of a forward too.
-        flattenable: whether all inputs of the pass have views (b, heads, n, d), with one batch
-            dimension.
+        flattenable: whether all inputs of the pass have views (b, heads, n, d), with
+            one batch dimension.
     """
 
     resident: bool
@@ -69,8 +73,8 @@ class Problem:
 
     @property
     def backend(self) -> Backend:
-        """The backend of the device that computes. If it is the CPU's, the budget counts host
-        memory."""
+        """The backend of the device that computes. If it is the CPU's, the budget
+        counts host memory."""
         return BACKENDS[self.shape.device_type]
 
     @property
@@ -98,11 +102,14 @@ class Problem:
     def workspace(self, extent: Extent) -> int:
         """Most bytes that the kernel allocates at one time for work of ``extent``."""
         backward = self.spec.backward
-        return workspace_bytes(self.kernel, self.kernel_shape, extent, backward=backward)
+        return workspace_bytes(
+            self.kernel, self.kernel_shape, extent, backward=backward
+        )
 
 
 def scales(kernel: InnerKernel, shape: CallShape) -> bool:
-    """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
+    """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot
+    undo it."""
     # Kernels that have dropout compute it in fp32, or scale by themselves.
     if shape.dropout:
         return False

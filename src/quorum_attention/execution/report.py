@@ -11,8 +11,8 @@ from typing import Any
 
 from quorum_attention.units import counted, format_bytes, format_seconds
 
-# One for all: it is held for a few additions, and a lock of its own would keep a total from being
-# copied or pickled.
+# One for all: it is held for a few additions, and a lock of its own would keep a total
+# from being copied or pickled.
 _LOCK = Lock()
 
 
@@ -30,12 +30,14 @@ class Total(InWords):
     """The sum of all passes that had a ``Report``. Any thread may add to it.
 
     Attributes:
-        forwards, backwards: passes of each kind. Recomputed forwards (checkpoints) count again.
-        cut: passes that ran in more than one unit: head group after head group, or as tasks.
-        seconds: host wall-clock time of all passes. On CUDA with results on the device this is
-            the time to launch their work, not to compute it.
-        peak_bytes: the largest peak of device memory of one pass, measured if possible, else
-            planned. Short calls, which run without a plan, have none.
+        forwards, backwards: passes of each kind. Recomputed forwards (checkpoints)
+            count again.
+        cut: passes that ran in more than one unit: head group after head group, or as
+            tasks.
+        seconds: host wall-clock time of all passes. On CUDA with results on the device
+            this is the time to launch their work, not to compute it.
+        peak_bytes: the largest peak of device memory of one pass, measured if possible,
+            else planned. Short calls, which run without a plan, have none.
         recoveries: how often a pass ran out of memory and recovered.
         recovery_seconds: the time that this cost.
         kernels: passes of each kernel.
@@ -81,7 +83,9 @@ class Total(InWords):
             f"passes: {forwards}, {backwards}, {self.cut} of them cut",
             f"time: {format_seconds(self.seconds)}",
         ]
-        if self.peak_bytes:  # measured where a budget or a call's own report asks for it
+        if (
+            self.peak_bytes
+        ):  # measured where a budget or a call's own report asks for it
             lines.append(f"largest peak of memory: {format_bytes(self.peak_bytes)}")
         if self.recoveries:
             cost = format_seconds(self.recovery_seconds)
@@ -99,32 +103,34 @@ class PassReport:
 
     Attributes:
         kernel: the inner kernel's name.
-        levels: chunk counts per level at the end of the pass (deeper than planned after a
-            recovery); () is uncut.
+        levels: chunk counts per level at the end of the pass (deeper than planned after
+            a recovery); () is uncut.
         planned_levels: as planned.
         n_groups, heads_per_group: head groups, and query heads in each.
         n_cap: slots at the end of the pass.
         streams: kernel calls of a task in flight at once.
         accumulator: "device", "host", or "none" if nothing had to be merged.
         units: (head group, task) units computed.
-        seconds: host wall-clock time of the pass. On CUDA with results on the device, this is only
-            the time to launch its work.
-        left_out: share of the tokens that were trimmed from tasks because no pair of theirs is
-            kept there (docs/architecture.md, "Trimmed tasks").
-        loaded_bytes, stored_bytes: copied into slots (from host memory, or within the device where
-            inputs are there) and out of slots; masks are not counted.
+        seconds: host wall-clock time of the pass. On CUDA with results on the device,
+            this is only the time to launch its work.
+        left_out: share of the tokens that were trimmed from tasks because no pair of
+            theirs is kept there (docs/architecture.md, "Trimmed tasks").
+        loaded_bytes, stored_bytes: copied into slots (from host memory, or within the
+            device where inputs are there) and out of slots; masks are not counted.
         planned_peak_bytes: most device bytes of the pass, as planned.
         budget_bytes: the budget it was planned for; None if none was given.
-        peak_bytes: most device bytes, measured by the device's allocator, beyond those allocated
-            before; None on the CPU, whose allocator does not count.
+        peak_bytes: most device bytes, measured by the device's allocator, beyond those
+            allocated before; None on the CPU, whose allocator does not count.
         repeated_units: units run again because a scaled fp16 gradient overflowed
             (execution/scaling.py).
-        dropout_p, dropout_seed: chance and seed of the call's dropout; None without dropout.
+        dropout_p, dropout_seed: chance and seed of the call's dropout; None without
+            dropout.
         timed: whether ``stages`` are measured.
-        stages: device seconds by stage (execution/device/clock.py); empty for an uncut call.
+        stages: device seconds by stage (execution/device/clock.py); empty for an uncut
+            call.
         recoveries: one line for each recovery.
-        recovery_seconds: time lost to failures: from the last unit done before each failure until
-            the next attempt began.
+        recovery_seconds: time lost to failures: from the last unit done before each
+            failure until the next attempt began.
     """
 
     kernel: str
@@ -159,7 +165,8 @@ class PassReport:
 
     @property
     def overlap(self) -> float | None:
-        """Share of the transfers' time that was hidden by compute, 0 to 1; None if not measured."""
+        """Share of the transfers' time that was hidden by compute, 0 to 1; None if not
+        measured."""
         loads = self.stages.get("h2d", 0.0)
         stores = self.stages.get("d2h", 0.0)
         transfers = loads + stores
@@ -182,7 +189,9 @@ class PassReport:
         groups = counted(self.n_groups, "group")
         heads = counted(self.heads_per_group, "head")
         stages = [
-            f"{stage} {format_seconds(spent)}" for stage, spent in self.stages.items() if spent
+            f"{stage} {format_seconds(spent)}"
+            for stage, spent in self.stages.items()
+            if spent
         ]
         cells = {
             "kernel": self.kernel,
@@ -195,7 +204,9 @@ class PassReport:
             "budget": _bytes_or_nothing(self.budget_bytes),
             "copied": f"{loaded} in, {stored} out",
             "stages": ", ".join(stages),
-            "copies hidden by compute": "" if self.overlap is None else f"{self.overlap:.0%}",
+            "copies hidden by compute": ""
+            if self.overlap is None
+            else f"{self.overlap:.0%}",
         }
         if self.dropout_p is not None:
             cells["dropout"] = f"{self.dropout_p:g}, seed {self.dropout_seed}"
@@ -233,11 +244,13 @@ def _bytes_or_nothing(n_bytes: int | None) -> str:
 class Report(InWords):
     """Tells what a call did. Pass an empty one as ``report=`` and print it afterwards.
 
-    The call fills ``forward``, and its backward ``backward``; with several calls the last one
-    counts. ``mask_gradient`` has a line that says how the gradient of ``attn_mask`` was computed,
-    and one for each recovery of it. On CUDA, measuring the peak resets torch's peak-memory counter.
+    The call fills ``forward``, and its backward ``backward``; with several calls the
+    last one counts. ``mask_gradient`` has a line that says how the gradient of
+    ``attn_mask`` was computed, and one for each recovery of it. On CUDA, measuring the
+    peak resets torch's peak-memory counter.
 
-    ``pool`` says what each of several devices did (``devices.PoolReport``); None for one device.
+    ``pool`` says what each of several devices did (``devices.PoolReport``); None for
+    one device.
 
     ``total`` adds up all passes of all calls that had this report, by ``report=`` or by
     ``quorum_attention.using(report=...)``, which fills nothing else.
@@ -271,7 +284,8 @@ class Report(InWords):
         return data
 
     def draw(self, path: str | PathLike[str]) -> None:
-        """Write a picture of the report to ``path`` (needs matplotlib: the ``draw`` extra)."""
+        """Write a picture of the report to ``path`` (needs matplotlib: the ``draw``
+        extra)."""
         from quorum_attention.pictures import draw_report
 
         draw_report(path, self.to_dict())

@@ -1,4 +1,5 @@
-"""Runs a pass by its route; where memory runs out, the controller says how to continue."""
+"""Runs a pass by its route; where memory runs out, the controller says how to
+continue."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from quorum_attention.execution.task_levels import TaskLevels
 
 
 def run_pass(
-    job: PassJob, schedule: Schedule, report: PassReport, progress: Progress | None = None
+    job: PassJob,
+    schedule: Schedule,
+    report: PassReport,
+    progress: Progress | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run a pass by its schedule's route, or through slots if that route cannot run it.
 
@@ -51,8 +55,8 @@ def run_pass(
 
 
 def _run_with_recovery(job: PassJob, schedule: Schedule, report: PassReport) -> None:
-    """Run units until all are done; when memory runs out, or there is headroom, as the controller
-    says.
+    """Run units until all are done; when memory runs out, or there is headroom, as the
+    controller says.
 
     Raises:
         OutOfMemoryError: the controller gives up.
@@ -64,7 +68,9 @@ def _run_with_recovery(job: PassJob, schedule: Schedule, report: PassReport) -> 
         while not controller.finished:
             present = _present_schedule(schedule, controller)
             if storage is None:
-                storage = open_storage.enter_context(present.route.open_storage(job, present))
+                storage = open_storage.enter_context(
+                    present.route.open_storage(job, present)
+                )
             _begin_attempt(job, present, report)
             failure = _attempt(
                 job,
@@ -131,9 +137,11 @@ def _controller(job: PassJob, schedule: Schedule) -> RecoveryController:
     )
 
 
-def _cut_whole_groups(schedule: Schedule, problem: Problem) -> tuple[TaskLevels, str, str]:
-    """The tasks that head groups which are too large are cut into; what failed, and what is done
-    instead, in words."""
+def _cut_whole_groups(
+    schedule: Schedule, problem: Problem
+) -> tuple[TaskLevels, str, str]:
+    """The tasks that head groups which are too large are cut into; what failed, and
+    what is done instead, in words."""
     through_slots = schedule.route.fallback(schedule, problem.shape)
     failed, instead = schedule.route.recovery
     return TaskLevels(through_slots, problem), failed, instead

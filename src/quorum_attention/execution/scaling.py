@@ -1,24 +1,27 @@
-"""The scaled backward: its powers of two, and what to do if a gradient overflows (our method).
+"""The scaled backward: its powers of two, and what to do if a gradient overflows (our
+method).
 
-For each key/value head of a unit, ``grad_out`` is divided by a power of two (in its slot), and
-probabilities are multiplied by another, ``2**shift``. So everything that a kernel rounds to fp16
-uses the range of fp16. Let g be the largest row norm of ``grad_out`` after the division, and w that
-of ``value``. Then by construction
+For each key/value head of a unit, ``grad_out`` is divided by a power of two (in its
+slot), and probabilities are multiplied by another, ``2**shift``. So everything that a
+kernel rounds to fp16 uses the range of fp16. Let g be the largest row norm of
+``grad_out`` after the division, and w that of ``value``. Then by construction
 
     2**shift P            <= 2**shift                        (P <= 1)
     2**shift |dS|         <= 2**shift * 2 g w  <= 2**15      (|dP - delta| <= 2 g w)
 
-Sums over rows have no useful bound: dK and dV of a key that every query attends to (a sink). They
-are checked as they are added up (kernels/merge.py). If a gradient is not finite, the unit is run
-again from its stored state. In the heads at fault the products then go down by a step, a power of
-two: most of it is divided from ``grad_out``, a little is taken off the shift, so that both stay
-normal numbers. This is repeated until no sum overflows.
+Sums over rows have no useful bound: dK and dV of a key that every query attends to (a
+sink). They are checked as they are added up (kernels/merge.py). If a gradient is not
+finite, the unit is run again from its stored state. In the heads at fault the products
+then go down by a step, a power of
+two: most of it is divided from ``grad_out``, a little is taken off the shift, so that
+both stay normal numbers. This is repeated until no sum overflows.
 
-Rows of inputs that are not finite make gradients that are not, however they are scaled. A head with
-such rows is scaled down one step and no further, because each step costs its other rows digits.
+Rows of inputs that are not finite make gradients that are not, however they are scaled.
+A head with such rows is scaled down one step and no further, because each step costs
+its other rows digits.
 
-The device never waits here: norms and factors stay on it, and the host reads a unit's flags while
-the next unit computes.
+The device never waits here: norms and factors stay on it, and the host reads a unit's
+flags while the next unit computes.
 """
 
 from __future__ import annotations
@@ -45,19 +48,22 @@ from quorum_attention.kernels.torch_private import capturing
 SMALL_BYTES = 512
 # One step down makes the products of a head smaller by so many powers of two,
 _STEP = 8
-# of which so many are taken off the shift, but never more in all than this: typical probabilities
-# then stay normal numbers.
+# of which so many are taken off the shift, but never more in all than this: typical
+# probabilities then stay normal numbers.
 _OFF_THE_SHIFT = 4
 _MOST_OFF_THE_SHIFT = 6
-# The norm of the largest row of ``grad_out`` never goes below this, or the row would be lost.
+# The norm of the largest row of ``grad_out`` never goes below this, or the row would be
+# lost.
 _SMALLEST_ROW = 2.0**-18
 
-# The inputs of a backward but for the log-sum-exp: of a unit (b, h, n, d) or (b, hk, m, d).
+# The inputs of a backward but for the log-sum-exp: of a unit (b, h, n, d) or (b, hk, m,
+# d).
 _WIDE_INPUTS = [item for item in BACKWARD.inputs if item.width != "one"]
 
 
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether 16-bit gradients are finite everywhere; the host waits once, nothing is allocated."""
+    """Whether 16-bit gradients are finite everywhere; the host waits once, nothing is
+    allocated."""
     # Numbers that are not finite stay so in a sum.
     sums = [part.sum(dtype=torch.float32) for part in parts]
     total = sums[0]
@@ -67,7 +73,8 @@ def all_finite(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def inputs_of_group(tensors: TensorsByName, group: Group) -> TensorsByName:
-    """The inputs of a backward's head group of one batch entry, without the log-sum-exp."""
+    """The inputs of a backward's head group of one batch entry, without the
+    log-sum-exp."""
     inputs: dict[str, torch.Tensor] = {}
     for item in _WIDE_INPUTS:
         tensor = tensors[item.name]
@@ -84,8 +91,8 @@ class BackwardScaling:
 
     Args:
         heads: (batch entries, key/value heads) of a unit, at most.
-        by_unit: units run again one by one, each with steps of its own; if not, their head group
-            does as a whole.
+        by_unit: units run again one by one, each with steps of its own; if not, their
+            head group does as a whole.
     """
 
     def __init__(
@@ -103,7 +110,8 @@ class BackwardScaling:
         n_flags = n_slots if by_unit else 1
         # By slot, one for each key/value head of each entry.
         self._unscale = [
-            torch.empty(heads, dtype=torch.float32, device=device) for _ in range(n_slots)
+            torch.empty(heads, dtype=torch.float32, device=device)
+            for _ in range(n_slots)
         ]
         self._overflow = [
             torch.zeros(heads, dtype=torch.int32, device=device) for _ in range(n_flags)
@@ -125,8 +133,11 @@ class BackwardScaling:
         """Begin with a new unit in ``slot``, or with a new head group."""
         self._steps[self._flags_of(slot)].clear()
 
-    def divide_(self, grad_out: torch.Tensor, value: torch.Tensor, slot: int = 0) -> Scaling:
-        """Divide a unit's ``grad_out`` (b, h, n, dv) in place; returns how a kernel undoes that."""
+    def divide_(
+        self, grad_out: torch.Tensor, value: torch.Tensor, slot: int = 0
+    ) -> Scaling:
+        """Divide a unit's ``grad_out`` (b, h, n, dv) in place; returns how a kernel
+        undoes that."""
         n_entries, kv_heads = value.shape[:2]
         flags = self._flags_of(slot)
         unscale = self._unscale[slot]
@@ -153,16 +164,19 @@ class BackwardScaling:
             self._host_overflow[slot].copy_(flags, non_blocking=True)
 
     def overflowed(self, slot: int = 0) -> bool:
-        """Whether a gradient is not finite: of the unit in ``slot``, which has been computed; or of
-        the head group, for which the host waits."""
+        """Whether a gradient is not finite: of the unit in ``slot``, which has been
+        computed; or of the head group, for which the host waits."""
         if not self.by_unit:
             self._host_overflow[0].copy_(self._overflow[0])
         flags = self._host_overflow[self._flags_of(slot)]
         return bool(flags.any())
 
-    def runs(self, read_inputs: Callable[[], TensorsByName], slot: int = 0) -> Iterator[int]:
-        """Yields a number for each time that the unit, or group, has to run: once, and again as
-        long as it overflows and scaling the heads at fault down further may help.
+    def runs(
+        self, read_inputs: Callable[[], TensorsByName], slot: int = 0
+    ) -> Iterator[int]:
+        """Yields a number for each time that the unit, or group, has to run: once, and
+        again as long as it overflows and scaling the heads at fault down further may
+        help.
 
         In a CUDA graph that is being captured the host cannot ask: it runs once.
 
@@ -180,8 +194,8 @@ class BackwardScaling:
             yield n_repeats
 
     def _step_down(self, inputs: TensorsByName, slot: int) -> bool:
-        """Take the heads at fault down one step where their numbers allow it; returns whether any
-        was."""
+        """Take the heads at fault down one step where their numbers allow it; returns
+        whether any was."""
         flags = self._flags_of(slot)
         steps = self._steps[flags]
         lowered: list[_Head] = []
@@ -197,7 +211,8 @@ class BackwardScaling:
         return bool(lowered)
 
     def _may_step_down(self, inputs: TensorsByName, head: _Head, n_steps: int) -> bool:
-        """Whether a head that was taken down ``n_steps`` steps may be taken down one more."""
+        """Whether a head that was taken down ``n_steps`` steps may be taken down one
+        more."""
         entry, kv_head = head
         # The inputs of a unit in a slot come with its states, which overflowed.
         parts: dict[str, torch.Tensor] = {}
@@ -221,12 +236,14 @@ def _off_the_shift(n_steps: int) -> int:
 
 def _off_the_gradient(n_steps: int) -> int:
     """The powers of two that are divided from ``grad_out``."""
-    # All heads of a unit have the shift of the head with the most steps, so that heads with fewer
-    # steps are scaled down a little as well.
+    # All heads of a unit have the shift of the head with the most steps, so that heads
+    # with fewer steps are scaled down a little as well.
     return n_steps * _STEP - _off_the_shift(n_steps)
 
 
-def _head_part(tensor: torch.Tensor, value: torch.Tensor, entry: int, kv_head: int) -> torch.Tensor:
+def _head_part(
+    tensor: torch.Tensor, value: torch.Tensor, entry: int, kv_head: int
+) -> torch.Tensor:
     """The part of (b, h, n, d) that belongs to a key/value head: (1, h / hk, n, d)."""
     n_heads = tensor.shape[1]
     kv_heads = value.shape[1]

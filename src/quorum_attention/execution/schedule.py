@@ -1,4 +1,5 @@
-"""A schedule: how a pass is decomposed into tasks and head groups, and the route it runs by."""
+"""A schedule: how a pass is decomposed into tasks and head groups, and the route it
+runs by."""
 
 from __future__ import annotations
 
@@ -34,12 +35,15 @@ class Route(ABC):
 
     Attributes:
         measured: whether the report measures its stages.
-        whole_groups: whether its units are whole head groups, so that a failed group begins anew.
-        recovery: what failed where ``fallback`` is taken, and what is done instead, in words.
+        whole_groups: whether its units are whole head groups, so that a failed group
+            begins anew.
+        recovery: what failed where ``fallback`` is taken, and what is done instead, in
+            words.
         n_cap: slots, i.e. tasks resident at once.
         accumulator: where the state lives between the visits of a task.
         streams: kernel calls of a task in flight at once.
-        trimmed: sizes of the trimmed tasks; None: they are not trimmed, or it is not known.
+        trimmed: sizes of the trimmed tasks; None: they are not trimmed, or it is not
+            known.
     """
 
     measured: ClassVar[bool] = True
@@ -65,7 +69,9 @@ class Route(ABC):
         """The parts that a head group is computed in, in words."""
         return counted(schedule.n_tasks, "task")
 
-    def task_rows(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
+    def task_rows(
+        self, decomposition: Decomposition, shape: CallShape
+    ) -> tuple[int, int]:
         """Query rows and key rows of the largest task that a kernel gets."""
         return shape.n_queries, shape.n_keys
 
@@ -90,7 +96,8 @@ class Route(ABC):
         """The route through slots that replaces this one, with fields changed."""
 
     def fallback(self, schedule: Schedule, shape: CallShape) -> Schedule:
-        """The schedule, through slots, to continue with when memory runs out for whole groups."""
+        """The schedule, through slots, to continue with when memory runs out for whole
+        groups."""
         return schedule.through_slots(shape)
 
     def groups(self, job: PassJob, schedule: Schedule) -> list[Group]:
@@ -111,8 +118,8 @@ class Route(ABC):
         controller: RecoveryController,
         storage: PassStorage | None,
     ) -> Iterator[int]:
-        """One attempt: run the units that the controller has left. Yields, each time that some are
-        done, how many.
+        """One attempt: run the units that the controller has left. Yields, each time
+        that some are done, how many.
 
         Args:
             storage: of ``open_storage``.
@@ -127,8 +134,10 @@ class Schedule:
         decomposition: of the tokens into tasks.
         group: batch entries and key/value heads of a unit.
         route: how the pass runs.
-        max_queries, max_keys: limits of every rectangle, which bound a kernel's workspace.
-        pinned: whether the user chose the depth; failures are then reported, not recovered from.
+        max_queries, max_keys: limits of every rectangle, which bound a kernel's
+            workspace.
+        pinned: whether the user chose the depth; failures are then reported, not
+            recovered from.
     """
 
     decomposition: Decomposition
@@ -153,7 +162,9 @@ class Schedule:
     def largest_task(self) -> int:
         """Tokens of the largest task."""
         trimmed = self.route.trimmed
-        return self.decomposition.max_task_tokens if trimmed is None else trimmed.largest
+        return (
+            self.decomposition.max_task_tokens if trimmed is None else trimmed.largest
+        )
 
     @property
     def n_tasks(self) -> int:
@@ -207,7 +218,8 @@ class Schedule:
         )
 
     def changed(self, **changes: Any) -> Schedule:
-        """The same through slots with ``changes`` to their fields; rectangle limits stay."""
+        """The same through slots with ``changes`` to their fields; rectangle limits
+        stay."""
         return replace(self, route=self.route.slots(**changes))
 
     def deeper(self, shape: CallShape) -> Schedule:
@@ -234,8 +246,8 @@ def schedule_of(
 ) -> Schedule:
     """A schedule with rectangle limits that fit its tasks.
 
-    ``max_pairs`` bounds queries x keys of a rectangle, for a mask with both dimensions. The longer
-    side is halved until the limits are within it.
+    ``max_pairs`` bounds queries x keys of a rectangle, for a mask with both dimensions.
+    The longer side is halved until the limits are within it.
     """
     unit = cut_unit(decomposition)
     max_queries, max_keys = route.limits(decomposition, shape)

@@ -1,4 +1,5 @@
-"""The layout of a slot: which tensors of a task lie where in one piece of device memory."""
+"""The layout of a slot: which tensors of a task lie where in one piece of device
+memory."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ALIGNMENT = 256
 
 
 class LayoutError(RuntimeError):
-    """Fields of a slot would overlap: an error in this library, never in the caller's code."""
+    """Fields of a slot would overlap: an error in this library, never in the caller's
+    code."""
 
 
 def aligned(n_bytes: int) -> int:
@@ -33,8 +35,8 @@ class SlotField:
     Attributes:
         offset: in bytes from the slot's start.
         n_bytes: for the most entries, heads and rows.
-        over: the input whose memory it uses: a finished result overwrites rows of that input, which
-            must not be read any more. None: it has memory of its own.
+        over: the input whose memory it uses: a finished result overwrites rows of that
+            input, which must not be read any more. None: it has memory of its own.
     """
 
     name: str
@@ -66,7 +68,8 @@ class SlotLayout:
         shared: query heads that share a key/value head.
 
     Raises:
-        LayoutError: a field reaches out of the slot, or overlaps another that it is not ``over``.
+        LayoutError: a field reaches out of the slot, or overlaps another that it is not
+            ``over``.
     """
 
     fields: dict[str, SlotField]
@@ -92,7 +95,8 @@ class SlotLayout:
         return field.stop <= self.slot_bytes
 
     def _is_within_input(self, field: SlotField) -> bool:
-        """Whether a finished result lies in the memory of its input, if it is over one."""
+        """Whether a finished result lies in the memory of its input, if it is over
+        one."""
         if field.over is None:
             return True
         under = self.fields[field.over]
@@ -102,7 +106,8 @@ class SlotLayout:
     def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` survive when *other* rows are finished.
 
-        They do, unless a finished result with rows of another size is written over the input.
+        They do, unless a finished result with rows of another size is written over the
+        input.
         """
         row_bytes = self.fields[name].row_bytes
         for result in self.fields.values():
@@ -113,7 +118,8 @@ class SlotLayout:
     def carve(
         self, slot: torch.Tensor, name: str, entries: int, kv_heads: int, rows: int
     ) -> torch.Tensor:
-        """The field ``name`` of a slot (uint8) as a dense (entries, heads, rows, width).
+        """The field ``name`` of a slot (uint8) as a dense (entries, heads, rows,
+        width).
 
         It is dense for the given sizes, so that a kernel always gets contiguous rows.
 
@@ -142,10 +148,11 @@ def slot_layout(
     *,
     axis: Axis | None = None,
 ) -> SlotLayout:
-    """The slot of a task: inputs, states, and finished rows if the results have another dtype.
+    """The slot of a task: inputs, states, and finished rows if the results have another
+    dtype.
 
-    Finished rows overwrite an input that is no longer needed. To run a task again, its inputs have
-    to be loaded again.
+    Finished rows overwrite an input that is no longer needed. To run a task again, its
+    inputs have to be loaded again.
 
     Args:
         rows: most queries and keys of a task (``Schedule.task_rows``).
@@ -188,7 +195,9 @@ class _LayoutBuilder:
     fields: dict[str, SlotField] = field(default_factory=dict)
     slot_bytes: int = 0
 
-    def add(self, name: str, spec: RowSpec, dtype: torch.dtype, over: str | None = None) -> None:
+    def add(
+        self, name: str, spec: RowSpec, dtype: torch.dtype, over: str | None = None
+    ) -> None:
         """Add a field: over an input if it fits there, else behind all others."""
         if self.axis not in (None, spec.axis):
             return

@@ -1,7 +1,7 @@
 """The rows of a unit, moved between its slot and the tensors outside.
 
-How bytes are copied is up to the mover (device/mover.py). Which rows are loaded, carried, finished
-and stored, the unit's visit says (control/visits.py).
+How bytes are copied is up to the mover (device/mover.py). Which rows are loaded,
+carried, finished and stored, the unit's visit says (control/visits.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MOST_BLOCKS = 64
 class RowTensor:
     """A tensor whose rows and heads are those of queries or of keys, as ``spec`` says.
 
-    It is (*batch, heads, n, width); or, ``of_group``, (entries, heads, n, width): memory for the
-    state of one head group, used by one group after another.
+    It is (*batch, heads, n, width); or, ``of_group``, (entries, heads, n, width):
+    memory for the state of one head group, used by one group after another.
     """
 
     tensor: torch.Tensor
@@ -57,7 +57,8 @@ class State:
 
     Attributes:
         home: where rows are stored between visits.
-        final: where finished rows are stored; the home itself if the result has the state's dtype.
+        final: where finished rows are stored; the home itself if the result has the
+            state's dtype.
     """
 
     spec: StateSpec
@@ -71,8 +72,8 @@ class State:
 
     @property
     def final_field(self) -> str:
-        """The field for finished rows in the result's dtype; slots have none if that is the
-        state's."""
+        """The field for finished rows in the result's dtype; slots have none if that is
+        the state's."""
         return f"final_{self.spec.name}"
 
 
@@ -83,9 +84,10 @@ class Unit:
     Attributes:
         fields: the slot's tensors by name, (entries, heads, rows, width).
         after: states are loaded after the last store of this slot.
-        previous: the slot that its carried rows are copied from, and that slot's fields; None if it
-            carries none.
-        staying: the rows that stay while this unit's stream by; None: the unit has all its rows.
+        previous: the slot that its carried rows are copied from, and that slot's
+            fields; None if it carries none.
+        staying: the rows that stay while this unit's stream by; None: the unit has all
+            its rows.
     """
 
     group: Group
@@ -155,8 +157,9 @@ class SlotRows:
         names = layout.fields.keys()
         self._inputs = [item for item in storage.inputs if item.spec.name in names]
         self._states = [state for state in storage.states if state.field in names]
-        # The inputs whose shared rows may be copied from the previous slot. A scaled backward
-        # divides one input in its slot, so the rows of that one are loaded anew.
+        # The inputs whose shared rows may be copied from the previous slot. A scaled
+        # backward divides one input in its slot, so the rows of that one are loaded
+        # anew.
         divided = job.spec.rescaled_input if job.problem.scaled else None
         self._passed_on: list[str] = []
         for item in self._inputs:
@@ -165,7 +168,8 @@ class SlotRows:
                 self._passed_on.append(name)
         # Fields by slot, entries, heads, queries and keys.
         self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
-        # Parts by identity of the row tensor: these are held here, so no id is used twice.
+        # Parts by identity of the row tensor: these are held here, so no id is used
+        # twice.
         self._blocks: dict[tuple[int, Group], list[torch.Tensor]] = {}
 
     def fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
@@ -263,8 +267,8 @@ class SlotRows:
         """Write finished rows in their final form.
 
         Args:
-            was_finished: whether they have been finished before. Rows that are final in place have
-                been multiplied then.
+            was_finished: whether they have been finished before. Rows that are final in
+                place have been multiplied then.
         """
         for state in self._states:
             factor = self._job.finishing_factor(unit.group, state.spec.axis)
@@ -312,7 +316,12 @@ class SlotRows:
         self.mover.release(blocks)
 
     def _move(
-        self, move: Move, unit: Unit, field: torch.Tensor, rows: Iterable[Rows], outside: RowTensor
+        self,
+        move: Move,
+        unit: Unit,
+        field: torch.Tensor,
+        rows: Iterable[Rows],
+        outside: RowTensor,
     ) -> None:
         """Load or store rows of one field, for each batch entry of the unit."""
         existing = self._existing(rows, outside.spec.axis)
@@ -347,7 +356,8 @@ def _local(rows: Rows) -> slice:
 
 @dataclass(frozen=True, slots=True)
 class PassStorage:
-    """The tensors outside of slots that a pass reads and writes, and their page locks."""
+    """The tensors outside of slots that a pass reads and writes, and their page
+    locks."""
 
     inputs: tuple[RowTensor, ...]
     states: tuple[State, ...]
@@ -362,14 +372,15 @@ def open_pass_storage(
     waiting: Collection[Axis] = ("query", "key"),
     result_device: torch.device | None = None,
 ) -> Iterator[PassStorage]:
-    """Give the tensors that a pass through slots moves, page-locked where that is worth it.
+    """Give the tensors that a pass through slots moves, page-locked where that is worth
+    it.
 
     Args:
         group: the largest head group.
         home: where states wait between tasks.
         waiting: whose states wait: those of queries, of keys, or of both.
-        result_device: where results that are their own state are allocated; None: where the inputs
-            are.
+        result_device: where results that are their own state are allocated; None: where
+            the inputs are.
     """
     given_results = set(map(id, job.results.values()))
     results = job.make_results(result_device)
@@ -395,7 +406,9 @@ def open_pass_storage(
         yield PassStorage(tuple(inputs), tuple(states), locks)
 
 
-def _accumulator(job: PassJob, spec: StateSpec, group: GroupSize, home: torch.device) -> RowTensor:
+def _accumulator(
+    job: PassJob, spec: StateSpec, group: GroupSize, home: torch.device
+) -> RowTensor:
     """Memory on ``home`` for the state of one head group."""
     shape = job.shape
     sizes = (
@@ -417,10 +430,12 @@ def _accumulator(job: PassJob, spec: StateSpec, group: GroupSize, home: torch.de
 def open_slots(
     job: PassJob, storage: PassStorage, *layouts: tuple[SlotLayout, int]
 ) -> Iterator[list[SlotRows]]:
-    """Give what moves rows into slots and out of them, for each layout and its number of slots.
+    """Give what moves rows into slots and out of them, for each layout and its number
+    of slots.
 
-    All slots are of one arena and one mover. At the end, also after a failure, no copy is in flight
-    any more, and the results of units that were reported done have arrived.
+    All slots are of one arena and one mover. At the end, also after a failure, no copy
+    is in flight any more, and the results of units that were reported done have
+    arrived.
     """
     backend = backend_of(job.device)
     arena_bytes = 0
@@ -464,5 +479,6 @@ def open_slots(
 
 
 def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
-    """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a row."""
+    """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a
+    row."""
     return tensor.unsqueeze(-1) if rows.width == "one" else tensor

@@ -35,7 +35,8 @@ class TaskLevels:
 
     @property
     def deepest(self) -> int:
-        """The depth at which tasks are about as small as a tile; deeper ones are no smaller."""
+        """The depth at which tasks are about as small as a tile; deeper ones are no
+        smaller."""
         return deepest(self.planned.decomposition)
 
     def tasks(self, depth: int) -> list[Task]:
@@ -45,7 +46,8 @@ class TaskLevels:
         return self._tasks[depth]
 
     def schedule(self, depth: int) -> Schedule:
-        """A schedule whose slots hold every task of ``depth`` that has been asked for."""
+        """A schedule whose slots hold every task of ``depth`` that has been asked
+        for."""
         if depth not in self._schedules:
             self._add_level(depth)
         return self._schedules[depth]
@@ -83,11 +85,13 @@ class TaskLevels:
     def _children(self, task: Task, schedule: Schedule) -> list[Task]:
         """The tasks that one task is cut into, by path."""
         decomposition = schedule.decomposition
-        children = [decomposition.task((*task.path, owner)) for owner in range(DEEPEN_BY)]
+        children = [
+            decomposition.task((*task.path, owner)) for owner in range(DEEPEN_BY)
+        ]
         if self.pairs.every_token_meets:
             return children
-        # Tokens that were trimmed from a task stay out of its children: other tasks hold the state
-        # of their rows, or have finished it.
+        # Tokens that were trimmed from a task stay out of its children: other tasks
+        # hold the state of their rows, or have finished it.
         tokens = tokens_of(task)
         children = [restricted(child, tokens) for child in children]
         end = end_of_results(self.pairs, self.problem.spec.backward)

@@ -1,4 +1,5 @@
-"""Trimmed tasks of a call, remembered: without the tokens that have no partner under its mask."""
+"""Trimmed tasks of a call, remembered: without the tokens that have no partner under
+its mask."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Upstream gradients whose numbers are too large or too small for the inputs' dtype.
 
-Numbers of an fp32 gradient for fp16 inputs may be too large or too small for fp16. All results of a
-backward are linear in the upstream gradient. So it is divided by a power of two for each key/value
-head, and the finished gradients are multiplied by it.
+Numbers of an fp32 gradient for fp16 inputs may be too large or too small for fp16. All
+results of a backward are linear in the upstream gradient. So it is divided by a power
+of two for each key/value head, and the finished gradients are multiplied by it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from quorum_attention.execution.problem import Problem
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.scaling import power_of_two
 
-# The largest element is below 2 to this power after the division: large for kernels where that is
-# no danger, to keep the small numbers. For others it is below 1, so that no product overflows.
+# The largest element is below 2 to this power after the division: large for kernels
+# where that is no danger, to keep the small numbers. For others it is below 1, so that
+# no product overflows.
 _LARGEST_FOR_WIDE_PRODUCTS = 15
 _LARGEST = 0
-# Largest magnitude of an exponent: fp32 holds these powers of two exactly, with room to spare.
+# Largest magnitude of an exponent: fp32 holds these powers of two exactly, with room to
+# spare.
 _LARGEST_EXPONENT = 120
 
 
 def exceeds_range_of(gradient: torch.dtype, inputs: torch.dtype) -> bool:
-    """Whether dtype ``gradient`` has numbers that are too small or large for dtype ``inputs``."""
+    """Whether dtype ``gradient`` has numbers that are too small or large for dtype
+    ``inputs``."""
     if gradient == inputs:
         return False
     gradient_range = torch.finfo(gradient)
@@ -33,8 +36,8 @@ def exceeds_range_of(gradient: torch.dtype, inputs: torch.dtype) -> bool:
 def rescale_upstream(
     grad_out: torch.Tensor, problem: Problem, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of a backward's dtype, divided
-    if that cannot hold it.
+    """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of a backward's
+    dtype, divided if that cannot hold it.
 
     The host does not wait for the device.
 
@@ -42,8 +45,9 @@ def rescale_upstream(
         device: the device that computes.
 
     Returns:
-        the gradient, with any strides, and the powers of two that it was divided by, (*batch,
-        kv_heads), in the state's dtype on ``device``; None if it was not divided.
+        the gradient, with any strides, and the powers of two that it was divided by,
+        (*batch, kv_heads), in the state's dtype on ``device``; None if it was not
+        divided.
     """
     shape = problem.shape
     if not exceeds_range_of(grad_out.dtype, shape.dtype):
@@ -54,7 +58,9 @@ def rescale_upstream(
     exponent -= _largest_exponent_after(problem)
     exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).int()
     factor = power_of_two(-exponent)  # (*batch, kv_heads)
-    factor = factor.repeat_interleave(shape.queries_per_key_head, dim=-1)  # (*batch, heads)
+    factor = factor.repeat_interleave(
+        shape.queries_per_key_head, dim=-1
+    )  # (*batch, heads)
     factor = factor[..., None, None]
     rescaled = torch.empty(
         grad_out.shape,
@@ -68,7 +74,8 @@ def rescale_upstream(
 
 
 def _largest_of_kv_heads(grad_out: torch.Tensor, shape: CallShape) -> torch.Tensor:
-    """The largest magnitude of ``grad_out`` for each key/value head, (*batch, kv_heads)."""
+    """The largest magnitude of ``grad_out`` for each key/value head, (*batch,
+    kv_heads)."""
     # (*batch, heads, n_queries)
     rows = torch.linalg.vector_norm(
         grad_out,
@@ -85,8 +92,8 @@ def _largest_of_kv_heads(grad_out: torch.Tensor, shape: CallShape) -> torch.Tens
 def _largest_exponent_after(problem: Problem) -> int:
     """The exponent of the largest element after the division."""
     kernel = problem.kernel
-    # Some kernels take one as large as fp16 holds: it is divided again for each unit, or meets
-    # nothing narrower than fp32, as with dropout.
+    # Some kernels take one as large as fp16 holds: it is divided again for each unit,
+    # or meets nothing narrower than fp32, as with dropout.
     if kernel.fp32_products or problem.shape.dtype in kernel.scaled_backward:
         return _LARGEST_FOR_WIDE_PRODUCTS
     return _LARGEST
@@ -95,8 +102,8 @@ def _largest_exponent_after(problem: Problem) -> int:
 def rescaled_upstream_bytes(
     gradient: torch.dtype, shape: CallShape, *, on_device: bool
 ) -> int | None:
-    """Bytes that ``rescale_upstream`` allocates on the device that computes, for a gradient that is
-    there (``on_device``) or elsewhere; None if it is not divided."""
+    """Bytes that ``rescale_upstream`` allocates on the device that computes, for a
+    gradient that is there (``on_device``) or elsewhere; None if it is not divided."""
     if not exceeds_range_of(gradient, shape.dtype):
         return None
     if not on_device:

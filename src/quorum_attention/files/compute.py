@@ -47,8 +47,8 @@ class FileRun:
 Compute = Callable[[FileRun, Sequence[int]], Iterator[int]]
 """Computes parts by their numbers, anywhere and in any order.
 
-Writes their results into ``FileRun.results``, and yields each part's number when they are written.
-``compute_here`` is one.
+Writes their results into ``FileRun.results``, and yields each part's number when they
+are written. ``compute_here`` is one.
 """
 
 
@@ -77,22 +77,28 @@ def _compute_part(run: FileRun, block: CallBlock, options: CallOptions) -> None:
     if call.backward:
         grads = (targets["dq"], targets["dk"], targets["dv"])
         check_forward(call.whole_call, block, inputs, options, run.settings.parts)
-        compute_block(call.whole_call, block, inputs, options, BlockResults(grads=grads))
+        compute_block(
+            call.whole_call, block, inputs, options, BlockResults(grads=grads)
+        )
     else:
         lse = targets["lse"] if lse_given(call, in_file=run.settings.in_file) else None
         block_results = BlockResults(targets["out"], lse)
-        _, targets["lse"] = compute_block(call.whole_call, block, inputs, options, block_results)
+        _, targets["lse"] = compute_block(
+            call.whole_call, block, inputs, options, block_results
+        )
     for name, result in results.items():
         target = targets[name]
         if target is not result:
             result.copy_(target)
 
 
-def _scratch_tensors(run: FileRun, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _scratch_tensors(
+    run: FileRun, results: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return accumulators of a part that are not its results themselves, in a file.
 
-    The file has no name: the system writes it to the disk and reads it back, so it may be larger
-    than the host's memory.
+    The file has no name: the system writes it to the disk and reads it back, so it may
+    be larger than the host's memory.
     """
     call = run.call
     in_file = run.settings.in_file

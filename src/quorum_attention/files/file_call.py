@@ -1,4 +1,5 @@
-"""Calls whose tensors are in files, and their parts: blocks that need nothing of each other."""
+"""Calls whose tensors are in files, and their parts: blocks that need nothing of each
+other."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class FileCall:
     """A forward, or a backward from files; made by ``file_call``.
 
     Attributes:
-        tensors: the tensors that it reads, by role: (*batch, heads, n, d), lse (*batch, heads,
-            n_queries).
+        tensors: the tensors that it reads, by role: (*batch, heads, n, d), lse (*batch,
+            heads, n_queries).
         whole_call: the call that parts are blocks of.
         out_dtype: the dtype of all results but the lse.
         backward: whether it gives gradients.
@@ -61,7 +62,13 @@ class FileCall:
     def is_empty(self) -> bool:
         """Whether nothing has to be computed for its results."""
         shape = self.shape
-        return 0 in (shape.batch, shape.heads, shape.n_queries, shape.n_keys, shape.value_dim)
+        return 0 in (
+            shape.batch,
+            shape.heads,
+            shape.n_queries,
+            shape.n_keys,
+            shape.value_dim,
+        )
 
     def results(self, *, lse: bool = False) -> TensorSpecs:
         """Return shapes and dtypes of the results, by name.
@@ -86,14 +93,17 @@ class FileCall:
             specs["lse"] = (rows, shape.state_dtype)
         return specs
 
-    def with_heads(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def with_heads(
+        self, results: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Return results with a dimension of heads, views."""
         if not self.without_heads:
             return dict(results)
         return {name: result.unsqueeze(0) for name, result in results.items()}
 
     def parts(self, heads: int) -> list[CallBlock]:
-        """Return its parts: all rows and keys of some heads of one batch entry, or of some entries.
+        """Return its parts: all rows and keys of some heads of one batch entry, or of
+        some entries.
 
         Args:
             heads: key/value heads of each part, from ``heads_of_part``.
@@ -103,13 +113,16 @@ class FileCall:
         all_keys = Interval(0, shape.n_keys)
         n_entries = max(1, heads // max(1, shape.kv_heads))
         return [
-            CallBlock(entries, self.whole_call.query_heads(kv_heads), all_rows, all_keys)
+            CallBlock(
+                entries, self.whole_call.query_heads(kv_heads), all_rows, all_keys
+            )
             for entries in split_at_multiples(Interval(0, shape.batch), n_entries)
             for kv_heads in split_at_multiples(Interval(0, shape.kv_heads), heads)
         ]
 
     def heads_of_part(self, n_heads: int) -> int:
-        """Return how many key/value heads a part has that should have about ``n_heads``.
+        """Return how many key/value heads a part has that should have about
+        ``n_heads``.
 
         A part has some heads of one batch entry, or all heads of some entries.
         """
@@ -121,8 +134,11 @@ class FileCall:
             return n_entries * heads_per_entry
         return max(1, min(n_heads, heads_per_entry))
 
-    def cut(self, tensors: Mapping[str, torch.Tensor], block: CallBlock) -> dict[str, torch.Tensor]:
-        """Return a part of inputs or results (*batch, heads, ...), views (entries, heads, ...)."""
+    def cut(
+        self, tensors: Mapping[str, torch.Tensor], block: CallBlock
+    ) -> dict[str, torch.Tensor]:
+        """Return a part of inputs or results (*batch, heads, ...), views (entries,
+        heads, ...)."""
         return {
             name: self.whole_call.cut(tensor, block, of_keys=name in OF_KEYS)
             for name, tensor in tensors.items()
@@ -155,14 +171,22 @@ def file_call(
     query, key, value = (tensors[name] for name in INPUTS)
     mask = as_mask(attn_mask, query, key)
     arguments = Arguments(
-        mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, None, out_dtype, options
+        mask,
+        dropout_p,
+        dropout_seed,
+        is_causal,
+        scale,
+        enable_gqa,
+        None,
+        out_dtype,
+        options,
     )
     function = "attention_backward" if backward else "attention"
     checked_tensors, request = request_of(function, query, key, value, arguments)
     if request.records:
         raise NotImplementedError(
-            "query, key, value and attn_mask must require no gradient: gradients of files are "
-            "computed by a backward of its own"
+            "query, key, value and attn_mask must require no gradient: gradients of "
+            "files are computed by a backward of its own"
         )
     # Views with all dimensions; a bias is broadcast by ``WholeCall.cut_bias``.
     inputs = dict(zip(INPUTS, checked_tensors[:3], strict=True))
@@ -174,14 +198,20 @@ def file_call(
     shape = replace(request.shape, is_causal=is_causal)
     whole_call = WholeCall(shape, mask, scale, request.dropout)
     return FileCall(
-        inputs, whole_call, out_dtype or query.dtype, backward, options, request.without_heads
+        inputs,
+        whole_call,
+        out_dtype or query.dtype,
+        backward,
+        options,
+        request.without_heads,
     )
 
 
 def _upstream(
     named_tensors: Mapping[str, torch.Tensor], tensors: Tensors, request: Request
 ) -> dict[str, torch.Tensor]:
-    """Return what a backward reads beside the inputs, checked, views with all dimensions.
+    """Return what a backward reads beside the inputs, checked, views with all
+    dimensions.
 
     Raises:
         ValueError, TypeError, NotImplementedError: what does not fit, by name.
@@ -190,7 +220,9 @@ def _upstream(
     inputs = tuple(named_tensors[name] for name in INPUTS)
     for tensor, checked_tensor in zip(inputs, tensors[:3], strict=True):
         if checked_tensor.shape[first_dim:] != tensor.shape:
-            raise NotImplementedError("a backward from files takes no inputs that are broadcast")
+            raise NotImplementedError(
+                "a backward from files takes no inputs that are broadcast"
+            )
     backward_inputs = BackwardInputs(
         named_tensors["grad_out"], named_tensors["out"], named_tensors["lse"]
     )

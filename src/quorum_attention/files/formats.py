@@ -1,8 +1,9 @@
 """Tensors in safetensors and .npy files, mapped instead of read.
 
-The mappings are shared: they do not count against a process's data-size limit, and the system pages
-them in and out, so inputs and outputs may be larger than memory. The libraries of the formats check
-the headers (safetensors' own mappings are private, which counts).
+The mappings are shared: they do not count against a process's data-size limit, and the
+system pages them in and out, so inputs and outputs may be larger than memory. The
+libraries of the formats check the headers (safetensors' own mappings are private, which
+counts).
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ _LARGEST_SIZE = 2**63 - 1
 def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file by name, mapped: nothing is read yet.
 
-    With ``writable``, writes to the tensors go to the file. Without it, a write to one of them
-    crashes the process (torch cannot know that they are read-only).
+    With ``writable``, writes to the tensors go to the file. Without it, a write to one
+    of them crashes the process (torch cannot know that they are read-only).
 
     Raises:
         OSError: the file cannot be opened, or is no regular file.
-        ValueError: its header breaks the format, or has a tensor that torch cannot have.
+        ValueError: its header breaks the format, or has a tensor that torch cannot
+            have.
     """
     with open_regular(path, "r+b" if writable else "rb") as file:
         _metadata(path, file)  # checks the header
@@ -92,7 +94,9 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
         flat = as_tensor(np.frombuffer(mapping, np.uint8, n_bytes, start), name)
         if start % dtype.itemsize:
             if writable:
-                raise ValueError(f"{label} is not aligned, so it cannot be written in place")
+                raise ValueError(
+                    f"{label} is not aligned, so it cannot be written in place"
+                )
             flat = flat.clone()  # other programs write such files
         tensors[name] = flat.view(dtype).view(shape)
     return tensors
@@ -114,14 +118,17 @@ def _dtype_of(label: str, entry: Mapping[str, Any]) -> torch.dtype:
 
 
 def _check_sizes(label: str, shape: Sequence[int]) -> None:
-    """Refuse sizes that no tensor of torch has, though a zero beside them leaves no elements.
+    """Refuse sizes that no tensor of torch has, though a zero beside them leaves no
+    elements.
 
     Raises:
-        ValueError: a size, or the product of those that are not zero, has more than 63 bits.
+        ValueError: a size, or the product of those that are not zero, has more than 63
+            bits.
     """
     if math.prod(size for size in shape if size) > _LARGEST_SIZE:
         raise ValueError(
-            f"{label} has shape {list(shape)}; the product of sizes must be at most {_LARGEST_SIZE}"
+            f"{label} has shape {list(shape)}; the product of sizes must be at most "
+            f"{_LARGEST_SIZE}"
         )
 
 
@@ -143,7 +150,9 @@ def _metadata(path: Path_, file: BinaryIO) -> dict[str, str]:
         with safe_open(f"/proc/self/fd/{file.fileno()}", "numpy") as opened:
             return dict(opened.metadata() or {})
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
+        raise ValueError(
+            f"{path} is not a safetensors file, or is truncated: {error}"
+        ) from error
 
 
 def create_tensors(
@@ -160,12 +169,15 @@ def create_tensors(
     """
     header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     start = 0
-    # The widest dtype first: then every tensor begins at a multiple of its element size.
+    # The widest dtype first: then every tensor begins at a multiple of its element
+    # size.
     names = sorted(tensors, key=lambda name: -tensors[name][1].itemsize)
     for name in names:
         shape, dtype = tensors[name]
         if dtype not in _NAMES:
-            raise TypeError(f"{name} has dtype {dtype}, which a safetensors file cannot hold here")
+            raise TypeError(
+                f"{name} has dtype {dtype}, which a safetensors file cannot hold here"
+            )
         stop = start + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": _NAMES[dtype],
@@ -174,7 +186,8 @@ def create_tensors(
         }
         start = stop
     text = json.dumps(header).encode()
-    # The format allows spaces after the header; they put the data on an aligned address.
+    # The format allows spaces after the header; they put the data on an aligned
+    # address.
     n_spaces = -(_LENGTH_BYTES + len(text)) % _ALIGNMENT
     text += b" " * n_spaces
     _create(path, len(text).to_bytes(_LENGTH_BYTES, "little") + text, start)
@@ -182,7 +195,8 @@ def create_tensors(
 
 
 def _create(path: Path_, header: bytes, n_bytes: int) -> None:
-    """Create a file of a header and ``n_bytes`` zeros, whose space on the disk is reserved."""
+    """Create a file of a header and ``n_bytes`` zeros, whose space on the disk is
+    reserved."""
     with open(path, "x+b") as file:
         try:
             reserve_space(file, len(header) + n_bytes, path)
@@ -195,13 +209,13 @@ def _create(path: Path_, header: bytes, n_bytes: int) -> None:
 
 
 def open_npy(path: Path_, *, writable: bool = False) -> torch.Tensor:
-    """The tensor of a .npy file, mapped: nothing is read yet. Without ``writable`` a write to it
-    crashes the process.
+    """The tensor of a .npy file, mapped: nothing is read yet. Without ``writable`` a
+    write to it crashes the process.
 
     Raises:
         OSError: the file cannot be opened, or is no regular file.
-        ValueError: it is not a .npy file, is damaged or ends too early; or its elements are none
-            that a tensor can have (.npy files know no bfloat16).
+        ValueError: it is not a .npy file, is damaged or ends too early; or its elements
+            are none that a tensor can have (.npy files know no bfloat16).
     """
     with open_regular(path, "r+b" if writable else "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -211,16 +225,21 @@ def open_npy(path: Path_, *, writable: bool = False) -> torch.Tensor:
         except (OSError, MemoryError):
             raise
         except Exception as error:
-            raise ValueError(f"{path} is not a .npy file, or is truncated: {error}") from error
+            raise ValueError(
+                f"{path} is not a .npy file, or is truncated: {error}"
+            ) from error
     if str(array.dtype) not in _NUMPY_NAMES:
         may_be_bf16 = array.dtype.kind == "V" and array.dtype.itemsize == 2
         hint = " (bfloat16, maybe, which .npy files do not know: use safetensors)"
         raise ValueError(
-            f"{path} has elements of {array.dtype.str!r}{hint if may_be_bf16 else ''}; they must "
-            f"be one of {', '.join(_NUMPY_NAMES)}, of this machine's byte order"
+            f"{path} has elements of {array.dtype.str!r}{hint if may_be_bf16 else ''}; "
+            f"they must be one of {', '.join(_NUMPY_NAMES)}, of this machine's byte "
+            "order"
         )
     if size != array.offset + array.nbytes:
-        raise ValueError(f"{path} is corrupt: {size - array.offset} bytes for {array.nbytes}")
+        raise ValueError(
+            f"{path} is corrupt: {size - array.offset} bytes for {array.nbytes}"
+        )
     return as_tensor(array, os.fspath(path))
 
 
@@ -251,6 +270,6 @@ def check_npy(name: str, dtype: torch.dtype) -> None:
     """
     if _numpy_name(dtype) not in _NUMPY_NAMES:
         raise TypeError(
-            f"{name} has dtype {_numpy_name(dtype)}, which .npy files do not know: write "
-            f"safetensors, or give another --out-dtype"
+            f"{name} has dtype {_numpy_name(dtype)}, which .npy files do not know: "
+            "write safetensors, or give another --out-dtype"
         )

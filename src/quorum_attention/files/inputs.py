@@ -1,4 +1,5 @@
-"""The tensors of a call, from safetensors files, .npy files and folders of those, by name."""
+"""The tensors of a call, from safetensors files, .npy files and folders of those, by
+name."""
 
 from __future__ import annotations
 
@@ -69,12 +70,13 @@ class FileStamp:
         """
         if _status(self.path) != self.status:
             raise ValueError(
-                f"the input {self.path} was changed while it was read: what was computed since is "
-                f"not kept"
+                f"the input {self.path} was changed while it was read: what was "
+                "computed since is not kept"
             )
 
     def fingerprint(self, role: str) -> dict[str, Any]:
-        """Return what has to be the same when a run is resumed, wherever the file is by then."""
+        """Return what has to be the same when a run is resumed, wherever the file is by
+        then."""
         return {
             f"the inode of the file of {role}": self.status.inode,
             f"the size of the file of {role}": self.status.size,
@@ -114,9 +116,10 @@ def read_inputs(sources: Sequence[str], needed: Sequence[str] = FORWARD) -> Inpu
     """Return the tensors of a call, by role.
 
     Args:
-        sources: safetensors files; .npy files, whose tensor is called as the file is, without .npy;
-            folders of such; or NAME=FILE for a .npy file of another name.
-        needed: the roles that there have to be. Of the others only a mask is looked for.
+        sources: safetensors files; .npy files, whose tensor is called as the file is,
+            without .npy; folders of such; or NAME=FILE for a .npy file of another name.
+        needed: the roles that there have to be. Of the others only a mask is looked
+            for.
 
     Raises:
         OSError: a file cannot be opened.
@@ -133,8 +136,8 @@ def read_inputs(sources: Sequence[str], needed: Sequence[str] = FORWARD) -> Inpu
                 continue
             if role in names:
                 raise ValueError(
-                    f"{inputs.files[role].path} has {names[role]} and {file.path} has {name}: one "
-                    f"of them must go, because both are the {role}"
+                    f"{inputs.files[role].path} has {names[role]} and {file.path} has "
+                    f"{name}: one of them must go, because both are the {role}"
                 )
             names[role] = name
             inputs.tensors[role] = tensor
@@ -144,15 +147,15 @@ def read_inputs(sources: Sequence[str], needed: Sequence[str] = FORWARD) -> Inpu
             has = "have" if len(sources) > 1 else "has"
             present = ", ".join([*names.values(), *inputs.unknown]) or "none"
             raise ValueError(
-                f"{', '.join(sources)} {has} no tensor named {' or '.join(NAMES[role])}; "
-                f"there is {present}"
+                f"{', '.join(sources)} {has} no tensor named "
+                f"{' or '.join(NAMES[role])}; there is {present}"
             )
     return inputs
 
 
 def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, FileStamp]:
-    """Return the tensor of a file that has one, or the one of ``names`` in a file that has more;
-    and the file.
+    """Return the tensor of a file that has one, or the one of ``names`` in a file that
+    has more; and the file.
 
     Raises:
         ValueError: there are several, or none.
@@ -164,7 +167,8 @@ def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, FileStamp]:
     if len(candidates) != 1:
         present = ", ".join(tensor.name for tensor in tensors) or "none"
         raise ValueError(
-            f"{path} must have one tensor, or one of {', '.join(names)}; it has {present}"
+            f"{path} must have one tensor, or one of {', '.join(names)}; it has "
+            f"{present}"
         )
     return candidates[0].tensor, candidates[0].file
 
@@ -185,7 +189,8 @@ def open_source(source: str) -> Iterator[NamedTensor]:
 
 
 def _files_of(source: str) -> dict[Path, str | None]:
-    """Return the files of an input: the name of a .npy file's tensor, None for other files.
+    """Return the files of an input: the name of a .npy file's tensor, None for other
+    files.
 
     Raises:
         ValueError: there is none.

@@ -32,8 +32,8 @@ class Output:
         return first.with_name(f"{first.name}.run")
 
     def check_apart(self, inputs: Iterable[Path]) -> None:
-        """Refuse an output that is an input, which is read until the end, and inputs in the folder
-        that the run works in.
+        """Refuse an output that is an input, which is read until the end, and inputs in
+        the folder that the run works in.
 
         Raises:
             ValueError: one of them is.
@@ -42,12 +42,14 @@ class Output:
             for path in self.files:
                 if is_same_file(input_path, path):
                     raise ValueError(
-                        f"output {path if len(self.files) > 1 else self.name} is the input "
-                        f"{input_path}, which is read until the end: it must be another file"
+                        f"output {path if len(self.files) > 1 else self.name} is the "
+                        f"input {input_path}, which is read until the end: it must be "
+                        "another file"
                     )
             if self.run in Path(os.path.realpath(input_path)).parents:
                 raise ValueError(
-                    f"the input {input_path} is in {self.run}, where the run works: move it"
+                    f"the input {input_path} is in {self.run}, where the run works: "
+                    "move it"
                 )
 
 
@@ -64,9 +66,9 @@ def output_of(name: str, specs: TensorSpecs, metadata: Mapping[str, str]) -> Out
     """Return the files of results.
 
     Args:
-        name: of a folder, if it ends in a slash: a .npy file for each result, called as it is; of a
-            .npy file, for a single result; of a safetensors file, if it ends in .safetensors or has
-            no suffix.
+        name: of a folder, if it ends in a slash: a .npy file for each result, called as
+            it is; of a .npy file, for a single result; of a safetensors file, if it
+            ends in .safetensors or has no suffix.
         specs: shapes and dtypes of the results.
         metadata: for the header of a safetensors file.
 
@@ -83,13 +85,15 @@ def output_of(name: str, specs: TensorSpecs, metadata: Mapping[str, str]) -> Out
         return _folder_output(name, specs)
     if name.endswith(NPY_SUFFIX) and len(specs) != 1:
         raise ValueError(
-            f"{name} can have one result, and there are {', '.join(specs)}: name a folder of "
-            f"{NPY_SUFFIX} files, {name.removesuffix(NPY_SUFFIX)}/, or a safetensors file"
+            f"{name} can have one result, and there are {', '.join(specs)}: name a "
+            f"folder of {NPY_SUFFIX} files, {name.removesuffix(NPY_SUFFIX)}/, or a "
+            "safetensors file"
         )
     if Path(name).suffix not in ("", ".safetensors", NPY_SUFFIX):
         raise ValueError(
-            f"the output {name} ends in {Path(name).suffix}: it must be a safetensors file "
-            f"(.safetensors, or no suffix), a {NPY_SUFFIX} file, or a folder of them (NAME/)"
+            f"the output {name} ends in {Path(name).suffix}: it must be a safetensors "
+            f"file (.safetensors, or no suffix), a {NPY_SUFFIX} file, or a folder of "
+            "them (NAME/)"
         )
     return Output(name, {writing.check_target(name): specs}, metadata)
 

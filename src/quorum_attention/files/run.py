@@ -26,7 +26,8 @@ class RunResult(NamedTuple):
 
     Attributes:
         settings: what was chosen for it.
-        resumed_parts: how many parts an earlier process had done; None if there was none.
+        resumed_parts: how many parts an earlier process had done; None if there was
+            none.
     """
 
     settings: RunSettings
@@ -39,7 +40,8 @@ def fingerprint(
     arguments: Mapping[str, Any],
     inputs: Mapping[str, FileStamp],
 ) -> dict[str, Any]:
-    """Return what has to be the same when a run is resumed, by the names that messages give it.
+    """Return what has to be the same when a run is resumed, by the names that messages
+    give it.
 
     Args:
         specs: shapes and dtypes of the results.
@@ -50,7 +52,9 @@ def fingerprint(
     fields: dict[str, Any] = {
         "quorum-attention's version": quorum_attention.__version__,
         "torch's version": torch.__version__,
-        "the device": str(device) if on_host(device) else backend_of(device).model(device),
+        "the device": str(device)
+        if on_host(device)
+        else backend_of(device).model(device),
     }
     for role, tensor in call.tensors.items():
         fields[f"the {role}'s shape"] = list(tensor.shape)
@@ -76,7 +80,8 @@ def run_call(
     compute: Compute = compute_here,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
-    """Compute a call into the files of ``output``, which are replaced when all of them are whole.
+    """Compute a call into the files of ``output``, which are replaced when all of them
+    are whole.
 
     Args:
         header: from ``fingerprint``.
@@ -87,7 +92,8 @@ def run_call(
         say: is told, in sentences, what users should know.
 
     Raises:
-        BudgetError, NotImplementedError: the call cannot be run; nothing has been written.
+        BudgetError, NotImplementedError: the call cannot be run; nothing has been
+            written.
         OSError: no room, or another process writes the same output.
         ValueError: see ``run_folder``; or an input changed meanwhile.
     """
@@ -127,7 +133,9 @@ def _compute_parts(
 ) -> None:
     """Compute the parts that are not done, and give the files their names."""
     n_parts = run.settings.parts
-    remaining = [number for number in range(n_parts) if number not in folder.progress.done]
+    remaining = [
+        number for number in range(n_parts) if number not in folder.progress.done
+    ]
     try:
         computed = compute(run, remaining) if remaining else ()
         for number in computed:
@@ -138,5 +146,8 @@ def _compute_parts(
     except BaseException:
         n_done = len(folder.progress.done)
         if n_done:
-            say(f"{n_done} of {counted(n_parts, 'part')} are done and kept: --resume continues")
+            say(
+                f"{n_done} of {counted(n_parts, 'part')} are done and kept: --resume "
+                "continues"
+            )
         raise

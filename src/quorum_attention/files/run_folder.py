@@ -1,10 +1,10 @@
 """``OUT.run/``, the folder that a run works in.
 
-The folder belongs to the user who runs the command, and nobody else may look into it. It has a
-``lock``, which a process holds while it works, the results so far, and ``progress.json``: what is
-computed from what, and which parts are done. That file is replaced after the parts' results are on
-the disk, and is there from the first part on. At the end results are renamed, and the folder is
-removed.
+The folder belongs to the user who runs the command, and nobody else may look into it.
+It has a ``lock``, which a process holds while it works, the results so far, and
+``progress.json``: what is computed from what, and which parts are done. That file is
+replaced after the parts' results are on the disk, and is there from the first part on.
+At the end results are renamed, and the folder is removed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from quorum_attention.units import counted
 
 LOCK = "lock"
 PROGRESS = "progress.json"
-# Results, and folders of partial states beside them. Each beginning has a number of its own, so
-# that a worker of an earlier one (on another machine, maybe) finds nothing to write to.
+# Results, and folders of partial states beside them. Each beginning has a number of its
+# own, so that a worker of an earlier one (on another machine, maybe) finds nothing to
+# write to.
 _OURS = re.compile(r"[0-9a-f]{8}-|progress\.json\.")
 _MAX_SHOWN = 80
 
 Mode = Literal["new", "resume", "restart"]
-"""What to do with an unfinished run: refuse to touch it, go on with it, or remove it."""
+"""What to do with an unfinished run: refuse to touch it, go on with it, or remove
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class RunFolder:
                 results |= _open(path, specs)
             except (OSError, ValueError) as error:
                 raise ValueError(
-                    f"{self.output.name} cannot be resumed: {error}; --restart starts again"
+                    f"{self.output.name} cannot be resumed: {error}; --restart starts "
+                    "again"
                 ) from error
         return results
 
@@ -153,19 +156,22 @@ def _open(path: Path, specs: TensorSpecs) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def run_folder(output: Output, call: Mapping[str, Any], mode: Mode) -> Iterator[RunFolder]:
+def run_folder(
+    output: Output, call: Mapping[str, Any], mode: Mode
+) -> Iterator[RunFolder]:
     """Yield the folder of a run, which is this process's until the ``with`` block ends.
 
     It then stays if parts are done that are no output yet.
 
     Args:
-        call: what the output is computed from and how, by the names that messages give it.
+        call: what the output is computed from and how, by the names that messages give
+            it.
 
     Raises:
-        OSError: another process works there; the folder is another user's, or no run's; it cannot
-            be made.
-        ValueError: there is an unfinished run, and ``mode`` is "new"; or what there is to resume is
-            damaged, or of another call. Nothing has changed.
+        OSError: another process works there; the folder is another user's, or no run's;
+            it cannot be made.
+        ValueError: there is an unfinished run, and ``mode`` is "new"; or what there is
+            to resume is damaged, or of another call. Nothing has changed.
     """
     path = output.run
     with suppress(FileExistsError):
@@ -182,7 +188,8 @@ def run_folder(output: Output, call: Mapping[str, Any], mode: Mode) -> Iterator[
 
 
 def open_run(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
-    """Return the folder as an earlier process left it, if its run is resumed; else an empty one.
+    """Return the folder as an earlier process left it, if its run is resumed; else an
+    empty one.
 
     Raises:
         ValueError: as ``run_folder``.
@@ -195,9 +202,10 @@ def open_run(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
         return RunFolder(output, RunProgress(now, call, {}, [], []), resumed=False)
     if mode == "new":
         raise ValueError(
-            f"{output.name} was started {progress.begun} and is not finished: {len(progress.done)} "
-            f"of {counted(progress.settings['parts'], 'part')} are done ({output.run}); --resume "
-            f"continues it, --restart discards it and starts again"
+            f"{output.name} was started {progress.begun} and is not finished: "
+            f"{len(progress.done)} of {counted(progress.settings['parts'], 'part')} "
+            f"are done ({output.run}); --resume continues it, --restart discards it "
+            "and starts again"
         )
     differences = [
         f"{name} was {_shown(progress.call.get(name))} and is {_shown(call.get(name))}"
@@ -221,13 +229,17 @@ def load_progress(output: Output) -> RunProgress | None:
     path = output.run / PROGRESS
     try:
         fields = json.loads(path.read_bytes())
-        for name in fields["files"]:  # killed between two of their new names: all are made again
+        for name in fields[
+            "files"
+        ]:  # killed between two of their new names: all are made again
             os.stat(output.run / name)
         return RunProgress(**fields)
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}; --restart starts again") from error
+        raise ValueError(
+            f"{path} is damaged: {error}; --restart starts again"
+        ) from error
 
 
 @contextmanager
@@ -245,7 +257,8 @@ def _locked(path: Path, name: str) -> Iterator[None]:
         _check_own(path)
         file = open(path / LOCK, "a+b")  # noqa: SIM115
     except FileNotFoundError:
-        raise busy from None  # another process has just finished, and removed its folders
+        # Another process has just finished, and removed its folders.
+        raise busy from None
     with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

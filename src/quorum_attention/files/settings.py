@@ -1,4 +1,5 @@
-"""What is chosen once for all parts of a call, so that a resumed run gives what one run gives."""
+"""What is chosen once for all parts of a call, so that a resumed run gives what one run
+gives."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from quorum_attention.planner.decide import Decision, usable_bytes
 
 # A kill costs about this much: heads that take less are computed together.
 _PART_SECONDS = 5.0
-# Accumulators that take more than this share of the host's free memory are put into a file.
+# Accumulators that take more than this share of the host's free memory are put into a
+# file.
 _MAX_HOST_SHARE = 0.25
 
 
@@ -72,12 +74,14 @@ def _heads_in_seconds(call: FileCall) -> int:
     return min(n_heads, n_all_heads)
 
 
-def _decide_parts(call: FileCall, parts: Sequence[CallBlock]) -> tuple[list[Decision], bool]:
+def _decide_parts(
+    call: FileCall, parts: Sequence[CallBlock]
+) -> tuple[list[Decision], bool]:
     """Decide how parts are run.
 
     Returns:
-        The decisions for parts that differ, none where there is nothing to compute; and whether
-        accumulators are put into a file.
+        The decisions for parts that differ, none where there is nothing to compute; and
+        whether accumulators are put into a file.
 
     Raises:
         BudgetError: a part cannot be run, also if others can.
@@ -97,7 +101,8 @@ def _decide_parts(call: FileCall, parts: Sequence[CallBlock]) -> tuple[list[Deci
 
 
 def _differing_parts(call: FileCall, parts: Sequence[CallBlock]) -> list[CallBlock]:
-    """Return the first part, or the first of each batch entry if a mask may tell entries apart."""
+    """Return the first part, or the first of each batch entry if a mask may tell
+    entries apart."""
     mask = call.whole_call.mask
     if mask is None or not mask.is_structured:
         return list(parts[:1])
@@ -123,18 +128,25 @@ def _fill_host_memory(call: FileCall, n_parts: int) -> bool:
 
 
 def _decide(call: FileCall, block: CallBlock, *, in_file: bool) -> Decision:
-    """Decide how a part is run. Of results only their dtype matters, and that they are given."""
+    """Decide how a part is run. Of results only their dtype matters, and that they are
+    given."""
     dtype = call.shape.state_dtype if in_file else call.out_dtype
     given_result = torch.empty(0, dtype=dtype, device="cpu")
     inputs = call.cut(call.tensors, block)
     out_dtype = None if call.backward else call.out_dtype
     with torch.no_grad():
         tensors, request, backward_inputs = request_of_block(
-            call.whole_call, block, inputs, call.options, BlockResults(out_dtype=out_dtype)
+            call.whole_call,
+            block,
+            inputs,
+            call.options,
+            BlockResults(out_dtype=out_dtype),
         )
         if backward_inputs is not None:
             grads = (given_result, given_result, given_result)
-            return decide_backward(tensors, request, backward_inputs._replace(grads=grads))
+            return decide_backward(
+                tensors, request, backward_inputs._replace(grads=grads)
+            )
         lse = given_result if lse_given(call, in_file=in_file) else None
         request = replace(request, out=given_result, out_dtype=dtype, lse=lse)
         return decide_forward(tensors, request)

@@ -1,8 +1,9 @@
 """FlexAttention's function taken over: for a block, ``patched_flex_attention``.
 
-The name ``torch.nn.attention.flex_attention.flex_attention`` gets another function while a block is
-open, and so does each module that imported the function by name. That function looks at the
-settings where it is called, so threads without them get torch's own.
+The name ``torch.nn.attention.flex_attention.flex_attention`` gets another function
+while a block is open, and so does each module that imported the function by name. That
+function looks at the settings where it is called, so threads without them get torch's
+own.
 """
 
 from __future__ import annotations
@@ -23,31 +24,36 @@ if TYPE_CHECKING:
 class patched_flex_attention(using):  # noqa: N801 (used as a function is, as torch.no_grad)
     """``attention`` in place of FlexAttention's function within a ``with`` block.
 
-    It is ``using`` with the patch: the options hold for ``attention`` too, inner blocks win, blocks
-    may end in any order, and threads that begin inside do not have it. ``torch.compile`` of the
-    function inside the block runs ``attention`` outside the compiled graph; a function that was
-    compiled before keeps torch's own, and ``fullgraph=True`` raises.
+    It is ``using`` with the patch: the options hold for ``attention`` too, inner blocks
+    win, blocks may end in any order, and threads that begin inside do not have it.
+    ``torch.compile`` of the function inside the block runs ``attention`` outside the
+    compiled graph; a function that was compiled before keeps torch's own, and
+    ``fullgraph=True`` raises.
 
-    torch's own function still computes calls of one query or of fewer tokens than ``min_tokens``,
-    of tensors that are not plain (subclasses, nested, on other devices), with a batch of keys
-    unlike that of queries, and calls that ask for the largest scores (``return_aux``).
+    torch's own function still computes calls of one query or of fewer tokens than
+    ``min_tokens``, of tensors that are not plain (subclasses, nested, on other
+    devices), with a batch of keys unlike that of queries, and calls that ask for the
+    largest scores (``return_aux``).
 
     Args:
-        min_tokens: calls with fewer go to torch's own; the longer of queries and keys counts.
+        min_tokens: calls with fewer go to torch's own; the longer of queries and keys
+            counts.
         enabled: False leaves all calls inside to torch's own.
 
     Other arguments, and errors, as in ``using``. ``kernel`` holds for calls without a
     ``score_mod``.
 
     Raises:
-        NotImplementedError: in a call whose ``score_mod`` reads a tensor that requires a gradient:
-            such a tensor gets none.
+        NotImplementedError: in a call whose ``score_mod`` reads a tensor that requires
+            a gradient: such a tensor gets none.
 
     Examples:
         >>> from torch.nn.attention import flex_attention as flex
         >>> q = torch.randn(1, 2, 300, 16)
+        >>> def alibi(score, batch, head, query, key):
+        ...     return score - (query - key).abs()
         >>> with qa.patched_flex_attention(min_tokens=100, budget="16 MiB"):
-        ...     out = flex.flex_attention(q, q, q, lambda score, b, h, i, j: score - (i - j).abs())
+        ...     out = flex.flex_attention(q, q, q, alibi)
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """The function that stands in place of FlexAttention's, and where it is put.
 
-A ``block_mask`` becomes ``Mask(keeps=)``; a ``score_mod`` becomes a kernel of ``from_score_mod``.
+A ``block_mask`` becomes ``Mask(keeps=)``; a ``score_mod`` becomes a kernel of
+``from_score_mod``.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ _lock = Lock()
 _original: _Flex = torch_flex.flex_attention
 # How many blocks are open, in all threads.
 _n_open = 0
-# The pair test of a block mask is kept while the mask lives: blocks are found once for a function.
+# The pair test of a block mask is kept while the mask lives: blocks are found once for
+# a function.
 _pair_tests: WeakKeyDictionary[BlockMask, _PairTest] = WeakKeyDictionary()
 
 
 def count_blocks(change: int) -> None:
-    """Count a block that opens (1) or closes (-1), and have our function in place while any is
-    open."""
+    """Count a block that opens (1) or closes (-1), and have our function in place while
+    any is open."""
     global _n_open
     with _lock:
         was_open = _n_open > 0
@@ -53,7 +55,8 @@ def count_blocks(change: int) -> None:
 
 
 def _users_of(function: _Flex) -> list[ModuleType]:
-    """Return torch's module and all that imported the function by name, but this package's."""
+    """Return torch's module and all that imported the function by name, but this
+    package's."""
     modules = [
         module
         for name, module in list(sys.modules.items())
@@ -106,10 +109,13 @@ def _flex_attention(
 def _is_taken(
     query: Any, key: Any, value: Any, block_mask: BlockMask | None, return_aux: Any
 ) -> bool:
-    """Tell whether a call is ours: of plain tensors, long enough, with a mask of its lengths."""
+    """Tell whether a call is ours: of plain tensors, long enough, with a mask of its
+    lengths."""
     settings = current_settings() or {}
     min_tokens = settings.get(LEAST_TOKENS_SETTING, sys.maxsize)
-    if any(type(tensor) not in PLAIN or tensor.dim() != 4 for tensor in (query, key, value)):
+    if any(
+        type(tensor) not in PLAIN or tensor.dim() != 4 for tensor in (query, key, value)
+    ):
         return False
     n_queries = query.shape[2]
     n_keys = key.shape[2]
@@ -121,15 +127,16 @@ def _is_taken(
 
 
 def _has_lengths(block_mask: BlockMask, n_queries: int, n_keys: int) -> bool:
-    """Tell whether a mask is for these lengths. torch says of any other what is wrong with it."""
+    """Tell whether a mask is for these lengths. torch says of any other what is wrong
+    with it."""
     return tuple(block_mask.shape[-2:]) == (n_queries, n_keys)
 
 
 def _pair_test_of(block_mask: BlockMask) -> _PairTest:
     """Return the function of a pair (batch, head, query, key) that a mask keeps.
 
-    A mask lists full blocks, which it keeps whole, and partial ones, of which it keeps what its
-    ``mask_mod`` says. Nothing else is kept, whatever ``mask_mod`` says.
+    A mask lists full blocks, which it keeps whole, and partial ones, of which it keeps
+    what its ``mask_mod`` says. Nothing else is kept, whatever ``mask_mod`` says.
     """
     pair_test = _pair_tests.get(block_mask)
     if pair_test is not None:
@@ -138,7 +145,10 @@ def _pair_test_of(block_mask: BlockMask) -> _PairTest:
     mask_mod = block_mask.mask_mod
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
     full = torch.zeros_like(partial)
-    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+    if (
+        block_mask.full_kv_num_blocks is not None
+        and block_mask.full_kv_indices is not None
+    ):
         full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     n_batch, n_heads = partial.shape[:2]
 

@@ -1,1 +1,2 @@
-"""Where this package is plugged into others'; each is imported by name, when asked for."""
+"""Where this package is plugged into others'; each is imported by name, when asked
+for."""

@@ -1,7 +1,8 @@
 """Private names of Accelerate: its hooks around the forward of a module.
 
-``accelerate.hooks.add_hook_to_module`` puts a forward of its own into a module. That runs the hook
-``_hf_hook`` around the forward that the module had, which is kept as ``_old_forward``.
+``accelerate.hooks.add_hook_to_module`` puts a forward of its own into a module. That
+runs the hook ``_hf_hook`` around the forward that the module had, which is kept as
+``_old_forward``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def forward_in_hooks(module: torch.nn.Module) -> Any:
 
 
 def replace_forward_in_hooks(module: Any, forward: Callable[..., Any]) -> None:
-    """Let hooks run another forward. They stay around it: inputs are moved and weights are fetched
-    once."""
+    """Let hooks run another forward. They stay around it: inputs are moved and weights
+    are fetched once."""
     module._old_forward = forward
 
 

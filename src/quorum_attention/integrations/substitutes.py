@@ -1,8 +1,8 @@
 """What forwards of changed models run in place of parts of their own.
 
-A part of a model asks ``substitutes`` when it is called: the attention function, the mask function,
-and the decoder layers, attention modules and output layers whose class was changed. Nothing else is
-handed to a model behind its arguments.
+A part of a model asks ``substitutes`` when it is called: the attention function, the
+mask function, and the decoder layers, attention modules and output layers whose class
+was changed. Nothing else is handed to a model behind its arguments.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ class WholePrompt:
     padding: torch.Tensor | None = None
 
 
-class _Substitutes(threading.local):  # torch's compiler reads it; a ContextVar breaks its graphs
+class _Substitutes(
+    threading.local
+):  # torch's compiler reads it; a ContextVar breaks its graphs
     """The substitutes of this thread.
 
     Attributes:
-        attention: ``attention(call, query, key, value, attention_mask)`` -> (batch, heads, queries,
-            value_dim), which ``call`` computes of the other arguments; None: attention is computed.
+        attention: ``attention(call, query, key, value, attention_mask)`` -> (batch,
+            heads, queries, value_dim), which ``call`` computes of the other arguments;
+            None: attention is computed.
         prompt: whose masks are made; None: forwards see all their tokens.
-        labelled_call: the innermost call with labels, which puts its output layer off, or None
-            (``recipes.chunked_loss``).
+        labelled_call: the innermost call with labels, which puts its output layer off,
+            or None (``recipes.chunked_loss``).
     """
 
     attention: Callable[..., torch.Tensor] | None = None
@@ -50,9 +53,11 @@ substitutes = _Substitutes()
 
 @contextmanager
 def attention_replaced_by(function: Callable[..., Any]) -> Iterator[None]:
-    """Let layers call ``function(call, query, key, value, mask)`` in place of their attention.
+    """Let layers call ``function(call, query, key, value, mask)`` in place of their
+    attention.
 
-    ``call`` of the other arguments computes the attention: (batch, heads, queries, value_dim).
+    ``call`` of the other arguments computes the attention: (batch, heads, queries,
+    value_dim).
     """
     outside = substitutes.attention
     substitutes.attention = function

@@ -1,8 +1,8 @@
 """All private names of Transformers that this package uses.
 
-Each name stands in one function here, with what happens if a version of Transformers has it no
-longer: ``PrivateNameError`` says which name is gone and what to use instead, or a warning says what
-is not noticed any more.
+Each name stands in one function here, with what happens if a version of Transformers
+has it no longer: ``PrivateNameError`` says which name is gone and what to use instead,
+or a warning says what is not noticed any more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ class PrivateNameError(RuntimeError):
 
     def __init__(self, name: str, remedy: str) -> None:
         version = metadata.version("transformers")
-        super().__init__(f"Transformers {version} has no {name}, which this needs: {remedy}")
+        super().__init__(
+            f"Transformers {version} has no {name}, which this needs: {remedy}"
+        )
 
 
 def attention_name(config: Any) -> str | None:
-    """Return the name of the attention that a configuration asks for, or None if it names none.
+    """Return the name of the attention that a configuration asks for, or None if it
+    names none.
 
     Raises:
         PrivateNameError: configurations keep it elsewhere.
@@ -41,8 +44,8 @@ def attention_name(config: Any) -> str | None:
     if not hasattr(config, "_attn_implementation"):
         raise PrivateNameError(
             "PreTrainedConfig._attn_implementation",
-            "use model.set_attn_implementation(register()) in place of long_context and "
-            "long_prompt, or an earlier version",
+            "use model.set_attn_implementation(register()) in place of long_context "
+            "and long_prompt, or an earlier version",
         )
     name: str | None = config._attn_implementation
     return name
@@ -72,8 +75,9 @@ def recorded_outputs() -> Collection[str]:
 def _warn_of_unseen_records() -> None:
     version = metadata.version("transformers")
     warnings.warn(
-        f"Transformers {version} has no utils.output_capturing._active_collector: quorum attention "
-        "cannot notice that output_attentions=True is asked for, and returns no weights",
+        f"Transformers {version} has no utils.output_capturing._active_collector: "
+        "quorum attention cannot notice that output_attentions=True is asked for, and "
+        "returns no weights",
         stacklevel=4,
     )
 
@@ -94,7 +98,8 @@ def layer_checkpoint(layer: torch.nn.Module) -> Any:
 
 
 def set_layer_checkpoint(layer: Any, function: Callable[..., Any]) -> None:
-    """Let ``function(forward, *inputs)`` compute a layer under gradient checkpointing."""
+    """Let ``function(forward, *inputs)`` compute a layer under gradient
+    checkpointing."""
     layer_checkpoint(layer)
     layer._gradient_checkpointing_func = function
 

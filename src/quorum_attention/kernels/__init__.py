@@ -1,7 +1,8 @@
-"""Inner kernels: what computes one task, behind one protocol, and the merge of statistics.
+"""Inner kernels: what computes one task, behind one protocol, and the merge of
+statistics.
 
-The package can be called: ``quorum_attention.kernels`` is both it and the public function of that
-name, whichever was asked for first.
+The package can be called: ``quorum_attention.kernels`` is both it and the public
+function of that name, whichever was asked for first.
 """
 
 import sys
@@ -44,7 +45,8 @@ __all__ = [
 
 
 class _CallableModule(ModuleType):
-    """A module that can be called: importing it hides the public function of the same name."""
+    """A module that can be called: importing it hides the public function of the same
+    name."""
 
     def __call__(self) -> dict[str, InnerKernel]:
         """Every registered kernel by name, the preferred ones first (a copy)."""

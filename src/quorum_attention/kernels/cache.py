@@ -23,7 +23,8 @@ class Cache(Generic[_Value]):
 
     Args:
         limit: the largest sum of the sizes of the values held.
-        size: the size of one value: its bytes, or 1 (the default) to limit the number of values.
+        size: the size of one value: its bytes, or 1 (the default) to limit the number
+            of values.
     """
 
     def __init__(self, limit: int, size: Callable[[_Value], int] = _size_one) -> None:
@@ -38,13 +39,15 @@ class Cache(Generic[_Value]):
         return Cache, (self._limit, self._size)
 
     def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
-        """Return the value held under ``key``; if there is none, ``make()``, which is then held."""
+        """Return the value held under ``key``; if there is none, ``make()``, which is
+        then held."""
         with self._lock:
             value = self._values.get(key, _MISSING)
             if value is not _MISSING:
                 self._values.move_to_end(key)
                 return value  # type: ignore[return-value]
-        # Made without the lock: it may take long, and making a value twice does no harm.
+        # Made without the lock: it may take long, and making a value twice does no
+        # harm.
         new_value = make()
         self.put(key, new_value)
         return new_value
@@ -64,12 +67,14 @@ class Cache(Generic[_Value]):
 _Params = ParamSpec("_Params")
 
 
-def remembered(limit: int) -> Callable[[Callable[_Params, _Value]], Callable[_Params, _Value]]:
+def remembered(
+    limit: int,
+) -> Callable[[Callable[_Params, _Value]], Callable[_Params, _Value]]:
     """Make a decorator that caches the answers of a function about a kernel.
 
-    The function has a positional parameter ``kernel``, or ``problem`` that has a kernel. The last
-    ``limit`` answers for each kernel are held as long as the kernel lives; they must not refer to
-    it.
+    The function has a positional parameter ``kernel``, or ``problem`` that has a
+    kernel. The last ``limit`` answers for each kernel are held as long as the kernel
+    lives; they must not refer to it.
     """
 
     def decorate(function: Callable[_Params, _Value]) -> Callable[_Params, _Value]:

@@ -1,8 +1,8 @@
 """What is remembered on disk, which only saves time: small files of JSON.
 
-They say what earlier processes have measured, tried and found. They choose kernels and plans, so
-nobody else may write them: they lie in a folder of this user's alone. Where that cannot be trusted
-nothing is read or kept, and calls go on without.
+They say what earlier processes have measured, tried and found. They choose kernels and
+plans, so nobody else may write them: they lie in a folder of this user's alone. Where
+that cannot be trusted nothing is read or kept, and calls go on without.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LOG = logging.getLogger("quorum_attention")
 
 
 def cache_folder() -> Path:
-    """Return where the files are; ``QUORUM_ATTENTION_CACHE`` names another folder. It need not
-    exist.
+    """Return where the files are; ``QUORUM_ATTENTION_CACHE`` names another folder. It
+    need not exist.
 
     Raises:
         OSError: the user's home is not known, as of one without a name in a container.
@@ -33,15 +33,19 @@ def cache_folder() -> Path:
 
     named = os.environ.get("QUORUM_ATTENTION_CACHE")
     with suppress(RuntimeError):  # the home is not known; older versions say "~"
-        folder = os.path.expanduser(named or platformdirs.user_cache_dir("quorum-attention"))
+        folder = os.path.expanduser(
+            named or platformdirs.user_cache_dir("quorum-attention")
+        )
         if not folder.startswith("~"):
             return Path(folder)
-    raise OSError("this user's home is not known; QUORUM_ATTENTION_CACHE may name a folder")
+    raise OSError(
+        "this user's home is not known; QUORUM_ATTENTION_CACHE may name a folder"
+    )
 
 
 def private_folder(path: Path, *, make: bool = True) -> Path:
-    """Return ``path`` with links followed: a folder that belongs to this user, and only he may
-    write to.
+    """Return ``path`` with links followed: a folder that belongs to this user, and only
+    he may write to.
 
     Args:
         make: make it, with the permissions 0700, if it is not there.
@@ -63,15 +67,15 @@ def private_folder(path: Path, *, make: bool = True) -> Path:
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"others may write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}): look at "
-            "what is in it, then chmod 700"
+            f"others may write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}): "
+            "look at what is in it, then chmod 700"
         )
     return folder
 
 
 def load(name: str) -> Any:
-    """Return the content of the file of that name; None where there is none, or it is broken or not
-    to be trusted (the log says so, once)."""
+    """Return the content of the file of that name; None where there is none, or it is
+    broken or not to be trusted (the log says so, once)."""
     try:
         return _read(private_folder(cache_folder(), make=False) / name)
     except PermissionError as refused:
@@ -89,7 +93,8 @@ def _warn_once(refused: str) -> None:
 def store(name: str, change: Callable[[Any], object], *, durable: bool = False) -> None:
     """Replace the content of a file.
 
-    Two processes that do so at once leave a whole file, which may lack what one of them added.
+    Two processes that do so at once leave a whole file, which may lack what one of them
+    added.
 
     Args:
         change: makes the new content of the old one (None: there is none).
@@ -114,8 +119,8 @@ def refusal() -> str | None:
 
 
 def _read(path: Path) -> Any:
-    """Return the content of a file of a private folder; None where there is none, or it is
-    broken."""
+    """Return the content of a file of a private folder; None where there is none, or it
+    is broken."""
     try:
         return json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):

@@ -21,8 +21,10 @@ class BiasShape:
     """Which dimensions an attention mask spans, and in which dtype it is added.
 
     Attributes:
-        batch, heads, rows, columns: whether it spans the dimension; it broadcasts over the others.
-        wide: whether it is added in the state's dtype, because the inputs' dtype would round it.
+        batch, heads, rows, columns: whether it spans the dimension; it broadcasts over
+            the others.
+        wide: whether it is added in the state's dtype, because the inputs' dtype would
+            round it.
     """
 
     batch: bool
@@ -43,17 +45,19 @@ class CallShape:
         kv_heads: key/value heads.
         head_dim, value_dim: columns of query and key; columns of value.
         is_causal: whether keys after the query are masked.
-        needs_grad: whether a kernel is asked for gradients too; set where kernels are asked.
+        needs_grad: whether a kernel is asked for gradients too; set where kernels are
+            asked.
         bias: the shape of an additive or boolean mask.
         positive_scale: whether the scale is above 0.
-        dropout: whether probabilities are dropped; asked only of kernels with ``dropout``.
-        exact_scale: whether nothing is lost by multiplying with the scale; False for fp32 inputs
-            unless it is a power of two, and for fp16 if it is small.
+        dropout: whether probabilities are dropped; asked only of kernels with
+            ``dropout``.
+        exact_scale: whether nothing is lost by multiplying with the scale; False for
+            fp32 inputs unless it is a power of two, and for fp16 if it is small.
         batch_shape: the shape before the head dimension, () for 3-D inputs.
         n_queries, n_keys: 0 where a kernel is asked about calls of any length.
         sinks: whether rows begin with a sink.
-        columns: how many of the last columns of the value were added to carry the gradient of the
-            log-sum-exp (call/lse_columns.py).
+        columns: how many of the last columns of the value were added to carry the
+            gradient of the log-sum-exp (call/lse_columns.py).
     """
 
     device_type: str
@@ -101,7 +105,8 @@ class CallShape:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Return the dtype of statistics and gradients: fp32, or fp64 for fp64 inputs."""
+        """Return the dtype of statistics and gradients: fp32, or fp64 for fp64
+        inputs."""
         return state_dtype(self.dtype)
 
     @property
@@ -128,7 +133,8 @@ class Extent:
     Attributes:
         n_tokens: bound of the task's tokens.
         max_queries, max_keys: bounds of every rectangle.
-        direct: the kernel runs on the call's own inputs and allocates the results itself.
+        direct: the kernel runs on the call's own inputs and allocates the results
+            itself.
     """
 
     batch: int
@@ -188,12 +194,12 @@ def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states: of output, lse and gradients of inputs of ``dtype`` while they
-    accumulate, and of the lse that a call returns."""
+    """Return the dtype of states: of output, lse and gradients of inputs of ``dtype``
+    while they accumulate, and of the lse that a call returns."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_rounded(mask: torch.dtype, inputs: torch.dtype) -> bool:
-    """Whether a mask of one dtype would lose digits or range in the inputs' dtype, and keeps more
-    of them in the state's. A boolean mask loses nothing."""
+    """Whether a mask of one dtype would lose digits or range in the inputs' dtype, and
+    keeps more of them in the state's. A boolean mask loses nothing."""
     return state_dtype(inputs) != inputs and torch.promote_types(mask, inputs) != inputs

@@ -1,4 +1,5 @@
-"""Rectangles on torch's operator for CPUs; with dropout tile by tile by the reference instead."""
+"""Rectangles on torch's operator for CPUs; with dropout tile by tile by the reference
+instead."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from quorum_attention.kernels.grouped_heads import grouped_backward, grouped_for
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.odd_rows import mend_odd_rows_, mending_bytes
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
-from quorum_attention.kernels.operator_inputs import operator_refusal, with_positive_scale
+from quorum_attention.kernels.operator_inputs import (
+    operator_refusal,
+    with_positive_scale,
+)
 from quorum_attention.kernels.operator_sizes import OperatorSizes
 from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -21,14 +25,19 @@ from quorum_attention.kernels.result_layout import laid_out_like
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 _OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
-# As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
-_forward: Any = getattr(torch, _OPERATOR, None) or getattr(torch.ops.aten, _OPERATOR, None)
+# As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a
+# name there.
+_forward: Any = getattr(torch, _OPERATOR, None) or getattr(
+    torch.ops.aten, _OPERATOR, None
+)
 _backward: Any = getattr(torch.ops.aten, f"{_OPERATOR}_backward").default
 
-# The operator works on tiles of at most this many queries and keys, one tile for each thread.
+# The operator works on tiles of at most this many queries and keys, one tile for each
+# thread.
 _TILE_QUERIES = 256
 _TILE_KEYS = 512
-# Repacked tiles of keys, and repacked rows of values, are rounded up to multiples of this.
+# Repacked tiles of keys, and repacked rows of values, are rounded up to multiples of
+# this.
 _PACKED_SIDE = 64
 # Least bytes of a pass: its first call may try the kernel out (kernels/probing.py).
 _TRIAL_BYTES = 6 << 20
@@ -47,18 +56,21 @@ class CpuKernel(RectangleKernel):
     thread_per_head = True
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        """Return why this kernel cannot run such a call, in words for the user, or
+        None."""
         return operator_refusal(shape, "cpu", DTYPES)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place; with dropout by the reference."""
+        """Merge the task's kept pairs into ``state``, in place; with dropout by the
+        reference."""
         if task.dropout is None:
             super().forward(task, state)
         else:
             _WITH_DROPOUT.forward(task, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place; with dropout by the reference."""
+        """Add the task's gradients into ``grads``, in place; with dropout by the
+        reference."""
         if task.dropout is None:
             super().backward(task, grads)
         else:
@@ -69,8 +81,8 @@ class CpuKernel(RectangleKernel):
         return True
 
     def whole_forward(self, call: Call) -> OutLse:
-        """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that are not
-        finite."""
+        """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that
+        are not finite."""
         if call.dropout is not None:
             return _WITH_DROPOUT.whole_forward(call)
         if call.query.shape[1] != call.key.shape[1]:
@@ -126,10 +138,15 @@ class CpuKernel(RectangleKernel):
         )
         if head_dim == value_dim:
             return grad_query, grad_key, grad_value
-        return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
+        return (
+            grad_query[..., :head_dim],
+            grad_key[..., :head_dim],
+            grad_value[..., :value_dim],
+        )
 
     def backward_parts(self, batch_and_heads: int) -> int:
-        """Return as many runs of rows as keep all threads busy: each works on whole runs."""
+        """Return as many runs of rows as keep all threads busy: each works on whole
+        runs."""
         threads = torch.get_num_threads()
         lanes = max(1, batch_and_heads)
         parts = ceil_div(threads, lanes)
@@ -150,9 +167,11 @@ class CpuKernel(RectangleKernel):
             # A copy of the output that lies as the query does.
             inside += sizes.rows * shape.value_dim * sizes.itemsize
         if sizes.group > 1:
-            # Copies of the queries by group, and of the results in the order of the heads.
+            # Copies of the queries by group, and of the results in the order of the
+            # heads.
             inside += sizes.rows * (2 * width * sizes.itemsize + sizes.state_itemsize)
-        # Weights of the rows; or what finds odd rows, and mends them, one head after the other.
+        # Weights of the rows; or what finds odd rows, and mends them, one head after
+        # the other.
         lse_bytes = sizes.rows * sizes.state_itemsize
         weights = min(MERGE_WORKSPACE_BYTES, 3 * lse_bytes + 2 * sizes.rows)
         merging = max(weights, lse_bytes)
@@ -172,12 +191,14 @@ class CpuKernel(RectangleKernel):
         part_key_rows = parts * sizes.key_rows
         gradients = (sizes.rows + 2 * part_key_rows) * row_bytes
         if sizes.group > 1:
-            # Key gradients of every query head before they are summed; copies of the rows by
-            # group, and of the results in the order of the heads.
+            # Key gradients of every query head before they are summed; copies of the
+            # rows by group, and of the results in the order of the heads.
             gradients += 2 * sizes.expanded_key_rows * row_bytes
             gradients += sizes.rows * (4 * row_bytes + 2 * sizes.state_itemsize)
         inside = torch.get_num_threads() * _backward_tile_bytes(sizes)
-        inside += sizes.rows * row_bytes  # the operator copies a grad_out that is not token-major
+        inside += (
+            sizes.rows * row_bytes
+        )  # the operator copies a grad_out that is not token-major
         inside += _padded_bytes(sizes, n_outputs=2)
         most_rows = max(sizes.rows, part_key_rows)
         adding = _widened_bytes(sizes, most_rows * width)
@@ -186,19 +207,25 @@ class CpuKernel(RectangleKernel):
 
 
 def _inputs_of_one_width(call: Call) -> Three:
-    """Return query, key and value, the narrower ones padded to the width of the others."""
+    """Return query, key and value, the narrower ones padded to the width of the
+    others."""
     query, key, value = call.inputs
     head_dim = query.shape[-1]
     value_dim = value.shape[-1]
     if head_dim == value_dim:
         return query, key, value
     width = max(head_dim, value_dim)
-    return pad_last(query, width), _pad_last_once(key, width), _pad_last_once(value, width)
+    return (
+        pad_last(query, width),
+        _pad_last_once(key, width),
+        _pad_last_once(value, width),
+    )
 
 
 def _pad_last_once(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``tensor`` (b, h, n, d) with zero columns up to ``width``. Heads that are one and the
-    same by a stride of 0 are padded once, and are one and the same again."""
+    """Return ``tensor`` (b, h, n, d) with zero columns up to ``width``. Heads that are
+    one and the same by a stride of 0 are padded once, and are one and the same
+    again."""
     heads = tensor.shape[1]
     if heads < 2 or tensor.stride(1) != 0:
         return pad_last(tensor, width)
@@ -213,7 +240,9 @@ def _busy_share(tasks: int, threads: int) -> float:
 
 def _sizes(shape: CallShape, extent: Extent) -> OperatorSizes:
     splits_scale = shape.dtype == torch.float32 and not shape.exact_scale
-    return OperatorSizes(shape, extent, grouped=extent.direct, splits_scale=splits_scale)
+    return OperatorSizes(
+        shape, extent, grouped=extent.direct, splits_scale=splits_scale
+    )
 
 
 def _forward_tile_bytes(sizes: OperatorSizes) -> int:
@@ -236,16 +265,16 @@ def _backward_tile_bytes(sizes: OperatorSizes) -> int:
     width = sizes.shape.width
     nbytes = queries * (2 * keys + 1) * sizes.state_itemsize
     if sizes.itemsize == 2:
-        # Probabilities and their gradients once more in 16 bits, and the reordered operands of a
-        # matrix product.
+        # Probabilities and their gradients once more in 16 bits, and the reordered
+        # operands of a matrix product.
         nbytes += 4 * queries * keys * 2
         nbytes += (queries + keys) * width * 8
     return nbytes
 
 
 def _repacked_bytes(sizes: OperatorSizes) -> int:
-    """Return the bytes of all keys and values of 16 bits that a forward may repack for the matrix
-    units, once for each head of its call (kernels/grouped_heads.py)."""
+    """Return the bytes of all keys and values of 16 bits that a forward may repack for
+    the matrix units, once for each head of its call (kernels/grouped_heads.py)."""
     if sizes.itemsize != 2 or "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return 0
     shape = sizes.shape
@@ -257,7 +286,8 @@ def _repacked_bytes(sizes: OperatorSizes) -> int:
 
 
 def _padded_bytes(sizes: OperatorSizes, n_outputs: int) -> int:
-    """Return the bytes of inputs, and of so many outputs, that are padded to one width."""
+    """Return the bytes of inputs, and of so many outputs, that are padded to one
+    width."""
     shape = sizes.shape
     width = shape.width
     rows = 0

@@ -28,34 +28,42 @@ _TILE_ROWS = 128
 _WIDEST_FORWARD = 512
 _WIDEST_BACKWARD = 256
 _FP32_BYTES = 4
-# Bytes that cuDNN allocates internally, independent of the shape (measured, with a margin).
+# Bytes that cuDNN allocates internally, independent of the shape (measured, with a
+# margin).
 _INTERNAL_BYTES = 4 * 1024 * 1024
-# With very few queries or keys its backward returns wrong results or crashes the process (seen with
-# cuDNN 9.19 at lengths of 1 to 7): shorter rectangles are padded to this length.
+# With very few queries or keys its backward returns wrong results or crashes the
+# process (seen with cuDNN 9.19 at lengths of 1 to 7): shorter rectangles are padded to
+# this length.
 _SHORTEST = 64
-# Its backward works on tiles of this many keys and masks the keys past the end. It does not mask
-# them if all real keys lie in the first half of a single tile: the keys past the end then have a
-# score of 0, and if 0 is far above a row's lse, the row's gradient becomes NaN (seen with 9.19 on
-# 1 to 64 keys, in bf16 below an lse of -88, in fp16 below -11). So few keys are padded to a tile.
+# Its backward works on tiles of this many keys and masks the keys past the end. It does
+# not mask them if all real keys lie in the first half of a single tile: the keys past
+# the end then have a score of 0, and if 0 is far above a row's lse, the row's gradient
+# becomes NaN (seen with 9.19 on 1 to 64 keys, in bf16 below an lse of -88, in fp16
+# below -11). So few keys are padded to a tile.
 _WHOLE_TILE = 128
-# Query rows for each multiprocessor, all heads together, that keep the whole device busy.
+# Query rows for each multiprocessor, all heads together, that keep the whole device
+# busy.
 _FILLING_ROWS = 1024
 
 
 class CudnnKernel(RectangleKernel):
-    """cuDNN's fused attention: 16-bit inputs; takes grouped heads and broadcast masks directly."""
+    """cuDNN's fused attention: 16-bit inputs; takes grouped heads and broadcast masks
+    directly."""
 
     name = "cudnn"
     lowest_score = BASE_TWO_LOWEST
     grouped = True
     row_unit = _TILE_ROWS
     forward_limits = CallLimits(entries=GRID_BLOCKS, heads=GRID_BLOCKS)
-    # Beyond these elements of out and grad_out the gradients of query and key were wrong, without
-    # an error: by 15 to 70 per cent in the last heads.
-    backward_limits = CallLimits(entries=GRID_BLOCKS, heads=GRID_BLOCKS, query_elements=INT32)
+    # Beyond these elements of out and grad_out the gradients of query and key were
+    # wrong, without an error: by 15 to 70 per cent in the last heads.
+    backward_limits = CallLimits(
+        entries=GRID_BLOCKS, heads=GRID_BLOCKS, query_elements=INT32
+    )
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        """Return why this kernel cannot run such a call, in words for the user, or
+        None."""
         widest = _WIDEST_BACKWARD if shape.needs_grad else _WIDEST_FORWARD
         reason = operator_refusal(shape, "cuda", HALF_DTYPES, widest)
         if reason is not None:
@@ -94,8 +102,8 @@ class CudnnKernel(RectangleKernel):
         lse = repeat_last(saved.lse, least_rows, -1).contiguous()
         lse_dims, seed_dtype = _forward_template(query.device)
         seed = torch.zeros((), dtype=seed_dtype, device=query.device)
-        # torch caches cuDNN's plans by the strides of query, key and value alone. A plan made for
-        # other strides of grad_out and out would read the wrong elements.
+        # torch caches cuDNN's plans by the strides of query, key and value alone. A
+        # plan made for other strides of grad_out and out would read the wrong elements.
         gradients: Three = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             in_layout_of(grad_out, query),
             query,
@@ -115,15 +123,23 @@ class CudnnKernel(RectangleKernel):
             scale=call.scale,
         )
         grad_query, grad_key, grad_value = gradients
-        return grad_query[:, :, :n_rows], grad_key[:, :, :n_keys], grad_value[:, :, :n_keys]
+        return (
+            grad_query[:, :, :n_rows],
+            grad_key[:, :, :n_keys],
+            grad_value[:, :, :n_keys],
+        )
 
-    def preferred_sizes(self, task: TaskTensors, r: Rectangle, backward: bool) -> tuple[int, int]:
-        """Return sizes of pieces whose inner loop stays within the L2 cache (docs/kernels.md).
+    def preferred_sizes(
+        self, task: TaskTensors, r: Rectangle, backward: bool
+    ) -> tuple[int, int]:
+        """Return sizes of pieces whose inner loop stays within the L2 cache
+        (docs/kernels.md).
 
-        The forward walks all keys for every tile of queries, the backward all queries for every
-        tile of keys: if that is more than a third of the cache, the rate falls by 5 to 8 %. A
-        rectangle is cut only if its other side alone fills the device, because each piece has a
-        start and an end at which the device is partly idle.
+        The forward walks all keys for every tile of queries, the backward all queries
+        for every tile of keys: if that is more than a third of the cache, the rate
+        falls by 5 to 8 %. A rectangle is cut only if its other side alone fills the
+        device, because each piece has a start and an end at which the device is partly
+        idle.
         """
         query = task.query
         batch, query_heads, _, head_dim = query.shape
@@ -158,23 +174,26 @@ class CudnnKernel(RectangleKernel):
         inside += _lengthened_bytes(sizes, extent, _WHOLE_TILE, backward=True)
         # Copies of out and grad_out.
         inside += 2 * sizes.rows * shape.value_dim * sizes.itemsize
-        # The gradient of queries is summed in fp32 over padded rows, beside delta and a copy of
-        # lse.
+        # The gradient of queries is summed in fp32 over padded rows, beside delta and a
+        # copy of lse.
         padded_rows = sizes.lanes * round_up(sizes.extent.max_queries, _TILE_ROWS)
         inside += padded_rows * (round_up(shape.head_dim, 32) + 2) * _FP32_BYTES
         if sizes.group > 1:
-            # The gradients of grouped keys and values are first computed for every query head.
+            # The gradients of grouped keys and values are first computed for every
+            # query head.
             widths = shape.head_dim + shape.value_dim
             inside += sizes.expanded_key_rows * widths * sizes.itemsize
         return sizes.backward_bytes(inside)
 
 
-def _lengthened_bytes(sizes: OperatorSizes, extent: Extent, length: int, *, backward: bool) -> int:
-    """Return the bytes of copies of rows and of a bias that are made ``length`` long because they
-    are shorter.
+def _lengthened_bytes(
+    sizes: OperatorSizes, extent: Extent, length: int, *, backward: bool
+) -> int:
+    """Return the bytes of copies of rows and of a bias that are made ``length`` long
+    because they are shorter.
 
-    The rows of a large extent may be short as well. They take less than its longest ones, unless
-    these are hardly longer than ``length``.
+    The rows of a large extent may be short as well. They take less than its longest
+    ones, unless these are hardly longer than ``length``.
 
     Args:
         sizes: of the longest call, in which all rows have at least ``length`` tokens.
@@ -201,18 +220,29 @@ def _lengthened_bytes(sizes: OperatorSizes, extent: Extent, length: int, *, back
 def _padded_inputs(
     call: Call, least_rows: int, least_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return query, key and value with at least so many rows, and the bias as cuDNN needs it."""
+    """Return query, key and value with at least so many rows, and the bias as cuDNN
+    needs it."""
     bias = bias_for_padding(
-        call.bias, call.query, call.key.shape[2], (least_rows, least_keys), call.is_causal
+        call.bias,
+        call.query,
+        call.key.shape[2],
+        (least_rows, least_keys),
+        call.is_causal,
     )
     key = repeat_last(call.key, least_keys)
     if bias is not None:
         bias = aligned_bias(bias, key.shape[2])
-    return repeat_last(call.query, least_rows), key, pad_rows(call.value, least_keys), bias
+    return (
+        repeat_last(call.query, least_rows),
+        key,
+        pad_rows(call.value, least_keys),
+        bias,
+    )
 
 
 def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:
-    """Return the least numbers of queries and keys to which a backward's rectangle is padded."""
+    """Return the least numbers of queries and keys to which a backward's rectangle is
+    padded."""
     if keys > _SHORTEST:
         return _SHORTEST, keys
     # A causal rectangle is a square and has to stay one.
@@ -225,7 +255,8 @@ def _whole_tiles(rows: int) -> int:
 
 @functools.cache
 def _forward_template(device: torch.device) -> tuple[int, torch.dtype]:
-    """Return how many dimensions cuDNN's lse has in this torch, and the dtype of the random state.
+    """Return how many dimensions cuDNN's lse has in this torch, and the dtype of the
+    random state.
 
     Both changed between releases, and the backward requires what the forward returned.
     """

@@ -9,18 +9,20 @@ import torch
 from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
 
 BASE_TWO_LOWEST = torch.finfo(torch.float32).min * math.log(2.0)
-"""Kernels that compute exponentials to base 2 in fp32 treat this score, and lower ones, as -inf.
-Masks in bf16 and fp32 that hold their dtype's lowest number instead of -inf reach it."""
+"""Kernels that compute exponentials to base 2 in fp32 treat this score, and lower ones,
+as -inf. Masks in bf16 and fp32 that hold their dtype's lowest number instead of -inf
+reach it."""
 
 
 def dead_rows(
     bias: torch.Tensor, n_rows: int, causal: bool, lowest: float = -math.inf
 ) -> torch.Tensor:
-    """Return the rows that ``bias`` (together with the causal mask, if any) leaves no key.
+    """Return the rows that ``bias`` (together with the causal mask, if any) leaves no
+    key.
 
     Args:
-        bias: additive mask (b or 1, h or 1, n_rows or 1, n_keys or 1), at least one key; -inf
-            masks a pair.
+        bias: additive mask (b or 1, h or 1, n_rows or 1, n_keys or 1), at least one
+            key; -inf masks a pair.
         n_rows: query rows of the rectangle.
         causal: the rectangle is a causal square.
         lowest: a value this low or lower masks a pair as well.
@@ -29,14 +31,15 @@ def dead_rows(
         bool tensor broadcastable to (b, h, n_rows), True where a row has no key.
     """
     if not causal:
-        # NaN is not -inf: a row whose mask holds NaN is not dead, and its result is NaN.
+        # NaN is not -inf: a row whose mask holds NaN is not dead, and its result is
+        # NaN.
         return bias.amax(dim=-1) <= lowest
     return _first_keys(bias, lowest) > torch.arange(n_rows, device=bias.device)
 
 
 def dead_rows_bytes(batch: int, heads: int, rows: int, keys: int, causal: bool) -> int:
-    """Return an upper bound of the bytes that ``dead_rows`` takes, result and temporaries, for
-    fp64."""
+    """Return an upper bound of the bytes that ``dead_rows`` takes, result and
+    temporaries, for fp64."""
     result = batch * heads * rows * 9
     if not causal:
         return result
@@ -45,11 +48,13 @@ def dead_rows_bytes(batch: int, heads: int, rows: int, keys: int, causal: bool) 
 
 
 def _first_keys(bias: torch.Tensor, lowest: float) -> torch.Tensor:
-    """Return the index of the first key each row keeps, int64 (b, h, rows); the largest int64 if
-    there is none."""
+    """Return the index of the first key each row keeps, int64 (b, h, rows); the largest
+    int64 if there is none."""
     batch, heads, rows, keys = bias.shape
     no_key = torch.iinfo(torch.int64).max
-    first_keys = torch.empty((batch, heads, rows), dtype=torch.int64, device=bias.device)
+    first_keys = torch.empty(
+        (batch, heads, rows), dtype=torch.int64, device=bias.device
+    )
     for block in row_blocks(batch, heads, rows, keys):
         is_masked = bias[block] <= lowest
         is_kept = is_masked.logical_not_()

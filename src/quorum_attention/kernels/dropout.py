@@ -1,20 +1,24 @@
 """Dropout as a function of a seed and of the global position of a pair.
 
-Every pair of a query and a key has a word of 32 random bits, and its probability is dropped where
-the word is below ``p * 2**32``. The word does not depend on how a call is cut, on the kernel, nor
-on the order of anything: for the query at position i and the key at position j of the whole
-sequence, in query head h of batch entry b (batch dimensions flattened), it is word ``j mod 4`` of
+Every pair of a query and a key has a word of 32 random bits, and its probability is
+dropped where the word is below ``p * 2**32``. The word does not depend on how a call is
+cut, on the kernel, nor on the order of anything: for the query at position i and the
+key at position j of the whole sequence, in query head h of batch entry b (batch
+dimensions flattened), it is word ``j mod 4`` of
 
-    Philox4x32-7, counter (j // 4, i, h, b), key (lower half of the seed, upper half of the seed)
+    Philox4x32-7, counter (j // 4, i, h, b), key (lower half of the seed, upper half of
+    the seed)
 
-(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: seven rounds pass every test
-of TestU01's BigCrush). So four neighbouring keys share one evaluation.
-The same is written for Triton in ``native/dropout_triton.py``: both change together.
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: seven rounds pass
+every test of TestU01's BigCrush). So four neighbouring keys share one evaluation. The
+same is written for Triton in ``native/dropout_triton.py``: both change together.
 
-As in torch, the softmax is taken first. Then dropped probabilities are 0 and the others are divided
-by ``1 - p``; the log-sum-exp knows nothing of it, so parts of a row are merged as always:
+As in torch, the softmax is taken first. Then dropped probabilities are 0 and the others
+are divided by ``1 - p``; the log-sum-exp knows nothing of it, so parts of a row are
+merged as always:
 
-    out = Z P V,   dV = (Z P)^T dO,   dS = P (Z (dO V^T) - delta),   delta = rowsum(dO * out)
+    out = Z P V,   dV = (Z P)^T dO,
+    dS = P (Z (dO V^T) - delta),   delta = rowsum(dO * out)
 
 where Z is 0 for dropped pairs and ``1 / (1 - p)`` for all others.
 """
@@ -49,8 +53,8 @@ class Dropout:
     Attributes:
         p: the chance of a probability to be dropped, from 0 to 1.
         seed: from 0 to ``LARGEST_SEED``.
-        first_head, first_entry: numbers, in the whole call, of the first query head and of the
-            first batch entry at hand; others follow.
+        first_head, first_entry: numbers, in the whole call, of the first query head and
+            of the first batch entry at hand; others follow.
     """
 
     p: float
@@ -60,7 +64,8 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """Words below it are dropped. (With p = 1 the one word that is not counts nothing.)"""
+        """Words below it are dropped. (With p = 1 the one word that is not counts
+        nothing.)"""
         return min(_BITS, round(self.p * 2**32))
 
     @property
@@ -69,17 +74,24 @@ class Dropout:
         return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
 
     def at(self, head: int, entry: int) -> Dropout:
-        """Return the dropout from a query head and a batch entry on, numbered among those at
-        hand."""
+        """Return the dropout from a query head and a batch entry on, numbered among
+        those at hand."""
         return replace(
-            self, first_head=self.first_head + head, first_entry=self.first_entry + entry
+            self,
+            first_head=self.first_head + head,
+            first_entry=self.first_entry + entry,
         )
 
 
 def dropped(
-    dropout: Dropout, batch: int, heads: int, queries: torch.Tensor, keys: Sequence[Rows]
+    dropout: Dropout,
+    batch: int,
+    heads: int,
+    queries: torch.Tensor,
+    keys: Sequence[Rows],
 ) -> torch.Tensor:
-    """Return which probabilities are dropped: (batch, heads, queries, keys), True where they are.
+    """Return which probabilities are dropped: (batch, heads, queries, keys), True where
+    they are.
 
     Args:
         queries: (queries,) int64, global positions, on the device of the result.
@@ -98,7 +110,8 @@ def dropped(
 
 
 def dropped_bytes(batch: int, heads: int, n_queries: int, n_keys: int) -> int:
-    """Return an upper bound of the bytes that ``dropped`` takes, its result included."""
+    """Return an upper bound of the bytes that ``dropped`` takes, its result
+    included."""
     rows = batch * heads * n_queries
     row_words = _GROUP_BYTES * (n_keys // _GROUP + 2)
     words = min(rows * row_words, max(BLOCK_BYTES, row_words))
@@ -143,8 +156,8 @@ def _fill_dropped_(
 
 
 def philox(counter: tuple[torch.Tensor, ...], seed: int) -> tuple[torch.Tensor, ...]:
-    """Return the four words of Philox4x32-7, int64 from 0 to 2**32 - 1, in the counters' common
-    shape.
+    """Return the four words of Philox4x32-7, int64 from 0 to 2**32 - 1, in the
+    counters' common shape.
 
     Args:
         counter: four tensors of words, int64; they are broadcast as late as can be.
@@ -154,12 +167,14 @@ def philox(counter: tuple[torch.Tensor, ...], seed: int) -> tuple[torch.Tensor, 
     low_key = seed & _BITS
     high_key = seed >> 32
     for _ in range(ROUNDS):
-        # A product of two words fits 64 bits; as a negative number where its highest bit is set.
+        # A product of two words fits 64 bits; as a negative number where its highest
+        # bit is set.
         product0 = c0 * FACTORS[0]
         product2 = c2 * FACTORS[1]
         c0 = ((product2 >> 32) ^ c1 ^ low_key).bitwise_and_(_BITS)
         c2 = ((product0 >> 32) ^ c3 ^ high_key).bitwise_and_(_BITS)
-        # The upper half of these is left as it is, because it goes no further than the lines above.
+        # The upper half of these is left as it is, because it goes no further than the
+        # lines above.
         c1 = product2
         c3 = product0
         low_key = (low_key + KEY_STEPS[0]) & _BITS

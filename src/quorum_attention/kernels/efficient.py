@@ -15,7 +15,11 @@ from quorum_attention.kernels.operator_inputs import (
     small_scale_refusal,
     with_positive_scale,
 )
-from quorum_attention.kernels.operator_layout import aligned_bias, token_major, zero_unit_strides
+from quorum_attention.kernels.operator_layout import (
+    aligned_bias,
+    token_major,
+    zero_unit_strides,
+)
 from quorum_attention.kernels.operator_sizes import OperatorSizes
 from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -27,14 +31,16 @@ _FP32_BYTES = 4
 
 
 class EfficientKernel(RectangleKernel):
-    """torch's memory-efficient attention: 16-bit and fp32 inputs, masks, any head dimension.
+    """torch's memory-efficient attention: 16-bit and fp32 inputs, masks, any head
+    dimension.
 
     Head dimensions that are not a multiple of 16 bytes are padded with zero columns.
     """
 
     name = "efficient"
     lowest_score = BASE_TWO_LOWEST
-    # Before mid-2026 it returned wrong results, without an error, for masks longer than 65,536.
+    # Before mid-2026 it returned wrong results, without an error, for masks longer than
+    # 65,536.
     masked_limit: int = 32_768
     row_unit = _LSE_ROWS
     # Beyond these elements of an entry it read and wrote outside its memory.
@@ -43,7 +49,8 @@ class EfficientKernel(RectangleKernel):
     )
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        """Return why this kernel cannot run such a call, in words for the user, or
+        None."""
         reason = operator_refusal(shape, "cuda", (*HALF_DTYPES, torch.float32))
         return reason or small_scale_refusal(shape)
 
@@ -66,14 +73,20 @@ class EfficientKernel(RectangleKernel):
         return grad_query, grad_key, grad_value
 
     def gives_bias_gradient(self, shape: CallShape) -> bool:
-        """See ``Kernel.gives_bias_gradient``. The gradient of a bias is in the inputs' dtype: in
-        fp16 it might overflow, and fp32 products may be rounded."""
-        return shape.dtype == torch.bfloat16 and not shape.is_causal and not self.is_cut(shape)
+        """See ``Kernel.gives_bias_gradient``. The gradient of a bias is in the inputs'
+        dtype: in fp16 it might overflow, and fp32 products may be rounded."""
+        return (
+            shape.dtype == torch.bfloat16
+            and not shape.is_causal
+            and not self.is_cut(shape)
+        )
 
     def whole_backward_with_bias(self, call: Call, saved: Saved) -> Four:
         """See ``Kernel.whole_backward_with_bias``."""
         scaled_call, query_factor = with_positive_scale(call)
-        grad_query, grad_key, grad_value, grad_bias = _gradients(scaled_call, saved, of_bias=True)
+        grad_query, grad_key, grad_value, grad_bias = _gradients(
+            scaled_call, saved, of_bias=True
+        )
         if query_factor != 1:
             grad_query.mul_(query_factor)
         return grad_query, grad_key, grad_value, grad_bias
@@ -89,7 +102,9 @@ class EfficientKernel(RectangleKernel):
         value_dim = _padded_dim(shape.value_dim, sizes.itemsize)
         inside = _input_copies_bytes(sizes)
         if sizes.itemsize == 2 and value_dim > 64:
-            inside += sizes.rows * value_dim * _FP32_BYTES  # the output is summed in fp32
+            inside += (
+                sizes.rows * value_dim * _FP32_BYTES
+            )  # the output is summed in fp32
         inside += sizes.lanes * _LSE_ROWS * _FP32_BYTES
         return sizes.forward_bytes(value_dim, inside)
 
@@ -106,13 +121,17 @@ class EfficientKernel(RectangleKernel):
         if value_dim != shape.value_dim:
             inside += outputs  # padded
         inside += outputs  # token-major
-        inside += sizes.lanes * round_up(sizes.extent.max_queries, _LSE_ROWS) * 8  # lse, padded
+        inside += (
+            sizes.lanes * round_up(sizes.extent.max_queries, _LSE_ROWS) * 8
+        )  # lse, padded
         if sizes.itemsize == _FP32_BYTES:
             inside += sizes.rows * (value_dim + 2) * _FP32_BYTES  # delta, out of place
         inside += self._fp32_sums_bytes(sizes, head_dim, value_dim)
         return sizes.backward_bytes(inside, gradients)
 
-    def _fp32_sums_bytes(self, sizes: OperatorSizes, head_dim: int, value_dim: int) -> int:
+    def _fp32_sums_bytes(
+        self, sizes: OperatorSizes, head_dim: int, value_dim: int
+    ) -> int:
         """Return the bytes of gradients that are summed in fp32."""
         queries = sizes.extent.max_queries
         keys = sizes.extent.max_keys
@@ -120,8 +139,8 @@ class EfficientKernel(RectangleKernel):
         # The gradient of queries, of all query tiles.
         numbers = round_up(queries, _TILE_ROWS) * round_up(head_dim, 128)
         if sizes.itemsize == 2 and max(head_dim, value_dim) > 128:
-            # The gradients of key and value are too wide for registers: a copy for each split of
-            # the keys.
+            # The gradients of key and value are too wide for registers: a copy for each
+            # split of the keys.
             splits = max(1, min(ceil_div(keys, 64), 200 // lanes))
             if torch.are_deterministic_algorithms_enabled():
                 splits = 1
@@ -147,8 +166,8 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _readable_inputs(call: Call) -> Three:
-    """Return query, key and value as the operator reads them: its offsets of heads, and of keys
-    within an entry, have 32 bits."""
+    """Return query, key and value as the operator reads them: its offsets of heads, and
+    of keys within an entry, have 32 bits."""
     query = call.query
     last_head = query.shape[1] - 1
     if last_head * query.stride(1) > INT32:
@@ -161,7 +180,8 @@ def _readable_inputs(call: Call) -> Three:
 
 
 def _near(rows: torch.Tensor) -> torch.Tensor:
-    """Return ``rows``, or a copy in one piece where offsets within an entry do not fit 32 bits."""
+    """Return ``rows``, or a copy in one piece where offsets within an entry do not fit
+    32 bits."""
     _, heads, n_rows, _ = rows.shape
     _, head_step, row_step, _ = rows.stride()
     offset = (heads - 1) * head_step
@@ -178,8 +198,8 @@ def _expanded_bias(call: Call) -> torch.Tensor | None:
 
 
 def _padded_lse(lse: torch.Tensor) -> torch.Tensor:
-    """Return lse with rows past the end as the operator's forward has them: +inf, because
-    exp(s - inf) = 0."""
+    """Return lse with rows past the end as the operator's forward has them: +inf,
+    because exp(s - inf) = 0."""
     missing = -lse.shape[-1] % _LSE_ROWS
     if missing == 0:
         return lse.contiguous()
@@ -193,7 +213,8 @@ def _input_copies_bytes(sizes: OperatorSizes) -> int:
     value_dim = _padded_dim(shape.value_dim, sizes.itemsize)
     numbers = 0
     if sizes.is_cut:
-        # Heads of a call that was cut may lie side by side in rows as far apart as before.
+        # Heads of a call that was cut may lie side by side in rows as far apart as
+        # before.
         numbers += sizes.rows * shape.head_dim
         numbers += sizes.key_rows * (shape.head_dim + shape.value_dim)
     if head_dim != shape.head_dim:
@@ -204,7 +225,8 @@ def _input_copies_bytes(sizes: OperatorSizes) -> int:
 
 
 def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> Four:
-    """Return the operator's gradients of query, key, value and, if wanted, of the bias."""
+    """Return the operator's gradients of query, key, value and, if wanted, of the
+    bias."""
     query = call.query
     head_dim = query.shape[-1]
     value_dim = call.value.shape[-1]
@@ -217,7 +239,8 @@ def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> Four:
         _readable(saved.grad_out),
         *_readable_inputs(call),
         _expanded_bias(call),
-        # Delta is computed with a row stride of heads x dimension, whatever the real one is.
+        # Delta is computed with a row stride of heads x dimension, whatever the real
+        # one is.
         token_major(_with_whole_rows(saved.out)),
         _padded_lse(saved.lse),
         seed,
@@ -237,5 +260,6 @@ def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> Four:
 
 
 def _first(result: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the first ``width`` columns of a result, without those that were padded."""
+    """Return the first ``width`` columns of a result, without those that were
+    padded."""
     return result if result.shape[-1] == width else result[..., :width]

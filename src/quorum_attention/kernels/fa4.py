@@ -1,7 +1,8 @@
-"""Rectangles on FlashAttention-4 (``flash-attn-4``, CuTe DSL), the fastest kernel on Hopper GPUs.
+"""Rectangles on FlashAttention-4 (``flash-attn-4``, CuTe DSL), the fastest kernel on
+Hopper GPUs.
 
-It is compiled on the GPU's machine, some seconds for each kind of call, and keeps what it compiled
-in a folder of this user's. Nothing of it is imported until a call wants it.
+It is compiled on the GPU's machine, some seconds for each kind of call, and keeps what
+it compiled in a folder of this user's. Nothing of it is imported until a call wants it.
 """
 
 from __future__ import annotations
@@ -33,17 +34,23 @@ _on_device = torch.cuda.device
 _PACKAGE = "flash-attn-4"
 _SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-_DSL_FOLDERS = ("CUTE_DSL_CACHE_DIR", "CUTE_EXPERIMENTAL_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
-# The largest tile of queries, and of keys, to which its backward rounds up (4.0.0b36, Hopper).
+_DSL_FOLDERS = (
+    "CUTE_DSL_CACHE_DIR",
+    "CUTE_EXPERIMENTAL_DSL_CACHE_DIR",
+    "QUACK_CACHE_DIR",
+)
+# The largest tile of queries, and of keys, to which its backward rounds up (4.0.0b36,
+# Hopper).
 _TILE = 128
 
 
 class Fa4Kernel(RectangleKernel):
-    """FlashAttention-4: 16-bit inputs; takes grouped heads, windows and soft caps directly.
+    """FlashAttention-4: 16-bit inputs; takes grouped heads, windows and soft caps
+    directly.
 
     Attributes:
-        softcap: bound of the scores, ``softcap * tanh(score / softcap)``; 0 is none. The package
-            compiles its code anew for each soft cap.
+        softcap: bound of the scores, ``softcap * tanh(score / softcap)``; 0 is none.
+            The package compiles its code anew for each soft cap.
     """
 
     name = "fa4"
@@ -71,7 +78,8 @@ class Fa4Kernel(RectangleKernel):
         return capped
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        """Return why this kernel cannot run such a call, in words for the user, or
+        None."""
         reason = operator_refusal(shape, "cuda", HALF_DTYPES, 256)
         if reason is not None:
             return reason
@@ -91,8 +99,9 @@ class Fa4Kernel(RectangleKernel):
             )
         out, lse = results[:2]
         out = out.transpose(1, 2)  # (b, h, n, dv)
-        # A row with a score of NaN or +inf has an lse of -inf, as one without keys, whose output is
-        # 0. The merge would take it for that, and a backward would make finite gradients of it.
+        # A row with a score of NaN or +inf has an lse of -inf, as one without keys,
+        # whose output is 0. The merge would take it for that, and a backward would make
+        # finite gradients of it.
         lse.masked_fill_(torch.isneginf(lse) & out[..., 0].isnan(), torch.nan)
         return out, lse
 
@@ -111,7 +120,8 @@ class Fa4Kernel(RectangleKernel):
         return grad_query, grad_key, grad_value
 
     def _options(self, call: Call) -> dict[str, Any]:
-        """Return the options that say which pairs of a rectangle are kept, and the soft cap."""
+        """Return the options that say which pairs of a rectangle are kept, and the soft
+        cap."""
         options: dict[str, Any] = {}
         if self.softcap:
             options["softcap"] = self.softcap
@@ -136,18 +146,23 @@ class Fa4Kernel(RectangleKernel):
         sizes = OperatorSizes(shape, extent, limits=self.backward_limits)
         inside = _fp32_sums_bytes(sizes)
         if extent.direct:
-            # Copies of an output and of its gradient that do not lie as its loads ask for.
+            # Copies of an output and of its gradient that do not lie as its loads ask
+            # for.
             inside += 2 * sizes.rows * shape.value_dim * sizes.itemsize
         return sizes.backward_bytes(inside)
 
 
 def _width_refusal(shape: CallShape) -> str | None:
-    """Return why the package cannot run calls of these head and value dimensions, or None."""
+    """Return why the package cannot run calls of these head and value dimensions, or
+    None."""
     head_dim = shape.head_dim
     value_dim = shape.value_dim
     is_equal = head_dim == value_dim
     if not is_equal and (head_dim, value_dim) != (192, 128):
-        return f"it takes equal head dimensions, or 192 and 128, not {head_dim} and {value_dim}"
+        return (
+            f"it takes equal head dimensions, or 192 and 128, not {head_dim} and "
+            f"{value_dim}"
+        )
     if not shape.needs_grad:
         return None
     if head_dim <= 128 and round_up(head_dim, 16) % 32:
@@ -166,7 +181,9 @@ def _machine_refusal() -> str | None:
         return None  # plans are made for a Hopper GPU where there is none
     capability = torch.cuda.get_device_capability()
     if capability[0] < 9:
-        return f"it needs compute capability 9.0 or higher, and this GPU has {capability}"
+        return (
+            f"it needs compute capability 9.0 or higher, and this GPU has {capability}"
+        )
     return None
 
 
@@ -196,14 +213,15 @@ def _by_token(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _held_bytes(size: int) -> int:
-    """Return the bytes of a tensor of ``size`` bytes, whose block the allocator may leave
-    unsplit."""
+    """Return the bytes of a tensor of ``size`` bytes, whose block the allocator may
+    leave unsplit."""
     return size + min(size, UNSPLIT_BYTES)
 
 
 @functools.cache
 def version() -> str | None:
-    """Return the version that is installed; None if there is none. Nothing is imported."""
+    """Return the version that is installed; None if there is none. Nothing is
+    imported."""
     try:
         return importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -215,7 +233,9 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     if "flash_attn.cute" not in sys.modules:
         _keep_compiled_code()
         # CuTe DSL warns of FlashAttention's own code where it compiles.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r".*(flash_attn|cutlass)")
+        warnings.filterwarnings(
+            "ignore", category=UserWarning, module=r".*(flash_attn|cutlass)"
+        )
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd
@@ -224,8 +244,8 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _keep_compiled_code() -> None:
     """Name a folder for what the package compiles, before it is imported.
 
-    A folder that the user has named stays. The package's own choice is none, and CuTe DSL's is a
-    folder that other users may write to.
+    A folder that the user has named stays. The package's own choice is none, and CuTe
+    DSL's is a folder that other users may write to.
     """
     with suppress(OSError):  # no folder to trust: it compiles in each process
         private_folder(cache_folder())

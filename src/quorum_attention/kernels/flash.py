@@ -21,7 +21,8 @@ _FP32_BYTES = 4
 
 
 class FlashKernel(RectangleKernel):
-    """torch's FlashAttention-2: 16-bit inputs, no mask; takes grouped heads directly."""
+    """torch's FlashAttention-2: 16-bit inputs, no mask; takes grouped heads
+    directly."""
 
     name = "flash"
     grouped = True
@@ -38,17 +39,22 @@ class FlashKernel(RectangleKernel):
     )
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        """Return why this kernel cannot run such a call, in words for the user, or
+        None."""
         reason = operator_refusal(shape, "cuda", HALF_DTYPES, _WIDEST)
         if reason is not None:
             return reason
         if shape.bias is not None:
             return "it takes no attention mask"
         if shape.value_dim != shape.head_dim:
-            return f"it takes equal head dimensions, not {shape.head_dim} and {shape.value_dim}"
+            return (
+                f"it takes equal head dimensions, not {shape.head_dim} and "
+                f"{shape.value_dim}"
+            )
         replacement = flash_implementation()
         if replacement is not None:
-            # Other bounds, other refusals, and gradients that may differ from run to run.
+            # Other bounds, other refusals, and gradients that may differ from run to
+            # run.
             return f"torch's flash operators have been replaced by {replacement}"
         return None
 
@@ -62,15 +68,17 @@ class FlashKernel(RectangleKernel):
             scale=call.scale,
         )
         out, lse = results[:2]
-        # The lse of a row whose sum is NaN is +inf. With that, a backward would compute 0 for all
-        # probabilities of the row that are not NaN themselves.
+        # The lse of a row whose sum is NaN is +inf. With that, a backward would compute
+        # 0 for all probabilities of the row that are not NaN themselves.
         lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
         return out, lse
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
         # The random state and its offset are read only with dropout.
-        state = torch.zeros(2, dtype=torch.int64, device=call.query.device).view(torch.uint64)
+        state = torch.zeros(2, dtype=torch.int64, device=call.query.device).view(
+            torch.uint64
+        )
         gradients: Three = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             saved.grad_out,
             *call.inputs,
@@ -91,8 +99,8 @@ class FlashKernel(RectangleKernel):
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
         sizes = OperatorSizes(shape, extent, limits=self.forward_limits)
-        # If the query tiles are too few to fill the GPU, the keys are split, and each split has its
-        # own fp32 statistics. There are at most about two waves of tiles.
+        # If the query tiles are too few to fill the GPU, the keys are split, and each
+        # split has its own fp32 statistics. There are at most about two waves of tiles.
         split_rows = 2 * 2 * multiprocessors() * _TILE_ROWS
         inside = split_rows * (_padded_dim(shape.head_dim) + 1) * _FP32_BYTES
         return sizes.forward_bytes(shape.value_dim, inside)
@@ -102,7 +110,9 @@ class FlashKernel(RectangleKernel):
         sizes = OperatorSizes(shape, extent, limits=self.backward_limits)
         row_bytes = shape.head_dim * sizes.itemsize
         token_major_copies = 2 * sizes.rows * row_bytes  # grad_out and out
-        inside = token_major_copies + self._fp32_sums_bytes(sizes) + _SECOND_COPIES_BYTES
+        inside = (
+            token_major_copies + self._fp32_sums_bytes(sizes) + _SECOND_COPIES_BYTES
+        )
         if sizes.group > 1:
             # The gradients of grouped keys and values, for every query head.
             inside += 2 * sizes.expanded_key_rows * row_bytes

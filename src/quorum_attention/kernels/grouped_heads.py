@@ -1,9 +1,11 @@
-"""Grouped heads for an operator that takes as many key heads as query heads, without expanded keys.
+"""Grouped heads for an operator that takes as many key heads as query heads, without
+expanded keys.
 
-In a forward without a causal mask, the query heads that share a key/value head become further rows
-of one head. Otherwise each key/value head becomes a batch entry: the query heads of its group are
-the entry's heads, and all of them read its keys through a stride of 0. Where (batch, key heads)
-cannot become one dimension without a copy, batch entries run one after the other.
+In a forward without a causal mask, the query heads that share a key/value head become
+further rows of one head. Otherwise each key/value head becomes a batch entry: the query
+heads of its group are the entry's heads, and all of them read its keys through a stride
+of 0. Where (batch, key heads) cannot become one dimension without a copy, batch entries
+run one after the other.
 """
 
 from __future__ import annotations
@@ -42,21 +44,28 @@ def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
 
 
 def _same_for_all_rows(call: Call) -> bool:
-    """Whether all rows of all heads of a batch entry see the same keys with the same bias."""
+    """Whether all rows of all heads of a batch entry see the same keys with the same
+    bias."""
     return not call.causal and (call.bias is None or call.bias.shape[1:3] == (1, 1))
 
 
-def grouped_backward(run: Callable[[Call, Saved], Three], call: Call, saved: Saved) -> Three:
-    """Return the gradients of query, key and value of a call with fewer key heads than query heads.
+def grouped_backward(
+    run: Callable[[Call, Saved], Three], call: Call, saved: Saved
+) -> Three:
+    """Return the gradients of query, key and value of a call with fewer key heads than
+    query heads.
 
-    The gradients of key and value are summed over the query heads that share a key head.
+    The gradients of key and value are summed over the query heads that share a key
+    head.
 
     Args:
         run: computes the gradients of a call with as many key heads as query heads.
     """
     parts: list[Three] = []
     for pick, part in _calls_of_equal_heads(call):
-        grad_query, grad_key, grad_value = run(part, saved.mapped(partial(_rows_of, part, pick)))
+        grad_query, grad_key, grad_value = run(
+            part, saved.mapped(partial(_rows_of, part, pick))
+        )
         parts.append((grad_query, grad_key.sum(1), grad_value.sum(1)))
     grad_query, grad_key, grad_value = map(_joined, zip(*parts, strict=True))
     return (
@@ -77,7 +86,8 @@ def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def _calls_of_equal_heads(call: Call) -> Iterator[tuple[Pick, Call]]:
-    """Yield calls with each key head as a batch entry, and what selects their batch entries.
+    """Yield calls with each key head as a batch entry, and what selects their batch
+    entries.
 
     It is one call of all entries where that takes no copy; else each entry is a call.
     """
@@ -96,8 +106,8 @@ def _calls_of_equal_heads(call: Call) -> Iterator[tuple[Pick, Call]]:
 
 
 def _groups_as_entries(call: Call) -> Call | None:
-    """Return the call with each key head as a batch entry, whose heads are the query heads of its
-    group; None where that takes a copy."""
+    """Return the call with each key head as a batch entry, whose heads are the query
+    heads of its group; None where that takes a copy."""
     batch, key_heads = call.key.shape[:2]
     heads = call.query.shape[1]
     entries = batch * key_heads
@@ -105,10 +115,14 @@ def _groups_as_entries(call: Call) -> Call | None:
     try:
         bias = call.bias
         if bias is not None and bias.shape[:2] != (1, 1):
-            bias = bias.expand(batch, heads, -1, -1).view(entries, group, *bias.shape[2:])
+            bias = bias.expand(batch, heads, -1, -1).view(
+                entries, group, *bias.shape[2:]
+            )
         return call.mapped(
             lambda query: query.view(entries, group, *query.shape[2:]),
-            lambda rows: rows.view(entries, 1, *rows.shape[2:]).expand(entries, group, -1, -1),
+            lambda rows: rows.view(entries, 1, *rows.shape[2:]).expand(
+                entries, group, -1, -1
+            ),
             bias=bias,
         )
     except RuntimeError:  # there is no such view

@@ -1,9 +1,10 @@
-"""What one call of an operator may have at most, and the parts into which larger calls are cut.
+"""What one call of an operator may have at most, and the parts into which larger calls
+are cut.
 
-An operator may count elements in 32 bits, and a dimension of its grid has at most 65,535 blocks.
-Beyond that it fails, or returns wrong numbers without an error. The limits were found by trial
-(docs/kernels.md). Batch entries and heads never meet, so a call is cut between them first. Only
-where a single head is too large, its rows are cut.
+An operator may count elements in 32 bits, and a dimension of its grid has at most
+65,535 blocks. Beyond that it fails, or returns wrong numbers without an error. The
+limits were found by trial (docs/kernels.md). Batch entries and heads never meet, so a
+call is cut between them first. Only where a single head is too large, its rows are cut.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class CallSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A part of a call: some batch entries, and some key/value heads with their query heads.
+    """A part of a call: some batch entries, and some key/value heads with their query
+    heads.
 
     Attributes:
         query_rows: the index of its rows in a tensor (b, hq, nq, ...).
@@ -60,18 +62,21 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """The most that one call of an operator may have; ``NO_LIMIT`` where no limit was found.
+    """The most that one call of an operator may have; ``NO_LIMIT`` where no limit was
+    found.
 
     Attributes:
         entries: batch entries.
         heads: query heads of an entry.
-        query_elements: elements of a tensor with a row for every query, within ``scope``.
-        key_elements: elements of a tensor with a row for every key of every query head, within
+        query_elements: elements of a tensor with a row for every query, within
             ``scope``.
-        scope: which part of a tensor is counted: all of it ("call"); all of it, unless there is
-            only one batch entry ("several entries"); one batch entry; or one head.
-        padded: whether rows are counted in multiples of 128 and columns in multiples of 64, as
-            operators' workspaces have them.
+        key_elements: elements of a tensor with a row for every key of every query head,
+            within ``scope``.
+        scope: which part of a tensor is counted: all of it ("call"); all of it, unless
+            there is only one batch entry ("several entries"); one batch entry; or one
+            head.
+        padded: whether rows are counted in multiples of 128 and columns in multiples of
+            64, as operators' workspaces have them.
     """
 
     entries: int = NO_LIMIT
@@ -82,7 +87,8 @@ class CallLimits:
     padded: bool = False
 
     def rows(self, width: int) -> tuple[int, int]:
-        """Return the most queries, and the most keys, of a call of a single head, whole tiles."""
+        """Return the most queries, and the most keys, of a call of a single head, whole
+        tiles."""
         if self.scope == "several entries":
             return NO_LIMIT, NO_LIMIT
         columns = self._columns(width)
@@ -91,10 +97,11 @@ class CallLimits:
         return queries, keys
 
     def largest(self, sizes: CallSizes) -> tuple[int, int]:
-        """Return the most batch entries, and key/value heads, of one call with rows of these sizes.
+        """Return the most batch entries, and key/value heads, of one call with rows of
+        these sizes.
 
-        There are no heads where the query heads of a single key/value head are too many or too
-        large.
+        There are no heads where the query heads of a single key/value head are too many
+        or too large.
         """
         fitting_heads = self._fitting_heads(sizes)
         heads = self.heads
@@ -110,10 +117,12 @@ class CallLimits:
         return entries, key_heads
 
     def group_parts(self, sizes: CallSizes) -> int:
-        """Return the number of equal parts of the query heads that share a key/value head, such
-        that one such part can be a call."""
+        """Return the number of equal parts of the query heads that share a key/value
+        head, such that one such part can be a call."""
         for parts in range(1, sizes.group):
-            if sizes.group % parts == 0 and self._takes_a_group_of(sizes.group // parts, sizes):
+            if sizes.group % parts == 0 and self._takes_a_group_of(
+                sizes.group // parts, sizes
+            ):
                 return parts
         return max(1, sizes.group)
 
@@ -127,7 +136,9 @@ class CallLimits:
         columns = self._columns(sizes.width)
         query_elements = columns * self._rows(sizes.queries)
         key_elements = columns * self._rows(sizes.keys)
-        return min(self.query_elements // query_elements, self.key_elements // key_elements)
+        return min(
+            self.query_elements // query_elements, self.key_elements // key_elements
+        )
 
     def _columns(self, width: int) -> int:
         if self.padded:
@@ -160,10 +171,12 @@ def call_parts(limits: CallLimits, sizes: CallSizes) -> tuple[CallPart, ...]:
 
 
 def part_sizes(limits: CallLimits, sizes: CallSizes) -> tuple[int, int]:
-    """Return the batch entries and key/value heads of the largest part. Parts are about equal, so
-    that operators have few sizes to prepare."""
+    """Return the batch entries and key/value heads of the largest part. Parts are about
+    equal, so that operators have few sizes to prepare."""
     entries, key_heads = limits.largest(sizes)
-    return _even_size(sizes.entries, entries), _even_size(sizes.key_heads, max(1, key_heads))
+    return _even_size(sizes.entries, entries), _even_size(
+        sizes.key_heads, max(1, key_heads)
+    )
 
 
 def _even_size(total: int, limit: int) -> int:

@@ -1,10 +1,11 @@
-"""Merge softmax statistics of disjoint key sets, in place and in any order (paper, section 3).
+"""Merge softmax statistics of disjoint key sets, in place and in any order (paper,
+section 3).
 
 With ``(out, lse)`` of two disjoint key sets, ``lse' = logaddexp(lse, lse_i)`` and
-``out' = w out + w_i out_i`` where ``w = exp(lse - lse') = sigmoid(lse - lse_i)``, and ``w_i``
-likewise. The exponential of an lse itself is never formed, so scores of any size are safe. The
-weights are computed independently: ``1 - w_i`` would lose the digits of a small ``w``, and a large
-value with a small weight would then distort the result.
+``out' = w out + w_i out_i`` where ``w = exp(lse - lse') = sigmoid(lse - lse_i)``, and
+``w_i`` likewise. The exponential of an lse itself is never formed, so scores of any
+size are safe. The weights are computed independently: ``1 - w_i`` would lose the digits
+of a small ``w``, and a large value with a small weight would then distort the result.
 """
 
 from __future__ import annotations
@@ -14,28 +15,35 @@ import math
 import torch
 
 from quorum_attention.kernels.tensors import BLOCK_BYTES, Block, row_blocks
-from quorum_attention.kernels.triton_launch import launch_add, launch_merge, triton_available
+from quorum_attention.kernels.triton_launch import (
+    launch_add,
+    launch_merge,
+    triton_available,
+)
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
 
 
 def empty_(out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Make statistics those of an empty key set: ``out`` 0 and ``lse`` -inf, in place."""
+    """Make statistics those of an empty key set: ``out`` 0 and ``lse`` -inf, in
+    place."""
     out.zero_()
     lse.fill_(-torch.inf)
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor) -> None:
+def merge_(
+    out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
+) -> None:
     """Merge the statistics of more keys into running ones, in place.
 
     Args:
-        out: running output (b, h, rows, dv), fp32 or fp64; any strides. One of 16 bits is merged in
-            fp32 and rounded once each time, so it is for two sets of keys.
+        out: running output (b, h, rows, dv), fp32 or fp64; any strides. One of 16 bits
+            is merged in fp32 and rounded once each time, so it is for two sets of keys.
         lse: running natural-log log-sum-exp (b, h, rows), fp32 or fp64.
         out_i: normalised output over the new keys, same shape, any floating dtype.
-        lse_i: its log-sum-exp, same shape as ``lse``; -inf (with ``out_i`` 0) in rows without
-            keys.
+        lse_i: its log-sum-exp, same shape as ``lse``; -inf (with ``out_i`` 0) in rows
+            without keys.
 
     Raises:
         ValueError: the shapes do not fit each other.
@@ -43,8 +51,8 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
     is_like = out.shape == out_i.shape and lse.shape == lse_i.shape
     if not is_like or out.shape[:3] != lse.shape:
         raise ValueError(
-            f"statistics of shapes {tuple(out_i.shape)}, {tuple(lse_i.shape)} cannot be merged "
-            f"into {tuple(out.shape)}, {tuple(lse.shape)}"
+            f"statistics of shapes {tuple(out_i.shape)}, {tuple(lse_i.shape)} cannot "
+            f"be merged into {tuple(out.shape)}, {tuple(lse.shape)}"
         )
     if out.is_cuda and _triton_can_merge(out, out_i):
         launch_merge(out, lse, out_i, lse_i)
@@ -70,7 +78,8 @@ def _merge_block_(
     out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
 ) -> None:
     lse_i = lse_i.to(lse.dtype)
-    # The difference of two empty rows would be NaN. Adding an empty row changes nothing.
+    # The difference of two empty rows would be NaN. Adding an empty row changes
+    # nothing.
     difference = lse_i - lse  # (b, h, rows)
     difference.masked_fill_(lse_i == -torch.inf, -torch.inf)
     weight_i = difference.sigmoid().to(out.dtype)
@@ -93,10 +102,14 @@ def add_(
         target: fp32 or fp64; any strides.
         source: same shape, any floating dtype.
         unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads; None is 1.
-        overflow: shaped like ``unscale``, int32; 1 is set where any element of ``source`` is not
-            finite; None: not checked.
+        overflow: shaped like ``unscale``, int32; 1 is set where any element of
+            ``source`` is not finite; None: not checked.
     """
-    if target.is_cuda and target.dtype == torch.float32 and _triton_can_merge(target, source):
+    if (
+        target.is_cuda
+        and target.dtype == torch.float32
+        and _triton_can_merge(target, source)
+    ):
         launch_add(target, source, alpha, unscale, overflow)
         return
     if unscale is None and overflow is None and source.dtype == target.dtype:
@@ -115,7 +128,9 @@ def add_(
         target[block].add_(part, alpha=alpha)
 
 
-def _set_overflow_(overflow: torch.Tensor, part: torch.Tensor, block: Block, heads: int) -> None:
+def _set_overflow_(
+    overflow: torch.Tensor, part: torch.Tensor, block: Block, heads: int
+) -> None:
     """Set ``overflow`` to 1 for the heads of a block where ``part`` is not finite."""
     first_entry = block[0].start
     first_head = block[1].start
@@ -138,8 +153,8 @@ def by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:
-    """Whether the Triton kernels take such tensors: none of 64 bits, the last dimension contiguous
-    (what torch returns has it so)."""
+    """Whether the Triton kernels take such tensors: none of 64 bits, the last dimension
+    contiguous (what torch returns has it so)."""
     if not triton_available() or out.dtype.itemsize > 4:
         return False
     return _has_dense_rows(out) and _has_dense_rows(out_i)

@@ -1,9 +1,11 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""Merging statistics and adding gradients as Triton kernels: all read once and written once.
+"""Merging statistics and adding gradients as Triton kernels: all read once and written
+once.
 
-``triton_launch.py`` launches them, and says why integers are not specialised. lse and scale
-pointers are not specialised on alignment either: they are loaded one element at a time.
+``triton_launch.py`` launches them, and says why integers are not specialised. lse and
+scale pointers are not specialised on alignment either: they are loaded one element at a
+time.
 """
 
 import triton
@@ -26,7 +28,8 @@ def _place_of_program(heads, blocks, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def _cells_at(tensor, lane_offset, row_offsets, column, UNIT: tl.constexpr):
-    """Return pointers to the cells of some rows; offsets are multiples of ``UNIT`` elements."""
+    """Return pointers to the cells of some rows; offsets are multiples of ``UNIT``
+    elements."""
     tensor += lane_offset * UNIT
     row_offsets = row_offsets * UNIT
     return tensor + row_offsets[:, None] + column[None, :]
@@ -86,7 +89,8 @@ def _merge_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Merge (out_i, lse_i) into (out, lse): a block of rows of one head for each program."""
+    """Merge (out_i, lse_i) into (out, lse): a block of rows of one head for each
+    program."""
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     live = row < rows
     lane_lse = lse + b * lse_b + h * lse_h
@@ -97,7 +101,8 @@ def _merge_kernel(
     new = tl.load(lse_i_at, mask=live, other=0.0)
     no_old = old == float("-inf")
     no_new = new == float("-inf")
-    # Only differences of lse are exponentiated (of two empty rows: NaN, so they are handled apart).
+    # Only differences of lse are exponentiated (of two empty rows: NaN, so they are
+    # handled apart).
     difference = tl.abs(old - new)
     larger = tl.where(old > new, old, new)
     merged = larger + tl.log(1.0 + tl.exp(-difference))
@@ -121,7 +126,8 @@ def _merge_kernel(
     change = smaller_out - larger_out
     merged_out = larger_out + smaller_weight[:, None] * change
     tl.store(out_at, merged_out, mask=cells)
-    # Warps share rows: all of them must have read the old lse before one of them replaces it.
+    # Warps share rows: all of them must have read the old lse before one of them
+    # replaces it.
     tl.debug_barrier()
     tl.store(lse_at, merged, mask=live)
 
@@ -170,7 +176,8 @@ def _add_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Add alpha * unscale * source to target: a block of rows of one head for each program."""
+    """Add alpha * unscale * source to target: a block of rows of one head for each
+    program."""
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     cells = _live_cells(row, rows, column, WIDTH)
@@ -221,7 +228,8 @@ def _norm_kernel(
 
 @triton.jit
 def largest_square(rows):
-    """Return the largest squared norm of the rows that are finite: others are so however they are
-    scaled, and would scale the rest to 0. (The comparison is false for NaN, too.)"""
+    """Return the largest squared norm of the rows that are finite: others are so
+    however they are scaled, and would scale the rest to 0. (The comparison is false for
+    NaN, too.)"""
     squares = tl.sum(rows * rows, 1)
     return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)

@@ -23,10 +23,11 @@ _ROW_BYTES = 3
 def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
     """Correct, in place, the rows that have NaN, infinite or no scores.
 
-    A row with a score of NaN or +inf has to be NaN; a row whose scores are all -inf has to be 0
-    with lse -inf. torch's CPU operator differs: among few keys it ignores NaN when it looks for the
-    maximum, it returns 0 with lse 0 if there is no maximum, and its 16-bit exponential turns NaN
-    into 0. In all these rows lse is 0, NaN or infinite; nothing else of the other rows is read.
+    A row with a score of NaN or +inf has to be NaN; a row whose scores are all -inf has
+    to be 0 with lse -inf. torch's CPU operator differs: among few keys it ignores NaN
+    when it looks for the maximum, it returns 0 with lse 0 if there is no maximum, and
+    its 16-bit exponential turns NaN into 0. In all these rows lse is 0, NaN or
+    infinite; nothing else of the other rows is read.
 
     Args:
         out: (b, h, lq, dv), as the operator returned it.
@@ -53,17 +54,21 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
 
 
 def _computed_again(call: Call, start: int, stop: int, dtype: torch.dtype) -> OutLse:
-    """Return (out, lse) of the query rows from ``start`` to ``stop`` by the reference."""
+    """Return (out, lse) of the query rows from ``start`` to ``stop`` by the
+    reference."""
 
     def at_or_before(block: QueryBlock, keys: slice) -> torch.Tensor:
         queries = torch.arange(start + block.rows.start, start + block.rows.stop)
         return torch.arange(keys.start, keys.stop) <= queries.unsqueeze(-1)
 
-    transform = ScoreTransform(keeps=at_or_before if call.is_causal else None, tiles=_LIMITS)
+    transform = ScoreTransform(
+        keeps=at_or_before if call.is_causal else None, tiles=_LIMITS
+    )
     part = call.mapped(
         itemgetter((slice(None), slice(None), slice(start, stop))),
         as_it_is,
-        # The rows of a causal call are no causal call: ``kept`` says which pairs they have.
+        # The rows of a causal call are no causal call: ``kept`` says which pairs they
+        # have.
         causal=False,
         bias=part_of(call.bias, Rectangle(start, stop, 0, call.key.shape[2])),
         stored=dtype,
@@ -72,7 +77,8 @@ def _computed_again(call: Call, start: int, stop: int, dtype: torch.dtype) -> Ou
 
 
 def mending_bytes(sizes: OperatorSizes) -> int:
-    """Return an upper bound of the bytes ``mend_odd_rows_`` allocates at any one time."""
+    """Return an upper bound of the bytes ``mend_odd_rows_`` allocates at any one
+    time."""
     number_bytes = sizes.state_itemsize + 2 * sizes.itemsize
     row_bytes = sizes.shape.value_dim * number_bytes + 4 * sizes.state_itemsize
     rows_of_a_block = min(_LIMITS.rows, sizes.extent.max_queries)

@@ -1,9 +1,10 @@
 """Attention of one query over all keys, as each token of an answer needs it.
 
-On some GPUs torch's SDPA gives such calls to cuDNN, which makes a plan for every number of keys. A
-plan takes the host tens of milliseconds for each token. FlashAttention-2 makes no plans, and reads
-a key once for all query heads that share it. Where it does not run, these heads become the queries
-of one head: with SDPA's own grouped heads a CPU reads keys for each of them.
+On some GPUs torch's SDPA gives such calls to cuDNN, which makes a plan for every number
+of keys. A plan takes the host tens of milliseconds for each token. FlashAttention-2
+makes no plans, and reads a key once for all query heads that share it. Where it does
+not run, these heads become the queries of one head: with SDPA's own grouped heads a CPU
+reads keys for each of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def attend_one_query(
     Args:
         query: (b, h_q, 1, d); h_q is a multiple of h_kv.
         key, value: (b, h_kv, n, d) and (b, h_kv, n, d_v).
-        bias: (b, 1, 1, n), bool: which keys are kept; or added to the scores; None: neither.
+        bias: (b, 1, 1, n), bool: which keys are kept; or added to the scores; None:
+            neither.
         scale: of the scores; None: 1 / sqrt(d).
         dropout: the probability that a weight becomes 0.
 
@@ -66,10 +68,18 @@ def attend_one_query(
 
 def _is_for_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether torch's FlashAttention-2 computes such a call."""
-    if not query.is_cuda or query.dtype not in HALF_DTYPES or torch.compiler.is_compiling():
+    if (
+        not query.is_cuda
+        or query.dtype not in HALF_DTYPES
+        or torch.compiler.is_compiling()
+    ):
         return False
     batch, heads, _, head_dim = query.shape
-    if value.shape[3] != head_dim or head_dim % _HEAD_DIM_STEP or head_dim > _MAX_HEAD_DIM:
+    if (
+        value.shape[3] != head_dim
+        or head_dim % _HEAD_DIM_STEP
+        or head_dim > _MAX_HEAD_DIM
+    ):
         return False
     if key.shape[2] == 0 or not 0 < batch * heads <= GRID_BLOCKS:
         return False

@@ -30,13 +30,15 @@ class Call:
 
     Attributes:
         query, key, value: (b, h, n, d), (b, hk, m, d), (b, hk, m, dv).
-        causal: whether keys after the query are masked. A kernel with ``bands`` also takes a
-            ``Band`` here.
+        causal: whether keys after the query are masked. A kernel with ``bands`` also
+            takes a ``Band`` here.
         scale: factor of the scores.
-        bias: additive mask broadcastable to (b, h, n, m), of ``CallShape.bias_dtype``; or None.
-        stored: the dtype that results will be stored in, if it is another than the inputs'; a
-            kernel may return them in it.
-        dropout: which probabilities are dropped, or None; only for kernels with ``dropout``.
+        bias: additive mask broadcastable to (b, h, n, m), of ``CallShape.bias_dtype``;
+            or None.
+        stored: the dtype that results will be stored in, if it is another than the
+            inputs'; a kernel may return them in it.
+        dropout: which probabilities are dropped, or None; only for kernels with
+            ``dropout``.
         first_entry: the number of the first batch entry in the whole call.
     """
 

@@ -16,9 +16,13 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def operator_refusal(
-    shape: CallShape, device: str, dtypes: Sequence[torch.dtype], widest: int | None = None
+    shape: CallShape,
+    device: str,
+    dtypes: Sequence[torch.dtype],
+    widest: int | None = None,
 ) -> str | None:
-    """Return why an operator for a kind of device and some dtypes cannot run a call, or None.
+    """Return why an operator for a kind of device and some dtypes cannot run a call, or
+    None.
 
     Args:
         widest: the largest head and value dimension, which then are multiples of 8.
@@ -35,19 +39,23 @@ def operator_refusal(
 
 
 def _width_refusal(name: str, width: int, widest: int | None) -> str | None:
-    """Return why an operator cannot run a call with this head or value dimension, or None."""
+    """Return why an operator cannot run a call with this head or value dimension, or
+    None."""
     if width == 0:
         return f"it takes no {name} dimension of 0"
     if widest is None:
         return None
     if width % 8 or width > widest:
-        return f"it takes {name} dimensions that are multiples of 8 up to {widest}, not {width}"
+        return (
+            f"it takes {name} dimensions that are multiples of 8 up to {widest}, not "
+            f"{width}"
+        )
     return None
 
 
 def small_scale_refusal(shape: CallShape) -> str | None:
-    """Return why an operator cannot run a call if it multiplies gradients of scores by the scale
-    before it rounds them to fp16: nothing would be left of them."""
+    """Return why an operator cannot run a call if it multiplies gradients of scores by
+    the scale before it rounds them to fp16: nothing would be left of them."""
     if shape.needs_grad and shape.dtype == torch.float16 and not shape.exact_scale:
         return "its float16 gradients lose their digits where scale is below 2**-9"
     return None
@@ -60,8 +68,8 @@ def as_operator_readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
         rows: (b, h, n, d).
 
     Returns:
-        ``rows`` if it is of ``dtype``, in dense rows, and not expanded; else a copy of it, token
-        after token.
+        ``rows`` if it is of ``dtype``, in dense rows, and not expanded; else a copy of
+        it, token after token.
     """
     is_dense = rows.stride(-1) == 1 or rows.shape[-1] <= 1
     is_expanded = 0 in rows.stride()
@@ -73,22 +81,26 @@ def as_operator_readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return copy.copy_(rows)
 
 
-def with_positive_scale(call: Call, splits_fp32_scale: bool = False) -> tuple[Call, float]:
+def with_positive_scale(
+    call: Call, splits_fp32_scale: bool = False
+) -> tuple[Call, float]:
     """Return a call with a scale above 0 that has the same scores.
 
-    Operators mask a row with -inf and take its maximum before they multiply by the scale. With a
-    scale of 0 or below they return NaN or wrong weights. So the queries are multiplied by the sign
-    of the scale (-1 or 0), which is exact. In float64, and in fp32 for torch's CPU operator, they
-    are multiplied by all of the scale but a power of two: that operator rounds a score times the
-    scale otherwise in its backward than in its forward, which costs a digit or two of
-    exp(score - lse) where scores are large (docs/gradients.md).
+    Operators mask a row with -inf and take its maximum before they multiply by the
+    scale. With a scale of 0 or below they return NaN or wrong weights. So the queries
+    are multiplied by the sign of the scale (-1 or 0), which is exact. In float64, and
+    in fp32 for torch's CPU operator, they are multiplied by all of the scale but a
+    power of two: that operator rounds a score times the scale otherwise in its backward
+    than in its forward, which costs a digit or two of exp(score - lse) where scores are
+    large (docs/gradients.md).
 
     Args:
         splits_fp32_scale: see ``RectangleKernel``.
 
     Returns:
-        The call, and the factor by which its queries were multiplied. The gradient of its queries
-        is to be multiplied by that factor, too; if the factor is 1, the queries are the same.
+        The call, and the factor by which its queries were multiplied. The gradient of
+        its queries is to be multiplied by that factor, too; if the factor is 1, the
+        queries are the same.
     """
     dtype = call.query.dtype
     to_power_of_two = dtype == torch.float64
@@ -116,13 +128,14 @@ def _split_scale(scale: float, to_power_of_two: bool) -> tuple[float, float]:
 
 
 def four_dims(bias: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``bias`` with four dimensions (b, h, lq, lk); missing ones have size 1."""
+    """Return a view of ``bias`` with four dimensions (b, h, lq, lk); missing ones have
+    size 1."""
     missing = 4 - bias.dim()
     return bias[(None,) * missing]
 
 
 def shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:
-    """Return ``lse - shift ln 2``, with 0 for rows without keys: exp(-inf - 0) = 0, where
-    exp(-inf - -inf) would be NaN."""
+    """Return ``lse - shift ln 2``, with 0 for rows without keys: exp(-inf - 0) = 0,
+    where exp(-inf - -inf) would be NaN."""
     shifted = lse - shift * math.log(2.0)
     return shifted.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)

@@ -10,7 +10,8 @@ _WORD_BYTES = 16
 
 
 def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same view with stride 0 in dimensions of size 1 (the last one excepted).
+    """Return the same view with stride 0 in dimensions of size 1 (the last one
+    excepted).
 
     Some operators require every stride to fit 32 bits, even those that are never used.
     """
@@ -24,8 +25,8 @@ def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without gaps, its dimensions in the memory order of ``model``; copied if
-    needed.
+    """Return ``tensor`` without gaps, its dimensions in the memory order of ``model``;
+    copied if needed.
 
     Operators allocate the output for a query ``model`` in this layout.
     """
@@ -36,16 +37,17 @@ def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def token_major(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a (b, h, rows, d) tensor that is stored as (b, rows, h, d); copied if needed."""
+    """Return a (b, h, rows, d) tensor that is stored as (b, rows, h, d); copied if
+    needed."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def aligned_bias(bias: torch.Tensor, n_keys: int) -> torch.Tensor:
-    """Return ``bias`` as operators with vector loads need it; copied only where it is not so
-    already.
+    """Return ``bias`` as operators with vector loads need it; copied only where it is
+    not so already.
 
-    It has all ``n_keys`` columns, its last dimension is contiguous, its address and all other
-    strides are multiples of 16 bytes, and its strides fit 32 bits.
+    It has all ``n_keys`` columns, its last dimension is contiguous, its address and all
+    other strides are multiples of 16 bytes, and its strides fit 32 bits.
     """
     word = max(1, _WORD_BYTES // bias.element_size())  # in elements
     if bias.shape[-1] == n_keys and _has_aligned_rows(bias, word):
@@ -59,7 +61,8 @@ def aligned_bias(bias: torch.Tensor, n_keys: int) -> torch.Tensor:
 
 
 def _has_aligned_rows(bias: torch.Tensor, word: int) -> bool:
-    """Whether rows are contiguous, begin at multiples of a word and are less than 2**31 apart."""
+    """Whether rows are contiguous, begin at multiples of a word and are less than 2**31
+    apart."""
     if bias.stride(-1) != 1 or bias.data_ptr() % _WORD_BYTES:
         return False
     for size, stride in zip(bias.shape[:-1], bias.stride()[:-1], strict=True):

@@ -1,4 +1,5 @@
-"""The sizes of an operator's largest call, from which kernels compute their bounds in bytes."""
+"""The sizes of an operator's largest call, from which kernels compute their bounds in
+bytes."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ SLACK_BYTES = 64 * 1024
 """Bound of what the allocator adds by rounding, for the few tensors alive at once."""
 
 UNSPLIT_BYTES = 1 << 20
-"""torch's CUDA caching allocator does not split a large block if less than this would be left: a
-tensor may then take this much more."""
+"""torch's CUDA caching allocator does not split a large block if less than this would
+be left: a tensor may then take this much more."""
 
 _MULTIPROCESSORS_OF_THE_LARGEST_GPU = 160
-# Rows of a bias that is copied by ``operator_layout.aligned_bias`` begin at multiples of it.
+# Rows of a bias that is copied by ``operator_layout.aligned_bias`` begin at multiples
+# of it.
 _BIAS_ROW_BYTES = 16
 
 
 @cache
 def multiprocessors() -> int:
-    """Return the multiprocessors of the largest GPU here; without a GPU, those of the largest one
-    there is."""
+    """Return the multiprocessors of the largest GPU here; without a GPU, those of the
+    largest one there is."""
     if not torch.cuda.is_available():
         return _MULTIPROCESSORS_OF_THE_LARGEST_GPU
     counts = [
@@ -56,20 +58,22 @@ def bias_bytes(shape: CallShape, extent: Extent, row_unit: int = 1) -> int:
 
 
 class OperatorSizes:
-    """The sizes of the largest call a kernel makes of its operator, and bounds of its bytes.
+    """The sizes of the largest call a kernel makes of its operator, and bounds of its
+    bytes.
 
     Args:
         shape: the kind of call.
         extent: the sizes of the task, or of the uncut call.
         grouped: whether the operator takes fewer key heads than query heads.
-        splits_scale: whether queries are copied to multiply them by a part of the scale, whatever
-            the scale is (``operator_inputs.with_positive_scale``).
+        splits_scale: whether queries are copied to multiply them by a part of the
+            scale, whatever the scale is (``operator_inputs.with_positive_scale``).
         limits: what one call may have at most; larger ones are cut into parts.
 
     Attributes:
         shape: the kind of call.
         extent: the sizes of one call.
-        is_cut: whether the task, or the uncut call, is cut into parts within the limits.
+        is_cut: whether the task, or the uncut call, is cut into parts within the
+            limits.
         group: query heads of one call that share a key head.
         lanes: batch entries times query heads of one call.
         rows: query rows of one call, of all heads.
@@ -77,7 +81,8 @@ class OperatorSizes:
         expanded_key_rows: key rows of one call if every query head had its own.
         itemsize: bytes of an element of the inputs.
         state_itemsize: bytes of an element of the statistics.
-        aligned_bias_bytes: bytes of a copy of the bias by ``operator_layout.aligned_bias``.
+        aligned_bias_bytes: bytes of a copy of the bias by
+            ``operator_layout.aligned_bias``.
     """
 
     def __init__(
@@ -89,7 +94,9 @@ class OperatorSizes:
         limits: CallLimits = UNLIMITED,
     ) -> None:
         # Without grouped heads a call has one query head of each group.
-        call_extent = extent if grouped else replace(extent, query_heads=extent.key_heads)
+        call_extent = (
+            extent if grouped else replace(extent, query_heads=extent.key_heads)
+        )
         largest = _largest_call(limits, shape, call_extent)
         self.shape = shape
         self.extent = largest
@@ -111,7 +118,9 @@ class OperatorSizes:
         self.aligned_bias_bytes = 0
         if shape.bias is not None:
             with_all_columns = replace(shape, bias=replace(shape.bias, columns=True))
-            self.aligned_bias_bytes = bias_bytes(with_all_columns, extent, _BIAS_ROW_BYTES)
+            self.aligned_bias_bytes = bias_bytes(
+                with_all_columns, extent, _BIAS_ROW_BYTES
+            )
         self._held_bytes = SLACK_BYTES + bias_bytes(shape, extent)
         if splits_scale or not shape.positive_scale or shape.dtype == torch.float64:
             # The queries of one call times a part of the scale.
@@ -149,13 +158,17 @@ class OperatorSizes:
         )
 
     def backward_bytes(
-        self, inside: int, gradients: int | None = None, adding: int = MERGE_WORKSPACE_BYTES
+        self,
+        inside: int,
+        gradients: int | None = None,
+        adding: int = MERGE_WORKSPACE_BYTES,
     ) -> int:
         """Return a bound of the bytes of a backward.
 
         Args:
             inside: bytes that the operator holds until it returns the gradients.
-            gradients: bytes of the gradients that it returns; None: they are as wide as the inputs.
+            gradients: bytes of the gradients that it returns; None: they are as wide as
+                the inputs.
             adding: bytes that it takes to add them up.
         """
         if gradients is None:

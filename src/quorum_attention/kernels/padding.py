@@ -1,10 +1,11 @@
 """Padded forms of the tensors that operators are given.
 
-Zero columns of query and key change no score; zero columns of value only add columns to the output,
-which are cut off. Added queries have a grad_out of 0, so they add nothing to gradients, and their
-outputs are cut off. Added keys have to be masked. What scores are made of is padded with its last
-row, not with zeros: a score of 0 times infinity is NaN, and NaN times a grad_out of 0 too. Added
-rows are then finite wherever the last one is.
+Zero columns of query and key change no score; zero columns of value only add columns to
+the output, which are cut off. Added queries have a grad_out of 0, so they add nothing
+to gradients, and their outputs are cut off. Added keys have to be masked. What scores
+are made of is padded with its last row, not with zeros: a score of 0 times infinity is
+NaN, and NaN times a grad_out of 0 too. Added rows are then finite wherever the last one
+is.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import torch
 
 
 def pad_last(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``tensor`` with zero columns up to ``width``; not copied if it has that many."""
+    """Return ``tensor`` with zero columns up to ``width``; not copied if it has that
+    many."""
     missing = width - tensor.shape[-1]
     if missing <= 0:
         return tensor
-    # torch keeps the layout of what it takes for images, channels last: rows of one number may be.
+    # torch keeps the layout of what it takes for images, channels last: rows of one
+    # number may be.
     return torch.nn.functional.pad(tensor, (0, missing)).contiguous()
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return ``tensor`` (..., n, d) with rows of zeros up to ``rows``; not copied if it has
-    them."""
+    """Return ``tensor`` (..., n, d) with rows of zeros up to ``rows``; not copied if it
+    has them."""
     missing = rows - tensor.shape[-2]
     if missing <= 0:
         return tensor
@@ -31,8 +34,8 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def repeat_last(tensor: torch.Tensor, rows: int, dim: int = -2) -> torch.Tensor:
-    """Return ``tensor`` with its last row along ``dim`` repeated up to ``rows``; not copied if it
-    has them. It has one at least."""
+    """Return ``tensor`` with its last row along ``dim`` repeated up to ``rows``; not
+    copied if it has them. It has one at least."""
     n_rows = tensor.shape[dim]
     if n_rows >= rows:
         return tensor
@@ -49,10 +52,11 @@ def bias_for_padding(
     sides: tuple[int, int],
     causal: bool,
 ) -> torch.Tensor | None:
-    """Return the bias of a rectangle padded to at least ``sides`` (queries, keys), or None.
+    """Return the bias of a rectangle padded to at least ``sides`` (queries, keys), or
+    None.
 
-    It masks the added keys. A causal rectangle needs no mask: its added keys lie after every query.
-    Added queries have the bias of the last one.
+    It masks the added keys. A causal rectangle needs no mask: its added keys lie after
+    every query. Added queries have the bias of the last one.
 
     Args:
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.

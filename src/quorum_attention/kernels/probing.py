@@ -1,8 +1,9 @@
-"""Whether a kernel really works on a device: tested once a process for each kind of call.
+"""Whether a kernel really works on a device: tested once a process for each kind of
+call.
 
-An operator may run and return wrong numbers. So a small rectangle and a small causal square are
-compared with the float64 reference: the forward and, if gradients are needed, the backward. That
-takes half a second.
+An operator may run and return wrong numbers. So a small rectangle and a small causal
+square are compared with the float64 reference: the forward and, if gradients are
+needed, the backward. That takes half a second.
 """
 
 from __future__ import annotations
@@ -24,35 +25,46 @@ from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.tensors import Pick
-from quorum_attention.kernels.torch_private import capturing, flash_implementation, no_torch_modes
+from quorum_attention.kernels.torch_private import (
+    capturing,
+    flash_implementation,
+    no_torch_modes,
+)
 from quorum_attention.units import format_error
 
-# Odd, as lengths may be: rows of a bias begin at addresses that vector loads do not take.
+# Odd, as lengths may be: rows of a bias begin at addresses that vector loads do not
+# take.
 _QUERIES = 249
 _KEYS = 367
-# The test adds this to a wide bias: the inputs' dtype would round it by half a unit or more.
+# The test adds this to a wide bias: the inputs' dtype would round it by half a unit or
+# more.
 _WIDE_BIAS = 1000.0
-# The most query rows of all heads, and elements of a tensor, so that a test takes tens of MiB at
-# most. Groups of up to 16 query heads and 128 dimensions, or 8 and 256, have all the rows above.
+# The most query rows of all heads, and elements of a tensor, so that a test takes tens
+# of MiB at most. Groups of up to 16 query heads and 128 dimensions, or 8 and 256, have
+# all the rows above.
 _MOST_ROWS = 1 << 13
 _MOST_ELEMENTS = 1 << 21
-# The largest error that is accepted, as a share of the largest element. It is wide: the probe is to
-# find wrong results, not imprecise ones (fp32 operators may use TF32).
+# The largest error that is accepted, as a share of the largest element. It is wide: the
+# probe is to find wrong results, not imprecise ones (fp32 operators may use TF32).
 _TOLERANCES = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
     torch.float32: 2e-2,
     torch.float64: 1e-9,
 }
-# Answers that are cached for each kernel, and names in the file of tests that were passed.
+# Answers that are cached for each kernel, and names in the file of tests that were
+# passed.
 _MOST_ANSWERS = 1024
 _PASSED_FILE = "passed.json"
 # torch's own operators on a GPU are tested by one process for all others.
 _KERNELS_OF_TORCH = ("cudnn", "flash", "efficient")
 
 
-def probe(kernel: Kernel, shape: CallShape, device: torch.device | None = None) -> str | None:
-    """Return why ``kernel`` does not work for such calls on ``device``, or None; tested only once.
+def probe(
+    kernel: Kernel, shape: CallShape, device: torch.device | None = None
+) -> str | None:
+    """Return why ``kernel`` does not work for such calls on ``device``, or None; tested
+    only once.
 
     Args:
         kernel: a kernel that does not refuse the call.
@@ -60,15 +72,17 @@ def probe(kernel: Kernel, shape: CallShape, device: torch.device | None = None) 
         device: default the current device of the call's type.
 
     Raises:
-        torch.OutOfMemoryError: the device does not have the few MiB that the test takes.
-        RuntimeError: a CUDA graph is being captured, and no such call has been tested before.
+        torch.OutOfMemoryError: the device does not have the few MiB that the test
+            takes.
+        RuntimeError: a CUDA graph is being captured, and no such call has been tested
+            before.
     """
     if device is None:
         device = torch.device(shape.device_type)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    # Compiled kernels may depend on how many query heads share a key head. Causal calls and others
-    # are tested together.
+    # Compiled kernels may depend on how many query heads share a key head. Causal calls
+    # and others are tested together.
     group = max(1, shape.queries_per_key_head)
     kind = replace(
         shape,
@@ -89,11 +103,12 @@ def probe(kernel: Kernel, shape: CallShape, device: torch.device | None = None) 
 def _answer(
     kernel: Kernel, shape: CallShape, device: torch.device, deterministic: bool
 ) -> str | None:
-    """Return the answer of ``probe``: from the file of tests that were passed, or by a test."""
+    """Return the answer of ``probe``: from the file of tests that were passed, or by a
+    test."""
     if capturing(device):
         raise RuntimeError(
-            f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
-            f"such call first, as warm-up"
+            f"kernel {kernel.name!r} has to be tried out before a CUDA graph is "
+            "captured: make one such call first, as warm-up"
         )
     if device.type != "cuda" or not _is_of_torch(kernel):
         with no_torch_modes():
@@ -105,7 +120,10 @@ def _answer(
         reason = _tested_with_memory(kernel, shape, device)
     if reason is None:
         with suppress(OSError):  # the next process tests again
-            store(_PASSED_FILE, lambda names: [*_as_list(names), test_name][-_MOST_ANSWERS:])
+            store(
+                _PASSED_FILE,
+                lambda names: [*_as_list(names), test_name][-_MOST_ANSWERS:],
+            )
     return reason
 
 
@@ -115,8 +133,11 @@ def _is_of_torch(kernel: Kernel) -> bool:
     return package == __package__ and module in _KERNELS_OF_TORCH
 
 
-def _test_name(kernel: Kernel, shape: CallShape, device: torch.device, deterministic: bool) -> str:
-    """Return a name of a test of an operator of torch's, with all that may change its result."""
+def _test_name(
+    kernel: Kernel, shape: CallShape, device: torch.device, deterministic: bool
+) -> str:
+    """Return a name of a test of an operator of torch's, with all that may change its
+    result."""
     return repr(
         (
             torch.__version__,
@@ -135,9 +156,12 @@ def _as_list(content: object) -> list[str]:
     return content if isinstance(content, list) else []
 
 
-def _tested_with_memory(kernel: Kernel, shape: CallShape, device: torch.device) -> str | None:
-    """Test a kernel; where memory runs out, once more with all that torch's allocator held back:
-    libraries and Triton do not ask it for that when they take memory themselves."""
+def _tested_with_memory(
+    kernel: Kernel, shape: CallShape, device: torch.device
+) -> str | None:
+    """Test a kernel; where memory runs out, once more with all that torch's allocator
+    held back: libraries and Triton do not ask it for that when they take memory
+    themselves."""
     try:
         return _tested(kernel, shape, device)
     except RuntimeError as error:
@@ -162,14 +186,22 @@ def _tested(kernel: Kernel, shape: CallShape, device: torch.device) -> str | Non
             return f"it failed a test on {device}: {lines[0]}"
         if mistake is not None:
             kind = "causal" if is_causal else "plain"
-            return f"it returned {mistake} for a {kind} test of scale {scale:.3g} on {device}"
+            return (
+                f"it returned {mistake} for a {kind} test of scale {scale:.3g} on "
+                f"{device}"
+            )
     return None
 
 
 def _compare(
-    kernel: Kernel, shape: CallShape, device: torch.device, is_causal: bool, scale: float
+    kernel: Kernel,
+    shape: CallShape,
+    device: torch.device,
+    is_causal: bool,
+    scale: float,
 ) -> str | None:
-    """Compare a kernel with the reference; return what is wrong with its results, or None."""
+    """Compare a kernel with the reference; return what is wrong with its results, or
+    None."""
     call, grad_out = _random_call(shape, is_causal, scale)
     references = _results(DenseKernel(), shape, call, grad_out, torch.Tensor.double)
     results = _results(kernel, shape, call, grad_out, lambda tensor: tensor.to(device))
@@ -189,7 +221,9 @@ def _compare(
     return None
 
 
-def _random_call(shape: CallShape, is_causal: bool, scale: float) -> tuple[Call, torch.Tensor]:
+def _random_call(
+    shape: CallShape, is_causal: bool, scale: float
+) -> tuple[Call, torch.Tensor]:
     """Return a small call of a kind, and its upstream gradient."""
     generator = torch.Generator().manual_seed(0)
     heads = shape.heads
@@ -229,7 +263,9 @@ def _random_bias(
     if spans.wide:
         bias.add_(_WIDE_BIAS)
     if spans.columns:
-        bias[torch.rand(bias.shape, generator=generator, device="cpu") < 0.2] = -torch.inf
+        bias[
+            torch.rand(bias.shape, generator=generator, device="cpu") < 0.2
+        ] = -torch.inf
     if spans.rows and n_queries > 1:
         bias[:, :, n_queries // 3] = -torch.inf
     return bias
@@ -249,7 +285,8 @@ def _probe_lengths(shape: CallShape) -> tuple[int, int]:
 def _results(
     kernel: Kernel, shape: CallShape, call: Call, grad_out: torch.Tensor, to: Pick
 ) -> dict[str, torch.Tensor]:
-    """Return a kernel's statistics, and gradients if needed, of one task that is the whole call.
+    """Return a kernel's statistics, and gradients if needed, of one task that is the
+    whole call.
 
     Args:
         to: brings a tensor to the device and the dtype to compute in.
@@ -257,7 +294,8 @@ def _results(
     call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
     # Results as they are computed, not rounded to what the inputs are.
     call = replace(call, stored=state_dtype(call.query.dtype))
-    # By one call of an operator, if it takes that: Triton would have to compile what merges.
+    # By one call of an operator, if it takes that: Triton would have to compile what
+    # merges.
     is_whole = isinstance(kernel, RectangleKernel) and kernel.takes_whole(
         shape, _KEYS, all_heads=True
     )

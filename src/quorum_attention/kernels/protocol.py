@@ -1,7 +1,7 @@
 """What an inner kernel is: it computes one task's statistics, or one task's gradients.
 
-A kernel sees one task in *local* positions (the task's tokens, gathered in ascending order), and
-no plan, no device queue and no budget.
+A kernel sees one task in *local* positions (the task's tokens, gathered in ascending
+order), and no plan, no device queue and no budget.
 """
 
 from __future__ import annotations
@@ -17,9 +17,21 @@ from quorum_attention.decomposition import Pairs
 from quorum_attention.kernels.call_shape import CallShape, Extent, state_dtype
 from quorum_attention.kernels.masked.captured_tensors import tensors
 from quorum_attention.kernels.merge import empty_
-from quorum_attention.kernels.operator_call import Call, Four, OutLse, Saved, Three, whole_task
+from quorum_attention.kernels.operator_call import (
+    Call,
+    Four,
+    OutLse,
+    Saved,
+    Three,
+    whole_task,
+)
 from quorum_attention.kernels.result_layout import empty_like_input
-from quorum_attention.kernels.task_tensors import Gradients, Indices, Statistics, TaskTensors
+from quorum_attention.kernels.task_tensors import (
+    Gradients,
+    Indices,
+    Statistics,
+    TaskTensors,
+)
 
 
 class Launches(Enum):
@@ -28,47 +40,54 @@ class Launches(Enum):
     CALLS = "calls"
     """Several calls, one after the other."""
     CALLS_ON_STREAMS = "calls on streams"
-    """Several calls, spread over ``TaskTensors.streams`` if there are any. Two calls in flight, or
-    all tasks of a head group together, may be faster."""
+    """Several calls, spread over ``TaskTensors.streams`` if there are any. Two calls in
+    flight, or all tasks of a head group together, may be faster."""
     ONE = "one"
-    """One launch, whatever the task's rectangles. So several calls in flight, or all tasks of a
-    head group together, are not faster."""
+    """One launch, whatever the task's rectangles. So several calls in flight, or all
+    tasks of a head group together, are not faster."""
 
 
 class Kernel(ABC):
     """Computes a task. Write a subclass; register it, or pass it as ``kernel=``.
 
-    A subclass defines ``name``, ``refusal``, two bounds of memory, ``forward`` and ``backward``.
-    The rest describes optional features, which are off by default.
+    A subclass defines ``name``, ``refusal``, two bounds of memory, ``forward`` and
+    ``backward``. The rest describes optional features, which are off by default.
 
     Attributes:
         name: short and unique; users write it as ``kernel=``.
-        own_attention: it is not plain attention of query, key, scale and mask. So it is not
-            compared with the reference first, and gets no rows beyond the sequence's tokens.
-        position_free: that other attention does not depend on positions, heads or batch entries, so
-            parts of a call can be computed as separate calls.
+        own_attention: it is not plain attention of query, key, scale and mask. So it is
+            not compared with the reference first, and gets no rows beyond the
+            sequence's tokens.
+        position_free: that other attention does not depend on positions, heads or batch
+            entries, so parts of a call can be computed as separate calls.
         launches: how many launches a task is.
-        launch_seconds: host seconds to launch a forward, and a backward, where a task is one
-            launch.
-        rates: speeds of its forward and its backward, as shares of the device's best kernel's.
-        scaled_backward: dtypes for which a scaled backward is more exact; the kernel undoes the
-            scaling (kernels/scaling.py). With other dtypes, or dropout, nothing is scaled.
-        fp32_products: its backward takes fp16 upstream gradients of up to 2**15 without overflow,
-            because its products are in fp32 or scaled by the kernel. A gradient of a wider dtype
-            then keeps more of its small numbers (execution/upstream.py).
-        dropout: it applies ``TaskTensors.dropout`` (kernels/dropout.py). Other kernels get no calls
-            with dropout.
-        wide_masks: it takes additive masks in fp32 beside 16-bit inputs. Other kernels get no calls
-            with such masks.
-        plain_variant: the kernel to compare with the reference instead of this one, if this one has
-            options that change the scores; None: this one.
-        priced_as: a kernel with the same costs in uncut calls, which lives longer than this one;
-            None: this one. What is found out about short calls is remembered by that kernel.
-        any_upstream: upstream gradient and output of its ``backward`` may have any dtype and
-            strides; if needed they are copied, for one operator call at a time.
-        thread_per_head: on a CPU each thread computes whole heads of batch entries in the backward
-            of an uncut call, and an equal part of all rows in its forward.
-        accepts_inf_lse: its backward takes an lse of -inf, which rows without keys have.
+        launch_seconds: host seconds to launch a forward, and a backward, where a task
+            is one launch.
+        rates: speeds of its forward and its backward, as shares of the device's best
+            kernel's.
+        scaled_backward: dtypes for which a scaled backward is more exact; the kernel
+            undoes the scaling (kernels/scaling.py). With other dtypes, or dropout,
+            nothing is scaled.
+        fp32_products: its backward takes fp16 upstream gradients of up to 2**15 without
+            overflow, because its products are in fp32 or scaled by the kernel. A
+            gradient of a wider dtype then keeps more of its small numbers
+            (execution/upstream.py).
+        dropout: it applies ``TaskTensors.dropout`` (kernels/dropout.py). Other kernels
+            get no calls with dropout.
+        wide_masks: it takes additive masks in fp32 beside 16-bit inputs. Other kernels
+            get no calls with such masks.
+        plain_variant: the kernel to compare with the reference instead of this one, if
+            this one has options that change the scores; None: this one.
+        priced_as: a kernel with the same costs in uncut calls, which lives longer than
+            this one; None: this one. What is found out about short calls is remembered
+            by that kernel.
+        any_upstream: upstream gradient and output of its ``backward`` may have any
+            dtype and strides; if needed they are copied, for one operator call at a
+            time.
+        thread_per_head: on a CPU each thread computes whole heads of batch entries in
+            the backward of an uncut call, and an equal part of all rows in its forward.
+        accepts_inf_lse: its backward takes an lse of -inf, which rows without keys
+            have.
         operator: ``whole_forward`` and ``whole_backward`` run a single rectangle.
         grouped: its operator takes fewer key/value heads than query heads.
         sparse: it has its own mask, and ``kept_pairs`` says which pairs that keeps.
@@ -95,15 +114,18 @@ class Kernel(ABC):
 
     @abstractmethod
     def refusal(self, shape: CallShape) -> str | None:
-        """Return why this kernel cannot run such a call, in words for the user, or None."""
+        """Return why this kernel cannot run such a call, in words for the user, or
+        None."""
 
     @abstractmethod
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Return an upper bound of the device bytes ``forward`` allocates at any one time."""
+        """Return an upper bound of the device bytes ``forward`` allocates at any one
+        time."""
 
     @abstractmethod
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Return an upper bound of the device bytes ``backward`` allocates at any one time."""
+        """Return an upper bound of the device bytes ``backward`` allocates at any one
+        time."""
 
     @abstractmethod
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -126,27 +148,28 @@ class Kernel(ABC):
     def with_softcap(self, softcap: float) -> Kernel | None:
         """Return this kernel, with its other options, for scores bounded by a soft cap.
 
-        Scores become ``softcap * tanh(score / softcap)``. None: the kernel has no soft cap.
+        Scores become ``softcap * tanh(score / softcap)``. None: the kernel has no soft
+        cap.
         """
         return None
 
-    # --- Monolithic calls --------------------------------------------------------------------
+    # --- Monolithic calls -------------------------------------------------------------
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Whether it takes such a call by ``whole_forward`` and ``whole_backward``.
 
         Args:
             tokens: the larger of the numbers of queries and keys.
-            all_heads: whether it is handed all heads and batch entries, in order; otherwise it is
-                handed some of them, and not told which.
+            all_heads: whether it is handed all heads and batch entries, in order;
+                otherwise it is handed some of them, and not told which.
         """
         return False
 
     def whole_forward(self, call: Call) -> OutLse:
         """Return output (b, h, n, dv), rounded once, and lse (b, h, n).
 
-        Rows without keys have output 0 and lse -inf. By default that is ``forward`` of a whole call
-        as one task.
+        Rows without keys have output 0 and lse -inf. By default that is ``forward`` of
+        a whole call as one task.
         """
         query = call.query
         rows = query.shape[:3]
@@ -158,17 +181,20 @@ class Kernel(ABC):
         return out.to(call.stored or query.dtype), lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """Return the gradients of query, key and value, rounded once; lse is 0 in rows without
-        keys.
+        """Return the gradients of query, key and value, rounded once; lse is 0 in rows
+        without keys.
 
         By default that is ``backward`` of a whole call as one task.
         """
         sum_dtype = state_dtype(call.query.dtype)
         result_dtype = call.stored or call.query.dtype
         grad_query, grad_key, grad_value = (
-            empty_like_input(tensor, tensor.shape, sum_dtype).zero_() for tensor in call.inputs
+            empty_like_input(tensor, tensor.shape, sum_dtype).zero_()
+            for tensor in call.inputs
         )
-        grads = Gradients(saved.grad_out, saved.out, saved.lse, grad_query, grad_key, grad_value)
+        grads = Gradients(
+            saved.grad_out, saved.out, saved.lse, grad_query, grad_key, grad_value
+        )
         self.backward(whole_task(call), grads)
         return (
             grad_query.to(result_dtype),
@@ -177,54 +203,60 @@ class Kernel(ABC):
         )
 
     def gives_bias_gradient(self, shape: CallShape) -> bool:
-        """Whether ``whole_backward_with_bias`` takes such a call: the kernel's operator computes
-        the gradient of a bias, within the digits of the bias's dtype.
+        """Whether ``whole_backward_with_bias`` takes such a call: the kernel's operator
+        computes the gradient of a bias, within the digits of the bias's dtype.
 
-        Other gradients of a bias are computed tile by tile (execution/mask_gradient.py).
+        Other gradients of a bias are computed tile by tile
+        (execution/mask_gradient.py).
         """
         return False
 
     def whole_backward_with_bias(self, call: Call, saved: Saved) -> Four:
-        """Return the gradients of query, key and value, as ``whole_backward`` does, and of the
-        bias before it is summed: (b, h, n, m)."""
-        raise NotImplementedError(f"kernel {self.name!r} computes no gradient of a bias")
+        """Return the gradients of query, key and value, as ``whole_backward`` does, and
+        of the bias before it is summed: (b, h, n, m)."""
+        raise NotImplementedError(
+            f"kernel {self.name!r} computes no gradient of a bias"
+        )
 
-    # --- What it reads, calls and keeps ------------------------------------------------------
+    # --- What it reads, calls and keeps -----------------------------------------------
 
     def captured(self) -> Sequence[torch.Tensor]:
-        """Return the tensors besides the inputs that results depend on (slopes, a function's
-        closure).
+        """Return the tensors besides the inputs that results depend on (slopes, a
+        function's closure).
 
-        Autograd saves them with the inputs. So writing to one of them before the backward is an
-        error, as for any saved tensor.
+        Autograd saves them with the inputs. So writing to one of them before the
+        backward is an error, as for any saved tensor.
         """
         return tensors(self.called_back())
 
     def called_back(self) -> Sequence[Callable[..., Any]]:
-        """Return the users' functions that it calls in the forward and again in the backward."""
+        """Return the users' functions that it calls in the forward and again in the
+        backward."""
         return ()
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
-        """Return the functions' results for a few rows (b, h, q, d), (b, hk, k, d), (b, hk, k,
-        dv)."""
+        """Return the functions' results for a few rows (b, h, q, d), (b, hk, k, d), (b,
+        hk, k, dv)."""
         return ()
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """Return the pairs of a call. Tokens without a kept pair are not copied.
 
-        Their ``verdict`` may call a block EMPTY only if no pair of it is kept, in any head of any
-        batch entry. Its answers are cached by function as long as the kernel lives: return the same
-        function in every call, a method of the kernel or one that does not close over the kernel.
+        Their ``verdict`` may call a block EMPTY only if no pair of it is kept, in any
+        head of any batch entry. Its answers are cached by function as long as the
+        kernel lives: return the same function in every call, a method of the kernel or
+        one that does not close over the kernel.
         """
         return Pairs(n_queries, n_keys, is_causal)
 
     def scores_of_pairs(self) -> Any:
-        """Return how the kernel changes and masks each score (``score_tiles.ScoreTransform``).
+        """Return how the kernel changes and masks each score
+        (``score_tiles.ScoreTransform``).
 
-        None: it computes more than that, and the gradient of a mask beside it is not computed as
-        beside plain softmax.
+        None: it computes more than that, and the gradient of a mask beside it is not
+        computed as beside plain softmax.
         """
         return None
 
@@ -236,8 +268,8 @@ InnerKernel = Kernel
 def refusal(kernel: Kernel, shape: CallShape) -> str | None:
     """Return why a kernel cannot run such a call, or None.
 
-    Dropout and wide masks are asked about here, so that a kernel that does not know of them never
-    leaves out the one, nor misreads the other.
+    Dropout and wide masks are asked about here, so that a kernel that does not know of
+    them never leaves out the one, nor misreads the other.
     """
     reason = kernel.refusal(shape)
     if reason is not None:
@@ -246,14 +278,18 @@ def refusal(kernel: Kernel, shape: CallShape) -> str | None:
         return "it has no dropout by the position of a pair"
     if shape.bias is not None and shape.bias.wide and not kernel.wide_masks:
         return (
-            f"it adds attn_mask in the inputs' dtype {shape.dtype}, which would round it: take "
-            f"kernel='auto', or give attn_mask.to({shape.dtype}) if that is meant"
+            f"it adds attn_mask in the inputs' dtype {shape.dtype}, which would round "
+            f"it: take kernel='auto', or give attn_mask.to({shape.dtype}) if that is "
+            "meant"
         )
     return None
 
 
-def workspace_bytes(kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool) -> int:
-    """Return an upper bound of the device bytes that a pass of ``kernel`` allocates at a time."""
+def workspace_bytes(
+    kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool
+) -> int:
+    """Return an upper bound of the device bytes that a pass of ``kernel`` allocates at
+    a time."""
     if backward:
         return kernel.backward_workspace_bytes(shape, extent)
     return kernel.forward_workspace_bytes(shape, extent)
@@ -268,6 +304,7 @@ def check_mask_gradient(kernel: Kernel) -> None:
     is_plain = not kernel.own_attention and kernel.plain_variant is None
     if not is_plain and not kernel.scores_of_pairs():
         raise NotImplementedError(
-            f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more than the "
-            f"softmax of scores and mask; pass attn_mask.detach(), or take another kernel"
+            f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more "
+            "than the softmax of scores and mask; pass attn_mask.detach(), or take "
+            "another kernel"
         )

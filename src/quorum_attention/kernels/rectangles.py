@@ -1,8 +1,8 @@
 """Kernels by calls of plain attention operators: one call for one or a few rectangles.
 
-The kept pairs of a task are a short list of rectangles, each plain or causal and with no mask
-inside (paper, section 4), so an operator that returns ``(out, lse)`` and whose backward takes an
-lse from outside can be used as it is.
+The kept pairs of a task are a short list of rectangles, each plain or causal and with
+no mask inside (paper, section 4), so an operator that returns ``(out, lse)`` and whose
+backward takes an lse from outside can be used as it is.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ from quorum_attention.kernels.tensors import key_rows, query_rows
 
 
 class RectangleKernel(CallsKernel):
-    """Base class: implement the two ``rectangle_`` methods, ``refusal`` and the two bounds.
+    """Base class: implement the two ``rectangle_`` methods, ``refusal`` and the two
+    bounds.
 
-    If its operator is not ``grouped``, the query heads of a group are run one after the other on
-    views.
+    If its operator is not ``grouped``, the query heads of a group are run one after the
+    other on views.
 
     Attributes:
         bands: the operator takes windows (``rectangle_forward``).
         masked_limit: most queries or keys of one call with a bias; None for no limit.
-        forward_limits, backward_limits: what one call of the operator may have at most. Larger
-            calls are cut into parts by batch entries and heads; where one head is too large, by
-            rows.
+        forward_limits, backward_limits: what one call of the operator may have at most.
+            Larger calls are cut into parts by batch entries and heads; where one head
+            is too large, by rows.
         lowest_score: the operator treats this score, and lower ones, as masked.
-        row_unit: for every batch entry the operator's temporaries are rounded up to multiples of
-            this many rows.
-        splits_fp32_scale: in its backward the operator rounds a score times the scale otherwise
-            than in its forward, so in fp32 too the scale it gets is a power of two
-            (``operator_inputs.with_positive_scale``).
-        reversed_order: causal rectangles are upper triangles: they are run with the orders of
-            queries and of keys reversed.
+        row_unit: for every batch entry the operator's temporaries are rounded up to
+            multiples of this many rows.
+        splits_fp32_scale: in its backward the operator rounds a score times the scale
+            otherwise than in its forward, so in fp32 too the scale it gets is a power
+            of two (``operator_inputs.with_positive_scale``).
+        reversed_order: causal rectangles are upper triangles: they are run with the
+            orders of queries and of keys reversed.
     """
 
     launches = Launches.CALLS_ON_STREAMS
@@ -76,27 +77,31 @@ class RectangleKernel(CallsKernel):
     splits_fp32_scale: bool = False
     reversed_order: bool = False
 
-    # --- What a subclass implements ----------------------------------------------------------
+    # --- What a subclass implements ---------------------------------------------------
 
     @abstractmethod
     def rectangle_forward(self, call: Call) -> OutLse:
         """Compute attention over one rectangle: dense rows, a scale above 0.
 
-        A causal rectangle is a square. A kernel with ``bands`` also takes a ``Band``, counted from
-        the first query and the first key; rows without a key then have out 0 and lse -inf.
+        A causal rectangle is a square. A kernel with ``bands`` also takes a ``Band``,
+        counted from the first query and the first key; rows without a key then have out
+        0 and lse -inf.
 
         Returns:
-            out (b, h, lq, dv), normalised, in any floating dtype, and its natural-log lse
-            (b, h, lq). Rows that the bias leaves no key may hold anything.
+            out (b, h, lq, dv), normalised, in any floating dtype, and its natural-log
+            lse (b, h, lq). Rows that the bias leaves no key may hold anything.
         """
 
     @abstractmethod
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
-        """Return the gradients of query, key and value of one rectangle, given the *global* out and
-        lse of its rows; lse is finite everywhere."""
+        """Return the gradients of query, key and value of one rectangle, given the
+        *global* out and lse of its rows; lse is finite everywhere."""
 
-    def preferred_sizes(self, task: TaskTensors, r: Rectangle, backward: bool) -> tuple[int, int]:
-        """Return the most (queries, keys) of one plain call, for speed alone; by default all.
+    def preferred_sizes(
+        self, task: TaskTensors, r: Rectangle, backward: bool
+    ) -> tuple[int, int]:
+        """Return the most (queries, keys) of one plain call, for speed alone; by
+        default all.
 
         Args:
             r: the rectangle of the task to run.
@@ -105,15 +110,15 @@ class RectangleKernel(CallsKernel):
         return r.n_queries, r.n_keys
 
     def backward_parts(self, batch_and_heads: int) -> int:
-        """Return the number of equal runs of query rows into which a backward cuts a plain
-        rectangle.
+        """Return the number of equal runs of query rows into which a backward cuts a
+        plain rectangle.
 
-        The runs go to the operator as further batch entries. That helps an operator that is
-        parallel over batch and heads only.
+        The runs go to the operator as further batch entries. That helps an operator
+        that is parallel over batch and heads only.
         """
         return 1
 
-    # --- Uncut calls -------------------------------------------------------------------------
+    # --- Uncut calls ------------------------------------------------------------------
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Whether a monolithic call can be handed to the operator as it is."""
@@ -131,7 +136,8 @@ class RectangleKernel(CallsKernel):
         return self.backward_limits if backward else self.forward_limits
 
     def whole_forward(self, call: Call) -> OutLse:
-        """Return (out, lse) of an uncut call; rows without keys have out 0 and lse -inf.
+        """Return (out, lse) of an uncut call; rows without keys have out 0 and lse
+        -inf.
 
         A call beyond the operator's limits is cut into parts.
         """
@@ -156,9 +162,11 @@ class RectangleKernel(CallsKernel):
         self.clear_dead_rows_(out, lse, call)
         return out, lse
 
-    def clear_dead_rows_(self, out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
-        """Set rows without keys to out 0 and lse -inf, in place. Operators differ in what they
-        return for such rows (0 with lse 0, NaN)."""
+    def clear_dead_rows_(
+        self, out: torch.Tensor, lse: torch.Tensor, call: Call
+    ) -> None:
+        """Set rows without keys to out 0 and lse -inf, in place. Operators differ in
+        what they return for such rows (0 with lse 0, NaN)."""
         if call.bias is None:
             return
         dead = dead_rows(
@@ -201,13 +209,19 @@ class RectangleKernel(CallsKernel):
             grad_query.mul_(query_factor)
         return grad_query, grad_key, grad_value
 
-    # --- Tasks -------------------------------------------------------------------------------
+    # --- Tasks ------------------------------------------------------------------------
 
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Iterator[TaskCall]]:
+    def task_calls(
+        self, task: TaskTensors, *, backward: bool
+    ) -> Iterator[Iterator[TaskCall]]:
         """See ``CallsKernel``."""
         for batch in self._operator_calls(task, backward=backward):
             parts = self._backward_runs(task, batch) if backward else iter((batch,))
-            yield (call for part in parts for call in self._calls_by_heads(task, part, backward))
+            yield (
+                call
+                for part in parts
+                for call in self._calls_by_heads(task, part, backward)
+            )
 
     def _operator_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """Yield the operator calls of a task, by its rectangles."""
@@ -227,8 +241,11 @@ class RectangleKernel(CallsKernel):
         for batch in batches(tuple(pieces)):
             yield from self._within_workspace(batch, task)
 
-    def _within_row_limits(self, task: TaskTensors, backward: bool) -> Sequence[Rectangle]:
-        """Return the task's rectangles, cut where a single head has too many rows for a call."""
+    def _within_row_limits(
+        self, task: TaskTensors, backward: bool
+    ) -> Sequence[Rectangle]:
+        """Return the task's rectangles, cut where a single head has too many rows for a
+        call."""
         limits = self.call_limits(backward=backward)
         width = max(task.query.shape[-1], task.value.shape[-1])
         queries, keys = limits.rows(width)
@@ -238,7 +255,8 @@ class RectangleKernel(CallsKernel):
         return task.rectangles
 
     def _within_workspace(self, batch: Batch, task: TaskTensors) -> Iterator[Batch]:
-        """Yield ``batch`` in parts, each with as many rectangles as the workspace bound allows."""
+        """Yield ``batch`` in parts, each with as many rectangles as the workspace bound
+        allows."""
         limit = 1
         if task.max_queries and task.query.shape[0] == 1:
             rows = round_up(batch.first.n_queries, self.row_unit)
@@ -250,9 +268,12 @@ class RectangleKernel(CallsKernel):
             yield replace(batch, first=batch.rectangle(start), count=count)
 
     def _backward_runs(self, task: TaskTensors, batch: Batch) -> Iterator[Batch]:
-        """Yield ``batch`` as a backward runs it: in equal runs of rows, by ``backward_parts``."""
+        """Yield ``batch`` as a backward runs it: in equal runs of rows, by
+        ``backward_parts``."""
         r = batch.first
-        n_runs = self.backward_parts(task.query.shape[1] if self.grouped else task.key.shape[1])
+        n_runs = self.backward_parts(
+            task.query.shape[1] if self.grouped else task.key.shape[1]
+        )
         n_rows = r.n_queries // n_runs
         if n_runs == 1 or n_rows == 0 or not self._can_be_cut_into_runs(task, batch):
             yield batch
@@ -263,14 +284,16 @@ class RectangleKernel(CallsKernel):
                 yield from self._backward_runs(task, Batch(below))
             return
         stop = r.query_start + n_runs * n_rows
-        first = Rectangle(r.query_start, r.query_start + n_rows, r.key_start, r.key_stop)
+        first = Rectangle(
+            r.query_start, r.query_start + n_rows, r.key_start, r.key_stop
+        )
         yield Batch(first, count=n_runs, query_step=n_rows)
         if stop < r.query_stop:
             yield Batch(Rectangle(stop, r.query_stop, r.key_start, r.key_stop))
 
     def _can_be_cut_into_runs(self, task: TaskTensors, batch: Batch) -> bool:
-        """Whether runs of rows can be further batch entries. Batch entries leave no room for
-        others; a mask would have to be cut as well."""
+        """Whether runs of rows can be further batch entries. Batch entries leave no
+        room for others; a mask would have to be cut as well."""
         is_single = task.query.shape[0] * batch.count <= 1
         return is_single and not self.reversed_order and not task.has_mask(batch.first)
 
@@ -295,12 +318,16 @@ class RectangleKernel(CallsKernel):
                 task.scale,
                 bias if bias is None or bias.shape[1] == 1 else bias[:, heads],
             )
-            yield TaskCall(rows, keys, partial(self._forward, call), partial(self._backward, call))
+            yield TaskCall(
+                rows, keys, partial(self._forward, call), partial(self._backward, call)
+            )
             del call
 
-    def _call_heads(self, task: TaskTensors, batch: Batch, backward: bool) -> list[slice]:
-        """Return the query heads of each call; fewer than all of a key head's, where those are too
-        many for one call."""
+    def _call_heads(
+        self, task: TaskTensors, batch: Batch, backward: bool
+    ) -> list[slice]:
+        """Return the query heads of each call; fewer than all of a key head's, where
+        those are too many for one call."""
         if not self.grouped:
             return self._heads(task.query, task.key)
         sizes = _call_sizes(query_rows(task.query, batch), key_rows(task.value, batch))
@@ -330,11 +357,14 @@ class RectangleKernel(CallsKernel):
 
 
 def _diagonal_runs(r: Rectangle, n_runs: int) -> Iterator[Batch]:
-    """Yield equal squares along the diagonal of a causal rectangle, and the rest of it."""
+    """Yield equal squares along the diagonal of a causal rectangle, and the rest of
+    it."""
     side = r.n_queries // n_runs
     query_stop = r.query_start + side
     key_stop = r.key_start + side
-    squares = Batch(replace(r, query_stop=query_stop, key_stop=key_stop), n_runs, side, side)
+    squares = Batch(
+        replace(r, query_stop=query_stop, key_stop=key_stop), n_runs, side, side
+    )
     yield squares
     after = squares.rectangle(n_runs)
     if after.query_start < r.query_stop:
@@ -342,7 +372,8 @@ def _diagonal_runs(r: Rectangle, n_runs: int) -> Iterator[Batch]:
 
 
 def _left_of_diagonal(r: Rectangle, n_runs: int) -> Iterator[Rectangle]:
-    """Yield the plain rectangles that squares along the diagonal leave to their left."""
+    """Yield the plain rectangles that squares along the diagonal leave to their
+    left."""
     side = r.n_queries // n_runs
     for run in range(1, n_runs + 1):
         covered = run * side
@@ -354,7 +385,8 @@ def _left_of_diagonal(r: Rectangle, n_runs: int) -> Iterator[Rectangle]:
 
 
 def _sizes_of(shape: CallShape, tokens: int = 0) -> CallSizes:
-    """Return the sizes of a whole call; ``tokens`` stands for lengths that the shape lacks."""
+    """Return the sizes of a whole call; ``tokens`` stands for lengths that the shape
+    lacks."""
     return CallSizes(
         entries=max(1, shape.batch),
         key_heads=max(1, shape.kv_heads),
@@ -366,7 +398,8 @@ def _sizes_of(shape: CallShape, tokens: int = 0) -> CallSizes:
 
 
 def _parts_within(limits: CallLimits, call: Call) -> tuple[CallPart, ...]:
-    """Return the parts of a call that an operator can take; none where it has no limits."""
+    """Return the parts of a call that an operator can take; none where it has no
+    limits."""
     if limits is UNLIMITED:
         return ()
     return call_parts(limits, _call_sizes(call.query, call.value))
@@ -386,4 +419,6 @@ def _part_of_call(call: Call, part: CallPart) -> Call:
         entries, heads = part.query_rows
         bias = bias if bias.shape[0] == 1 else bias[entries]
         bias = bias if bias.shape[1] == 1 else bias[:, heads]
-    return call.mapped(itemgetter(part.query_rows), itemgetter(part.key_rows), bias=bias)
+    return call.mapped(
+        itemgetter(part.query_rows), itemgetter(part.key_rows), bias=bias
+    )

@@ -1,17 +1,18 @@
-"""The reference: attention in torch's operators, tile by tile, for any dtype and device.
+"""The reference: attention in torch's operators, tile by tile, for any dtype and
+device.
 
-It runs what no fused kernel here can: the kernels ``dense`` and ``tiles``, score modifications
-without a compiler, dropout where an operator has none, or drops other pairs in every call, and rows
-of a CPU's call that are not finite. With scores
-S = scale Q K^T, changed and masked, and Z of kernels/dropout.py,
+It runs what no fused kernel here can: the kernels ``dense`` and ``tiles``, score
+modifications without a compiler, dropout where an operator has none, or drops other
+pairs in every call, and rows of a CPU's call that are not finite. With scores S = scale
+Q K^T, changed and masked, and Z of kernels/dropout.py,
 
     lse = logsumexp(S),   P = exp(S - lse),   O = (Z P) V,
     dV = (Z P)^T dO,   dS = P * (Z * (dO V^T) - rowsum(dO * O)),   dQ = scale dS K,
     dK = scale dS^T Q.
 
-The recurrences are FlashAttention-2's, in fp32 (fp64 for fp64 inputs): a block of queries walks its
-tiles of keys, in the forward with a running maximum and sum, in the backward with the log-sum-exp
-of the whole rows.
+The recurrences are FlashAttention-2's, in fp32 (fp64 for fp64 inputs): a block of
+queries walks its tiles of keys, in the forward with a running maximum and sum, in the
+backward with the log-sum-exp of the whole rows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTen
 
 
 def _forward_block(block: QueryBlock) -> OutLse:
-    """Return the output (b, hk, g * rows, dv) and lse (b, hk, g * rows, 1) of a block."""
+    """Return the output (b, hk, g * rows, dv) and lse (b, hk, g * rows, 1) of a
+    block."""
     task = block.task
     rows = block.query.shape[:3]
     row_max = block.query.new_full((*rows, 1), -torch.inf)
@@ -50,7 +52,8 @@ def _forward_block(block: QueryBlock) -> OutLse:
         key = block.of_keys(task.key, keys)
         p, _ = block.scores(key, keys, derivative=False)
         new_max = torch.maximum(row_max, p.amax(dim=-1, keepdim=True))
-        # The maximum of a row without keys so far is -inf, and its differences would be NaN.
+        # The maximum of a row without keys so far is -inf, and its differences would be
+        # NaN.
         base = new_max.masked_fill(new_max == -torch.inf, 0.0)
         p.sub_(base).exp_()
         rescale = row_max.sub_(base).exp_()
@@ -63,7 +66,8 @@ def _forward_block(block: QueryBlock) -> OutLse:
         out.add_(p @ block.of_keys(task.value, keys))
         row_max = new_max
         del p, drops
-    # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits left.
+    # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits
+    # left.
     lse = row_sum.log().add_(row_max)
     lse = torch.where(row_max == torch.inf, row_max, lse)
     row_sum.masked_fill_(row_sum == 0.0, 1.0)
@@ -98,7 +102,8 @@ def _backward_block(block: QueryBlock, grads: Gradients) -> None:
 
 
 class TiledKernel(Kernel):
-    """The tiled loop as a kernel, with a change of scores: any device, any floating dtype.
+    """The tiled loop as a kernel, with a change of scores: any device, any floating
+    dtype.
 
     Args:
         scores: the change.
@@ -136,7 +141,8 @@ class TiledKernel(Kernel):
             del out, lse  # freed before the next block is computed
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place. (They are never scaled.)"""
+        """Add the task's gradients into ``grads``, in place. (They are never
+        scaled.)"""
         task, transform = self._prepared(task)
         for block in query_blocks(task, grads.grad_query, transform):
             _backward_block(block, grads)
@@ -169,10 +175,12 @@ class TiledKernel(Kernel):
 
 
 class DenseKernel(TiledKernel):
-    """``dense``: attention under the CQS mask of a task, as the paper writes it (section 3).
+    """``dense``: attention under the CQS mask of a task, as the paper writes it
+    (section 3).
 
-    Scores of whole rows are in memory, in fp32 (fp64 for fp64 inputs), and the pairs that a task
-    does not keep are masked one by one, on any device. Every other kernel is compared with it.
+    Scores of whole rows are in memory, in fp32 (fp64 for fp64 inputs), and the pairs
+    that a task does not keep are masked one by one, on any device. Every other kernel
+    is compared with it.
     """
 
     name = "dense"
@@ -183,28 +191,39 @@ class DenseKernel(TiledKernel):
         """Make the kernel; it has no options."""
 
     def _prepared(self, task: TaskTensors) -> tuple[TaskTensors, ScoreTransform]:
-        """Return all pairs as one rectangle, under the CQS mask and the causal mask, if any."""
+        """Return all pairs as one rectangle, under the CQS mask and the causal mask, if
+        any."""
         n_queries = task.query.shape[2]
         n_keys = task.key.shape[2]
-        mask = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(task.query.device)
+        mask = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(
+            task.query.device
+        )
         if task.is_causal:
-            # The tokens of a task are in ascending order, so local positions order them as global
-            # ones.
+            # The tokens of a task are in ascending order, so local positions order them
+            # as global ones.
             mask = mask.tril()
-        transform = replace(WHOLE_ROWS, keeps=lambda block, keys: mask[block.rows, keys])
+        transform = replace(
+            WHOLE_ROWS, keeps=lambda block, keys: mask[block.rows, keys]
+        )
         if not task.rectangles:
             return task, transform
-        return replace(task, rectangles=(Rectangle(0, n_queries, 0, n_keys),)), transform
+        return replace(
+            task, rectangles=(Rectangle(0, n_queries, 0, n_keys),)
+        ), transform
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Return an upper bound of the bytes ``forward`` allocates at any one time; quadratic in
-        tokens."""
-        return _mask_bytes(extent) + super().forward_workspace_bytes(shape, _all_pairs(extent))
+        """Return an upper bound of the bytes ``forward`` allocates at any one time;
+        quadratic in tokens."""
+        return _mask_bytes(extent) + super().forward_workspace_bytes(
+            shape, _all_pairs(extent)
+        )
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Return an upper bound of the bytes ``backward`` allocates at any one time; quadratic in
-        tokens."""
-        return _mask_bytes(extent) + super().backward_workspace_bytes(shape, _all_pairs(extent))
+        """Return an upper bound of the bytes ``backward`` allocates at any one time;
+        quadratic in tokens."""
+        return _mask_bytes(extent) + super().backward_workspace_bytes(
+            shape, _all_pairs(extent)
+        )
 
 
 def _all_pairs(extent: Extent) -> Extent:
@@ -212,6 +231,6 @@ def _all_pairs(extent: Extent) -> Extent:
 
 
 def _mask_bytes(extent: Extent) -> int:
-    """Return the bytes of the CQS mask, of its causal half, and of what says which pairs of a tile
-    are masked."""
+    """Return the bytes of the CQS mask, of its causal half, and of what says which
+    pairs of a tile are masked."""
     return 4 * extent.n_tokens * extent.n_tokens

@@ -31,7 +31,8 @@ def register_kernel(kernel: Kernel) -> None:
         >>> def mine(query, key, value, *, is_causal, scale):
         ...     scores = scale * (query @ key.mT)
         ...     if is_causal:
-        ...         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        ...         later = torch.ones_like(scores).triu(1).bool()
+        ...         scores = scores.masked_fill(later, -torch.inf)
         ...     lse = torch.logsumexp(scores, -1)
         ...     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
         >>> qa.register_kernel(qa.from_lse_function(mine, name="mine"))
@@ -49,22 +50,28 @@ def register_kernel(kernel: Kernel) -> None:
 
 
 def registrations() -> tuple[object, ...]:
-    """Return a key that changes whenever a kernel is registered, or torch's operators are
-    replaced."""
+    """Return a key that changes whenever a kernel is registered, or torch's operators
+    are replaced."""
     return (_n_registrations, flash_implementation(), *map(id, _KERNELS.values()))
 
 
 def _check(kernel: object) -> None:
     """Raise TypeError for what is no kernel."""
     if not isinstance(kernel, Kernel):
-        got = f"the class {kernel.__name__}" if isinstance(kernel, type) else type(kernel).__name__
+        got = (
+            f"the class {kernel.__name__}"
+            if isinstance(kernel, type)
+            else type(kernel).__name__
+        )
         raise TypeError(
-            f"kernel must be a name or an InnerKernel, not {got}: make one of a class derived "
-            "from quorum_attention.InnerKernel, or pass a function to from_lse_function"
+            f"kernel must be a name or an InnerKernel, not {got}: make one of a class "
+            "derived from quorum_attention.InnerKernel, or pass a function to "
+            "from_lse_function"
         )
     if type(kernel).__hash__ is None:
         raise TypeError(
-            f"kernel {kernel.name!r} lacks __hash__ (a dataclass keeps it with eq=False)"
+            f"kernel {kernel.name!r} lacks __hash__ (a dataclass keeps it with "
+            "eq=False)"
         )
 
 
@@ -97,7 +104,8 @@ def get_kernel(kernel: str | Kernel) -> Kernel:
     return _KERNELS[kernel]
 
 
-# Fastest first (measured on an H200). Kernels that users register come after these, in order.
+# Fastest first (measured on an H200). Kernels that users register come after these, in
+# order.
 for _kernel in (
     Fa4Kernel(),
     CudnnKernel(),

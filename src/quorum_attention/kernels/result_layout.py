@@ -1,8 +1,10 @@
-"""How results lie in memory: densely, in the order of dimensions of the input that they belong to.
+"""How results lie in memory: densely, in the order of dimensions of the input that they
+belong to.
 
 An output follows the query, and a gradient follows its input. So where a query is
-``view(batch, tokens, heads, head_dim).transpose(1, 2)``, the output can be transposed and viewed
-back without a copy, however the call was computed. The last dimension is always the innermost.
+``view(batch, tokens, heads, head_dim).transpose(1, 2)``, the output can be transposed
+and viewed back without a copy, however the call was computed. The last dimension is
+always the innermost.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def result_strides(like: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     several = [dim for dim in order if like.shape[dim] > 1]
     is_expanded = any(like.stride(dim) == 0 for dim in several)
     if not is_expanded:
-        # Dimensions of size 1 have any stride; they stay outside, where they change nothing.
+        # Dimensions of size 1 have any stride; they stay outside, where they change
+        # nothing.
         single = [dim for dim in order if dim not in several]
         several.sort(key=like.stride, reverse=True)
         order = single + several
@@ -34,7 +37,10 @@ def result_strides(like: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def empty_like_input(
-    like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    like: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return an uninitialised tensor of ``shape`` that lies as ``like`` does.
 
@@ -50,7 +56,8 @@ def empty_like_input(
 
 
 def laid_out_like(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``result``, or a copy that lies as ``like`` does if ``result`` does not."""
+    """Return ``result``, or a copy that lies as ``like`` does if ``result`` does
+    not."""
     if result.shape == like.shape and result.stride() == like.stride():
         return result
     if like.is_contiguous() and result.is_contiguous():
@@ -65,8 +72,11 @@ def laid_out_like(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, but for dimensions of size 1, which have any."""
-    for size, stride, expected in zip(tensor.shape, tensor.stride(), strides, strict=True):
+    """Whether a tensor has these strides, but for dimensions of size 1, which have
+    any."""
+    for size, stride, expected in zip(
+        tensor.shape, tensor.stride(), strides, strict=True
+    ):
         if size > 1 and stride != expected:
             return False
     return True

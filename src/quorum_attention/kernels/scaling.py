@@ -1,9 +1,10 @@
 """Keeps a backward inside fp16's range, and undoes that (design, section 2).
 
-At long N the true probabilities and their gradients are near 1/N, in fp16's subnormal range, and
-every production kernel rounds both to the inputs' dtype. Given ``lse - shift ln 2`` it computes
-``2**shift P``, and ``grad_out`` divided by a power of two keeps ``dS`` below fp16's largest number.
-Each scales all three gradients by the same power of two, which one fp32 factor undoes exactly.
+At long N the true probabilities and their gradients are near 1/N, in fp16's subnormal
+range, and every production kernel rounds both to the inputs' dtype. Given ``lse - shift
+ln 2`` it computes ``2**shift P``, and ``grad_out`` divided by a power of two keeps
+``dS`` below fp16's largest number. Each scales all three gradients by the same power of
+two, which one fp32 factor undoes exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from quorum_attention.kernels.tensors import Block, row_blocks
 
 # |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.
 LOG2_LARGEST = 15
-# log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
+# log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys
+# evenly.
 _LOG2_TYPICAL = -8
 _LARGEST_SHIFT = 14
 
@@ -30,9 +32,10 @@ class Scaling:
 
     Attributes:
         shift: probabilities are computed times 2**shift.
-        unscale: (b, key heads) fp32, powers of two by which ``grad_out`` was divided; None is 1.
-        overflow: shaped like ``unscale``, int32; 1 is set for heads where a partial gradient is
-            not finite; None: not checked.
+        unscale: (b, key heads) fp32, powers of two by which ``grad_out`` was divided;
+            None is 1.
+        overflow: shaped like ``unscale``, int32; 1 is set for heads where a partial
+            gradient is not finite; None: not checked.
     """
 
     shift: int = 0
@@ -41,7 +44,8 @@ class Scaling:
 
 
 def usual_shift(n_keys: int) -> int:
-    """Return the shift for rows of up to ``n_keys`` keys: 0 if they are few enough to need none."""
+    """Return the shift for rows of up to ``n_keys`` keys: 0 if they are few enough to
+    need none."""
     log2_keys = math.ceil(math.log2(max(1, n_keys)))
     shift = max(0, log2_keys + _LOG2_TYPICAL)
     return min(_LARGEST_SHIFT, shift)
@@ -50,8 +54,8 @@ def usual_shift(n_keys: int) -> int:
 def divide_gradient_(
     grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
 ) -> None:
-    """Divide ``grad_out`` in place by a power of two for every key/value head; the host waits for
-    nothing.
+    """Divide ``grad_out`` in place by a power of two for every key/value head; the host
+    waits for nothing.
 
     Args:
         grad_out: (b, h, n, dv).
@@ -69,11 +73,11 @@ def divide_gradient_(
 
 
 def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """Return the largest Euclidean norm of a finite row of (b, h, n, d) for each key head, (b,
-    key_heads) fp32.
+    """Return the largest Euclidean norm of a finite row of (b, h, n, d) for each key
+    head, (b, key_heads) fp32.
 
-    Rows that are not finite give results that are not finite, however they are scaled. They are
-    left out, so that the scale is right for all others.
+    Rows that are not finite give results that are not finite, however they are scaled.
+    They are left out, so that the scale is right for all others.
     """
     batch, heads = tensor.shape[:2]
     largest = torch.zeros((batch, heads), dtype=torch.float32, device=tensor.device)
@@ -86,9 +90,11 @@ def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
     return by_key_head.amax(2)
 
 
-def divisor_exponents(grad_out: torch.Tensor, value: torch.Tensor, shift: int) -> torch.Tensor:
-    """Return log2 of the divisors of ``grad_out`` (``divide_gradient_``), (b, hk) int32; 0 where
-    there is nothing to scale."""
+def divisor_exponents(
+    grad_out: torch.Tensor, value: torch.Tensor, shift: int
+) -> torch.Tensor:
+    """Return log2 of the divisors of ``grad_out`` (``divide_gradient_``), (b, hk)
+    int32; 0 where there is nothing to scale."""
     key_heads = value.shape[1]
     grad_norm = largest_norms(grad_out, key_heads)
     value_norm = largest_norms(value, key_heads)
@@ -102,7 +108,8 @@ def divisor_exponents(grad_out: torch.Tensor, value: torch.Tensor, shift: int) -
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return 2**exponents in fp32, from its bits: exact, as a device's exp2 need not be."""
+    """Return 2**exponents in fp32, from its bits: exact, as a device's exp2 need not
+    be."""
     biased_exponents = exponents + 127
     return (biased_exponents << 23).view(torch.float32)
 

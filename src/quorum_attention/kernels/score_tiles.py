@@ -1,8 +1,8 @@
 """Scores of a task, tile by tile: a block of queries walks its tiles of keys.
 
-Everything here is in the dtype of the statistics (fp32, or fp64 for fp64 inputs), on the device
-that computes. In tensors of scores, g query heads share each of hk key heads: (b, hk, g * rows,
-keys) is the same memory as (b, h, rows, keys).
+Everything here is in the dtype of the statistics (fp32, or fp64 for fp64 inputs), on
+the device that computes. In tensors of scores, g query heads share each of hk key
+heads: (b, hk, g * rows, keys) is the same memory as (b, h, rows, keys).
 """
 
 from __future__ import annotations
@@ -39,21 +39,24 @@ class TileLimits:
     keys: int
 
 
-# On a CPU tiles stay in the cache. Elsewhere, and for whole rows, fewer launches count more.
+# On a CPU tiles stay in the cache. Elsewhere, and for whole rows, fewer launches count
+# more.
 IN_CACHE = TileLimits(1 << 17, 1024, 512)
 LARGE = TileLimits(1 << 21, 8192, 4096)
 
 ScoreFunction = Callable[
     [torch.Tensor, "QueryBlock", slice, bool], tuple[torch.Tensor, torch.Tensor | None]
 ]
-"""Changes scaled scores (b, h, rows, keys) of a block's tile, before they are masked; it may write
-to them. Also returns the derivative if the last argument is True; None is a derivative of 1."""
+"""Changes scaled scores (b, h, rows, keys) of a block's tile, before they are masked;
+it may write to them. Also returns the derivative if the last argument is True; None is
+a derivative of 1."""
 
 At = tuple[slice, slice, slice]
 """Batch entries, key heads and queries."""
 
 Kept = Callable[["QueryBlock", slice], torch.Tensor | None]
-"""Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys); None: all."""
+"""Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys);
+None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,15 @@ class ScoreTransform:
 
     Attributes:
         function, keeps: see their types; None: nothing.
-        whole_rows: a tile has all keys of its rows. In the backward probabilities of rows that have
-            no other keys are then made to add up to 1, which an lse of 1,000 in fp32 does not.
+        whole_rows: a tile has all keys of its rows. In the backward probabilities of
+            rows that have no other keys are then made to add up to 1, which an lse of
+            1,000 in fp32 does not.
         tiles: how large tiles are; None: as is good for the device.
-        matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``function`` and
-            ``keeps`` have at a time, their results among them.
-        exact_delta: the delta of whole rows is computed from their probabilities, not from an
-            output rounded to 16 bits; where that has no columns of its own (call/lse_columns.py).
+        matrices: the most (b, h, rows, keys) tensors in the dtype computed in that
+            ``function`` and ``keeps`` have at a time, their results among them.
+        exact_delta: the delta of whole rows is computed from their probabilities, not
+            from an output rounded to 16 bits; where that has no columns of its own
+            (call/lse_columns.py).
     """
 
     function: ScoreFunction | None = None
@@ -96,7 +101,8 @@ WHOLE_ROWS = ScoreTransform(whole_rows=True, tiles=LARGE)
 
 
 class QueryBlock:
-    """A block of queries: some key heads of some batch entries, with all their query heads.
+    """A block of queries: some key heads of some batch entries, with all their query
+    heads.
 
     Args:
         task: the task that the block is a part of.
@@ -141,7 +147,8 @@ class QueryBlock:
         return tensor[self.entries, self.heads, self.rows]
 
     def grouped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the block's part of (b, hq, nq, d) as (b, hk, g * rows, d), like ``query``."""
+        """Return the block's part of (b, hq, nq, d) as (b, hk, g * rows, d), like
+        ``query``."""
         rows = self._like_query(self.of_rows(tensor))
         return rows.reshape(*self.query.shape[:3], tensor.shape[-1])
 
@@ -159,8 +166,9 @@ class QueryBlock:
         return scores.view(scores.shape[0], heads, rows, scores.shape[-1])
 
     def indices(self, keys: slice) -> Indices:
-        """Return the pairs of its queries and some keys, by their numbers in the whole call; on the
-        device that computes, though the task's tensors may be elsewhere."""
+        """Return the pairs of its queries and some keys, by their numbers in the whole
+        call; on the device that computes, though the task's tensors may be
+        elsewhere."""
         return self.task.indices(
             self._pairs_with(keys), self.entries, self.heads, self.query.device
         )
@@ -169,7 +177,8 @@ class QueryBlock:
         return Rectangle(self.rows.start, self.rows.stop, keys.start, keys.stop)
 
     def tiles(self) -> Iterator[slice]:
-        """Yield its keys, by tiles: those that none of its queries sees are left out."""
+        """Yield its keys, by tiles: those that none of its queries sees are left
+        out."""
         stop = self.rectangle.key_stop
         if self.rectangle.causal:
             stop = min(stop, self.rows.stop)
@@ -186,8 +195,8 @@ class QueryBlock:
             derivative: whether the derivative is asked for.
 
         Returns:
-            Scores (b, hk, g * rows, keys), -inf where a pair is not kept. The derivative, of the
-            same shape, or None where it is 1 or not asked for.
+            Scores (b, hk, g * rows, keys), -inf where a pair is not kept. The
+            derivative, of the same shape, or None where it is 1 or not asked for.
         """
         scores = (self.query @ key.mT).mul_(self.task.scale)
         by_head = self.by_head(scores)
@@ -213,7 +222,8 @@ class QueryBlock:
         scores.add_(bias)
 
     def _mask_(self, scores: torch.Tensor, keys: slice) -> None:
-        """Write -inf to a tile (b, h, rows, keys) where pairs are not kept, in place."""
+        """Write -inf to a tile (b, h, rows, keys) where pairs are not kept, in
+        place."""
         if self.rectangle.causal and keys.stop - 1 > self.rows.start:
             # The rectangle is a square on the diagonal of local positions.
             rows = torch.arange(self.rows.start, self.rows.stop, device=scores.device)
@@ -227,8 +237,8 @@ class QueryBlock:
             scores.masked_fill_(~is_kept, -torch.inf)
 
     def dropped(self, like: torch.Tensor, keys: slice) -> torch.Tensor | None:
-        """Return which pairs of a tile are dropped, in the shape of ``like`` (b, hk, g * rows,
-        keys); None without dropout."""
+        """Return which pairs of a tile are dropped, in the shape of ``like`` (b, hk, g
+        * rows, keys); None without dropout."""
         task = self.task
         if task.dropout is None:
             return None
@@ -240,8 +250,9 @@ class QueryBlock:
         return is_dropped.view(like.shape)
 
 
-# By how much the logarithm of a row's sum may be off if it has no other keys, by bytes of a number:
-# as a share of its lse, and besides. In fp32 and float64 delta of other rows is as exact.
+# By how much the logarithm of a row's sum may be off if it has no other keys, by bytes
+# of a number: as a share of its lse, and besides. In fp32 and float64 delta of other
+# rows is as exact.
 _ROUNDING = {2: (2.0**-20, 2.0**-12), 4: (2.0**-22, 2.0**-20), 8: (2.0**-47, 2.0**-44)}
 
 
@@ -267,7 +278,8 @@ class BackwardRows:
     def pairs(
         self, key: torch.Tensor, keys: slice, *, derivative: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return what a backward needs of the pairs of a tile, each (b, hk, g * rows, keys).
+        """Return what a backward needs of the pairs of a tile, each (b, hk, g * rows,
+        keys).
 
         Args:
             key: (b, hk, keys, d), of the block.
@@ -275,8 +287,8 @@ class BackwardRows:
             derivative: whether the derivative of the change of scores is asked for.
 
         Returns:
-            The probabilities; the gradient of scores after their change; the derivative of that
-            change (``QueryBlock.scores``); and which pairs are dropped.
+            The probabilities; the gradient of scores after their change; the derivative
+            of that change (``QueryBlock.scores``); and which pairs are dropped.
         """
         block = self.block
         dropout = block.task.dropout
@@ -291,11 +303,13 @@ class BackwardRows:
         return p, ds, slope, drops
 
     def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
-        """Return delta; by ``exact_delta`` of rows that have no keys but those of ``p``.
+        """Return delta; by ``exact_delta`` of rows that have no keys but those of
+        ``p``.
 
-        The probabilities of such rows are made to add up to 1, in place; other rows are left alone.
-        Rows are told apart by the logarithm of their sum, which rounding moves as much as it moves
-        lse: beside an lse of a million, the sum itself may be anything from 0 on.
+        The probabilities of such rows are made to add up to 1, in place; other rows are
+        left alone. Rows are told apart by the logarithm of their sum, which rounding
+        moves as much as it moves lse: beside an lse of a million, the sum itself may be
+        anything from 0 on.
         """
         total = p.sum(dim=-1, keepdim=True)
         itemsize = self.block.task.query.dtype.itemsize
@@ -347,7 +361,8 @@ def query_blocks(
 
 @dataclass(frozen=True, slots=True)
 class NumbersPer:
-    """How many numbers a pass holds per query row, per key row and per pair of a tile."""
+    """How many numbers a pass holds per query row, per key row and per pair of a
+    tile."""
 
     query: int
     key: int
@@ -355,7 +370,8 @@ class NumbersPer:
 
 
 class TileSizes:
-    """Bounds of the largest tile of a call, in rectangles of any size up to the largest.
+    """Bounds of the largest tile of a call, in rectangles of any size up to the
+    largest.
 
     Attributes:
         rows: query rows.
@@ -364,7 +380,9 @@ class TileSizes:
         itemsize: bytes of a number in the dtype that is computed in.
     """
 
-    def __init__(self, shape: CallShape, extent: Extent, transform: ScoreTransform) -> None:
+    def __init__(
+        self, shape: CallShape, extent: Extent, transform: ScoreTransform
+    ) -> None:
         limits = transform.limits(shape.device_type)
         group = extent.group
         longest_tile = transform.most_keys(extent.max_keys, limits)
@@ -393,8 +411,8 @@ class TileSizes:
         return nbytes
 
     def _bias_bytes(self) -> int:
-        """Return the bytes of the bias, made for all heads of the task at a time, and of what is
-        added to scores, of the dtype computed in."""
+        """Return the bytes of the bias, made for all heads of the task at a time, and
+        of what is added to scores, of the dtype computed in."""
         shape = self._shape
         extent = self._extent
         if shape.bias is None:

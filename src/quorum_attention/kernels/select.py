@@ -17,15 +17,18 @@ _FOR_LONG_CALLS = "fa4"
 _FOR_FEW_KEYS = "efficient"
 _FEW_KEYS = 64
 LONG_FLOPS = 1e12
-"""Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an H200."""
+"""Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an
+H200."""
 
 
-def why_not(kernel: Kernel, shape: CallShape, device: torch.device | None = None) -> str | None:
-    """Return why a kernel cannot run a call, or None: its own refusal, or a failed test on
-    ``device``."""
+def why_not(
+    kernel: Kernel, shape: CallShape, device: torch.device | None = None
+) -> str | None:
+    """Return why a kernel cannot run a call, or None: its own refusal, or a failed test
+    on ``device``."""
     reason = refusal(kernel, shape)
-    # The reference cannot be tested against itself, nor a kernel that computes other attention
-    # (check_kernel is for those).
+    # The reference cannot be tested against itself, nor a kernel that computes other
+    # attention (check_kernel is for those).
     if reason is not None or kernel.name == REFERENCE or kernel.own_attention:
         return reason
     # A kernel whose options change the scores is tested without them.
@@ -42,18 +45,19 @@ def select_kernel(
 ) -> InnerKernel:
     """Return the kernel for a call on ``device``.
 
-    A kernel asked for by name is never replaced by another. "auto" takes the first in order of
-    preference that can run the call.
+    A kernel asked for by name is never replaced by another. "auto" takes the first in
+    order of preference that can run the call.
 
     Args:
         wanted: the name of a kernel, a kernel, or "auto".
-        tried: a kernel also has to pass a small test on the device; planning does without, because
-            it may plan for a device that is not here.
-        flops: operations of a forward. FlashAttention-4 takes the host longer to launch than
-            others, and is compiled first: "auto" takes it for long calls alone.
+        tried: a kernel also has to pass a small test on the device; planning does
+            without, because it may plan for a device that is not here.
+        flops: operations of a forward. FlashAttention-4 takes the host longer to launch
+            than others, and is compiled first: "auto" takes it for long calls alone.
 
     Raises:
-        NotImplementedError: no kernel, or not the one asked for, can run the call; says why.
+        NotImplementedError: no kernel, or not the one asked for, can run the call; says
+            why.
         ValueError, TypeError: there is no such kernel.
     """
     is_on_gpu = device.type == "cuda"
@@ -68,7 +72,9 @@ def select_kernel(
         kernel = get_kernel(wanted)
         reason = reason_against(kernel)
         if reason is not None:
-            raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
+            raise NotImplementedError(
+                f"kernel {kernel.name!r} cannot run this call: {reason}"
+            )
         return kernel
     is_long = flops >= LONG_FLOPS and _is_hopper(device)
     return _first_able(shape, device, is_long, reason_against)
@@ -84,13 +90,15 @@ def _first_able(
 
     Args:
         is_long: whether kernels for long calls alone are among them.
-        reason_against: why a kernel cannot run the call, or None; a test may have to build the
-            kernel, so kernels are asked one after the other.
+        reason_against: why a kernel cannot run the call, or None; a test may have to
+            build the kernel, so kernels are asked one after the other.
     """
     reasons = []
     for name, kernel in _by_preference(shape, device).items():
         if kernel.name == _FOR_LONG_CALLS and not is_long:
-            reasons.append(f"{name}: {refusal(kernel, shape) or 'it is for longer calls'}")
+            reasons.append(
+                f"{name}: {refusal(kernel, shape) or 'it is for longer calls'}"
+            )
             continue
         reason = reason_against(kernel)
         if reason is None:
@@ -106,19 +114,25 @@ def _by_preference(shape: CallShape, device: torch.device) -> dict[str, Kernel]:
         return by_name
     if shape.heads != shape.kv_heads:
         return by_name  # it would be called for one query head of each group
-    # cuDNN gets longer copies of so few keys. FlashAttention-2 fills tiles of 128 rows with them.
+    # cuDNN gets longer copies of so few keys. FlashAttention-2 fills tiles of 128 rows
+    # with them.
     return {_FOR_FEW_KEYS: by_name[_FOR_FEW_KEYS], **by_name}
 
 
 def unrounded_kernel(
-    requested: str | InnerKernel, shape: CallShape, device: torch.device, result: torch.dtype
+    requested: str | InnerKernel,
+    shape: CallShape,
+    device: torch.device,
+    result: torch.dtype,
 ) -> str | InnerKernel:
     """Return the kernel to ask for if a result may be wider than its 16-bit inputs.
 
-    For "auto" and a wider result that is the kernel that does not round results to 16 bits, if it
-    can run the call; in all other cases it is ``requested``.
+    For "auto" and a wider result that is the kernel that does not round results to 16
+    bits, if it can run the call; in all other cases it is ``requested``.
     """
-    is_wider = result.itemsize > shape.dtype.itemsize and shape.head_dim == shape.value_dim
+    is_wider = (
+        result.itemsize > shape.dtype.itemsize and shape.head_dim == shape.value_dim
+    )
     if requested != "auto" or not is_wider or device.type != "cuda":
         return requested
     reason = why_not(get_kernel(_UNROUNDED), shape, device)
@@ -132,7 +146,11 @@ def rivals(
 
     That is the native one, if its rates for such calls have been measured.
     """
-    if device.type != "cuda" or not _has_measured_rates(shape) or not _is_hopper(device):
+    if (
+        device.type != "cuda"
+        or not _has_measured_rates(shape)
+        or not _is_hopper(device)
+    ):
         return ()
     native = get_kernel(_UNROUNDED)
     if native is preferred or native.plain_variant is not None:

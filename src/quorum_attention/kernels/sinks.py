@@ -1,13 +1,14 @@
-"""Attention sinks: a logit for each head that takes part in the softmax and has no value.
+"""Attention sinks: a logit for each head that takes part in the softmax and has no
+value.
 
-A sink is one more key of every row, with the value 0. So it needs no kernel: a row's state begins
-with the sink instead of with no key, or a finished row takes it in:
+A sink is one more key of every row, with the value 0. So it needs no kernel: a row's
+state begins with the sink instead of with no key, or a finished row takes it in:
 
     lse' = logaddexp(lse, sink),   out' = out exp(lse - lse').
 
-A backward that is given lse' and out' computes the true probabilities, so any kernel's will do.
-The gradient of the sink is that of a key with probability exp(sink - lse') and value 0: minus the
-sum over rows of exp(sink - lse') delta.
+A backward that is given lse' and out' computes the true probabilities, so any kernel's
+will do. The gradient of the sink is that of a key with probability exp(sink - lse') and
+value 0: minus the sum over rows of exp(sink - lse') delta.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def sinks_gradient(
     lses = lse.reshape(batch, heads, rows)
     logits = sinks.detach().to(device=device, dtype=dtype)
     logits = logits[:, None]  # (h, 1)
-    grad_sinks = torch.zeros(heads, dtype=torch.promote_types(dtype, torch.float64), device=device)
+    grad_sinks = torch.zeros(
+        heads, dtype=torch.promote_types(dtype, torch.float64), device=device
+    )
     row_bytes = 3 * max(1, width) * lse.element_size()
     for block in row_blocks(batch, heads, rows, row_bytes):
         upstream = grad_outs[block].to(device=device, dtype=dtype)

@@ -1,4 +1,5 @@
-"""Kernels that compute a task by calls, whose results are merged one after the other."""
+"""Kernels that compute a task by calls, whose results are merged one after the
+other."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class TaskCall(NamedTuple):
         rows: selects its query rows of (b, hq, nq, ...), as a view.
         keys: selects its key rows of (b, hk, nk, ...), as a view.
         forward: returns (out, lse) of these rows and keys.
-        backward: returns their gradients, given the results of the whole rows, with lse 0 in rows
-            without keys.
+        backward: returns their gradients, given the results of the whole rows, with lse
+            0 in rows without keys.
     """
 
     rows: Pick
@@ -36,10 +37,13 @@ class TaskCall(NamedTuple):
 
 
 class CallsKernel(Kernel):
-    """A kernel that computes a task by calls whose results are merged one after the other."""
+    """A kernel that computes a task by calls whose results are merged one after the
+    other."""
 
     @abstractmethod
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Iterable[TaskCall]]:
+    def task_calls(
+        self, task: TaskTensors, *, backward: bool
+    ) -> Iterator[Iterable[TaskCall]]:
         """Yield the calls of a task in turns.
 
         The calls of each turn share a stream, if there are several streams.
@@ -78,7 +82,11 @@ class CallsKernel(Kernel):
         return [slice(first, None, n_calls) for first in range(n_calls)]
 
     def _run(
-        self, task: TaskTensors, run_call: Callable[[TaskCall, int], None], *, backward: bool
+        self,
+        task: TaskTensors,
+        run_call: Callable[[TaskCall, int], None],
+        *,
+        backward: bool,
     ) -> None:
         """Run all calls of a task, each turn on its stream."""
         streams = task.streams
@@ -94,8 +102,8 @@ class CallsKernel(Kernel):
 
 
 def _add_runs(total: torch.Tensor, part: torch.Tensor, scaling: Scaling) -> None:
-    """Add a part to a gradient, and undo its scaling. Runs of rows with the same keys return a part
-    for each run, as batch entries."""
+    """Add a part to a gradient, and undo its scaling. Runs of rows with the same keys
+    return a part for each run, as batch entries."""
     n_runs = part.shape[0] // total.shape[0]
     unshift = 2.0**-scaling.shift
     for run in part.chunk(n_runs):

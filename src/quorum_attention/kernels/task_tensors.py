@@ -1,4 +1,5 @@
-"""One task of a call as a kernel gets it: inputs, running results, and the numbers of its pairs."""
+"""One task of a call as a kernel gets it: inputs, running results, and the numbers of
+its pairs."""
 
 from __future__ import annotations
 
@@ -28,23 +29,25 @@ class TaskTensors:
 
     Attributes:
         task: which tokens these are.
-        rectangles: its kept pairs, in local positions; none is empty, and there are none where
-            there is no head or no batch entry.
-        query, key, value: (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk, dv), where nq and nk count
-            the task's tokens that are queries and keys.
+        rectangles: its kept pairs, in local positions; none is empty, and there are
+            none where there is no head or no batch entry.
+        query, key, value: (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk, dv), where nq and
+            nk count the task's tokens that are queries and keys.
         scale: factor of the scores.
         is_causal: whether the call is causal.
         bias: ``bias(rectangle)`` is the additive mask of a rectangle, broadcastable to
             (b, hq, lq, lk), or None. It is of ``CallShape.bias_dtype``.
-        max_queries, max_keys: bounds from the ``Extent`` by which the workspace was sized.
-            Rectangles that go to an operator in one call stay within them together; 0: each
-            rectangle is a call of its own.
+        max_queries, max_keys: bounds from the ``Extent`` by which the workspace was
+            sized. Rectangles that go to an operator in one call stay within them
+            together; 0: each rectangle is a call of its own.
         timed: ``timed("merge")`` is a context around merging, for reports.
-        streams: those over which operator calls are spread, or None. The workspace bound then
-            holds for each of them.
+        streams: those over which operator calls are spread, or None. The workspace
+            bound then holds for each of them.
         first_head: number of the first query head in the whole call.
-        entries: numbers of the batch entries in the whole call (batch dimensions flattened).
-        dropout: which probabilities are dropped, or None; of these heads and batch entries.
+        entries: numbers of the batch entries in the whole call (batch dimensions
+            flattened).
+        dropout: which probabilities are dropped, or None; of these heads and batch
+            entries.
     """
 
     task: Task
@@ -64,7 +67,8 @@ class TaskTensors:
     dropout: Dropout | None = None
 
     def has_mask(self, r: Rectangle) -> bool:
-        """Whether there is a mask; it asks for that of the first pair of ``r``, which is cheap."""
+        """Whether there is a mask; it asks for that of the first pair of ``r``, which
+        is cheap."""
         return self._bias_of_first_pair(r) is not None
 
     def has_wide_mask(self, r: Rectangle) -> bool:
@@ -76,8 +80,11 @@ class TaskTensors:
         q, k = r.query_start, r.key_start
         return self.bias(Rectangle(q, q + 1, k, k + 1))
 
-    def shape(self, bias: BiasShape | None = None, *, is_causal: bool = False) -> CallShape:
-        """Return the shape of calls of its rectangles, as kernels are asked about it."""
+    def shape(
+        self, bias: BiasShape | None = None, *, is_causal: bool = False
+    ) -> CallShape:
+        """Return the shape of calls of its rectangles, as kernels are asked about
+        it."""
         return CallShape(
             device_type=self.query.device.type,
             dtype=self.query.dtype,
@@ -101,7 +108,8 @@ class TaskTensors:
         """Return the pairs of a rectangle, by their numbers in the whole call.
 
         Args:
-            entries, heads: some of the task's batch entries and query heads; default all.
+            entries, heads: some of the task's batch entries and query heads; default
+                all.
             device: the device of the numbers; None is the query's.
         """
         if device is None:
@@ -119,8 +127,8 @@ class TaskTensors:
 
 
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return ``numbers``, int64, on a device. Consecutive ones are made there: a copy from the host
-    would wait for the device, and cannot be captured in a CUDA graph."""
+    """Return ``numbers``, int64, on a device. Consecutive ones are made there: a copy
+    from the host would wait for the device, and cannot be captured in a CUDA graph."""
     if not numbers:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
     first = numbers[0]
@@ -135,10 +143,10 @@ class Statistics:
     """Running softmax statistics of a task's rows, updated in place.
 
     Attributes:
-        out: (b, hq, nq, dv) normalised output so far, fp32, or fp64 for fp64 inputs; 0 in rows
-            without keys so far.
-        lse: (b, hq, nq) the natural-log log-sum-exp of the scores so far, same dtype; -inf in rows
-            without keys so far.
+        out: (b, hq, nq, dv) normalised output so far, fp32, or fp64 for fp64 inputs; 0
+            in rows without keys so far.
+        lse: (b, hq, nq) the natural-log log-sum-exp of the scores so far, same dtype;
+            -inf in rows without keys so far.
     """
 
     out: torch.Tensor
@@ -147,16 +155,18 @@ class Statistics:
 
 @dataclass(slots=True)
 class Gradients:
-    """The inputs of a backward (grad_out, out, lse), and the three gradients it adds to in place.
+    """The inputs of a backward (grad_out, out, lse), and the three gradients it adds to
+    in place.
 
     Attributes:
         grad_out, out: (b, hq, nq, dv) in the input dtype.
-        lse: (b, hq, nq) the *global* log-sum-exp in fp32 (fp64 for fp64 inputs), -inf in rows that
-            have no key at all.
-        grad_query, grad_key, grad_value: (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk, dv) in fp32
-            (or fp64).
-        scaling: what grad_out has been divided by, and the shift of the probabilities, which keep
-            16-bit ones out of the subnormal range; the kernel undoes both (kernels/scaling.py).
+        lse: (b, hq, nq) the *global* log-sum-exp in fp32 (fp64 for fp64 inputs), -inf
+            in rows that have no key at all.
+        grad_query, grad_key, grad_value: (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk,
+            dv) in fp32 (or fp64).
+        scaling: what grad_out has been divided by, and the shift of the probabilities,
+            which keep 16-bit ones out of the subnormal range; the kernel undoes both
+            (kernels/scaling.py).
     """
 
     grad_out: torch.Tensor

@@ -13,9 +13,11 @@ Pick = Callable[[torch.Tensor], torch.Tensor]
 """Selects a part of a tensor (b, h, n, ...), as a view."""
 
 
-def query_rows(tensor: torch.Tensor, batch: Batch, heads: slice = slice(None)) -> torch.Tensor:
-    """Return the batch's query rows of some heads of (b, h, n, ...): (b, h, rows, ...), or
-    (count, h, rows, ...)."""
+def query_rows(
+    tensor: torch.Tensor, batch: Batch, heads: slice = slice(None)
+) -> torch.Tensor:
+    """Return the batch's query rows of some heads of (b, h, n, ...): (b, h, rows, ...),
+    or (count, h, rows, ...)."""
     first = batch.first
     rows = slice(first.query_start, first.query_stop)
     if batch.count == 1:
@@ -33,8 +35,11 @@ def key_rows(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
     return _runs_as_entries(tensor, rows, batch.key_step, batch.count)
 
 
-def _runs_as_entries(tensor: torch.Tensor, rows: slice, step: int, count: int) -> torch.Tensor:
-    """Return ``count`` runs of rows, each ``step`` after the one before it, as batch entries."""
+def _runs_as_entries(
+    tensor: torch.Tensor, rows: slice, step: int, count: int
+) -> torch.Tensor:
+    """Return ``count`` runs of rows, each ``step`` after the one before it, as batch
+    entries."""
     assert tensor.shape[0] == 1, "only a single batch entry leaves room for another"
     row_stride = tensor.stride(2)
     return tensor.as_strided(
@@ -47,15 +52,16 @@ def _runs_as_entries(tensor: torch.Tensor, rows: slice, step: int, count: int) -
 Block = tuple[slice, slice, slice]
 
 BLOCK_BYTES = 2 * 1024 * 1024
-"""Bytes of one block in fp32 (or fp64); an elementwise step holds a few blocks at a time."""
+"""Bytes of one block in fp32 (or fp64); an elementwise step holds a few blocks at a
+time."""
 
 
 def row_blocks(batch: int, heads: int, rows: int, row_bytes: int) -> Iterator[Block]:
     """Yield index triples that cover (batch, heads, rows) once.
 
-    Each block holds at most ``BLOCK_BYTES`` at ``row_bytes`` bytes a row, or one row if a single
-    row is larger. The batch is cut first, then the heads, then the rows, so that a block consists
-    of few, long contiguous runs.
+    Each block holds at most ``BLOCK_BYTES`` at ``row_bytes`` bytes a row, or one row if
+    a single row is larger. The batch is cut first, then the heads, then the rows, so
+    that a block consists of few, long contiguous runs.
     """
     if batch == 0 or heads == 0 or rows == 0:
         return
@@ -70,13 +76,22 @@ def row_blocks(batch: int, heads: int, rows: int, row_bytes: int) -> Iterator[Bl
     for b in range(0, batch, n_entries):
         for h in range(0, heads, n_heads):
             for r in range(0, rows, n_rows):
-                yield slice(b, b + n_entries), slice(h, h + n_heads), slice(r, r + n_rows)
+                yield (
+                    slice(b, b + n_entries),
+                    slice(h, h + n_heads),
+                    slice(r, r + n_rows),
+                )
 
 
 def positions(
-    task: Task, start: int, stop: int, device: torch.device, dtype: torch.dtype = torch.int64
+    task: Task,
+    start: int,
+    stop: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """Return the global positions (stop - start,) of the local positions ``start`` to ``stop``."""
+    """Return the global positions (stop - start,) of the local positions ``start`` to
+    ``stop``."""
     segments = task.segments(start, stop)
     if len(segments) == 1:
         first, last, _ = segments[0]
@@ -84,5 +99,7 @@ def positions(
     numbers = torch.empty(stop - start, dtype=dtype, device=device)
     for first, last, local in segments:
         index = local - start
-        torch.arange(first, last, device=device, out=numbers[index : index + last - first])
+        torch.arange(
+            first, last, device=device, out=numbers[index : index + last - first]
+        )
     return numbers

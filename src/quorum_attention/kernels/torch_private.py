@@ -1,10 +1,12 @@
-"""What torch has no public name for: its modes and traces, the compiler's marks, its operators.
+"""What torch has no public name for: its modes and traces, the compiler's marks, its
+operators.
 
-Results and tensors that are cached are made outside all modes of the caller. The first call may run
-under a default device, in inference mode, under autocast, inside a function transformation, a
-dispatch mode or a checkpoint. What it caches (the answer of a probe, a small tensor) must not
-depend on that, nor may the caller's hooks see it: a checkpoint counts what is saved. A default
-dtype is the whole process's: what is cached names its dtype.
+Results and tensors that are cached are made outside all modes of the caller. The first
+call may run under a default device, in inference mode, under autocast, inside a
+function transformation, a dispatch mode or a checkpoint. What it caches (the answer of
+a probe, a small tensor) must not depend on that, nor may the caller's hooks see it: a
+checkpoint counts what is saved. A default dtype is the whole process's: what is cached
+names its dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import wraps
 from types import CodeType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -40,12 +48,13 @@ has_transforms = torch._C._are_functorch_transforms_active
 
 @contextmanager
 def no_torch_modes() -> Iterator[None]:
-    """Turn off all modes and transformations, gradients, hooks of saved tensors and the detection
-    of anomalies. It is a context, ``with no_torch_modes()``, and a decorator,
+    """Turn off all modes and transformations, gradients, hooks of saved tensors and the
+    detection of anomalies. It is a context, ``with no_torch_modes()``, and a decorator,
     ``@no_torch_modes()``."""
     with ExitStack() as restored:
-        # Default devices and other function modes, such as torch.device("meta") as a context. They
-        # are taken off, not disabled: what is tried may have a mode of its own.
+        # Default devices and other function modes, such as torch.device("meta") as a
+        # context. They are taken off, not disabled: what is tried may have a mode of
+        # its own.
         for mode in [_pop_mode() for _ in range(_len_torch_function_stack())]:
             restored.callback(_push_mode, mode)
         if has_modes():
@@ -59,9 +68,9 @@ def no_torch_modes() -> Iterator[None]:
         # First, because it also sets whether gradients are recorded.
         restored.enter_context(torch.inference_mode(False))
         restored.enter_context(no_grad_no_autocast())
-        # The hooks are for code that records a graph of its own. Torch calls the innermost hooks
-        # alone; where it has been told to refuse hooks, there are none. A saved output would hold
-        # the graph that has it, for good.
+        # The hooks are for code that records a graph of its own. Torch calls the
+        # innermost hooks alone; where it has been told to refuse hooks, there are none.
+        # A saved output would hold the graph that has it, for good.
         if _autograd._saved_tensors_hooks_is_enabled():
             restored.enter_context(
                 torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, as_it_is)
@@ -84,9 +93,10 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 class GradAndAutocast(NamedTuple):
     """Whether a thread records gradients and casts automatically.
 
-    Python raises an interrupt between any two steps: also between the step that turns gradients off
-    and the one that makes sure that they are turned on again. So whoever calls what turns them off
-    takes a snapshot before, and restores it when an error comes through.
+    Python raises an interrupt between any two steps: also between the step that turns
+    gradients off and the one that makes sure that they are turned on again. So whoever
+    calls what turns them off takes a snapshot before, and restores it when an error
+    comes through.
 
     Attributes:
         grad_enabled: whether gradients are recorded.
@@ -119,8 +129,8 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def restores_grad_and_autocast(
     function: Callable[_Params, _Result],
 ) -> Callable[_Params, _Result]:
-    """Return ``function`` such that after its errors gradients and autocast are as they were
-    before."""
+    """Return ``function`` such that after its errors gradients and autocast are as they
+    were before."""
 
     @wraps(function)
     def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
@@ -149,14 +159,16 @@ _NOTHING_TO_DO = nullcontext()
 
 
 def no_grad_no_autocast() -> AbstractContextManager[object]:
-    """Turn gradients off, and autocast, so that kernels compute in the dtypes of their inputs."""
+    """Turn gradients off, and autocast, so that kernels compute in the dtypes of their
+    inputs."""
     if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return _NoGradNoAutocast()
     return _NOTHING_TO_DO
 
 
 def has_no_numbers(*tensors: object) -> bool:
-    """Whether a trace is active, or made one of ``tensors``: there are no numbers to compute with.
+    """Whether a trace is active, or made one of ``tensors``: there are no numbers to
+    compute with.
 
     ``torch.compile`` is not one of them: it breaks the graph where it cannot trace.
     """
@@ -173,9 +185,9 @@ def has_no_numbers(*tensors: object) -> bool:
 
 
 def is_traced(*inputs: object) -> bool:
-    """Whether a call is traced and should be one operator: by torch's compiler, make_fx or
-    torch.export, of fake tensors, under functionalization, where a selective checkpoint chooses
-    among operators, or where operations are counted."""
+    """Whether a call is traced and should be one operator: by torch's compiler, make_fx
+    or torch.export, of fake tensors, under functionalization, where a selective
+    checkpoint chooses among operators, or where operations are counted."""
     if torch.compiler.is_dynamo_compiling():
         return True
     if has_no_numbers(*inputs):
@@ -186,14 +198,18 @@ def is_traced(*inputs: object) -> bool:
 
 _FLOP_COUNTER = "_FlopCounterMode"  # of torch.utils.flop_counter.FlopCounterMode
 # The others are torch.utils.checkpoint's, of create_selective_checkpoint_contexts.
-_MODES_BY_OPERATOR = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode", _FLOP_COUNTER)
+_MODES_BY_OPERATOR = (
+    "_CachingTorchDispatchMode",
+    "_CachedTorchDispatchMode",
+    _FLOP_COUNTER,
+)
 
 
 def add_flop_formulas(formulas: dict[Any, Callable[..., int]]) -> None:
     """Give formulas of operators to the FlopCounterModes that are active.
 
-    Their module registers formulas, but for counters that are made later, and its import takes
-    longer than that of this package: so it is not imported here.
+    Their module registers formulas, but for counters that are made later, and its
+    import takes longer than that of this package: so it is not imported here.
     """
     if not has_modes():
         return
@@ -203,8 +219,8 @@ def add_flop_formulas(formulas: dict[Any, Callable[..., int]]) -> None:
 
 
 def has_own_torch_function(*inputs: object) -> bool:
-    """Whether an input's class takes part in functions of torch by ``__torch_function__``, and is
-    not within it already."""
+    """Whether an input's class takes part in functions of torch by
+    ``__torch_function__``, and is not within it already."""
     classes = [type(tensor) for tensor in inputs if type(tensor) not in PLAIN]
     if not classes or not torch._C._is_torch_function_enabled():
         return False
@@ -221,9 +237,9 @@ def refuse_traces(function: str, *tensors: torch.Tensor | None) -> None:
     """
     if torch._C._is_tracing() or has_no_numbers(*tensors):
         raise NotImplementedError(
-            f"{function} cannot be traced, by torch.jit.trace or like this: a trace's tensors have "
-            "no numbers, and a call is planned by what runs right on the device. Call it outside; "
-            "torch.compile does so by itself (a graph break)"
+            f"{function} cannot be traced, by torch.jit.trace or like this: a trace's "
+            "tensors have no numbers, and a call is planned by what runs right on the "
+            "device. Call it outside; torch.compile does so by itself (a graph break)"
         )
 
 
@@ -235,7 +251,9 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
-def refuse_real_among_fake(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
+def refuse_real_among_fake(
+    names: Sequence[str], tensors: Sequence[torch.Tensor | None]
+) -> None:
     """Refuse a tensor with numbers in a trace whose tensors have none.
 
     Args:
@@ -253,22 +271,26 @@ def refuse_real_among_fake(names: Sequence[str], tensors: Sequence[torch.Tensor 
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is not None and not is_fake(tensor):
             raise TypeError(
-                f"{name} must be a fake tensor, as others of this traced call are, got one with "
-                "numbers: make it an argument of the traced function, or trace with "
-                "make_fx(..., _allow_non_fake_inputs=True)"
+                f"{name} must be a fake tensor, as others of this traced call are, got "
+                "one with numbers: make it an argument of the traced function, or "
+                "trace with make_fx(..., _allow_non_fake_inputs=True)"
             )
 
 
 def has_tangent(*values: Any) -> bool:
-    """Return whether a tensor of ``values``, or of a list in it, has a forward-mode tangent."""
+    """Return whether a tensor of ``values``, or of a list in it, has a forward-mode
+    tangent."""
     if forward_ad._current_level < 0:
         return False
-    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    tensors = [
+        value for value in tree_leaves(values) if isinstance(value, torch.Tensor)
+    ]
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured: the host cannot wait for the device then."""
+    """Whether a CUDA graph is being captured: the host cannot wait for the device
+    then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -276,7 +298,8 @@ _REASON = "quorum_attention plans and runs a call outside the graph"
 
 
 def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Return ``function`` under ``torch.compiler.disable`` once torch's compiler has been loaded.
+    """Return ``function`` under ``torch.compiler.disable`` once torch's compiler has
+    been loaded.
 
     Loading the compiler takes longer than importing torch, so it is not loaded here.
     """
@@ -302,7 +325,8 @@ def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Resul
 def _skip(code: CodeType) -> None:
     """Tell the compiler to skip this code (but not the functions it calls).
 
-    It does nothing if torch has moved this function elsewhere; the graph then breaks once more.
+    It does nothing if torch has moved this function elsewhere; the graph then breaks
+    once more.
     """
     with suppress(AttributeError, ImportError):
         from torch._C._dynamo import eval_frame
@@ -328,7 +352,8 @@ def lock_pages_with_threads() -> None:
 
 def flash_implementation() -> Any:
     """Return the name of what torch's flash operators have been replaced by
-    (``activate_flash_attention_impl``, from torch 2.11 or so on); None: they are torch's own."""
+    (``activate_flash_attention_impl``, from torch 2.11 or so on); None: they are
+    torch's own."""
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
@@ -340,10 +365,12 @@ def register_derivative(
     refuse_forward_mode: Callable[[], None],
     before: Callable[[], None],
 ) -> None:
-    """Register the reverse-mode derivative of an operator, and an error for forward mode.
+    """Register the reverse-mode derivative of an operator, and an error for forward
+    mode.
 
-    ``torch.library.register_autograd`` drops tangents: results have none, which means that they do
-    not depend on the inputs. So the same implementation is registered behind a check.
+    ``torch.library.register_autograd`` drops tangents: results have none, which means
+    that they do not depend on the inputs. So the same implementation is registered
+    behind a check.
 
     Args:
         library: in which the operator is defined.
@@ -356,12 +383,15 @@ def register_derivative(
         from torch._library.autograd import Info, make_autograd_impl
     except ImportError:
         warnings.warn(
-            f"torch {torch.__version__} keeps its implementation of derivatives elsewhere: "
-            "compiled and traced calls of attention drop forward-mode tangents without an error",
+            f"torch {torch.__version__} keeps its implementation of derivatives "
+            "elsewhere: compiled and traced calls of attention drop forward-mode "
+            "tangents without an error",
             stacklevel=2,
         )
         qualified_name = f"{library.ns}::{name}"
-        torch.library.register_autograd(qualified_name, derivative, setup_context=save, lib=library)
+        torch.library.register_autograd(
+            qualified_name, derivative, setup_context=save, lib=library
+        )
         return
     operator = getattr(getattr(torch.ops, library.ns), name).default
     reverse_mode = make_autograd_impl(operator, Info(derivative, save))
@@ -378,9 +408,9 @@ def register_derivative(
 def first_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the ``backward`` of an autograd function one whose derivative is an error.
 
-    torch's ``once_differentiable`` says so only where the upstream gradient requires one. Of a sum
-    it does not: then what came out was a constant, and a penalty on gradients lost its part without
-    a word. The error is torch's own, a RuntimeError.
+    torch's ``once_differentiable`` says so only where the upstream gradient requires
+    one. Of a sum it does not: then what came out was a constant, and a penalty on
+    gradients lost its part without a word. The error is torch's own, a RuntimeError.
 
     Args:
         name: the name of the function that the user called.
@@ -391,14 +421,18 @@ def first_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., 
         def once(ctx: Any, *grad_outputs: Any) -> Any:
             is_recorded = torch.is_grad_enabled()
             if has_tangent(grad_outputs):
-                raise NotImplementedError(f"forward-mode derivatives of {name} are not supported")
+                raise NotImplementedError(
+                    f"forward-mode derivatives of {name} are not supported"
+                )
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
             if not is_recorded:
                 return grads
             message = f"second derivatives of {name} are not supported"
             refuse: Any = torch._C._functions.DelayedError(message.encode(), len(grads))
-            return refuse(*(g if g is None else g.detach().requires_grad_() for g in grads))
+            return refuse(
+                *(g if g is None else g.detach().requires_grad_() for g in grads)
+            )
 
         return once
 

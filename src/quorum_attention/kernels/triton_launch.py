@@ -1,9 +1,10 @@
 """Launches of the Triton kernels that merge, add and find norms (``merge_triton.py``).
 
-Triton compiles a kernel again for every combination of integer arguments that are 1, multiples of
-16, or neither; each compilation takes 0.7 s. These kernels gain little from that, so their
-integers are not specialised. Strides are passed as multiples of a common unit that is a
-compile-time constant: that is enough for rows to be read and written in words of 16 bytes.
+Triton compiles a kernel again for every combination of integer arguments that are 1,
+multiples of 16, or neither; each compilation takes 0.7 s. These kernels gain little
+from that, so their integers are not specialised. Strides are passed as multiples of a
+common unit that is a compile-time constant: that is enough for rows to be read and
+written in words of 16 bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.threads import try_start
 
-# Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
+# Elements of a program's block: enough for full memory bandwidth, few enough for the
+# registers.
 _BLOCK_ELEMENTS = 4096
 # The largest unit of strides, in elements: a power of two.
 _LARGEST_UNIT = 16
@@ -33,8 +35,8 @@ def triton_available() -> bool:
 
 @functools.cache
 def warm_up() -> None:
-    """Import Triton and hash its files, as its cache does, while the host tests and plans a first
-    call."""
+    """Import Triton and hash its files, as its cache does, while the host tests and
+    plans a first call."""
     if triton_available():
         try_start(threading.Thread(target=_import_triton, name="imports Triton"))
 
@@ -77,7 +79,8 @@ def launch_add(
     """Add ``source`` to ``target``; see ``merge.add_``."""
     factor_strides, group = _factors_by_head(target, unscale, overflow)
     unit, strides = _strides_in_units(target, source)
-    # Where there are no factors or no flags, the kernel reads none: any pointer will do.
+    # Where there are no factors or no flags, the kernel reads none: any pointer will
+    # do.
     unscale_pointer = target if unscale is None else unscale
     overflow_pointer = target if overflow is None else overflow
     is_scaled = unscale is not None
@@ -92,8 +95,8 @@ def launch_add(
 def _factors_by_head(
     target: torch.Tensor, unscale: torch.Tensor | None, overflow: torch.Tensor | None
 ) -> tuple[tuple[int, int], int]:
-    """Return the strides of factors or flags along batch and heads, and how many heads of
-    ``target`` share one."""
+    """Return the strides of factors or flags along batch and heads, and how many heads
+    of ``target`` share one."""
     by_head = unscale if overflow is None else overflow
     if by_head is None:
         return (0, 0), 1
@@ -106,15 +109,15 @@ def _factors_by_head(
 
 
 def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> None:
-    """Raise ``norms`` (b * key_heads,) fp32 to the largest squared norm of a finite row of
-    ``tensor`` (b, h, n, d), last dimension contiguous, for each key head."""
+    """Raise ``norms`` (b * key_heads,) fp32 to the largest squared norm of a finite row
+    of ``tensor`` (b, h, n, d), last dimension contiguous, for each key head."""
     group = tensor.shape[1] // key_heads
     _launch("norm", (tensor, norms), (group, tensor.stride()[:3]))
 
 
 def _launch(name: str, pointers: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
-    """Launch a kernel over the rows of its first tensor (b, h, rows, d), on the current stream of
-    its device.
+    """Launch a kernel over the rows of its first tensor (b, h, rows, d), on the current
+    stream of its device.
 
     Args:
         pointers: arguments before the numbers of heads, rows and blocks of rows.
@@ -144,11 +147,12 @@ def _block(width: int) -> tuple[int, int]:
 def _strides_in_units(
     tensor: torch.Tensor, other_tensor: torch.Tensor
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the first three strides of two tensors (b, h, rows, d) of one shape, in units.
+    """Return the first three strides of two tensors (b, h, rows, d) of one shape, in
+    units.
 
     Returns:
-        The largest unit of which the strides are multiples, and the multiples; they are 0 in
-        dimensions of size 1.
+        The largest unit of which the strides are multiples, and the multiples; they are
+        0 in dimensions of size 1.
     """
     batch, heads, rows, _ = tensor.shape
     b, h, r, _ = tensor.stride()

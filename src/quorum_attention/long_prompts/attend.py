@@ -1,8 +1,9 @@
 """Attention of a few queries over the segments of a cache, each computed where it lies.
 
-Segments on the device are computed there. Of page-locked host memory a share crosses the bus, a
-piece at a time, while the cores attend over the rest; files are left to the cores. The segments are
-disjoint sets of keys, so their results are merged by log-sum-exp.
+Segments on the device are computed there. Of page-locked host memory a share crosses
+the bus, a piece at a time, while the cores attend over the rest; files are left to the
+cores. The segments are disjoint sets of keys, so their results are merged by
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from quorum_attention.units import counted
 
 # From so many queries on, kernels for many queries are faster than those for few.
 _MANY_QUERIES = 256
-# With more rows of queries for each key head the cores compute longer than keys cross the bus.
+# With more rows of queries for each key head the cores compute longer than keys cross
+# the bus.
 _MAX_CORE_ROWS = 64
 
 
@@ -53,23 +55,23 @@ def attend_segments(
 ) -> torch.Tensor:
     """Compute the attention of the last tokens over all tokens of a cache.
 
-    The last query stands at the last key, the query before at the key before, and so on. A row
-    without a kept key has output 0.
+    The last query stands at the last key, the query before at the key before, and so
+    on. A row without a kept key has output 0.
 
     Args:
         query: (b, h_q, n_q, d); h_q is a multiple of h_kv.
-        segments: all n_k tokens in order of position, on the query's device, in host memory or in
-            files.
+        segments: all n_k tokens in order of position, on the query's device, in host
+            memory or in files.
         softmax_scale: scores are multiplied by this; None: 1 / sqrt(d).
         softcap: scores become ``softcap * tanh(score / softcap)``; None: they do not.
         sinks: (h_q,) logits that take part in the softmax without a value.
         window: keep keys less than this many tokens before the query; None: no limit.
         key_padding: (b, n_k) bool: keep keys where it is True.
         is_causal: keep keys at or before the query alone.
-        sharing: how keys in host memory are shared between a GPU and the cores; None: the cores
-            attend over all of them.
-        next_segments: what the next call will attend over (the next layer's): files are read ahead,
-            and host memory is copied ahead.
+        sharing: how keys in host memory are shared between a GPU and the cores; None:
+            the cores attend over all of them.
+        next_segments: what the next call will attend over (the next layer's): files are
+            read ahead, and host memory is copied ahead.
 
     Returns:
         (b, h_q, n_q, d_v), in the query's dtype and on its device.
@@ -115,7 +117,9 @@ class _SegmentedCall:
         padding = self.mask.key_padding
         padding = None if padding is None else padding.to(HOST, non_blocking=True)
         query = self.query.to(HOST, non_blocking=True)
-        return _SegmentedCall(query, replace(self.mask, key_padding=padding), self.scaling)
+        return _SegmentedCall(
+            query, replace(self.mask, key_padding=padding), self.scaling
+        )
 
     def for_group(self, group: RowGroup) -> _SegmentedCall:
         """Return the call of some batch entries."""
@@ -139,7 +143,8 @@ class _RunningStatistics:
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the statistics over more keys, from any device. They may be written to later."""
+        """Merge the statistics over more keys, from any device. They may be written to
+        later."""
         out = out.to(self._query.device)
         lse = lse.to(self._query.device)
         if self._results is None:
@@ -172,7 +177,9 @@ def _check(
     sinks: torch.Tensor | None,
 ) -> None:
     if query.dim() != 4:
-        raise ValueError(f"query must be (b, h_q, n_q, d), got shape {tuple(query.shape)}")
+        raise ValueError(
+            f"query must be (b, h_q, n_q, d), got shape {tuple(query.shape)}"
+        )
     if not segments:
         raise ValueError("segments must hold at least one segment")
     for segment in segments:
@@ -193,14 +200,18 @@ def _check_segment(query: torch.Tensor, segment: Segment) -> None:
     _, key_heads, _, key_dim = segment.key.shape
     if segment.batch != batch or dim != key_dim or heads % key_heads != 0:
         raise ValueError(
-            f"query {tuple(query.shape)} does not fit keys {tuple(segment.key.shape)} of "
-            f"{segment.batch} batch entries"
+            f"query {tuple(query.shape)} does not fit keys {tuple(segment.key.shape)} "
+            f"of {segment.batch} batch entries"
         )
     if segment.key.dtype != query.dtype:
-        raise TypeError(f"query is {query.dtype} and the cache holds {segment.key.dtype}")
+        raise TypeError(
+            f"query is {query.dtype} and the cache holds {segment.key.dtype}"
+        )
 
 
-def _check_shape(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+def _check_shape(
+    name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]
+) -> None:
     if tensor is not None and tensor.shape != shape:
         raise ValueError(f"{name} must be {shape}, got shape {tuple(tensor.shape)}")
 
@@ -210,7 +221,8 @@ def _contiguous(padding: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _visible(segments: Sequence[Segment], mask: KeyMask) -> Iterator[Piece]:
-    """Yield the segments that the window reaches, with the positions of their first tokens."""
+    """Yield the segments that the window reaches, with the positions of their first
+    tokens."""
     start = 0
     for segment in segments:
         stop = start + segment.n_tokens
@@ -236,7 +248,9 @@ def _attend_in_host_memory(
             state.merge(*_attend_many(call, piece))
         else:
             state.merge(
-                *attend_on_cores(call.query, piece.segment, piece.start, call.mask, call.scaling)
+                *attend_on_cores(
+                    call.query, piece.segment, piece.start, call.mask, call.scaling
+                )
             )
 
 
@@ -247,10 +261,14 @@ def _attend_with_device(
     sharing: HostSharing | None,
     next_segments: Sequence[Segment],
 ) -> None:
-    """Merge attention over pieces anywhere. The cores begin first, in a thread; then the device is
-    given its work."""
+    """Merge attention over pieces anywhere. The cores begin first, in a thread; then
+    the device is given its work."""
     device = call.query.device
-    on_device = [_moved(piece, device) for piece in pieces if not on_host(piece.segment.key.device)]
+    on_device = [
+        _moved(piece, device)
+        for piece in pieces
+        if not on_host(piece.segment.key.device)
+    ]
     elsewhere = [piece for piece in pieces if on_host(piece.segment.key.device)]
     if not elsewhere:
         _attend_on_device(call, on_device, state)
@@ -267,7 +285,9 @@ def _attend_with_device(
     if on_device:
         _attend_on_device(call, on_device, state)
     if sharing is not None:
-        _attend_on_pieces(call, sharing.staged_pieces(shares.by_bus, shares.following), state)
+        _attend_on_pieces(
+            call, sharing.staged_pieces(shares.by_bus, shares.following), state
+        )
     if wait_for_cores is not None:
         state.merge(*wait_for_cores())
     else:
@@ -289,7 +309,8 @@ class _Shares(NamedTuple):
 
     Attributes:
         by_bus: pieces that are copied to the device through the buffers.
-        not_staged: pieces that the cores attend over; or that are copied too, with many rows.
+        not_staged: pieces that the cores attend over; or that are copied too, with many
+            rows.
         following: pieces that are copied ahead, for the next call.
     """
 
@@ -316,7 +337,8 @@ def _rows_per_head(call: _SegmentedCall, piece: Piece) -> int:
 def _start_on_cores(
     call: _SegmentedCall, pieces: Sequence[Piece], sharing: HostSharing | None
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Let the cores attend over pieces in host memory; return a function that waits for it."""
+    """Let the cores attend over pieces in host memory; return a function that waits for
+    it."""
     host_call = call.to_host()
     # The device must have computed and copied the queries, and written the last tokens.
     torch.cuda.current_stream(call.query.device).synchronize()
@@ -327,7 +349,8 @@ def _start_on_cores(
 def _attend_on_cores(
     host_call: _SegmentedCall, pieces: Sequence[Piece]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries in host memory over pieces there, as statistics of their own."""
+    """Attention of queries in host memory over pieces there, as statistics of their
+    own."""
     state = _RunningStatistics(host_call.query, pieces[0].segment.value.shape[3])
     _attend_in_host_memory(host_call, pieces, state)
     return state.results()
@@ -393,8 +416,11 @@ def _with_equal_entries(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     yield run
 
 
-def _attend_rows(call: _SegmentedCall, keys: Sequence[KeysAt]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over keys on the device, whose rows neighbouring batch entries share."""
+def _attend_rows(
+    call: _SegmentedCall, keys: Sequence[KeysAt]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over keys on the device, whose rows neighbouring batch entries
+    share."""
     value_dim = keys[0].value.shape[3]
     layout = RowLayout.from_tensors(call.query, keys[0].key)
     if can_decode(call.query, value_dim, layout.rows_per_head):
@@ -405,13 +431,17 @@ def _attend_rows(call: _SegmentedCall, keys: Sequence[KeysAt]) -> tuple[torch.Te
         stop = part.start + part.key.shape[2]
         pairs = call.mask.kept_pairs(part.start, stop, rows.device)
         is_kept = layout.mask_of_rows(pairs)
-        out, lse = attend_by_equations(rows, part.key, part.value, call.scaling, is_kept)
+        out, lse = attend_by_equations(
+            rows, part.key, part.value, call.scaling, is_kept
+        )
         state.merge(out, lse)
     out, lse = state.results()
     return layout.from_rows(out), layout.from_rows(lse)
 
 
-def _attend_many(call: _SegmentedCall, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_many(
+    call: _SegmentedCall, piece: Piece
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of many queries over one piece, by the package's own planned calls."""
     key, value = piece.segment.expanded()
     mask = call.mask
@@ -427,7 +457,12 @@ def _attend_many(call: _SegmentedCall, piece: Piece) -> tuple[torch.Tensor, torc
         key_padding=None if padding is None else padding[:, piece.start : stop],
         softcap=call.scaling.softcap,
     )
-    is_plain = padding is None and window is None and not pairs.causal and pairs.softcap is None
+    is_plain = (
+        padding is None
+        and window is None
+        and not pairs.causal
+        and pairs.softcap is None
+    )
     return attention_with_lse(
         call.query,
         key,

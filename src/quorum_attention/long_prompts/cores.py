@@ -1,9 +1,10 @@
 """Attention over keys in host memory by the processor's cores, where the keys lie.
 
-torch's operator for CPUs gives each (batch entry, head, run of queries) to one thread. A few
-queries over many keys would keep a few cores busy. So the keys of a head are cut into blocks, which
-become heads of the operator's call, and the blocks' results are merged by log-sum-exp. Query heads
-that share a key head are rows of one head, so keys are read once.
+torch's operator for CPUs gives each (batch entry, head, run of queries) to one thread.
+A few queries over many keys would keep a few cores busy. So the keys of a head are cut
+into blocks, which become heads of the operator's call, and the blocks' results are
+merged by log-sum-exp. Query heads that share a key head are rows of one head, so keys
+are read once.
 """
 
 from __future__ import annotations
@@ -16,19 +17,30 @@ from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.merge import empty_, merge_
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
-from quorum_attention.long_prompts.scores import ScoreScaling, attend_by_equations, merge_parts
+from quorum_attention.long_prompts.scores import (
+    ScoreScaling,
+    attend_by_equations,
+    merge_parts,
+)
 from quorum_attention.long_prompts.segments import Segment
 
 _OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
-_cpu_attention: Any = getattr(torch, _OPERATOR, None) or getattr(torch.ops.aten, _OPERATOR)
+_cpu_attention: Any = getattr(torch, _OPERATOR, None) or getattr(
+    torch.ops.aten, _OPERATOR
+)
 
-# Blocks for each thread: their times differ, and the last ones must not be waited for long.
+# Blocks for each thread: their times differ, and the last ones must not be waited for
+# long.
 _BLOCKS_PER_THREAD = 4
 _MIN_BLOCK_KEYS = 512
 
 
 def attend_on_cores(
-    query: torch.Tensor, segment: Segment, start: int, mask: KeyMask, scaling: ScoreScaling
+    query: torch.Tensor,
+    segment: Segment,
+    start: int,
+    mask: KeyMask,
+    scaling: ScoreScaling,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend over one segment in host memory.
 
@@ -59,7 +71,11 @@ def attend_on_cores(
 
 
 def _attend_group(
-    query: torch.Tensor, group: RowGroup, start: int, mask: KeyMask, scaling: ScoreScaling
+    query: torch.Tensor,
+    group: RowGroup,
+    start: int,
+    mask: KeyMask,
+    scaling: ScoreScaling,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layout = RowLayout.from_tensors(query, group.key)
     rows = layout.to_rows(query)  # (rows, h_kv, r, d)
@@ -78,8 +94,14 @@ def _attend_group(
             if not pairs.any():
                 continue
             is_kept = layout.mask_of_rows(pairs)
-        if is_kept is None and scaling.softcap is None and key.shape[3] == value.shape[3]:
-            part_out, part_lse = _attend_in_blocks(rows, key, value, scaling.softmax_scale)
+        if (
+            is_kept is None
+            and scaling.softcap is None
+            and key.shape[3] == value.shape[3]
+        ):
+            part_out, part_lse = _attend_in_blocks(
+                rows, key, value, scaling.softmax_scale
+            )
         else:
             part_out, part_lse = attend_by_equations(rows, key, value, scaling, is_kept)
         merge_(out, lse, part_out, part_lse)
@@ -89,7 +111,8 @@ def _attend_group(
 def _attend_in_blocks(
     rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of rows (b, h, r, d) over all keys (b, h, n, d), cut into blocks of keys."""
+    """Attention of rows (b, h, r, d) over all keys (b, h, n, d), cut into blocks of
+    keys."""
     n_keys = key.shape[2]
     n_blocks = _n_blocks(rows.shape[0] * rows.shape[1], n_keys)
     if n_blocks == 1:
@@ -106,7 +129,9 @@ def _attend_in_blocks(
     lse = torch.stack(lses)
     n_cut = block * n_blocks
     if n_cut < n_keys:
-        rest = _cpu_statistics(rows, key[:, :, n_cut:], value[:, :, n_cut:], softmax_scale)
+        rest = _cpu_statistics(
+            rows, key[:, :, n_cut:], value[:, :, n_cut:], softmax_scale
+        )
         merge_(out, lse, *rest)
     return out, lse
 
@@ -119,7 +144,8 @@ def _attend_entry_in_blocks(
     n_blocks: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of rows (h, r, d) over the first ``block * n_blocks`` keys (h, n, d)."""
+    """Attention of rows (h, r, d) over the first ``block * n_blocks`` keys (h, n,
+    d)."""
     n_cut = block * n_blocks
     sizes = (n_blocks, block)
     key_blocks = key[:, :n_cut].unflatten(1, sizes)  # (h, blocks, block, d)

@@ -2,8 +2,9 @@
 # mypy: ignore-errors
 """Attention of a few rows over many keys as Triton kernels ("flash decoding").
 
-``attend_splits_kernel`` gives each program a run of keys, a split, so that a few rows keep a whole
-GPU busy. ``merge_splits_kernel`` merges the results of all splits, of several segments too.
+``attend_splits_kernel`` gives each program a run of keys, a split, so that a few rows
+keep a whole GPU busy. ``merge_splits_kernel`` merges the results of all splits, of
+several segments too.
 """
 
 import triton
@@ -20,7 +21,8 @@ def _capped(scores, softcap):
 
 @triton.jit
 def _finite(highest):
-    """Replace -inf, of rows without a key so far: the difference of two of those is NaN."""
+    """Replace -inf, of rows without a key so far: the difference of two of those is
+    NaN."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
@@ -106,8 +108,8 @@ def attend_splits_kernel(
 ):
     """Attend from rows (b, h, n_rows, d) over one split of keys (b, h, n_keys, d).
 
-    Writes out (splits, b, h, n_rows, d_v) and lse (splits, b, h, n_rows), both fp32. Row r is
-    query ``r % n_queries`` of batch entry ``r // rows_per_entry``.
+    Writes out (splits, b, h, n_rows, d_v) and lse (splits, b, h, n_rows), both fp32.
+    Row r is query ``r % n_queries`` of batch entry ``r // rows_per_entry``.
     """
     split = tl.program_id(0)
     head_index = tl.program_id(1).to(tl.int64)
@@ -132,7 +134,9 @@ def attend_splits_kernel(
         at = first + tl.arange(0, BLOCK_KEYS)
         is_key = at < stop
         key_at = key + at.to(tl.int64)[None, :] * key_n + column[:, None]
-        keys = tl.load(key_at, mask=is_key[None, :] & (column < DIM)[:, None], other=0.0)
+        keys = tl.load(
+            key_at, mask=is_key[None, :] & (column < DIM)[:, None], other=0.0
+        )
         value_at = value + at.to(tl.int64)[:, None] * value_n + value_column[None, :]
         value_cells = is_key[:, None] & (value_column < VALUE_DIM)[None, :]
         values = tl.load(value_at, mask=value_cells, other=0.0)
@@ -145,7 +149,11 @@ def attend_splits_kernel(
         if HAS_WINDOW:
             is_kept &= (start + at)[None, :] > (position - window)[:, None]
         if HAS_PADDING:
-            padding_at = padding + entry.to(tl.int64)[:, None] * padding_b + (start + at)[None, :]
+            padding_at = (
+                padding
+                + entry.to(tl.int64)[:, None] * padding_b
+                + (start + at)[None, :]
+            )
             is_kept &= tl.load(padding_at, mask=is_kept, other=0) != 0
         scores = tl.where(is_kept, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -182,7 +190,8 @@ def merge_splits_kernel(
     BLOCK_VALUE_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Merge (splits, rows, d_v) and (splits, rows) to (rows, d_v) and (rows,), one row each."""
+    """Merge (splits, rows, d_v) and (splits, rows) to (rows, d_v) and (rows,), one row
+    each."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_VALUE_DIM)
     highest = float("-inf")

@@ -1,7 +1,8 @@
-"""Attention of a few queries over segments on a GPU, by the kernels of ``decode_triton``.
+"""Attention of a few queries over segments on a GPU, by the kernels of
+``decode_triton``.
 
-A launch for each segment writes statistics of its splits into one workspace; one more launch merges
-them all.
+A launch for each segment writes statistics of its splits into one workspace; one more
+launch merges them all.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class KeysAt(NamedTuple):
 
     Attributes:
         start: the position of the first key.
-        key, value: (rows, h_kv, n, d) and (rows, h_kv, n, d_v), last dimension contiguous.
+        key, value: (rows, h_kv, n, d) and (rows, h_kv, n, d_v), last dimension
+            contiguous.
     """
 
     start: int
@@ -85,8 +87,8 @@ def decode(
 
     Args:
         query: (entries, h_q, n_q, d).
-        parts: at least one, all with the same number of rows; entries / rows neighbouring entries
-            read each row.
+        parts: at least one, all with the same number of rows; entries / rows
+            neighbouring entries read each row.
         mask: which keys are kept; a padding (entries, n_keys) on the query's device.
         scaling: of the scores.
 
@@ -116,7 +118,8 @@ def _tile_of(n_rows: int, dim: int, value_dim: int, dtype: torch.dtype) -> _Bloc
     block_dim = max(16, _power_of_two(dim))
     block_value_dim = max(16, _power_of_two(value_dim))
     row_bytes = (block_dim + block_value_dim) * dtype.itemsize
-    # Three blocks of keys and values are in flight within a multiprocessor's shared memory.
+    # Three blocks of keys and values are in flight within a multiprocessor's shared
+    # memory.
     block_keys = 128 if row_bytes <= 256 else 64 if row_bytes <= 1024 else 32
     stages = 3 if row_bytes <= 1024 else 2
     return _BlockSizes(block_rows, block_keys, block_dim, block_value_dim, 4, stages)
@@ -158,7 +161,9 @@ class _Launch:
     split_keys: int
     n_splits: int
 
-    def run(self, rows: torch.Tensor, part: KeysAt, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def run(
+        self, rows: torch.Tensor, part: KeysAt, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
         layout = self.layout
         n_row_blocks = ceil_div(layout.rows_per_head, self.tile.rows)
         grid = (self.n_splits, layout.rows * layout.heads, n_row_blocks)
@@ -195,7 +200,9 @@ class _Launch:
     def _constants(self, rows: torch.Tensor, part: KeysAt) -> dict[str, Any]:
         mask = self.mask
         last_key = part.start + part.key.shape[2] - 1
-        last_hidden = mask.n_keys - 1 - (mask.n_keys if mask.window is None else mask.window)
+        last_hidden = (
+            mask.n_keys - 1 - (mask.n_keys if mask.window is None else mask.window)
+        )
         return {
             "DIM": rows.shape[3],
             "VALUE_DIM": part.value.shape[3],
@@ -213,7 +220,9 @@ class _Launch:
         }
 
 
-def _merge_splits(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge_splits(
+    out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge (splits, rows, h, r, d_v) and (splits, rows, h, r) over the splits."""
     if out.shape[0] == 1:
         return out[0], lse[0]

@@ -1,7 +1,9 @@
-"""Copies keys from host memory to the device, a piece at a time, ahead of the attention over them.
+"""Copies keys from host memory to the device, a piece at a time, ahead of the attention
+over them.
 
-Pieces go through a ring of buffers on the device. A copy waits until the attention over the piece
-before in its buffer is done; the device does all the waiting, so that the host is free to compute.
+Pieces go through a ring of buffers on the device. A copy waits until the attention over
+the piece before in its buffer is done; the device does all the waiting, so that the
+host is free to compute.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Piece:
 
 
 def whole_pieces(start: int, segment: Segment, piece_bytes: int) -> list[Piece]:
-    """Cut a segment into pieces of equal size. What is left at its end is in no piece: there tokens
-    may still be added.
+    """Cut a segment into pieces of equal size. What is left at its end is in no piece:
+    there tokens may still be added.
 
     Args:
         start: the position of its first token.
@@ -52,7 +54,9 @@ def whole_pieces(start: int, segment: Segment, piece_bytes: int) -> list[Piece]:
     if step == 0:
         return []
     starts = range(0, segment.n_tokens - step + 1, step)
-    return [Piece(start + first, segment.narrow(first, first + step)) for first in starts]
+    return [
+        Piece(start + first, segment.narrow(first, first + step)) for first in starts
+    ]
 
 
 def _timed_event() -> torch.cuda.Event:
@@ -78,7 +82,8 @@ class _RingBuffer:
     released: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def read_rate(self) -> float | None:
-        """Return the bytes a second of the last copy, once; None if it is not known yet."""
+        """Return the bytes a second of the last copy, once; None if it is not known
+        yet."""
         if self.n_bytes == 0 or not self.copied.query():
             return None
         milliseconds: float = self.began.elapsed_time(self.copied)
@@ -116,15 +121,19 @@ class HostReader:
         while self._staged:
             self._free.append(self._staged.popleft()[1])
 
-    def staged_pieces(self, pieces: Sequence[Piece], following: Iterable[Piece]) -> Iterator[Piece]:
+    def staged_pieces(
+        self, pieces: Sequence[Piece], following: Iterable[Piece]
+    ) -> Iterator[Piece]:
         """Yield ``pieces`` on the device, one after the other.
 
-        The current stream waits for each. What the caller launches on it before it asks for the
-        next piece may read the piece. Nothing here waits on the host.
+        The current stream waits for each. What the caller launches on it before it asks
+        for the next piece may read the piece. Nothing here waits on the host.
 
         Args:
-            pieces: in host memory, page-locked. What ``following`` said before should begin them.
-            following: what is likely to be read next, which is copied as far as buffers are free.
+            pieces: in host memory, page-locked. What ``following`` said before should
+                begin them.
+            following: what is likely to be read next, which is copied as far as buffers
+                are free.
         """
         compute = torch.cuda.current_stream(self._device)
         # Tokens may have been written by what is on the current stream already.

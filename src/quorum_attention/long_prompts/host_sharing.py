@@ -1,8 +1,8 @@
 """Shares the keys in host memory between the bus and the cores, by measured rates.
 
-Both work at the same time: a share of the keys crosses the bus to the device, which attends over
-it, and the cores attend over the rest. The shares are such that both end together. Rates are of
-work side by side, because both read the same memory.
+Both work at the same time: a share of the keys crosses the bus to the device, which
+attends over it, and the cores attend over the rest. The shares are such that both end
+together. Rates are of work side by side, because both read the same memory.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from concurrent.futures import Future
 
 import torch
 
-from quorum_attention.long_prompts.host_reader import NEWS, HostReader, Piece, whole_pieces
+from quorum_attention.long_prompts.host_reader import (
+    NEWS,
+    HostReader,
+    Piece,
+    whole_pieces,
+)
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
 from quorum_attention.threads import start_executors
 
 Statistics = tuple[torch.Tensor, torch.Tensor]
 
-# Cores that give the device its work and copies meanwhile. A thread that had to share one of them
-# would be the last one, and all others would wait for it.
+# Cores that give the device its work and copies meanwhile. A thread that had to share
+# one of them would be the last one, and all others would wait for it.
 _BUSY_CORES = 2
 # Bytes a second until the cores were measured.
 _ASSUMED_CORES_RATE = 40e9
@@ -44,7 +49,8 @@ class HostSharing:
         n_threads = torch.get_num_threads()
         for executor in self._executors:
             executor.submit(_keep_to, max(1, n_threads - _BUSY_CORES)).result()
-        # Threads that begin later take the number that was set last, in whichever thread.
+        # Threads that begin later take the number that was set last, in whichever
+        # thread.
         torch.set_num_threads(n_threads)
         self.cores_rate = _ASSUMED_CORES_RATE
 
@@ -54,15 +60,18 @@ class HostSharing:
         return self._reader.rate
 
     def forget(self) -> None:
-        """Forget copies made ahead, because tokens were removed or put into another order."""
+        """Forget copies made ahead, because tokens were removed or put into another
+        order."""
         self._reader.forget()
 
-    def split(self, pieces: Sequence[Piece], *, for_cores: bool) -> tuple[list[Piece], list[Piece]]:
+    def split(
+        self, pieces: Sequence[Piece], *, for_cores: bool
+    ) -> tuple[list[Piece], list[Piece]]:
         """Divide pieces in host memory and files between the bus and the cores.
 
         Args:
-            for_cores: whether the cores are to have a share; if not, all that is page-locked goes
-                over the bus.
+            for_cores: whether the cores are to have a share; if not, all that is
+                page-locked goes over the bus.
 
         Returns:
             The pieces for the bus, each no larger than a buffer; and the others.
@@ -104,7 +113,9 @@ class HostSharing:
             start += segment.n_tokens
         return self.split(pieces, for_cores=for_cores)[0]
 
-    def staged_pieces(self, pieces: Sequence[Piece], following: Iterable[Piece]) -> Iterator[Piece]:
+    def staged_pieces(
+        self, pieces: Sequence[Piece], following: Iterable[Piece]
+    ) -> Iterator[Piece]:
         """Yield ``pieces`` on the device: see ``HostReader.staged_pieces``."""
         return self._reader.staged_pieces(pieces, following)
 
@@ -126,11 +137,15 @@ class HostSharing:
             return lambda: self._timed(attend, n_bytes, time.perf_counter())
         # The time until the thread begins counts, as copies over the bus begin at once.
         began = time.perf_counter()
-        future: Future[Statistics] = self._executors[0].submit(self._timed, attend, n_bytes, began)
+        future: Future[Statistics] = self._executors[0].submit(
+            self._timed, attend, n_bytes, began
+        )
         return future.result
 
     @torch.no_grad()
-    def _timed(self, attend: Callable[[], Statistics], n_bytes: int, began: float) -> Statistics:
+    def _timed(
+        self, attend: Callable[[], Statistics], n_bytes: int, began: float
+    ) -> Statistics:
         statistics = attend()
         seconds = time.perf_counter() - began
         self.cores_rate += NEWS * (n_bytes / seconds - self.cores_rate)
@@ -140,5 +155,6 @@ class HostSharing:
 def _keep_to(n_threads: int) -> None:
     """Let torch use ``n_threads`` for work of the thread that calls this."""
     torch.set_num_threads(n_threads)
-    # torch looks at the process's number once in each thread: now, not when it is another.
+    # torch looks at the process's number once in each thread: now, not when it is
+    # another.
     torch.get_num_threads()

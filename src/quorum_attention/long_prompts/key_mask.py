@@ -16,7 +16,8 @@ class KeyRange(NamedTuple):
 
     Attributes:
         start, stop: positions, [start, stop).
-        is_mixed: some queries may see keys that others do not. Otherwise all queries see all keys.
+        is_mixed: some queries may see keys that others do not. Otherwise all queries
+            see all keys.
     """
 
     start: int
@@ -57,7 +58,9 @@ class KeyMask:
         """Return the mask of one batch entry."""
         padding = self.key_padding
         padding = None if padding is None else padding[entry : entry + 1]
-        return KeyMask(self.n_queries, self.n_keys, self.is_causal, self.window, padding)
+        return KeyMask(
+            self.n_queries, self.n_keys, self.is_causal, self.window, padding
+        )
 
     @cached_property
     def _mixed_spans(self) -> list[tuple[int, int]]:
@@ -75,10 +78,11 @@ class KeyMask:
         return [(start, stop) for start, stop in spans if start < stop]
 
     def ranges(self, start: int, stop: int) -> Iterator[KeyRange]:
-        """Cut the keys from ``start`` to ``stop`` (exclusive) into ranges that are mixed or not.
+        """Cut the keys from ``start`` to ``stop`` (exclusive) into ranges that are
+        mixed or not.
 
-        Keys that no query sees because of the window are left out. The host waits for a padding
-        that is on a device.
+        Keys that no query sees because of the window are left out. The host waits for a
+        padding that is on a device.
         """
         start = max(start, self.first_visible)
         cuts = {start, stop}

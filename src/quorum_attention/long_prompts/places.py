@@ -1,7 +1,9 @@
-"""The places that keys and values of a model may lie in, and the bytes that each has left.
+"""The places that keys and values of a model may lie in, and the bytes that each has
+left.
 
-All layers of a model share one ``CachePlaces``. A layer asks it for memory; the memory comes from
-the first place that has enough: the device, then page-locked host memory, then mapped files.
+All layers of a model share one ``CachePlaces``. A layer asks it for memory; the memory
+comes from the first place that has enough: the device, then page-locked host memory,
+then mapped files.
 """
 
 from __future__ import annotations
@@ -23,14 +25,21 @@ from quorum_attention.arithmetic import round_up
 from quorum_attention.errors import OutOfMemoryError, is_out_of_memory
 from quorum_attention.execution.device.allocate import page_locked
 from quorum_attention.execution.device.host_memory import PAGE_BYTES
-from quorum_attention.execution.device.lookup import HOST, available_device, backend_of, on_host
+from quorum_attention.execution.device.lookup import (
+    HOST,
+    available_device,
+    backend_of,
+    on_host,
+)
 from quorum_attention.units import format_bytes, parse_bytes
 from quorum_attention.writing import reserve_space
 
-# A share of free memory that no cache takes: it is for other programs, and for computing.
+# A share of free memory that no cache takes: it is for other programs, and for
+# computing.
 _MARGIN = 1 / 16
 _MADV_WILLNEED = 3
-# Bytes of a GPU that are set aside for copies: at most this many, and such a part of its limit.
+# Bytes of a GPU that are set aside for copies: at most this many, and such a part of
+# its limit.
 _STAGING_BYTES = 256 << 20
 _STAGING_SHARE = 8
 
@@ -46,15 +55,18 @@ class Place(Enum):
 class CachePlaces:
     """The memory that the caches of one model may take, place by place.
 
-    On a machine without a GPU "device" is ordinary memory, and there is no other host memory.
+    On a machine without a GPU "device" is ordinary memory, and there is no other host
+    memory.
 
     Args:
         device: where attention is computed.
-        device_memory: bytes of the device that caches may take, as a number or text such as
-            "16GiB"; None: what is free, less a margin. Computing needs memory too.
+        device_memory: bytes of the device that caches may take, as a number or text
+            such as "16GiB"; None: what is free, less a margin. Computing needs memory
+            too.
         host_memory: the same of page-locked host memory.
-        folder: a folder for mapped files, which is made if it does not exist; None: no files. Files
-            have no name in it, so that nothing is left when the process ends.
+        folder: a folder for mapped files, which is made if it does not exist; None: no
+            files. Files have no name in it, so that nothing is left when the process
+            ends.
 
     Raises:
         TypeError, ValueError: an argument that makes no sense, by name.
@@ -88,13 +100,18 @@ class CachePlaces:
         if on_host(self.device):
             return 0
         limit = self._limits[Place.DEVICE]
-        return _STAGING_BYTES if limit is None else min(_STAGING_BYTES, limit // _STAGING_SHARE)
+        return (
+            _STAGING_BYTES
+            if limit is None
+            else min(_STAGING_BYTES, limit // _STAGING_SHARE)
+        )
 
     def staging_memory(self) -> torch.Tensor | None:
         """Allocate the bytes of a GPU that are set aside for copies from host memory.
 
         Returns:
-            (n_bytes,) uint8 on the device; None where there is no GPU, or it has no memory left.
+            (n_bytes,) uint8 on the device; None where there is no GPU, or it has no
+            memory left.
         """
         if self._staging_bytes == 0:
             return None
@@ -104,7 +121,8 @@ class CachePlaces:
             return None
 
     def finish_copies(self) -> None:
-        """Hold the host until tokens have reached the memory that they were appended to.
+        """Hold the host until tokens have reached the memory that they were appended
+        to.
 
         Whoever reads or writes host memory by the processor calls this first.
         """
@@ -115,7 +133,8 @@ class CachePlaces:
         return self._used[place]
 
     def remaining(self, place: Place) -> int:
-        """Return the bytes that caches may still take of a place, as far as the system says."""
+        """Return the bytes that caches may still take of a place, as far as the system
+        says."""
         if place is Place.FILE:
             return 0 if self.folder is None else _free_disk_bytes(self.folder)
         limit = self._limits[place]
@@ -130,10 +149,12 @@ class CachePlaces:
         return max(0, free)
 
     def allocate(self, n_bytes: int, place: Place) -> torch.Tensor:
-        """Take memory of one place. It counts as used until the returned tensor is freed.
+        """Take memory of one place. It counts as used until the returned tensor is
+        freed.
 
         Returns:
-            (n_bytes,) uint8, uninitialised; in host memory and files it begins at a page.
+            (n_bytes,) uint8, uninitialised; in host memory and files it begins at a
+            page.
 
         Raises:
             OutOfMemoryError: the place cannot hold it.
@@ -160,7 +181,9 @@ class CachePlaces:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        raise OutOfMemoryError(f"{self.device} has no {format_bytes(n_bytes)} for the cache")
+        raise OutOfMemoryError(
+            f"{self.device} has no {format_bytes(n_bytes)} for the cache"
+        )
 
     def _mapped_file(self, n_bytes: int) -> torch.Tensor:
         """(n_bytes,) uint8 in a new file without a name, whose space is reserved."""
@@ -175,9 +198,12 @@ class CachePlaces:
         """Return the error for a request that no place can hold."""
         free = {place.value: format_bytes(self.remaining(place)) for place in Place}
         listed = ", ".join(f"{name} {text}" for name, text in free.items())
-        advice = "" if self.folder is not None else "; a folder= for mapped files holds more"
+        advice = (
+            "" if self.folder is not None else "; a folder= for mapped files holds more"
+        )
         return OutOfMemoryError(
-            f"the cache needs {format_bytes(n_bytes)} more, and no place has that: {listed}{advice}"
+            f"the cache needs {format_bytes(n_bytes)} more, and no place has that: "
+            f"{listed}{advice}"
         )
 
     def __repr__(self) -> str:
@@ -195,7 +221,8 @@ def _free_disk_bytes(folder: Path) -> int:
 
 
 def read_ahead(tensor: torch.Tensor) -> None:
-    """Ask the system to read the file that ``tensor`` (in mapped memory) lies in, without waiting.
+    """Ask the system to read the file that ``tensor`` (in mapped memory) lies in,
+    without waiting.
 
     It is advice: systems that do not take it read when the memory is touched.
     """

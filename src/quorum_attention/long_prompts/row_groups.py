@@ -20,8 +20,8 @@ class RowGroup:
 
     Attributes:
         key, value: (rows, h_kv, n, d) and (rows, h_kv, n, d_v), views of a segment's.
-        entries: the batch entries, ``len(entries) / rows`` neighbours for each row; None: all, one
-            for each row.
+        entries: the batch entries, ``len(entries) / rows`` neighbours for each row;
+            None: all, one for each row.
     """
 
     key: torch.Tensor
@@ -78,7 +78,8 @@ def _group_of_row(segment: Segment, row: int, entries: Sequence[int]) -> RowGrou
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How queries (entries, h_q, n_q, d) become rows (rows, h_kv, share * group * n_q, d).
+    """How queries (entries, h_q, n_q, d) become rows (rows, h_kv, share * group * n_q,
+    d).
 
     Attributes:
         rows: rows of keys.
@@ -96,10 +97,13 @@ class RowLayout:
 
     @classmethod
     def from_tensors(cls, query: torch.Tensor, key: torch.Tensor) -> RowLayout:
-        """Return the layout of queries (entries, h_q, n_q, d) and keys (rows, h_kv, n, d)."""
+        """Return the layout of queries (entries, h_q, n_q, d) and keys (rows, h_kv, n,
+        d)."""
         entries, query_heads, n_queries, _ = query.shape
         rows, heads = key.shape[:2]
-        return cls(rows, entries // max(1, rows), heads, query_heads // heads, n_queries)
+        return cls(
+            rows, entries // max(1, rows), heads, query_heads // heads, n_queries
+        )
 
     @property
     def rows_per_head(self) -> int:
@@ -125,7 +129,8 @@ class RowLayout:
         return grouped.transpose(1, 2).reshape(*entries_shape, *rest)
 
     def mask_of_rows(self, is_kept: torch.Tensor) -> torch.Tensor:
-        """Return a mask (entries or 1, n_q, n) for rows: (rows or 1, 1, rows_per_head, n)."""
+        """Return a mask (entries or 1, n_q, n) for rows: (rows or 1, 1, rows_per_head,
+        n)."""
         if is_kept.shape[0] == 1:
             per_entry = is_kept[:, None, None, None]
         else:

@@ -1,7 +1,9 @@
-"""Keys and values in a folder: a manifest in JSON, and safetensors files of pieces of layers.
+"""Keys and values in a folder: a manifest in JSON, and safetensors files of pieces of
+layers.
 
-A save writes its files into a new subfolder and replaces the manifest at the end. So a save that is
-interrupted leaves the one before, or nothing. Loading maps the files: it reads headers alone.
+A save writes its files into a new subfolder and replaces the manifest at the end. So a
+save that is interrupted leaves the one before, or nothing. Loading maps the files: it
+reads headers alone.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from safetensors.torch import save_file
 
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
-from quorum_attention.writing import UNFINISHED, open_regular, sync_directory, write_text
+from quorum_attention.writing import (
+    UNFINISHED,
+    open_regular,
+    sync_directory,
+    write_text,
+)
 
 _MANIFEST = "manifest.json"
 _FORMAT = "quorum-attention cache 1"
@@ -54,7 +61,8 @@ class SavedLayer:
 def save_layers(
     folder: str | os.PathLike[str], layers: Sequence[SavedLayer], *, model: str
 ) -> None:
-    """Save the layers of a cache. What was saved in the folder before is replaced at the end.
+    """Save the layers of a cache. What was saved in the folder before is replaced at
+    the end.
 
     Args:
         folder: which is made if it does not exist.
@@ -86,8 +94,8 @@ def _check_layers(layers: Sequence[SavedLayer]) -> None:
             counts.add(sum(segment.n_tokens for segment in layer.segments))
     if len(counts) > 1:
         raise ValueError(
-            f"layers must have the same number of tokens, got {min(counts)} to {max(counts)}: a "
-            "prompt was not finished; reset() the cache"
+            f"layers must have the same number of tokens, got {min(counts)} to "
+            f"{max(counts)}: a prompt was not finished; reset() the cache"
         )
 
 
@@ -107,9 +115,16 @@ def _save_into(target: Path, layers: Sequence[SavedLayer], model: str) -> None:
     data = target / f"data-{save_id}"
     data.mkdir(mode=0o700)
     try:
-        entries = [_save_layer(data, at, layer, save_id) for at, layer in enumerate(layers)]
+        entries = [
+            _save_layer(data, at, layer, save_id) for at, layer in enumerate(layers)
+        ]
         sync_directory(data)
-        manifest = {"format": _FORMAT, "model": model, "save_id": save_id, "layers": entries}
+        manifest = {
+            "format": _FORMAT,
+            "model": model,
+            "save_id": save_id,
+            "layers": entries,
+        }
         write_text(target / _MANIFEST, json.dumps(manifest, indent=1))
     except BaseException:
         shutil.rmtree(data, ignore_errors=True)
@@ -137,7 +152,9 @@ def _check_target_folder(target: Path) -> None:
     names = [path.name for path in target.iterdir()]
     foreign = [name for name in names if not _is_ours(name)]
     if foreign:
-        raise FileExistsError(f"{target} holds other files, such as {min(foreign)}: name another")
+        raise FileExistsError(
+            f"{target} holds other files, such as {min(foreign)}: name another"
+        )
 
 
 def _is_ours(name: str) -> bool:
@@ -162,7 +179,10 @@ def _save_layer(data: Path, at: int, layer: SavedLayer, save_id: str) -> dict[st
     for number, piece in enumerate(_pieces(layer.segments)):
         name = f"layer-{at:05d}-piece-{number:05d}.safetensors"
         path = data / name
-        tensors = {"key": piece.key.contiguous().cpu(), "value": piece.value.contiguous().cpu()}
+        tensors = {
+            "key": piece.key.contiguous().cpu(),
+            "value": piece.value.contiguous().cpu(),
+        }
         try:
             save_file(tensors, path, metadata={"save_id": save_id})
         except SafetensorError as error:
@@ -199,14 +219,15 @@ def load_layers(folder: str | os.PathLike[str], *, model: str) -> list[SavedLaye
 
     Raises:
         FileNotFoundError: there is no saved cache.
-        ValueError: the cache is of another model or dtype; or a file is torn, or not of this save;
-            by name.
+        ValueError: the cache is of another model or dtype; or a file is torn, or not of
+            this save; by name.
     """
     source = Path(folder)
     manifest = _read_manifest(source / _MANIFEST)
     if manifest["model"] != model:
         raise ValueError(
-            f"{source} holds a cache of another model, configuration or dtype than this one"
+            f"{source} holds a cache of another model, configuration or dtype than "
+            "this one"
         )
     save_id = manifest["save_id"]
     data = source / f"data-{save_id}"
@@ -226,25 +247,34 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             raise ValueError
         return {**manifest, "model": str(manifest["model"])}
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not the manifest of a saved cache, or torn") from None
+        raise ValueError(
+            f"{path} is not the manifest of a saved cache, or torn"
+        ) from None
 
 
 def _load_layer(data: Path, entry: Any, save_id: str) -> SavedLayer:
     try:
         kind = str(entry["kind"])
         numbers = {str(name): int(number) for name, number in entry["numbers"].items()}
-        pieces = [(str(p["file"]), int(p["bytes"]), p["entries"]) for p in entry["pieces"]]
+        pieces = [
+            (str(p["file"]), int(p["bytes"]), p["entries"]) for p in entry["pieces"]
+        ]
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"the manifest beside {data} is torn") from None
     segments = [
-        _load_piece(data, name, n_bytes, entries, save_id) for name, n_bytes, entries in pieces
+        _load_piece(data, name, n_bytes, entries, save_id)
+        for name, n_bytes, entries in pieces
     ]
     return SavedLayer(kind, segments, numbers)
 
 
-def _load_piece(data: Path, name: str, n_bytes: int, entries: Any, save_id: str) -> Segment:
+def _load_piece(
+    data: Path, name: str, n_bytes: int, entries: Any, save_id: str
+) -> Segment:
     if not _DATA_FILE.fullmatch(name):
-        raise ValueError(f"the manifest beside {data} names a file of another kind: {name!r}")
+        raise ValueError(
+            f"the manifest beside {data} names a file of another kind: {name!r}"
+        )
     path = data / name
     if not path.is_file() or path.stat().st_size != n_bytes:
         raise ValueError(f"{path} is missing or torn: it should have {n_bytes} bytes")
@@ -259,7 +289,9 @@ def _load_piece(data: Path, name: str, n_bytes: int, entries: Any, save_id: str)
         raise ValueError(f"{path} is of another save")
     if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"{path} does not hold keys and values")
-    return Segment(key, value, Place.FILE, _checked_entries(entries, key.shape[0], path))
+    return Segment(
+        key, value, Place.FILE, _checked_entries(entries, key.shape[0], path)
+    )
 
 
 def _checked_entries(entries: Any, rows: int, path: Path) -> tuple[int, ...] | None:

@@ -1,4 +1,5 @@
-"""Attention of rows over keys by its equations, in torch's own operations, on any device.
+"""Attention of rows over keys by its equations, in torch's own operations, on any
+device.
 
 It takes every mask, head dimension and dtype. Faster ways take what they can.
 """
@@ -19,14 +20,17 @@ class ScoreScaling:
 
     Attributes:
         softmax_scale: they are multiplied by this.
-        softcap: then they become ``softcap * tanh(score / softcap)``; None: they do not.
+        softcap: then they become ``softcap * tanh(score / softcap)``; None: they do
+            not.
     """
 
     softmax_scale: float
     softcap: float | None = None
 
 
-def merge_parts(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_parts(
+    out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the statistics of disjoint sets of keys.
 
     Args:
@@ -57,7 +61,8 @@ def attend_by_equations(
         rows: (b, h, r, d) queries.
         key, value: (b, h, n, d) and (b, h, n, d_v).
         scaling: of the scores.
-        is_kept: bool that broadcasts to (b, h, r, n): True where a pair is kept; None: all are.
+        is_kept: bool that broadcasts to (b, h, r, n): True where a pair is kept; None:
+            all are.
 
     Returns:
         out (b, h, r, d_v) and lse (b, h, r). A row without a kept key has 0 and -inf.

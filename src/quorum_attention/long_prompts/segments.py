@@ -1,9 +1,10 @@
-"""Keys and values of one layer in segments: appending, cropping and sharing copy nothing.
+"""Keys and values of one layer in segments: appending, cropping and sharing copy
+nothing.
 
-A layer's tokens lie in blocks of memory, in order of position. A block has room for more tokens
-than it holds, so that single tokens are written into it. Caches share blocks: a fork, a repetition
-of batch entries or a new order of beams takes other views of the same blocks. So a block is only
-written to
+A layer's tokens lie in blocks of memory, in order of position. A block has room for
+more tokens than it holds, so that single tokens are written into it. Caches share
+blocks: a fork, a repetition of batch entries or a new order of beams takes other views
+of the same blocks. So a block is only written to
 
 * by its only cache, or
 * behind all tokens that any cache has written there.
@@ -26,8 +27,8 @@ from quorum_attention.arithmetic import round_up
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.long_prompts.places import CachePlaces, Place
 
-# A new block has room for an eighth of the tokens that are there, within these limits, beyond those
-# that are appended: attention is fastest over one segment.
+# A new block has room for an eighth of the tokens that are there, within these limits,
+# beyond those that are appended: attention is fastest over one segment.
 _GROWTH = 8
 _MIN_BLOCK_TOKENS = 256
 _MAX_GROWTH_TOKENS = 8192
@@ -35,8 +36,8 @@ _MAX_GROWTH_TOKENS = 8192
 _TOKEN_STEP = 64
 # Values begin at a multiple of this many bytes.
 _ALIGNMENT = 256
-# The last block is put into a new order of batch entries in place if it has at most this many
-# tokens. A larger one keeps its order, and a new block begins.
+# The last block is put into a new order of batch entries in place if it has at most
+# this many tokens. A larger one keeps its order, and a new block begins.
 _MAX_REORDERED_TOKENS = 1024
 
 
@@ -48,8 +49,8 @@ class Segment:
         key: (rows, h_kv, n, d), a view of the cache's memory.
         value: (rows, h_kv, n, d_v), the same.
         place: where both lie.
-        entries: the row of each batch entry; None: entry i is row i. Rows that several entries
-            share are there once.
+        entries: the row of each batch entry; None: entry i is row i. Rows that several
+            entries share are there once.
     """
 
     key: torch.Tensor
@@ -74,10 +75,13 @@ class Segment:
 
     def narrow(self, start: int, stop: int) -> Segment:
         """Return tokens start to stop (exclusive), as views."""
-        return replace(self, key=self.key[:, :, start:stop], value=self.value[:, :, start:stop])
+        return replace(
+            self, key=self.key[:, :, start:stop], value=self.value[:, :, start:stop]
+        )
 
     def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (key, value) with one row for each batch entry: views where entries allow it."""
+        """Return (key, value) with one row for each batch entry: views where entries
+        allow it."""
         return _rows_of(self.key, self.entries), _rows_of(self.value, self.entries)
 
 
@@ -101,7 +105,11 @@ class _TokenBlock:
     """
 
     def __init__(
-        self, key: torch.Tensor, value: torch.Tensor, place: Place, memory: torch.Tensor | None
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        place: Place,
+        memory: torch.Tensor | None,
     ) -> None:
         self.key = key
         self.value = value
@@ -131,7 +139,8 @@ class _TokenBlock:
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy tokens (b, h, n, d); between devices head by head, each as one run of memory."""
+    """Copy tokens (b, h, n, d); between devices head by head, each as one run of
+    memory."""
     if target.device == source.device:
         target.copy_(source)
         return
@@ -159,13 +168,20 @@ class _TokenShapes(NamedTuple):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of all rows."""
-        return self.rows * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return (
+            self.rows
+            * self.heads
+            * (self.key_dim + self.value_dim)
+            * self.dtype.itemsize
+        )
 
     def block_bytes(self, capacity: int) -> int:
         """Bytes of a block for ``capacity`` tokens."""
         return self.token_bytes * capacity + _ALIGNMENT
 
-    def carve(self, memory: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def carve(
+        self, memory: torch.Tensor, capacity: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values as views of ``memory``."""
         key_shape = (self.rows, self.heads, capacity, self.key_dim)
         value_shape = (self.rows, self.heads, capacity, self.value_dim)
@@ -202,7 +218,8 @@ class _BlockPrefix:
 class SegmentedCache:
     """Keys and values of one layer, which grow without copying what is there.
 
-    Segments that were handed out stay valid until their tokens are cropped and others appended.
+    Segments that were handed out stay valid until their tokens are cropped and others
+    appended.
 
     Args:
         places: where they may lie; shared by the layers of a model.
@@ -237,8 +254,8 @@ class SegmentedCache:
         return [prefix.segment() for prefix in self._prefixes if prefix.n_tokens]
 
     def reserve(self, n_tokens: int) -> None:
-        """Say how many tokens there will be. The next block gets room for all of them, in one piece
-        where the places allow it.
+        """Say how many tokens there will be. The next block gets room for all of them,
+        in one piece where the places allow it.
 
         Raises:
             TypeError, ValueError: ``n_tokens`` is no number of tokens.
@@ -248,16 +265,18 @@ class SegmentedCache:
     def prepare(self, key: torch.Tensor, value: torch.Tensor, place: Place) -> bool:
         """Take the memory of the reserved tokens ahead of the first ones, in one place.
 
-        On a device, memory that all layers take at once leaves no gaps between them. Page-locking
-        host memory takes a while, which may pass while something else is computed.
+        On a device, memory that all layers take at once leaves no gaps between them.
+        Page-locking host memory takes a while, which may pass while something else is
+        computed.
 
         Args:
-            key, value: tokens like those that will be appended, (b, h_kv, n, d) and (b, h_kv, n,
-                d_v).
+            key, value: tokens like those that will be appended, (b, h_kv, n, d) and (b,
+                h_kv, n, d_v).
             place: where.
 
         Returns:
-            Whether it was taken: not by a cache that has memory, nor where there is too little.
+            Whether it was taken: not by a cache that has memory, nor where there is too
+                little.
         """
         if self._prefixes or self._n_reserved == 0:
             return False
@@ -278,7 +297,8 @@ class SegmentedCache:
         return True
 
     def promote(self) -> bool:
-        """Move all tokens to the device, if they all lie in host memory and no other cache has any.
+        """Move all tokens to the device, if they all lie in host memory and no other
+        cache has any.
 
         Returns:
             Whether they were moved. They stay where they are if the device has no room.
@@ -292,7 +312,9 @@ class SegmentedCache:
         assert self._shapes is not None
         n_capacity = sum(prefix.block.capacity for prefix in self._prefixes)
         try:
-            memory = self.places.allocate(self._shapes.block_bytes(n_capacity), Place.DEVICE)
+            memory = self.places.allocate(
+                self._shapes.block_bytes(n_capacity), Place.DEVICE
+            )
         except OutOfMemoryError:
             return False
         key, value = self._shapes.carve(memory, n_capacity)
@@ -312,15 +334,16 @@ class SegmentedCache:
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add tokens behind those that are there.
 
-        Copies from one device to another are made on the current stream, and may be under way when
-        this returns.
+        Copies from one device to another are made on the current stream, and may be
+        under way when this returns.
 
         Args:
             key: (b, h_kv, n, d), on any device.
             value: (b, h_kv, n, d_v), of the same dtype.
 
         Raises:
-            ValueError, TypeError: they do not fit each other, or the tokens that are there.
+            ValueError, TypeError: they do not fit each other, or the tokens that are
+                there.
             OutOfMemoryError: no place has memory left. Nothing has been appended.
         """
         if self.n_tokens == 0 and self._prefixes:
@@ -337,7 +360,8 @@ class SegmentedCache:
         shapes_before = self._shapes
         self._shapes = shapes
         try:
-            # Memory that is allocated in inference mode could not be written to outside of it.
+            # Memory that is allocated in inference mode could not be written to outside
+            # of it.
             with torch.inference_mode(False), torch.no_grad():
                 self._append(key, value)
         except BaseException:
@@ -370,12 +394,15 @@ class SegmentedCache:
         while start < n_new:
             prefix = self._open_prefix() or self._new_prefix(n_new - start)
             stop = min(n_new, start + prefix.block.capacity - prefix.n_tokens)
-            prefix.block.write(prefix.n_tokens, key[:, :, start:stop], value[:, :, start:stop])
+            prefix.block.write(
+                prefix.n_tokens, key[:, :, start:stop], value[:, :, start:stop]
+            )
             prefix.n_tokens += stop - start
             start = stop
 
     def adopt(self, segment: Segment) -> None:
-        """Add the tokens of a segment behind those that are there, in the memory that they lie in.
+        """Add the tokens of a segment behind those that are there, in the memory that
+        they lie in.
 
         The memory is not counted by the places, and is never written to.
 
@@ -427,7 +454,8 @@ class SegmentedCache:
         return prefix if is_last_writer or len(block.users) == 1 else None
 
     def _new_prefix(self, n_needed: int) -> _BlockPrefix:
-        """Begin a block for ``n_needed`` tokens, or for as many of them as the place can hold."""
+        """Begin a block for ``n_needed`` tokens, or for as many of them as the place
+        can hold."""
         assert self._shapes is not None
         n_tokens = self.n_tokens
         n_expected = max(n_needed, self._n_reserved - n_tokens)
@@ -443,7 +471,8 @@ class SegmentedCache:
     def _allocate_block(
         self, shapes: _TokenShapes, max_capacity: int, n_needed: int
     ) -> _TokenBlock:
-        """A block of at most ``max_capacity`` tokens, in the first place that can hold a few."""
+        """A block of at most ``max_capacity`` tokens, in the first place that can hold
+        a few."""
         min_capacity = min(n_needed, _MIN_BLOCK_TOKENS)
         for place in Place:
             n_bytes_left = self.places.remaining(place) - _ALIGNMENT
@@ -459,8 +488,8 @@ class SegmentedCache:
         raise self.places.refusal(shapes.block_bytes(min_capacity))
 
     def crop(self, n_tokens: int) -> None:
-        """Keep the first ``n_tokens`` tokens; all, if there are fewer. Memory of blocks behind
-        them is freed if no other cache has tokens there.
+        """Keep the first ``n_tokens`` tokens; all, if there are fewer. Memory of blocks
+        behind them is freed if no other cache has tokens there.
 
         Raises:
             TypeError, ValueError: ``n_tokens`` is no number of tokens.
@@ -503,7 +532,8 @@ class SegmentedCache:
         self.select(indices)
 
     def repeat_interleave(self, n: int) -> None:
-        """Repeat each batch entry ``n`` times, one after the other, without copying tokens.
+        """Repeat each batch entry ``n`` times, one after the other, without copying
+        tokens.
 
         Raises:
             TypeError, ValueError: ``n`` is no number of times.
@@ -512,7 +542,8 @@ class SegmentedCache:
         self._take_entries([entry for entry in range(self.batch) for _ in range(n)])
 
     def select(self, indices: torch.Tensor | Sequence[int]) -> None:
-        """Keep the batch entries ``indices``, in that order; an entry may be there several times.
+        """Keep the batch entries ``indices``, in that order; an entry may be there
+        several times.
 
         Args:
             indices: (n,) integers, or (b,) bool.
@@ -523,7 +554,9 @@ class SegmentedCache:
         batch = self.batch
         chosen = _index_list(indices)
         if chosen and not (-batch <= min(chosen) and max(chosen) < batch):
-            raise ValueError(f"the cache has {batch} batch entries, got indices {chosen}")
+            raise ValueError(
+                f"the cache has {batch} batch entries, got indices {chosen}"
+            )
         self._take_entries([entry % batch for entry in chosen])
 
     def _take_entries(self, chosen: list[int]) -> None:
@@ -540,9 +573,12 @@ class SegmentedCache:
                 prefix.entries = _composed(prefix.entries, chosen)
 
     def _can_reorder_in_place(self, prefix: _BlockPrefix) -> bool:
-        """Whether a prefix is the small last one, which has no other cache and can stay open."""
+        """Whether a prefix is the small last one, which has no other cache and can stay
+        open."""
         is_small = prefix.n_tokens <= _MAX_REORDERED_TOKENS
-        return prefix is self._open_prefix() and len(prefix.block.users) == 1 and is_small
+        return (
+            prefix is self._open_prefix() and len(prefix.block.users) == 1 and is_small
+        )
 
 
 def _reorder_in_place(prefix: _BlockPrefix, chosen: Sequence[int]) -> None:
@@ -552,8 +588,12 @@ def _reorder_in_place(prefix: _BlockPrefix, chosen: Sequence[int]) -> None:
     segment.value.copy_(segment.value[rows])
 
 
-def _composed(entries: tuple[int, ...] | None, chosen: Sequence[int]) -> tuple[int, ...]:
-    return tuple(chosen) if entries is None else tuple(entries[entry] for entry in chosen)
+def _composed(
+    entries: tuple[int, ...] | None, chosen: Sequence[int]
+) -> tuple[int, ...]:
+    return (
+        tuple(chosen) if entries is None else tuple(entries[entry] for entry in chosen)
+    )
 
 
 def _index_list(indices: torch.Tensor | Sequence[int]) -> list[int]:
@@ -566,8 +606,11 @@ def _index_list(indices: torch.Tensor | Sequence[int]) -> list[int]:
     return [int(index) for index in indices.tolist()]
 
 
-def concatenate(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return (key, value) of all tokens as two tensors on ``device``: a copy of everything.
+def concatenate(
+    segments: Sequence[Segment], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Return (key, value) of all tokens as two tensors on ``device``: a copy of
+    everything.
 
     Args:
         segments: at least one.
@@ -578,5 +621,7 @@ def concatenate(segments: Sequence[Segment], device: torch.device) -> tuple[torc
     )
 
 
-def _expanded(segments: Sequence[Segment]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _expanded(
+    segments: Sequence[Segment],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     return (segment.expanded() for segment in segments)

@@ -1,8 +1,8 @@
 """Options and masks as a string, since operators take tensors and plain values only.
 
-The string has literals. Whole numbers and tensors, which may differ from call to call in one graph,
-are arguments of their own. Objects (a kernel, a plan, a report, a function) cannot be encoded: a
-call with them is no operator.
+The string has literals. Whole numbers and tensors, which may differ from call to call
+in one graph, are arguments of their own. Objects (a kernel, a plan, a report, a
+function) cannot be encoded: a call with them is no operator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _MASK_FIELDS = tuple([name for name in FIELDS if name not in ("bias", "sinks")])
 
 
 def encode_call(
-    options: CallOptions, mask: Mask | None, numbers: list[int], tensors: list[torch.Tensor]
+    options: CallOptions,
+    mask: Mask | None,
+    numbers: list[int],
+    tensors: list[torch.Tensor],
 ) -> str:
     """Return options and mask as a string; whole numbers and tensors go into the lists.
 
@@ -44,7 +47,8 @@ def decode_call(
 
 
 def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` in literals, with places in the lists for whole numbers and tensors.
+    """Return ``value`` in literals, with places in the lists for whole numbers and
+    tensors.
 
     torch's compiler traces this function.
 
@@ -84,7 +88,11 @@ def _decode(form: Any, numbers: list[int], tensors: list[torch.Tensor]) -> Any:
         return tensors[content]
     if kind == "device":
         device_type, index = content
-        return torch.device(device_type) if index is None else torch.device(device_type, index)
+        return (
+            torch.device(device_type)
+            if index is None
+            else torch.device(device_type, index)
+        )
     items = [_decode(item, numbers, tensors) for item in content]
     if kind == "mask":
         return Mask(**dict(zip(_MASK_FIELDS, items, strict=True)))

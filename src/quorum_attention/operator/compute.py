@@ -19,8 +19,8 @@ from quorum_attention.mask import Mask
 from quorum_attention.operator.codec import decode_call
 from quorum_attention.passes.run import run_backward, run_forward
 
-# Settings of the last forwards that had some, for their backwards, by number. A graph that is kept
-# longer gets the settings of its moment.
+# Settings of the last forwards that had some, for their backwards, by number. A graph
+# that is kept longer gets the settings of its moment.
 _MAX_SETTINGS = 4096
 _settings_by_number: dict[int, Settings] = {}
 _numbers = count(1)
@@ -45,7 +45,8 @@ def compute_forward(
     recorded: bool,
     of_mask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute (out, lse, the number of the settings); the arguments are those of the schema."""
+    """Compute (out, lse, the number of the settings); the arguments are those of the
+    schema."""
     settings = current_settings()
     arguments = Arguments(
         attn_mask,
@@ -88,7 +89,8 @@ def compute_backward(
     of_mask: bool,
     of_sinks: bool,
 ) -> list[torch.Tensor]:
-    """Compute the gradients of query, key and value, then those of mask and sinks if wanted."""
+    """Compute the gradients of query, key and value, then those of mask and sinks if
+    wanted."""
     settings = None
     if settings_number:
         settings = _settings_by_number.get(int(settings_number), current_settings())
@@ -123,13 +125,15 @@ def _decoded(
     parts: list[torch.Tensor] | None,
     settings: Settings | None,
 ) -> Arguments:
-    """Return arguments with the options and the ``Mask`` that were encoded, and with settings."""
+    """Return arguments with the options and the ``Mask`` that were encoded, and with
+    settings."""
     call_options, mask = decode_call(options, numbers or [], parts or [])
     kernel = call_options.kernel
     if kernel != "auto" and get_kernel(kernel).called_back():
         raise NotImplementedError(
-            f"kernel {kernel!r} computes by a function of the program, which a graph cannot hold: "
-            "give attention the kernel itself, and torch.compile breaks its graph there"
+            f"kernel {kernel!r} computes by a function of the program, which a graph "
+            "cannot hold: give attention the kernel itself, and torch.compile breaks "
+            "its graph there"
         )
     arguments = arguments._replace(options=with_settings(settings, call_options))
     if mask is None:
@@ -161,7 +165,8 @@ def _request(
 
 
 def _keep_settings(settings: Settings | None) -> int:
-    """Return a number by which the backward finds the settings; 0 where there are none."""
+    """Return a number by which the backward finds the settings; 0 where there are
+    none."""
     if settings is None:
         return 0
     number = next(_numbers)

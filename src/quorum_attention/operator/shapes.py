@@ -1,4 +1,5 @@
-"""What the operators would compute: shapes of results for fake tensors, and counts of operations.
+"""What the operators would compute: shapes of results for fake tensors, and counts of
+operations.
 
 Functions take the arguments of an operator's schema.
 """
@@ -48,7 +49,8 @@ def fake_backward(
     sinks: torch.Tensor | None,
     *rest: Any,
 ) -> list[torch.Tensor]:
-    """Return empty gradients of query, key and value, then of mask and sinks if wanted."""
+    """Return empty gradients of query, key and value, then of mask and sinks if
+    wanted."""
     of_mask, of_sinks = rest[-2:]
     grads = [empty_like_input(t, t.shape, t.dtype) for t in (query, key, value)]
     if of_mask:
@@ -61,7 +63,11 @@ def fake_backward(
 
 
 def forward_flops(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *rest: Any,
+    **named: Any,
 ) -> int:
     """Count the operations of the two products of a forward.
 
@@ -74,12 +80,16 @@ def forward_flops(
 
 
 def backward_flops(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **named: Any
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *rest: Any,
+    **named: Any,
 ) -> int:
     """Count the operations of the five products of a backward.
 
-    Scores and the gradients of query and key go by the head dimension, the gradients of values and
-    probabilities by the value's.
+    Scores and the gradients of query and key go by the head dimension, the gradients of
+    values and probabilities by the value's.
     """
     n_pairs = _count_pairs(query, key)
     head_dim = query.shape[-1]

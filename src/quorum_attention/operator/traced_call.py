@@ -39,7 +39,8 @@ def as_operator(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return (out, lse) of a call by the operator; None if it cannot make the call.
 
-    Where it cannot, the graph of torch's compiler has to break, and other traces refuse the call.
+    Where it cannot, the graph of torch's compiler has to break, and other traces refuse
+    the call.
 
     Raises:
         TypeError, ValueError: query, key and value do not fit each other.
@@ -83,10 +84,15 @@ def as_operator(
 def _encode_arguments(
     query: Any, key: Any, value: Any, arguments: Arguments
 ) -> _EncodedArguments | None:
-    """Return arguments of a call as an operator takes them; None if it cannot take them."""
+    """Return arguments of a call as an operator takes them; None if it cannot take
+    them."""
     attn_mask = as_mask(arguments.attn_mask, query, key)
-    # A graph of torch's compiler may drop tangents. Where it breaks, the call refuses them.
-    if torch.compiler.is_dynamo_compiling() and torch.autograd.forward_ad._current_level >= 0:
+    # A graph of torch's compiler may drop tangents. Where it breaks, the call refuses
+    # them.
+    if (
+        torch.compiler.is_dynamo_compiling()
+        and torch.autograd.forward_ad._current_level >= 0
+    ):
         return None
     if arguments.out is not None or names_several(arguments.options.devices):
         return None
@@ -118,14 +124,16 @@ def _have_operator_types(
         ((arguments.is_causal, arguments.enable_gqa), bool),
         ((arguments.dropout_p, scale), (int, float)),
     )
-    return all(isinstance(v, types) for values, types in types_of_values for v in values)
+    return all(
+        isinstance(v, types) for values, types in types_of_values for v in values
+    )
 
 
 def _seed_tensor(seed: int | None) -> torch.Tensor:
     """Return the seed of dropout as a tensor, drawn if there is none.
 
-    An operator of its own draws it, so that whoever recomputes a graph takes care of it as of any
-    other random numbers. The backward gets the same tensor.
+    An operator of its own draws it, so that whoever recomputes a graph takes care of it
+    as of any other random numbers. The backward gets the same tensor.
     """
     if seed is None:
         return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
@@ -138,7 +146,9 @@ def _check_fakes(query: Any, key: Any, value: Any, encoded: _EncodedArguments) -
     for tensor in (bias, sinks, *parts):
         # torch would call the fake kernel, and take its results for real.
         if tensor is not None and tensor.is_meta and not query.is_meta:
-            raise ValueError(f"attn_mask must be in host memory or on {query.device}, got meta")
+            raise ValueError(
+                f"attn_mask must be in host memory or on {query.device}, got meta"
+            )
     if torch.compiler.is_dynamo_compiling():
         return
     names = ["query", "key", "value", "attn_mask", "Mask.sinks"]

@@ -1,4 +1,5 @@
-"""Computes a block of a call, and checks a block's log-sum-exp that comes from elsewhere."""
+"""Computes a block of a call, and checks a block's log-sum-exp that comes from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.passes.run import run_backward, run_forward
 
-# Rows of a forward that are computed again, one of each of this many equal parts. In a call of many
-# blocks it is one row of each block, because a row reads all keys of its block.
+# Rows of a forward that are computed again, one of each of this many equal parts. In a
+# call of many blocks it is one row of each block, because a row reads all keys of its
+# block.
 _CHECKED_ROWS = 4
 
 
@@ -42,8 +44,8 @@ def compute_block(
         results: where results go; None: all are made.
 
     Returns:
-        (out, lse) of a forward; the gradients of query, key and value of a backward, then those of
-        bias and sinks where they are wanted.
+        (out, lse) of a forward; the gradients of query, key and value of a backward,
+        then those of bias and sinks where they are wanted.
     """
     tensors, request, backward_inputs = request_of_block(
         call, block, inputs, options, results or BlockResults(), masked
@@ -62,9 +64,9 @@ def check_forward(
 ) -> None:
     """Check that a log-sum-exp from elsewhere is that of this call.
 
-    A few rows of a backward's block, drawn anew each time, are computed again. Errors in other rows
-    are not seen, nor in the output. Not checked are kernels that compute another attention, and
-    budgets too small for the forward of a row.
+    A few rows of a backward's block, drawn anew each time, are computed again. Errors
+    in other rows are not seen, nor in the output. Not checked are kernels that compute
+    another attention, and budgets too small for the forward of a row.
 
     Args:
         blocks: how many blocks of the call are checked.
@@ -87,20 +89,23 @@ def check_forward(
     key_norm = largest_key * head_dim**0.5
     for row in _drawn_rows(block.rows.length, blocks):
         try:
-            differs = _row_differs(call, block, inputs, options, row, abs(scale) * key_norm)
+            differs = _row_differs(
+                call, block, inputs, options, row, abs(scale) * key_norm
+            )
         except BudgetError:
             return  # where the backward fits none the less, it is not checked
         if differs:
             how = "causal" if call.shape.is_causal else "not causal"
             raise ValueError(
-                "out and lse are from another forward: the lse of a few rows, computed again "
-                f"({how}, scale {scale:.6g}), differs; give the backward the forward's inputs, "
-                "mask and options"
+                "out and lse are from another forward: the lse of a few rows, "
+                f"computed again ({how}, scale {scale:.6g}), differs; give the "
+                "backward the forward's inputs, mask and options"
             )
 
 
 def _computes_other_attention(options: CallOptions) -> bool:
-    """Tell whether the kernel that the options name computes another attention than the exact."""
+    """Tell whether the kernel that the options name computes another attention than the
+    exact."""
     if options.kernel == "auto":
         return False
     kernel = get_kernel(options.kernel)
@@ -108,7 +113,8 @@ def _computes_other_attention(options: CallOptions) -> bool:
 
 
 def _drawn_rows(n_rows: int, blocks: int) -> list[int]:
-    """Draw a row of each part of a block, by a generator that leaves the program's alone."""
+    """Draw a row of each part of a block, by a generator that leaves the program's
+    alone."""
     generator = random.SystemRandom()
     parts = min(n_rows, ceil_div(_CHECKED_ROWS, blocks))
     return [
@@ -125,7 +131,8 @@ def _row_differs(
     row: int,
     key_bound: float,
 ) -> bool:
-    """Tell whether the log-sum-exp of a row, computed again, differs from the given one.
+    """Tell whether the log-sum-exp of a row, computed again, differs from the given
+    one.
 
     Args:
         row: counted from the block's first row.
@@ -146,6 +153,7 @@ def _row_differs(
     }
     _, lse = compute_block(call, row_block, row_inputs, options)
     given_lse = inputs["lse"][:, :, row : row + 1].to(lse)
-    # A GPU's TF32 products are right to ten bits. Where scores overflow, nothing can be told.
+    # A GPU's TF32 products are right to ten bits. Where scores overflow, nothing can be
+    # told.
     bound = 1e-3 + key_bound * query.to(lse).norm(dim=-1) * 2.0**-9
     return bool(((lse - given_lse).abs() > bound).any())

@@ -13,10 +13,11 @@ MASK_GRAD = "the mask's gradient"
 
 
 def decide_forward(tensors: Tensors, request: Request) -> Decision:
-    """Choose kernel and schedule of a forward. The call has at least one query and one key.
+    """Choose kernel and schedule of a forward. The call has at least one query and one
+    key.
 
-    With a budget and gradients to follow, the backward has to fit the same budget; it is decided
-    again when its turn comes.
+    With a budget and gradients to follow, the backward has to fit the same budget; it
+    is decided again when its turn comes.
 
     Raises:
         BudgetError: the budget is too small for one of the passes.
@@ -46,7 +47,8 @@ def decide_forward(tensors: Tensors, request: Request) -> Decision:
 def decide_backward(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> Decision:
-    """Choose kernel and schedule of a backward. The call has at least one query and one key.
+    """Choose kernel and schedule of a backward. The call has at least one query and one
+    key.
 
     Raises:
         BudgetError: the budget is too small.

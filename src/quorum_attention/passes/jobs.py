@@ -1,4 +1,5 @@
-"""The job of a pass, made of a request and its tensors, and the context in which it is computed."""
+"""The job of a pass, made of a request and its tensors, and the context in which it is
+computed."""
 
 from __future__ import annotations
 
@@ -54,14 +55,19 @@ def job_of(
         dict(results or {}),
     )
     if backward_inputs is not None:
-        upstream, job.divisor = rescale_upstream(backward_inputs.grad_out, problem, device)
-        job.tensors.update(out=backward_inputs.out, grad_out=upstream, lse=backward_inputs.lse)
+        upstream, job.divisor = rescale_upstream(
+            backward_inputs.grad_out, problem, device
+        )
+        job.tensors.update(
+            out=backward_inputs.out, grad_out=upstream, lse=backward_inputs.lse
+        )
     return job
 
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Make ``device`` current, without gradients and autocast, and with our error out of memory."""
+    """Make ``device`` current, without gradients and autocast, and with our error out
+    of memory."""
     with backend_of(device).current(device), no_grad_no_autocast(), our_out_of_memory():
         yield
 

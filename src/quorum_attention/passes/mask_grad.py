@@ -26,8 +26,8 @@ def mask_grad_bytes(tensors: Tensors, request: Request) -> int:
 def allocate_mask_grad(
     tensors: Tensors, backward_inputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensor of the mask's gradient in a tuple: the caller's, or a new one where the
-    mask is. The tuple is empty if that gradient is not wanted."""
+    """Return the tensor of the mask's gradient in a tuple: the caller's, or a new one
+    where the mask is. The tuple is empty if that gradient is not wanted."""
     bias = tensors.bias
     if backward_inputs.grad_mask is False or bias is None:
         return ()
@@ -37,11 +37,15 @@ def allocate_mask_grad(
 
 
 def compute_mask_grad(
-    tensors: Tensors, request: Request, backward_inputs: BackwardInputs, problem: Problem
+    tensors: Tensors,
+    request: Request,
+    backward_inputs: BackwardInputs,
+    problem: Problem,
 ) -> tuple[torch.Tensor, ...]:
     """Compute the gradient of the mask, if it is wanted.
 
-    The other gradients come later: they are results, which would take memory from its tiles.
+    The other gradients come later: they are results, which would take memory from its
+    tiles.
     """
     if backward_inputs.grad_mask is False:
         return ()
@@ -50,9 +54,13 @@ def compute_mask_grad(
         grads = allocate_mask_grad(tensors, backward_inputs)
         if backward_inputs.grad_mask is not True:
             torch.autograd.graph.increment_version(grads)
-        upstream = Saved(backward_inputs.grad_out, backward_inputs.out, backward_inputs.lse)
+        upstream = Saved(
+            backward_inputs.grad_out, backward_inputs.out, backward_inputs.lse
+        )
         job = job_of(tensors, request, problem)
-        recoveries = add_up_mask_gradient(job, upstream, grads[0], request.options.available_bytes)
+        recoveries = add_up_mask_gradient(
+            job, upstream, grads[0], request.options.available_bytes
+        )
         if request.report is not None:
             line = f"computed tile by tile, beside kernel {problem.kernel.name}"
             request.report.mask_gradient = [line, *recoveries]

@@ -1,7 +1,8 @@
 """Passes that are one kernel call: run without a plan, and cached with the request.
 
-A request that serves later calls too (``dispatch``) caches which of its passes are one kernel call.
-Such a pass is run again without being decided again: deciding takes longer than short calls do.
+A request that serves later calls too (``dispatch``) caches which of its passes are one
+kernel call. Such a pass is run again without being decided again: deciding takes longer
+than short calls do.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ def run_single_kernel_call(
 
     Args:
         results: the preallocated results, by the names of their states.
-        backward_inputs: None for a forward. If it wants the gradient of the mask, the kernel
-            computes that gradient (``gives_mask_grad``).
+        backward_inputs: None for a forward. If it wants the gradient of the mask, the
+            kernel computes that gradient (``gives_mask_grad``).
 
     Returns:
-        The results, the gradient of the mask after the others; None if the pass has to be planned,
-        because memory ran out, or gradients in 16 bits are not finite.
+        The results, the gradient of the mask after the others; None if the pass has to
+        be planned, because memory ran out, or gradients in 16 bits are not finite.
     """
     job = job_of(tensors, request, problem, results, backward_inputs)
     device = request.options.device
@@ -91,7 +92,8 @@ def run_single_kernel_call(
 
 
 def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hashable:
-    """Return the key of a pass: everything that differs between passes of one request."""
+    """Return the key of a pass: everything that differs between passes of one
+    request."""
     if backward_inputs is None:
         return None
     deterministic = torch._C._get_deterministic_algorithms()
@@ -105,10 +107,14 @@ def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hasha
     )
 
 
-def gives_mask_grad(decision: Decision, request: Request, backward_inputs: BackwardInputs) -> bool:
-    """Tell whether a backward is one kernel call that also computes the gradient of the mask.
+def gives_mask_grad(
+    decision: Decision, request: Request, backward_inputs: BackwardInputs
+) -> bool:
+    """Tell whether a backward is one kernel call that also computes the gradient of the
+    mask.
 
-    A call with a budget, or with a report of its own, has that gradient tile by tile, as planned.
+    A call with a budget, or with a report of its own, has that gradient tile by tile,
+    as planned.
     """
     options = request.options
     if options.available_bytes is not None or options.watched:
@@ -128,13 +134,17 @@ def gives_mask_grad(decision: Decision, request: Request, backward_inputs: Backw
 
 
 def is_single_kernel_call(decision: Decision, request: Request) -> bool:
-    """Tell whether a decision is for one kernel call, on a device with memory of its own if it has
-    a plan."""
+    """Tell whether a decision is for one kernel call, on a device with memory of its
+    own if it has a plan."""
     if decision.plan is None:
         return True
     problem = decision.problem
     # Scaled gradients are checked afterwards, and those that overflow are planned.
-    if len(request.shape.batch_shape) != 1 or problem.scaled or not problem.place.same_dtype:
+    if (
+        len(request.shape.batch_shape) != 1
+        or problem.scaled
+        or not problem.place.same_dtype
+    ):
         return False
     schedule = decision.plan.schedule
     is_uncut = isinstance(schedule.route, Whole) and schedule.is_all(request.shape)

@@ -7,7 +7,11 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.call.backward_inputs import BackwardInputs
-from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
+from quorum_attention.call.lse_columns import (
+    column_bytes,
+    with_columns,
+    without_columns,
+)
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.kernels.protocol import check_mask_gradient
@@ -26,7 +30,9 @@ _CASTS = "casts of the inputs"
 _GRADS = ("grad_query", "grad_key", "grad_value")
 
 
-def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(
+    tensors: Tensors, request: Request
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (out, lse) of a call; ``out`` is the request's, if it has one.
 
     Raises:
@@ -38,7 +44,8 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         return out, lse
     request = request.reserving(request.cast_bytes, _CASTS)
     if request.decisions is not None:
-        # Calls that share a request may differ in how many keys they have (``dispatch``).
+        # Calls that share a request may differ in how many keys they have
+        # (``dispatch``).
         shape = replace(request.shape, n_keys=tensors.key.shape[-2])
         request = replace(request, shape=shape)
     if _has_no_pairs(tensors):
@@ -62,13 +69,17 @@ def _has_no_pairs(tensors: Tensors) -> bool:
     return 0 in (tensors.query.numel(), tensors.value.numel())
 
 
-def _forward_without_pairs(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_without_pairs(
+    tensors: Tensors, request: Request
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a call without queries or without keys."""
     query = tensors.query
     rows = tuple(query.shape[:-1])
     out = request.out
     if out is None:
-        out = empty_like_input(query, (*rows, request.shape.value_dim), request.out_dtype)
+        out = empty_like_input(
+            query, (*rows, request.shape.value_dim), request.out_dtype
+        )
     lse = request.lse
     if lse is None:
         lse = torch.empty(rows, dtype=request.shape.state_dtype, device=query.device)
@@ -81,7 +92,8 @@ def _forward_without_pairs(tensors: Tensors, request: Request) -> tuple[torch.Te
 def run_backward(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the gradients of query, key and value, then those of mask and sinks if wanted.
+    """Compute the gradients of query, key and value, then those of mask and sinks if
+    wanted.
 
     Preallocated gradients are filled.
 
@@ -111,7 +123,8 @@ def run_backward(
 def _reserving_for_backward(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> Request:
-    """Reserve what a backward holds beside its passes: casts, the mask's gradient, wider inputs."""
+    """Reserve what a backward holds beside its passes: casts, the mask's gradient,
+    wider inputs."""
     request = request.reserving(request.cast_bytes, _CASTS)
     if backward_inputs.grad_mask is True:
         request = request.reserving(mask_grad_bytes(tensors, request), MASK_GRAD)
@@ -136,13 +149,17 @@ def _compute_gradients(
         return _run_gradients(tensors, request, backward_inputs)
     # The wider inputs are freed before results are cut to their widths.
     grads = _run_gradients(*with_columns(tensors, request, backward_inputs))
-    return (*without_columns(grads[:3], request.shape, backward_inputs.grads), *grads[3:])
+    return (
+        *without_columns(grads[:3], request.shape, backward_inputs.grads),
+        *grads[3:],
+    )
 
 
 def _run_gradients(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the gradients of query, key, value and mask, on one device of this process."""
+    """Compute the gradients of query, key, value and mask, on one device of this
+    process."""
     if request.shape.columns:
         results = run_cached_call(tensors, request, backward_inputs)
         if results is not None:

@@ -17,7 +17,11 @@ from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.passes.jobs import computing_on, detach_view, job_of
-from quorum_attention.passes.one_call import cache_call, gives_mask_grad, run_single_kernel_call
+from quorum_attention.passes.one_call import (
+    cache_call,
+    gives_mask_grad,
+    run_single_kernel_call,
+)
 from quorum_attention.planner.decide import Decision, with_plan
 from quorum_attention.planner.plan import Plan, log_cut
 
@@ -47,23 +51,36 @@ def run_decision(
     if results is None:
         planned = with_plan(decision) if decision.plan is None else decision
         assert planned.plan is not None
-        report = _start_report(request, planned.plan, backward=backward_inputs is not None)
+        report = _start_report(
+            request, planned.plan, backward=backward_inputs is not None
+        )
         results = _run_plan(
-            tensors, request, planned.problem, planned.plan, preallocated, backward_inputs, report
+            tensors,
+            request,
+            planned.problem,
+            planned.plan,
+            preallocated,
+            backward_inputs,
+            report,
         )
     _add_to_totals(request, report, backward=backward_inputs is not None)
     ids_of_preallocated = [id(result) for result in preallocated.values()]
-    return tuple([r if id(r) in ids_of_preallocated else detach_view(r) for r in results])
+    return tuple(
+        [r if id(r) in ids_of_preallocated else detach_view(r) for r in results]
+    )
 
 
 def run_with_mask_grad(
-    tensors: Tensors, request: Request, decision: Decision, backward_inputs: BackwardInputs
+    tensors: Tensors,
+    request: Request,
+    decision: Decision,
+    backward_inputs: BackwardInputs,
 ) -> tuple[torch.Tensor, ...] | None:
     """Run a backward as one kernel call that also computes the gradient of the mask.
 
     Returns:
-        The gradients of query, key, value and mask; None if the kernel does not compute the last
-        one, or memory ran out.
+        The gradients of query, key, value and mask; None if the kernel does not compute
+        the last one, or memory ran out.
     """
     if not gives_mask_grad(decision, request, backward_inputs):
         return None
@@ -82,11 +99,14 @@ def _run_single_call(
     preallocated: Mapping[str, torch.Tensor],
     backward_inputs: BackwardInputs | None,
 ) -> tuple[tuple[torch.Tensor, ...] | None, PassReport]:
-    """Run a pass as one kernel call, and return its results, or None, with its report."""
+    """Run a pass as one kernel call, and return its results, or None, with its
+    report."""
     problem = decision.problem
     report = PassReport(problem.kernel.name)
     begun = time.perf_counter()
-    results = run_single_kernel_call(tensors, request, problem, preallocated, backward_inputs)
+    results = run_single_kernel_call(
+        tensors, request, problem, preallocated, backward_inputs
+    )
     report.seconds = time.perf_counter() - begun
     return results, report
 
@@ -114,8 +134,9 @@ def _run_plan(
         if request.report is not None:
             count_peak = backend_of(device).count_peak(device)
         for tensor in preallocated.values():
-            # Kernels and copies by address do not tell autograd that they write. A backward that
-            # saved one of these tensors would read the new values without an error.
+            # Kernels and copies by address do not tell autograd that they write. A
+            # backward that saved one of these tensors would read the new values without
+            # an error.
             torch.autograd.graph.increment_version(tensor)
         # No name for the job: it would hold its results when memory has run out.
         results = run_pass(
@@ -161,9 +182,12 @@ def _start_report(request: Request, plan: Plan, *, backward: bool) -> PassReport
 
 
 def progress_of(request: Request) -> AbstractContextManager[Progress | None]:
-    """Return a context that gives the function to which progress is reported, or None."""
+    """Return a context that gives the function to which progress is reported, or
+    None."""
     if request.progress is True:
-        from quorum_attention.progress import progress_bar  # rich, only where it is shown
+        from quorum_attention.progress import (
+            progress_bar,
+        )  # rich, only where it is shown
 
         return progress_bar()
     return nullcontext(None if request.progress is False else request.progress)

@@ -1,4 +1,5 @@
-"""Pictures of a decomposition, a recovery and a report; matplotlib is loaded when one is drawn."""
+"""Pictures of a decomposition, a recovery and a report; matplotlib is loaded when one
+is drawn."""
 
 from quorum_attention.pictures.coverage import draw_coverage
 from quorum_attention.pictures.figures import check_drawable

@@ -45,4 +45,6 @@ def draw_bars(axes: Any, bars: Sequence[Bar], least_length: float = 0.0) -> None
 
 def _write(axes: Any, y: float, text: str, ink: str, points: float) -> None:
     background = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.5}
-    axes.text(0, y, text, color=ink, size=points, va="center", zorder=4, bbox=background)
+    axes.text(
+        0, y, text, color=ink, size=points, va="center", zorder=4, bbox=background
+    )

@@ -1,4 +1,5 @@
-"""The picture of a decomposition: which task computes which pairs, and the mask of one task."""
+"""The picture of a decomposition: which task computes which pairs, and the mask of one
+task."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def draw_coverage(
     tasks: Sequence[Task] | None = None,
     mask_words: str = "",
 ) -> None:
-    """Write a picture of ``decomposition``: every kept block by owner, and one task's mask.
+    """Write a picture of ``decomposition``: every kept block by owner, and one task's
+    mask.
 
     Args:
         decomposition: what to draw.
@@ -71,7 +73,9 @@ def draw_coverage(
     """
     figure = new_figure(*SIZE_OF_HALVES)
     n_tasks = None if tasks is None else len(tasks)
-    draw_all_pairs(figure, decomposition, pairs, summary_of(decomposition, mask_words, n_tasks))
+    draw_all_pairs(
+        figure, decomposition, pairs, summary_of(decomposition, mask_words, n_tasks)
+    )
     axes = figure.add_axes(_RIGHT_HALF)
     task = _example_task(decomposition, tasks)
     _draw_task(axes, decomposition, pairs, task)
@@ -79,7 +83,9 @@ def draw_coverage(
     write_heading(axes, "One task, on its own tokens only", note)
     if decomposition.levels:
         text = _task_explanation(pairs)
-        write_explanation(figure, _RIGHT_HALF[0], EXPLANATION_TOP, COLUMNS_OF_HALF, text)
+        write_explanation(
+            figure, _RIGHT_HALF[0], EXPLANATION_TOP, COLUMNS_OF_HALF, text
+        )
     save(figure, path)
 
 
@@ -94,15 +100,20 @@ def _example_task(decomposition: Decomposition, tasks: Sequence[Task] | None) ->
 
 def _task_explanation(pairs: Pairs) -> str:
     text = (
-        "Coloured pairs are computed here, outlined ones are a chunk with itself. Grey pairs "
-        "belong to other tasks and would be computed twice otherwise. "
+        "Coloured pairs are computed here, outlined ones are a chunk with itself. "
+        "Grey pairs belong to other tasks and would be computed twice otherwise. "
     )
     if pairs.verdict is None:
-        text += "What is left are a few calls of an ordinary attention kernel, without a mask."
+        text += (
+            "What is left are a few calls of an ordinary attention kernel, without a "
+            "mask."
+        )
     return text
 
 
-def summary_of(decomposition: Decomposition, words: str, n_tasks: int | None = None) -> str:
+def summary_of(
+    decomposition: Decomposition, words: str, n_tasks: int | None = None
+) -> str:
     """The title of a picture of ``decomposition``.
 
     Args:
@@ -121,8 +132,11 @@ def summary_of(decomposition: Decomposition, words: str, n_tasks: int | None = N
     return ", ".join(parts)
 
 
-def draw_all_pairs(figure: Any, decomposition: Decomposition, pairs: Pairs, title: str) -> None:
-    """Draw the score square in the left half of ``figure``, in about ``MAX_BLOCKS`` blocks."""
+def draw_all_pairs(
+    figure: Any, decomposition: Decomposition, pairs: Pairs, title: str
+) -> None:
+    """Draw the score square in the left half of ``figure``, in about ``MAX_BLOCKS``
+    blocks."""
     x = LEFT_HALF[0]
     figure.text(x, 0.952, title, color=INK, size=15, weight="bold")
     axes = figure.add_axes(LEFT_HALF)
@@ -184,9 +198,9 @@ def _pairs_explanation(decomposition: Decomposition, pairs: Pairs) -> str:
     if decomposition.depth > 1:
         second_cut = f", cuts those into {decomposition.levels[1]} again,"
     return (
-        f"{text}The tokens are cut into {decomposition.levels[0]} chunks; a task loads a few of "
-        f"them{second_cut} and computes the pairs in its colour. All tasks together compute every "
-        "pair once."
+        f"{text}The tokens are cut into {decomposition.levels[0]} chunks; a task loads "
+        f"a few of them{second_cut} and computes the pairs in its colour. All tasks "
+        "together compute every pair once."
     )
 
 
@@ -252,7 +266,9 @@ class _TaskCells:
                 is_diagonal = row_number == column_number
                 self._add(row, column, (across, down), is_diagonal=is_diagonal)
 
-    def _add(self, row: Span, column: Span, shift: tuple[int, int], *, is_diagonal: bool) -> None:
+    def _add(
+        self, row: Span, column: Span, shift: tuple[int, int], *, is_diagonal: bool
+    ) -> None:
         """Add the pairs of two spans, moved by ``shift``."""
         is_causal = self._pairs.is_causal and is_diagonal
         block = Rectangle(row.start, row.stop, column.start, column.stop, is_causal)
@@ -270,7 +286,9 @@ def _moved_corners(block: Rectangle, shift: tuple[int, int]) -> list[Point]:
     return [(x + across, y + down) for x, y in corners(block)]
 
 
-def _draw_task(axes: Any, decomposition: Decomposition, pairs: Pairs, task: Task) -> None:
+def _draw_task(
+    axes: Any, decomposition: Decomposition, pairs: Pairs, task: Task
+) -> None:
     """Draw the mask of one task."""
     axes.set_xlim(0, max(1, task.n_tokens))
     axes.set_ylim(max(1, task.n_tokens), 0)

@@ -1,4 +1,5 @@
-"""What all pictures share: their style, their colours, their texts, and how they are written."""
+"""What all pictures share: their style, their colours, their texts, and how they are
+written."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PAPER = "#ffffff"
 MASKED = "#e6e8eb"
 Colour = tuple[float, float, float]
 
-# Where a figure of two halves has its pictures, and its explanations below: shares of the figure.
+# Where a figure of two halves has its pictures, and its explanations below: shares of
+# the figure.
 LEFT_HALF = (0.055, 0.18, 0.415, 0.675)
 EXPLANATION_TOP = 0.098
 COLUMNS_OF_HALF = 74
@@ -35,13 +37,15 @@ _FIRST_HUE = 0.07
 def fixed_style() -> Iterator[None]:
     """Draw in the same style, whatever style the program has.
 
-    A program's style may ask for LaTeX, which is not everywhere and reads "%" and "_" otherwise.
-    The context decorates functions, too.
+    A program's style may ask for LaTeX, which is not everywhere and reads "%" and "_"
+    otherwise. The context decorates functions, too.
     """
     try:
         from matplotlib import style
     except ImportError as error:
-        raise ImportError(f"drawing needs matplotlib: {install_hint('draw')}") from error
+        raise ImportError(
+            f"drawing needs matplotlib: {install_hint('draw')}"
+        ) from error
     with style.context("default"):
         yield
 
@@ -55,7 +59,8 @@ def new_figure(width: float, height: float) -> Any:
 
 @fixed_style()
 def check_drawable(path: str | PathLike[str]) -> Path:
-    """Check, before anything is computed, that a picture can be written; returns its file.
+    """Check, before anything is computed, that a picture can be written; returns its
+    file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -109,7 +114,9 @@ def write_heading(axes: Any, title: str, note: str = "") -> None:
     )
 
 
-def write_explanation(figure: Any, x: float, top: float, columns: int, text: str) -> None:
+def write_explanation(
+    figure: Any, x: float, top: float, columns: int, text: str
+) -> None:
     """Write what a picture shows, for someone who sees one for the first time.
 
     Args:

@@ -24,15 +24,16 @@ _TITLE_ROWS = 3.2
 _TEXT_ROWS = 1.9
 _COLUMNS = 125
 _EXPLANATION = (
-    "Seconds. Each bar is one part of the call (some of its heads, or of their rows), on the "
-    "device that computed it; colours only separate parts. The vertical line: all parts are "
-    "done."
+    "Seconds. Each bar is one part of the call (some of its heads, or of their rows), "
+    "on the device that computed it; colours only separate parts. The vertical line: "
+    "all parts are done."
 )
 
 
 @fixed_style()
 def draw_gantt(path: str | PathLike[str], passes: Mapping[str, Any]) -> None:
-    """Write a picture with a chart for each pass, one above the other on the same scale of time.
+    """Write a picture with a chart for each pass, one above the other on the same scale
+    of time.
 
     Args:
         path: the file; its ending is the format (.png, .svg, .pdf).
@@ -48,7 +49,9 @@ def draw_gantt(path: str | PathLike[str], passes: Mapping[str, Any]) -> None:
     n_rows = sum(n_devices) + _TITLE_ROWS * len(passes) + _TEXT_ROWS
     figure = new_figure(_WIDTH, _ROW_HEIGHT * n_rows)
     figure.set_layout_engine("constrained")
-    charts = figure.subplots(len(passes), squeeze=False, sharex=True, height_ratios=n_devices)
+    charts = figure.subplots(
+        len(passes), squeeze=False, sharex=True, height_ratios=n_devices
+    )
     for axes, (title, pool_pass) in zip(charts[:, 0], passes.items(), strict=True):
         _draw_pass(axes, title, pool_pass)
     text = textwrap.fill(_EXPLANATION, _COLUMNS)

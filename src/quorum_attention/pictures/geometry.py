@@ -33,7 +33,8 @@ def corners(block: Rectangle) -> list[Point]:
 def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Rectangle]:
     """The kept pairs of ``task``, in positions of the whole call.
 
-    The task's rectangles are cut where its tokens have gaps. ``kept_blocks`` draws the mask.
+    The task's rectangles are cut where its tokens have gaps. ``kept_blocks`` draws the
+    mask.
     """
     rectangles = task.rectangles(pairs.is_causal, pairs.n_queries, pairs.n_keys)
     for rectangle in rectangles:
@@ -45,8 +46,8 @@ def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Rectangle]:
 def kept_blocks(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle]:
     """The parts of ``block`` that the mask of ``pairs`` keeps.
 
-    Its edges are drawn in squares of ``cell`` tokens, each if the pair in its middle is kept, or if
-    the mask cannot tell.
+    Its edges are drawn in squares of ``cell`` tokens, each if the pair in its middle is
+    kept, or if the mask cannot tell.
     """
     if pairs.verdict is None:
         yield block
@@ -58,20 +59,27 @@ def kept_blocks(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle
         if verdict is PARTIAL:
             row = sum(part.queries) // 2
             column = sum(part.keys) // 2
-            verdict = pairs.verdict_of(Ranges.from_bounds(row, row + 1, column, column + 1))
+            verdict = pairs.verdict_of(
+                Ranges.from_bounds(row, row + 1, column, column + 1)
+            )
         if verdict is not EMPTY:
             yield Rectangle(*part.queries, *part.keys)
 
 
-def with_fewer_levels(decomposition: Decomposition, limit: int, is_causal: bool) -> Decomposition:
-    """``decomposition`` with as many of its levels as can be drawn in about ``limit`` blocks.
+def with_fewer_levels(
+    decomposition: Decomposition, limit: int, is_causal: bool
+) -> Decomposition:
+    """``decomposition`` with as many of its levels as can be drawn in about ``limit``
+    blocks.
 
     Deeper levels only divide the blocks of the first ones further.
     """
     pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
     while decomposition.depth > 1:
         first = decomposition.task((0,) * decomposition.depth)
-        last = decomposition.task(tuple(n_chunks - 1 for n_chunks in decomposition.levels))
+        last = decomposition.task(
+            tuple(n_chunks - 1 for n_chunks in decomposition.levels)
+        )
         n_blocks = max(sum(1 for _ in blocks(task, pairs)) for task in (first, last))
         if n_blocks * decomposition.n_tasks <= limit:
             break

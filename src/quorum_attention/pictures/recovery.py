@@ -1,4 +1,5 @@
-"""The picture of a recovery: how the call was cut, and how much memory each method took."""
+"""The picture of a recovery: how the call was cut, and how much memory each method
+took."""
 
 from __future__ import annotations
 
@@ -39,14 +40,15 @@ def draw_recovery(
     bars: Sequence[tuple[str, int, str, bool]],
     note: str = "",
 ) -> None:
-    """Write a picture of a recovery: the coverage on the left, bars of memory on the right.
+    """Write a picture of a recovery: the coverage on the left, bars of memory on the
+    right.
 
     Args:
         path: the file; its ending is the format (.png, .svg, .pdf).
         decomposition, is_causal: what the coverage shows.
         budget_bytes: drawn as a line across the bars.
-        bars: (label, bytes, note, whether it ran within the budget), from top to bottom; those
-            that did not are red.
+        bars: (label, bytes, note, whether it ran within the budget), from top to
+            bottom; those that did not are red.
         note: which pass was cut so, where the other was cut in another way.
 
     Raises:

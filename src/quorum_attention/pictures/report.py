@@ -27,10 +27,11 @@ _TEXT_HEIGHT = 0.95
 _COLUMNS = 160
 _HUES_OF_STAGES = 6
 _EXPLANATION = (
-    "gather, h2d: a task's rows are collected and copied to the device. compute: calls of the "
-    "attention kernel. merge: results are merged with those of other tasks. d2h, scatter: "
-    "results are copied back to their places. Stages overlap, so their sum may exceed the "
-    "wall-clock time. Memory is beyond what was allocated before."
+    "gather, h2d: a task's rows are collected and copied to the device. compute: "
+    "calls of the attention kernel. merge: results are merged with those of other "
+    "tasks. d2h, scatter: results are copied back to their places. Stages overlap, so "
+    "their sum may exceed the wall-clock time. Memory is beyond what was allocated "
+    "before."
 )
 
 
@@ -40,7 +41,8 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
 
     Args:
         path: the file; its ending is the format (.png, .svg, .pdf).
-        report: ``forward`` and ``backward``: the fields of a ``PassReport`` each, or None.
+        report: ``forward`` and ``backward``: the fields of a ``PassReport`` each, or
+            None.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -70,7 +72,9 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
 
 def _time_bars(fields: Mapping[str, Any]) -> list[Bar]:
     """The time of a pass, and of each of its stages that took any."""
-    stages = {stage: seconds for stage, seconds in fields["stages"].items() if seconds > 0}
+    stages = {
+        stage: seconds for stage, seconds in fields["stages"].items() if seconds > 0
+    }
     seconds = fields["seconds"]
     overlap = fields.get("overlap")
     clock = f"wall clock {format_seconds(seconds)}"
@@ -86,7 +90,8 @@ def _time_bars(fields: Mapping[str, Any]) -> list[Bar]:
 
 
 def _memory_bars(fields: Mapping[str, Any]) -> list[Bar]:
-    """The measured and planned peaks of a pass and its budget, as far as they are known."""
+    """The measured and planned peaks of a pass and its budget, as far as they are
+    known."""
     bars = []
     for label, field, colour in (
         ("measured peak of memory", "peak_bytes", _MEASURED),

@@ -1,8 +1,10 @@
-"""The calibration of a device: rates that were measured, stored in the user's cache directory.
+"""The calibration of a device: rates that were measured, stored in the user's cache
+directory.
 
-The rates are those that a device holds for seconds: every figure is measured after the device has
-been busy for a while, three times, and the median is kept. Where the three differ a lot, nothing is
-stored. Without a calibration plans are made with the assumed rates of ``rates.py``.
+The rates are those that a device holds for seconds: every figure is measured after the
+device has been busy for a while, three times, and the median is kept. Where the three
+differ a lot, nothing is stored. Without a calibration plans are made with the assumed
+rates of ``rates.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +23,18 @@ import torch
 
 from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device.backend import Backend
-from quorum_attention.execution.device.lookup import available_device, backend_of, best_device
+from quorum_attention.execution.device.lookup import (
+    available_device,
+    backend_of,
+    best_device,
+)
 from quorum_attention.execution.dtypes import check_dtype
-from quorum_attention.kernels.cache_files import cache_folder, load, private_folder, store
+from quorum_attention.kernels.cache_files import (
+    cache_folder,
+    load,
+    private_folder,
+    store,
+)
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.rate_measurements import HEAD_DIMS, RateMeasurements
@@ -45,12 +56,14 @@ _SPREAD = 1.5
 
 
 def cache_file() -> Path:
-    """Return the file of calibrations; ``QUORUM_ATTENTION_CACHE`` names its directory."""
+    """Return the file of calibrations; ``QUORUM_ATTENTION_CACHE`` names its
+    directory."""
     return cache_folder() / _FILE
 
 
 def device_key(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the key of a calibration: the device model, torch, and dtypes that are as fast."""
+    """Return the key of a calibration: the device model, torch, and dtypes that are as
+    fast."""
     backend = backend_of(device)
     return _key(backend, backend.model(device), dtype)
 
@@ -82,7 +95,9 @@ def _measured_rates(key: str, head_dim: int) -> dict[str, Any] | None:
             for measured_head_dim, (forward, backward) in entry["flops"].items()
         }
         forward_flops, backward_flops = rates_at_head_dim(flops_by_head_dim, head_dim)
-        rates = {name: float(entry[name]) for name in (*_COMMON_RATES, "filling_causal")}
+        rates = {
+            name: float(entry[name]) for name in (*_COMMON_RATES, "filling_causal")
+        }
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         return None
     rates["flops"] = forward_flops
@@ -93,7 +108,8 @@ def _measured_rates(key: str, head_dim: int) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=1)
 def rates_known() -> object:
-    """Return an object that stands for the rates that are known, another one after a calibration.
+    """Return an object that stands for the rates that are known, another one after a
+    calibration.
 
     What is decided by rates is remembered together with this object.
     """
@@ -111,8 +127,11 @@ def _entries_of(content: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def hardware_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> HardwareModel:
-    """Return the rates of ``device``: calibrated where it has been, assumed where not."""
+def hardware_of(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> HardwareModel:
+    """Return the rates of ``device``: calibrated where it has been, assumed where
+    not."""
     hardware = assumed_hardware(device, dtype, head_dim)
     backend = backend_of(device)
     if not backend.is_here():
@@ -161,8 +180,10 @@ def calibrate(
         progress: called with a text that says what is being measured.
 
     Raises:
-        NotImplementedError: no kernel that works on rectangles runs there in this dtype.
-        ValueError, TypeError: ``device`` is not available; attention does not take ``dtype``.
+        NotImplementedError: no kernel that works on rectangles runs there in this
+            dtype.
+        ValueError, TypeError: ``device`` is not available; attention does not take
+            ``dtype``.
         CalibrationError: measurements differ too much; nothing has been stored.
         OSError: the file cannot be written, or other users may write to its folder.
     """
@@ -198,11 +219,14 @@ def calibrate(
     for cached in (_stored_entries, hardware_of, rates_known):
         cached.cache_clear()
     spread = {name: max(measured) / min(measured) for name, measured in values.items()}
-    return Calibration(key, figures, path, time.perf_counter() - started, _ROUNDS, spread)
+    return Calibration(
+        key, figures, path, time.perf_counter() - started, _ROUNDS, spread
+    )
 
 
 def _filling_causal(medians: dict[str, float], causal_rows: int) -> float:
-    """Return the rows at which a causal call reaches half the rate (see ``HardwareModel``)."""
+    """Return the rows at which a causal call reaches half the rate (see
+    ``HardwareModel``)."""
     share_of_rate = medians["causal"] / medians[f"head_dim {HEAD_DIMS[0]} forward"]
     share_of_rate = max(0.05, min(0.999, share_of_rate))
     return float(causal_rows * (1 / share_of_rate - 1))
@@ -219,7 +243,7 @@ def _check_agreement(values: dict[str, list[float]]) -> None:
         if not is_possible or max(measured) > _SPREAD * min(measured):
             texts = ", ".join(f"{value:.3g}" for value in measured)
             raise CalibrationError(
-                f"nothing was stored: measurements disagree with each other: {name} ({texts}). "
-                f"Something else keeps the machine busy, or its clock changes: try again when it "
-                f"is quiet"
+                f"nothing was stored: measurements disagree with each other: {name} "
+                f"({texts}). Something else keeps the machine busy, or its clock "
+                "changes: try again when it is quiet"
             )

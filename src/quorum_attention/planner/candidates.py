@@ -1,6 +1,7 @@
 """The schedules that a search looks at: which decompositions, and the routes of each.
 
-Each kind of candidate is one function. The search (``search.py``) prices them and picks one.
+Each kind of candidate is one function. The search (``search.py``) prices them and picks
+one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.layouts import Pieces
 from quorum_attention.execution.device.allocate import Home
-from quorum_attention.execution.head_groups import Axis, GroupSize, count_groups, group_sizes
+from quorum_attention.execution.head_groups import (
+    Axis,
+    GroupSize,
+    count_groups,
+    group_sizes,
+)
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.blockwise import Blockwise
 from quorum_attention.execution.routes.slots import Slots
@@ -31,11 +37,13 @@ from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.quorums import chunk_count, quorum_sizes
 
 
-def decompositions(n_tokens: int, constraints: PlanConstraints) -> Iterator[Decomposition]:
+def decompositions(
+    n_tokens: int, constraints: PlanConstraints
+) -> Iterator[Decomposition]:
     """Yield the decompositions that are looked at, those into fewer tasks first.
 
-    Without levels asked for, these are all whose largest task is clearly smaller than that of any
-    decomposition into fewer tasks.
+    Without levels asked for, these are all whose largest task is clearly smaller than
+    that of any decomposition into fewer tasks.
 
     Raises:
         ValueError: the depth asked for makes no task smaller.
@@ -51,24 +59,32 @@ def decompositions(n_tokens: int, constraints: PlanConstraints) -> Iterator[Deco
         tokens = decomposition.max_task_tokens
         if tokens == smallest or tokens >= policy.MAX_TASK_GROWTH * smallest:
             continue
-        # The uncut call and tasks of two thirds of the tokens are no measure for others.
+        # The uncut call and tasks of two thirds of the tokens are no measure for
+        # others.
         if decomposition.n_tasks > 3:
             smallest = min(smallest, tokens)
         yield decomposition
     if constraints.depth and smallest == math.inf:
-        yield constraints.decompose(n_tokens, (policy.DEEP_LEVEL_CHUNKS,) * constraints.depth)
+        yield constraints.decompose(
+            n_tokens, (policy.DEEP_LEVEL_CHUNKS,) * constraints.depth
+        )
 
 
-def _by_number_of_tasks(n_tokens: int, constraints: PlanConstraints) -> Iterator[Decomposition]:
-    """Yield all decompositions into at most ``policy.MAX_TASKS`` tasks, fewest tasks first.
+def _by_number_of_tasks(
+    n_tokens: int, constraints: PlanConstraints
+) -> Iterator[Decomposition]:
+    """Yield all decompositions into at most ``policy.MAX_TASKS`` tasks, fewest tasks
+    first.
 
-    A decomposition whose last level makes no task smaller is left out, and so are those that
-    continue it.
+    A decomposition whose last level makes no task smaller is left out, and so are those
+    that continue it.
     """
-    chunk_counts = [chunk_count(l) for l in quorum_sizes(policy.MAX_QUORUM_SIZE) if l > 2]
+    chunk_counts = [
+        chunk_count(l) for l in quorum_sizes(policy.MAX_QUORUM_SIZE) if l > 2
+    ]
     max_depth = math.inf if constraints.depth is None else constraints.depth
-    # A heap of (number of tasks, levels, tokens of the largest task one level before). Three chunks
-    # are tried as the only level: as a second level they save little.
+    # A heap of (number of tasks, levels, tokens of the largest task one level before).
+    # Three chunks are tried as the only level: as a second level they save little.
     waiting: list[tuple[int, tuple[int, ...], int]] = [(1, (), 0), (3, (3,), 0)]
     while waiting:
         n_tasks, levels, parent_tokens = heappop(waiting)
@@ -105,26 +121,38 @@ def schedules(
 def whole_schedules(
     problem: Problem, constraints: PlanConstraints, decomposition: Decomposition
 ) -> Iterator[Schedule]:
-    """Yield one kernel call for each head group, through slots where none can run in place.
+    """Yield one kernel call for each head group, through slots where none can run in
+    place.
 
-    The sides of a rectangle have no limit: an uncut call is one rectangle under a bias too, as in
-    torch.
+    The sides of a rectangle have no limit: an uncut call is one rectangle under a bias
+    too, as in torch.
     """
     # The streams of the routes make no difference to single calls.
     kinds = dict.fromkeys(
         (slots.n_cap, slots.accumulator) for slots in _slot_routes(problem, constraints)
     )
-    for size, (n_cap, accumulator) in product(_group_sizes(problem.shape, constraints), kinds):
+    for size, (n_cap, accumulator) in product(
+        _group_sizes(problem.shape, constraints), kinds
+    ):
         schedule = schedule_of(
-            problem.shape, decomposition, size, Whole(n_cap, accumulator), pinned=constraints.pinned
+            problem.shape,
+            decomposition,
+            size,
+            Whole(n_cap, accumulator),
+            pinned=constraints.pinned,
         )
-        yield schedule if schedule.runs(problem) else schedule.through_slots(problem.shape)
+        yield (
+            schedule
+            if schedule.runs(problem)
+            else schedule.through_slots(problem.shape)
+        )
 
 
 def blockwise_schedules(
     problem: Problem, constraints: PlanConstraints, decomposition: Decomposition
 ) -> Iterator[Schedule]:
-    """Yield schedules of all tasks of a head group at once, over the inputs as they lie."""
+    """Yield schedules of all tasks of a head group at once, over the inputs as they
+    lie."""
     if not _may_run_blockwise(problem, constraints, decomposition):
         return
     routes = [
@@ -135,7 +163,9 @@ def blockwise_schedules(
     for size, route in product(_group_sizes(problem.shape, constraints), routes):
         if size.batch > 1 or not Schedule(decomposition, size, route).runs(problem):
             continue
-        yield schedule_of(problem.shape, decomposition, size, route, pinned=constraints.pinned)
+        yield schedule_of(
+            problem.shape, decomposition, size, route, pinned=constraints.pinned
+        )
 
 
 def slot_schedules(
@@ -166,10 +196,11 @@ def slot_schedules(
 def streaming_schedules(
     problem: Problem, schedule: Schedule, hardware: HardwareModel, budget_bytes: int
 ) -> Iterator[Schedule]:
-    """Yield schedules of a chunk that stays on the device while rows of the other side stream by.
+    """Yield schedules of a chunk that stays on the device while rows of the other side
+    stream by.
 
-    For every head group and a few sizes of the chunk it is the schedule with the largest blocks
-    that fits. There is none where the route cannot run the call.
+    For every head group and a few sizes of the chunk it is the schedule with the
+    largest blocks that fits. There is none where the route cannot run the call.
 
     Args:
         schedule: the one through slots that takes over if memory runs out.
@@ -197,15 +228,19 @@ def streaming_schedules(
 def is_worth_trimming(pairs: Pairs) -> bool:
     """Whether parts of tasks are without pairs.
 
-    A kernel's own mask leaves such parts, and so do many more queries than keys, or keys than
-    queries.
+    A kernel's own mask leaves such parts, and so do many more queries than keys, or
+    keys than queries.
     """
     shorter = min(pairs.n_queries, pairs.n_keys)
     longer = max(pairs.n_queries, pairs.n_keys)
-    return pairs.verdict is not None or shorter * policy.MIN_LENGTH_RATIO_TO_TRIM <= longer
+    return (
+        pairs.verdict is not None or shorter * policy.MIN_LENGTH_RATIO_TO_TRIM <= longer
+    )
 
 
-def sizes_after_trimming(decomposition: Decomposition, problem: Problem) -> TrimmedSizes | None:
+def sizes_after_trimming(
+    decomposition: Decomposition, problem: Problem
+) -> TrimmedSizes | None:
     """Return the sizes of the trimmed tasks, or None where nothing is trimmed."""
     if decomposition.depth == 0 or not is_worth_trimming(problem.pairs):
         return None
@@ -218,18 +253,24 @@ def _group_sizes(shape: CallShape, constraints: PlanConstraints) -> list[GroupSi
     if constraints.group is not None:
         return [constraints.group]
     # A call without batch entries or heads has one empty group.
-    return group_sizes(shape) or [GroupSize(max(1, shape.batch), max(1, shape.kv_heads))]
+    return group_sizes(shape) or [
+        GroupSize(max(1, shape.batch), max(1, shape.kv_heads))
+    ]
 
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
     """Return the numbers of kernel calls in flight that are tried."""
-    if not problem.backend.own_memory or problem.kernel.launches is not Launches.CALLS_ON_STREAMS:
+    if (
+        not problem.backend.own_memory
+        or problem.kernel.launches is not Launches.CALLS_ON_STREAMS
+    ):
         return (1,)
     return (1, 2) if constraints.streams is None else (constraints.streams,)
 
 
 def _slot_routes(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
-    """Return the routes through slots that are tried: as asked for, or all that may be of use."""
+    """Return the routes through slots that are tried: as asked for, or all that may be
+    of use."""
     has_own_memory = problem.backend.own_memory
     n_caps = (2, 1) if has_own_memory else (1,)
     if constraints.n_cap is not None:
@@ -244,7 +285,8 @@ def _slot_routes(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
 def _may_run_blockwise(
     problem: Problem, constraints: PlanConstraints, decomposition: Decomposition
 ) -> bool:
-    """Whether tasks over the inputs as they lie may be asked for, and may gain anything."""
+    """Whether tasks over the inputs as they lie may be asked for, and may gain
+    anything."""
     kernel = problem.kernel
     has_own_memory = problem.backend.own_memory
     wants_slots = constraints.n_cap is not None or constraints.over_inputs is False
@@ -253,7 +295,12 @@ def _may_run_blockwise(
     may_gain = kernel.launches is Launches.CALLS_ON_STREAMS
     if kernel.own_attention:
         may_gain = kernel.launches is not Launches.CALLS
-    if wants_slots or wants_host_accumulator or not may_gain or decomposition.depth != 1:
+    if (
+        wants_slots
+        or wants_host_accumulator
+        or not may_gain
+        or decomposition.depth != 1
+    ):
         return False
     if has_own_memory:
         return decomposition.n_tasks <= policy.MAX_CHUNKS_IN_PLACE
@@ -274,15 +321,21 @@ def _piece_layouts(problem: Problem) -> tuple[Pieces, ...]:
 def _saves_little(
     problem: Problem, constraints: PlanConstraints, decomposition: Decomposition
 ) -> bool:
-    """Whether nobody asked for tasks of two chunks of three, and no mask makes them smaller."""
+    """Whether nobody asked for tasks of two chunks of three, and no mask makes them
+    smaller."""
     is_asked_for = constraints.levels is not None
-    return decomposition.levels == (3,) and not is_asked_for and problem.pairs.verdict is None
+    return (
+        decomposition.levels == (3,)
+        and not is_asked_for
+        and problem.pairs.verdict is None
+    )
 
 
 def _resident_rows(
     group: GroupSize, length: int, problem: Problem, hardware: HardwareModel
 ) -> Iterator[int]:
-    """Yield sizes of a chunk that stays: whole waves of rows, all heads of the group together."""
+    """Yield sizes of a chunk that stays: whole waves of rows, all heads of the group
+    together."""
     n_heads = group.kv_heads * problem.shape.queries_per_key_head
     rows = (hardware.wave_rows or policy.ASSUMED_WAVE_ROWS) // n_heads
     wave = max(policy.MIN_STREAMED_ROWS, rows // policy.TILE * policy.TILE)
@@ -297,7 +350,8 @@ def _resident_rows(
 def _largest_block(
     schedule: Schedule, route: Streaming, budget_bytes: int, problem: Problem
 ) -> Schedule | None:
-    """Return the schedule whose blocks are the largest part of a chunk that fits, if any fits."""
+    """Return the schedule whose blocks are the largest part of a chunk that fits, if
+    any fits."""
     shape = problem.shape
     group = schedule.group
     chunk_rows = route.rows(route.resident_axis)

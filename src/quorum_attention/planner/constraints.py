@@ -20,7 +20,8 @@ class PlanConstraints:
     Attributes:
         budget_bytes: device bytes the pass may take.
         levels: chunk counts per level.
-        depth: number of levels; with ``levels`` None the planner picks their chunk counts.
+        depth: number of levels; with ``levels`` None the planner picks their chunk
+            counts.
         layout, tile: where chunks are cut, as in ``Decomposition``.
         accumulator: where unfinished rows are kept between tasks.
         group: batch entries and key/value heads of a head group.
@@ -28,8 +29,8 @@ class PlanConstraints:
         pinned: report an out-of-memory failure instead of recovering from it.
         streams: kernel calls in flight at once.
         over_inputs: whether tasks run on the inputs as they lie, or through slots.
-        enforce_budget: whether a schedule has to fit the budget; if not and none fits, the smallest
-            is taken.
+        enforce_budget: whether a schedule has to fit the budget; if not and none fits,
+            the smallest is taken.
     """
 
     budget_bytes: int
@@ -48,7 +49,9 @@ class PlanConstraints:
     @property
     def is_only_budget(self) -> bool:
         """Whether nothing but a budget is asked for."""
-        return replace(self, budget_bytes=0, layout="aligned", tile=128) == PlanConstraints(0)
+        return replace(
+            self, budget_bytes=0, layout="aligned", tile=128
+        ) == PlanConstraints(0)
 
     @property
     def words(self) -> str:
@@ -75,8 +78,9 @@ class PlanConstraints:
         if self.depth > max_depth:
             tiles = f" in tiles of {self.tile}" if self.layout == "aligned" else ""
             raise ValueError(
-                f"depth must be at most {max_depth} for {counted(n_tokens, 'token')}{tiles}, got "
-                f"{self.depth}: more levels make no task smaller"
+                f"depth must be at most {max_depth} for "
+                f"{counted(n_tokens, 'token')}{tiles}, got {self.depth}: more levels "
+                "make no task smaller"
             )
 
 

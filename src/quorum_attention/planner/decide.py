@@ -1,7 +1,7 @@
 """Decides how a pass of a call runs: its kernel, and its plan if it needs one.
 
-A short pass is run without a plan, which would take longer than the pass. If it runs out of memory,
-it is planned after all (``with_plan``).
+A short pass is run without a plan, which would take longer than the pass. If it runs
+out of memory, it is planned after all (``with_plan``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel, why_not
+from quorum_attention.kernels.select import (
+    rivals,
+    select_kernel,
+    unrounded_kernel,
+    why_not,
+)
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints
@@ -41,7 +46,8 @@ class Decision:
         options: what its caller asked for.
         asked_shape: what kernels were asked about, to be chosen.
         any_kernel: whether another kernel may be chosen instead.
-        plan: None runs the pass as one kernel call on the inputs as they lie, without a report.
+        plan: None runs the pass as one kernel call on the inputs as they lie, without a
+            report.
     """
 
     problem: Problem
@@ -63,8 +69,8 @@ def decide(
     """Decide how to run a pass.
 
     Args:
-        result_dtype: dtype of the output, as the forward returns it. It goes into the choice of the
-            kernel in both passes, so that they take the same one.
+        result_dtype: dtype of the output, as the forward returns it. It goes into the
+            choice of the kernel in both passes, so that they take the same one.
         needs_grad: whether a backward follows this forward.
 
     Raises:
@@ -75,7 +81,9 @@ def decide(
     asked_shape = replace(shape, needs_grad=needs_grad or backward)
     # A plan asks for its own kernel.
     kernel_option = unrounded_kernel(options.kernel, asked_shape, device, result_dtype)
-    kernel = select_kernel(kernel_option, asked_shape, device, flops=forward_flops(shape))
+    kernel = select_kernel(
+        kernel_option, asked_shape, device, flops=forward_flops(shape)
+    )
     problem = Problem(shape, kernel, spec_of(backward), place)
     decision = Decision(problem, options, asked_shape, kernel_option == "auto")
     if _may_go_without_plan(options, place) and is_small(problem, device):
@@ -96,11 +104,12 @@ def with_plan(decision: Decision) -> Decision:
 
 
 def _planned(decision: Decision) -> Decision:
-    """Return the same pass with a plan that fits what the reserves leave of the budget."""
+    """Return the same pass with a plan that fits what the reserves leave of the
+    budget."""
     options = decision.options
     device = options.device
-    # Plans assume that the log-sum-exp is where the device computes; where it is not, a route that
-    # reads it in place is left (execution/run_pass.py).
+    # Plans assume that the log-sum-exp is where the device computes; where it is not, a
+    # route that reads it in place is left (execution/run_pass.py).
     place = replace(decision.problem.place, lse_here=True)
     problem = replace(decision.problem, place=place)
     hardware = hardware_of(device, problem.shape.dtype, problem.shape.head_dim)
@@ -121,18 +130,21 @@ def _planned(decision: Decision) -> Decision:
         kernel_works=lambda kernel: why_not(kernel, asked_shape, device) is None,
     )
     plan = replace(plan, budget_bytes=options.available_bytes)
-    return replace(decision, problem=replace(decision.problem, kernel=kernel), plan=plan)
+    return replace(
+        decision, problem=replace(decision.problem, kernel=kernel), plan=plan
+    )
 
 
 def both_passes(plan_pass: Callable[[bool], _Planned]) -> tuple[_Planned, _Planned]:
-    """Return what ``plan_pass`` returns for the forward and for the backward, within one budget.
+    """Return what ``plan_pass`` returns for the forward and for the backward, within
+    one budget.
 
     Args:
         plan_pass: is given whether the pass is the backward.
 
     Raises:
-        BudgetError: one of them does not fit; names the pass that needs more, and a budget that
-            does for both.
+        BudgetError: one of them does not fit; names the pass that needs more, and a
+            budget that does for both.
     """
     planned: list[_Planned] = []
     refused: list[tuple[int, str]] = []
@@ -157,10 +169,11 @@ def _may_go_without_plan(options: PlannerOptions, place: Placement) -> bool:
 
 
 def is_small(problem: Problem, device: torch.device) -> bool:
-    """Whether one kernel call takes the pass and is so short that no plan is worth its time.
+    """Whether one kernel call takes the pass and is so short that no plan is worth its
+    time.
 
-    A model that decodes makes a call of a new length every time, so lengths are rounded up before
-    answers are looked up or remembered.
+    A model that decodes makes a call of a new length every time, so lengths are rounded
+    up before answers are looked up or remembered.
     """
     shape = problem.shape
     if not problem.place.in_place:
@@ -170,18 +183,24 @@ def is_small(problem: Problem, device: torch.device) -> bool:
         problem = replace(problem, shape=_rounded(shape))
     if problem.kernel.priced_as is not None:
         problem = replace(problem, kernel=problem.kernel.priced_as)
-    return short_call(problem, hardware_of(device, shape.dtype, shape.head_dim)) is not None
+    return (
+        short_call(problem, hardware_of(device, shape.dtype, shape.head_dim))
+        is not None
+    )
 
 
 def _rounded(shape: CallShape) -> CallShape:
     """Return ``shape`` with its lengths rounded up to powers of two.
 
-    A causal call that is not square is returned as it is: other lengths would keep other pairs.
+    A causal call that is not square is returned as it is: other lengths would keep
+    other pairs.
     """
     if shape.is_causal and shape.n_queries != shape.n_keys:
         return shape
     return replace(
-        shape, n_queries=_power_of_two(shape.n_queries), n_keys=_power_of_two(shape.n_keys)
+        shape,
+        n_queries=_power_of_two(shape.n_queries),
+        n_keys=_power_of_two(shape.n_keys),
     )
 
 
@@ -212,13 +231,14 @@ def _constraints(options: PlannerOptions) -> PlanConstraints:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """Return the bytes that a call may take without a budget: what is free, less a margin."""
+    """Return the bytes that a call may take without a budget: what is free, less a
+    margin."""
     backend = backend_of(device)
     if not backend.is_here():
         return policy.ASSUMED_DEVICE_BYTES
     free = int(backend.free_bytes(device) * (1 - policy.FREE_MEMORY_MARGIN))
-    # Rounded down in steps of a few per cent: a remembered plan still serves when a little more or
-    # less is free.
+    # Rounded down in steps of a few per cent: a remembered plan still serves when a
+    # little more or less is free.
     step = 1 << max(0, free.bit_length() - 6)
     return free // step * step
 
@@ -226,8 +246,8 @@ def usable_bytes(device: torch.device) -> int:
 def _check_budget(plan: Plan, budget: int | None) -> None:
     """Check the budget given beside a plan, and the plan's own.
 
-    The plan may take more than planned where this call's mask keeps more pairs than the mask that
-    it was made for.
+    The plan may take more than planned where this call's mask keeps more pairs than the
+    mask that it was made for.
 
     Raises:
         BudgetError: names the bytes that the plan takes.
@@ -235,7 +255,8 @@ def _check_budget(plan: Plan, budget: int | None) -> None:
     for limit, name in ((budget, "a budget"), (plan.budget_bytes, "the plan's budget")):
         if limit is not None and plan.peak_bytes > limit:
             raise BudgetError(
-                f"{name} of {format_bytes(limit)} ({limit} bytes) is too small for the plan given, "
-                f"which takes {format_least(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
+                f"{name} of {format_bytes(limit)} ({limit} bytes) is too small for the "
+                f"plan given, which takes {format_least(plan.peak_bytes)} "
+                f"({plan.peak_bytes} bytes)",
                 smallest_bytes=plan.peak_bytes,
             )

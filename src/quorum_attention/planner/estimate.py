@@ -72,27 +72,29 @@ def plan(
     """Plan an attention call of ``n_tokens`` queries.
 
     Args:
-        n_tokens: queries (and keys, unless ``n_keys`` is given).
-        heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal: sizes of the call;
+        n_tokens: queries (and keys, unless ``n_keys`` is given). heads, kv_heads,
+        head_dim, value_dim, batch, dtype, is_causal: sizes of the call;
             ``kv_heads`` and ``value_dim`` default to ``heads`` and ``head_dim``.
         dropout_p: of the call; above 0 only kernels with dropout are considered.
         budget: device bytes, as a number or "2GiB"; None is the free memory.
-        levels: chunk counts per level, e.g. (7, 7) or (57,); () is uncut; None is the planner's
-            choice.
+        levels: chunk counts per level, e.g. (7, 7) or (57,); () is uncut; None is the
+            planner's choice.
         depth: number of levels; the planner chooses their chunk counts.
-        layout: "aligned" puts chunk boundaries on multiples of ``tile``; "balanced" is the
-            paper's.
+        layout: "aligned" puts chunk boundaries on multiples of ``tile``; "balanced" is
+            the paper's.
         device: what computes; None is CUDA if there is a GPU, else the CPU.
-        inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
-        results_given: whether the call will have ``out=`` or ``grads=``, which its budget does not
-            count.
+        inputs: where the call's tensors are; None is "host" for CUDA, "device" for the
+            CPU.
+        results_given: whether the call will have ``out=`` or ``grads=``, which its
+            budget does not count.
         accumulator: where unfinished rows are kept between tasks.
         heads_per_group: query heads of a head group.
         n_cap: most tasks on the device at once.
         streams: kernel calls in flight at once, 1 or 2.
-        over_inputs: True runs the tasks of a head group directly on the inputs, which must be on
-            the device (at depth 1; the route ``Blockwise``); False runs them through slots. For
-            this and the other choices, None leaves it to the planner.
+        over_inputs: True runs the tasks of a head group directly on the inputs, which
+            must be on the device (at depth 1; the route ``Blockwise``); False runs them
+            through slots. For this and the other choices, None leaves it to the
+            planner.
         kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
         attn_mask: the call's ``Mask``; its tensors must fit the sizes. Give a tensor as
@@ -103,7 +105,9 @@ def plan(
         ValueError, TypeError: arguments that do not fit.
 
     Examples:
-        >>> made = qa.plan(1_048_576, is_causal=True, budget="2GiB", levels=(31,), device="cuda")
+        >>> made = qa.plan(
+        ...     1_048_576, is_causal=True, budget="2GiB", levels=(31,), device="cuda"
+        ... )
         >>> made.n_tasks, made.peak_bytes < 2 << 30
         (31, True)
         >>> small = qa.plan(2048, dtype=torch.float32, levels=(7,), device="cpu")
@@ -147,11 +151,14 @@ def plan(
         _are_inputs_resident(inputs, where),
         results_given,
         dtype,
-        # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
+        # Autograd may hand over an expanded gradient (of a sum): the backward counts a
+        # copy of it.
         n_unreadable=1 if backward else 0,
     )
     asked_shape = replace(shape, needs_grad=backward)
-    preferred = select_kernel(kernel, asked_shape, where, tried=False, flops=forward_flops(shape))
+    preferred = select_kernel(
+        kernel, asked_shape, where, tried=False, flops=forward_flops(shape)
+    )
     other_kernels = rivals(preferred, asked_shape, where) if kernel == "auto" else ()
     chosen_kernel, chosen_plan = choose_plan(
         Problem(shape, preferred, spec_of(backward), place),
@@ -162,14 +169,19 @@ def plan(
     )
     pairs = None
     if chosen_kernel.sparse:
-        # A kernel that gets the mask as a bias runs a call that is not causal by itself.
+        # A kernel that gets the mask as a bias runs a call that is not causal by
+        # itself.
         is_causal = shape.is_causal or plain_shape.is_causal
         pairs = chosen_kernel.kept_pairs(shape.n_queries, shape.n_keys, is_causal)
     words = mask_words(attn_mask, plain_shape.is_causal)
-    return replace(chosen_plan, budget_bytes=budget_bytes, pairs=pairs, mask_words=words)
+    return replace(
+        chosen_plan, budget_bytes=budget_bytes, pairs=pairs, mask_words=words
+    )
 
 
-def _are_inputs_resident(inputs: Literal["device", "host"] | None, device: torch.device) -> bool:
+def _are_inputs_resident(
+    inputs: Literal["device", "host"] | None, device: torch.device
+) -> bool:
     """Whether the call's tensors are where ``device`` computes.
 
     Raises:
@@ -201,7 +213,9 @@ def _under_mask(
     if mask.bias is not None:
         bias = bias_shape(mask.bias, len(shape.batch_shape), shape.dtype)
     shape = replace(shape, bias=bias, sinks=mask.sinks is not None)
-    return kernel_for_mask(mask, kernel, shape, device, needs_grad=backward, tried=False)
+    return kernel_for_mask(
+        mask, kernel, shape, device, needs_grad=backward, tried=False
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,20 +266,32 @@ class Estimate(InWords):
 # Other levels that an estimate tries.
 _OTHER_LEVELS: tuple[tuple[int, ...], ...] = (
     *((), (7,), (13,), (31,), (57,), (133,), (307,), (553,), (993,)),
-    *((7, 7), (13, 13), (31, 31), (57, 57), (133, 133), (307, 307), (993, 993), (2451, 2451)),
+    *(
+        (7, 7),
+        (13, 13),
+        (31, 31),
+        (57, 57),
+        (133, 133),
+        (307, 307),
+        (993, 993),
+        (2451, 2451),
+    ),
     *((57, 57, 57), (133, 133, 133), (57, 57, 57, 57)),
 )
 # The most of those that fit that it names.
 _MAX_ALTERNATIVES = 6
 
 
-def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -> Estimate:
+def estimate(
+    n_tokens: int, *, budget: float | str | None = None, **call: Any
+) -> Estimate:
     """Plan both passes of a call: whether it fits, its memory, time and alternatives.
 
     Takes the arguments of ``plan`` (less ``levels``, ``depth`` and ``backward``).
 
     Raises:
-        BudgetError: a pass does not fit; names it, and the smallest budget that works for both.
+        BudgetError: a pass does not fit; names it, and the smallest budget that works
+            for both.
 
     Examples:
         >>> found = qa.estimate(1_048_576, is_causal=True, budget="2GiB", device="cuda")
@@ -274,7 +300,9 @@ def estimate(n_tokens: int, *, budget: float | str | None = None, **call: Any) -
     """
     for name in ("levels", "depth", "backward"):
         if name in call:
-            raise TypeError(f"estimate does not take {name}: it chooses, and plans both passes")
+            raise TypeError(
+                f"estimate does not take {name}: it chooses, and plans both passes"
+            )
     check_names("estimate", call, names_of(plan))
     forward, backward = both_passes(
         lambda back: plan(n_tokens, budget=budget, backward=back, **call)
@@ -310,17 +338,23 @@ def _alternatives(
     without_levels: tuple[int, ...],
     is_trimmed: bool,
 ) -> tuple[Plan, ...]:
-    """Return forward plans with other levels that fit ``available`` bytes, the fastest first.
+    """Return forward plans with other levels that fit ``available`` bytes, the fastest
+    first.
 
     Args:
         without_levels: the levels that are left out.
-        is_trimmed: whether each task of a decomposition is looked at, under a kernel's own mask.
+        is_trimmed: whether each task of a decomposition is looked at, under a kernel's
+            own mask.
     """
     max_tasks = policy.MAX_TRIMMED_TASKS if is_trimmed else math.inf
     alternatives = []
     for levels in _OTHER_LEVELS:
         has_small_chunks = n_tokens < 128 * max(levels, default=0)
-        if levels == without_levels or math.prod(levels) > max_tasks or has_small_chunks:
+        if (
+            levels == without_levels
+            or math.prod(levels) > max_tasks
+            or has_small_chunks
+        ):
             continue
         try:
             alternatives.append(plan(n_tokens, levels=levels, budget=available, **call))

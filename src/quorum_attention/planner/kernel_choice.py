@@ -1,8 +1,9 @@
 """Chooses a kernel together with its plan.
 
-The preferred kernel is the fastest on a call that runs whole. On a call that is cut into many small
-tasks, a kernel that takes a task in one launch can be faster: under a tight budget, time goes into
-issuing calls, and a workspace may leave no room for a second slot (docs/planner.md).
+The preferred kernel is the fastest on a call that runs whole. On a call that is cut
+into many small tasks, a kernel that takes a task in one launch can be faster: under a
+tight budget, time goes into issuing calls, and a workspace may leave no room for a
+second slot (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -33,24 +34,27 @@ def choose_plan(
 ) -> tuple[InnerKernel, Plan]:
     """Return a kernel and its plan.
 
-    The kernel is the problem's, unless another one is predicted to be clearly faster, or only that
-    one fits.
+    The kernel is the problem's, unless another one is predicted to be clearly faster,
+    or only that one fits.
 
     Args:
         other_kernels: other kernels that take the call.
-        kernel_works: whether a kernel works here. Asked last, because it may build the kernel.
+        kernel_works: whether a kernel works here. Asked last, because it may build the
+            kernel.
 
     Raises:
         BudgetError: none fits; names the smallest budget that would do.
     """
-    choice = _kernel_and_plan(problem, constraints, other_kernels, hardware, kernel_works)
+    choice = _kernel_and_plan(
+        problem, constraints, other_kernels, hardware, kernel_works
+    )
     if not isinstance(choice, BudgetError):
         return choice
     try:
         raise choice
     finally:
-        # The error's traceback holds this frame: with the error in it, tensors of the caller would
-        # stay until cycles are looked for.
+        # The error's traceback holds this frame: with the error in it, tensors of the
+        # caller would stay until cycles are looked for.
         del choice
 
 
@@ -61,7 +65,8 @@ def _kernel_and_plan(
     hardware: HardwareModel,
     kernel_works: Callable[[InnerKernel], bool],
 ) -> tuple[InnerKernel, Plan] | BudgetError:
-    """Return a kernel and its plan, or the error that names the smallest budget that would do."""
+    """Return a kernel and its plan, or the error that names the smallest budget that
+    would do."""
     best: tuple[InnerKernel, Plan] | BudgetError
     preferred_plan = _plan_or_error(problem, constraints, hardware)
     if isinstance(preferred_plan, BudgetError):
@@ -75,14 +80,18 @@ def _kernel_and_plan(
             best_kernel, best_plan = best
             is_preferred = best_kernel is problem.kernel
             seconds_to_beat = _seconds_to_beat(best_plan, is_preferred=is_preferred)
-        if least_seconds(candidate, kernel_hardware(candidate, hardware)) >= seconds_to_beat:
+        if (
+            least_seconds(candidate, kernel_hardware(candidate, hardware))
+            >= seconds_to_beat
+        ):
             continue  # whatever a search found, it would not be taken
         plan = _plan_or_error(candidate, constraints, hardware)
         if not isinstance(plan, BudgetError):
             if plan.predicted_seconds < seconds_to_beat and kernel_works(kernel):
                 best = kernel, plan
         elif isinstance(best, BudgetError) and kernel_works(kernel):
-            # The smallest budget that an error names has to work: only of kernels that work here.
+            # The smallest budget that an error names has to work: only of kernels that
+            # work here.
             best = min(best, plan, key=_bytes_needed)
     return best
 
@@ -90,7 +99,8 @@ def _kernel_and_plan(
 def _plan_or_error(
     problem: Problem, constraints: PlanConstraints, hardware: HardwareModel
 ) -> Plan | BudgetError:
-    """Return the plan of a kernel, or the error that nothing fits, without its traceback."""
+    """Return the plan of a kernel, or the error that nothing fits, without its
+    traceback."""
     try:
         return choose(problem, constraints, hardware)
     except BudgetError as error:
@@ -98,7 +108,8 @@ def _plan_or_error(
 
 
 def _seconds_to_beat(plan: Plan, *, is_preferred: bool) -> float:
-    """Return seconds that the plan of another kernel has to be below; 0 is not worth a search.
+    """Return seconds that the plan of another kernel has to be below; 0 is not worth a
+    search.
 
     Args:
         is_preferred: whether ``plan`` is that of the preferred kernel.

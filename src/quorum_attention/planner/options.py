@@ -1,4 +1,5 @@
-"""The options of a call as the planner reads them, and what its budget holds beside a pass."""
+"""The options of a call as the planner reads them, and what its budget holds beside a
+pass."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class PlannerOptions:
     Attributes:
         device: what computes.
         kernel: "auto", the name of a registered kernel, or a kernel.
-        budget_bytes: device bytes that a pass may take; None: what is free when it begins.
+        budget_bytes: device bytes that a pass may take; None: what is free when it
+            begins.
         plan: the plan of one of the two passes; the other pass gets its levels.
         depth: number of levels; 0 is the monolithic call.
         accumulator: where unfinished rows are kept between tasks.
@@ -62,26 +64,31 @@ class PlannerOptions:
         return max(0, self.budget_bytes - self.reserved_bytes)
 
     def reserving(self, n_bytes: int, purpose: str) -> PlannerOptions:
-        """Return the options with ``n_bytes`` of the budget reserved, for a purpose in words."""
+        """Return the options with ``n_bytes`` of the budget reserved, for a purpose in
+        words."""
         if n_bytes == 0 or self.budget_bytes is None:
             return self
         return replace(self, reserves=(*self.reserves, Reserve(n_bytes, purpose)))
 
     def of_whole_budget(self, error: BudgetError) -> BudgetError:
-        """Return the error about the whole budget, for one about what the reserves leave of it."""
+        """Return the error about the whole budget, for one about what the reserves
+        leave of it."""
         budget = self.budget_bytes
         if not self.reserves or budget is None or error.smallest_bytes is None:
             return error
         smallest = error.smallest_bytes + self.reserved_bytes
-        reserved = ", ".join(f"{r.purpose} {format_bytes(r.n_bytes)}" for r in self.reserves)
+        reserved = ", ".join(
+            f"{r.purpose} {format_bytes(r.n_bytes)}" for r in self.reserves
+        )
         return BudgetError(
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call; the "
-            f"smallest that works is {format_least(smallest)} ({smallest} bytes): {reserved}, and "
-            f"beside that {error}",
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for "
+            f"this call; the smallest that works is {format_least(smallest)} "
+            f"({smallest} bytes): {reserved}, and beside that {error}",
             smallest_bytes=smallest,
         )
 
     @property
     def pinned(self) -> bool:
-        """Whether the depth is given: running out of memory is then reported, not recovered."""
+        """Whether the depth is given: running out of memory is then reported, not
+        recovered."""
         return self.plan is not None or self.depth is not None

@@ -30,11 +30,13 @@ class Cost:
         merge: merging statistics, or adding gradients.
         up, down: copies to the slots and back.
         issue: the host's time for issuing calls and copies.
-        exposed: copies that no computation overlaps: those of the first and of the last unit.
+        exposed: copies that no computation overlaps: those of the first and of the last
+            unit.
         fixed: time of a pass that does not depend on its size.
-        preparation: extra time of the first call, while the kernel prepares the shapes of a few
-            typical tasks; not part of ``seconds``.
-        uniform_units: whether all units are alike, so that the shorter terms are hidden completely.
+        preparation: extra time of the first call, while the kernel prepares the shapes
+            of a few typical tasks; not part of ``seconds``.
+        uniform_units: whether all units are alike, so that the shorter terms are hidden
+            completely.
         overlaps: whether compute, copies and the host run side by side.
     """
 
@@ -53,8 +55,8 @@ class Cost:
     def seconds(self) -> float:
         """Predicted seconds of a pass.
 
-        They are those of the slowest of compute, copies and host where these overlap, otherwise
-        their sum.
+        They are those of the slowest of compute, copies and host where these overlap,
+        otherwise their sum.
         """
         compute = self.arithmetic + self.merge
         if not self.overlaps:
@@ -62,8 +64,8 @@ class Cost:
         side_by_side = (compute, self.up, self.down, self.issue)
         longest = max(side_by_side)
         if not self.uniform_units and longest > 0:
-            # One unit computes longer, the next copies longer: two slots hide only a part of the
-            # shorter terms (fitted: docs/planner.md).
+            # One unit computes longer, the next copies longer: two slots hide only a
+            # part of the shorter terms (fitted: docs/planner.md).
             shares = [part / longest for part in side_by_side]
             longest *= sum(share**2.5 for share in shares) ** 0.4
         return longest + self.exposed + self.fixed
@@ -81,10 +83,12 @@ class Plan(InWords):
         schedule: what the executor runs: decomposition, head group and route.
         footprint, cost: its predicted bytes and seconds.
         why: what else there was, in words; empty where nothing was compared.
-        uncut_bytes: device bytes of the whole call at once; None where a search did not say.
+        uncut_bytes: device bytes of the whole call at once; None where a search did not
+            say.
         budget_bytes: the budget that the plan was made for; None where none was given.
         pairs: the pairs that the call keeps; None is what ``shape`` says.
-        mask_words: these pairs in words, such as "causal, window 4096"; "" is all pairs.
+        mask_words: these pairs in words, such as "causal, window 4096"; "" is all
+            pairs.
     """
 
     shape: CallShape
@@ -132,27 +136,29 @@ class Plan(InWords):
 
     @property
     def predicted_seconds(self) -> float:
-        """Predicted by the cost model; ``quorum-attention calibrate`` gives it this machine's
-        rates."""
+        """Predicted by the cost model; ``quorum-attention calibrate`` gives it this
+        machine's rates."""
         return self.cost.seconds
 
     def tasks(self) -> Iterator[Task]:
         """Yield all tasks of the decomposition, in the order they run.
 
-        They include tokens and whole tasks that are trimmed under a kernel's own mask (``n_tasks``
-        counts what is run).
+        They include tokens and whole tasks that are trimmed under a kernel's own mask
+        (``n_tasks`` counts what is run).
         """
         return self.decomposition.tasks()
 
     def census(self) -> Census:
-        """Return the shares of masked, clear and mixed tiles (128 x 128) of the tasks as they run.
+        """Return the shares of masked, clear and mixed tiles (128 x 128) of the tasks
+        as they run.
 
         Tiles are judged under the call's mask (paper, Appendix A.2).
         """
         return census(self._trimmed_tasks() or self.tasks(), self._call_pairs())
 
     def draw(self, path: str | PathLike[str]) -> None:
-        """Write a picture of the coverage to ``path`` (needs matplotlib: the ``draw`` extra)."""
+        """Write a picture of the coverage to ``path`` (needs matplotlib: the ``draw``
+        extra)."""
         from quorum_attention.pictures import draw_coverage
 
         draw_coverage(
@@ -175,7 +181,8 @@ class Plan(InWords):
         return self.pairs or Pairs(shape.n_queries, shape.n_keys, shape.is_causal)
 
     def _trimmed_tasks(self) -> list[Task] | None:
-        """Return the tasks as they are run; None where they are those of the decomposition."""
+        """Return the tasks as they are run; None where they are those of the
+        decomposition."""
         if self.schedule.route.trimmed is None:
             return None
         tasks, _ = trim(self.decomposition, self._call_pairs(), self.backward)
@@ -185,7 +192,8 @@ class Plan(InWords):
 
 
 def _labelled_words(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what a line of a description is about, and its words; the call is left aside."""
+    """Yield what a line of a description is about, and its words; the call is left
+    aside."""
     schedule = plan.schedule
     peak = format_bytes(plan.peak_bytes)
     if plan.budget_bytes is not None:
@@ -197,12 +205,16 @@ def _labelled_words(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "predicted", _cost_words(plan.cost)
     if plan.cost.preparation:
         seconds = format_seconds(plan.cost.preparation)
-        yield "first call", f"at least {seconds} more, while the kernel prepares its shapes"
+        yield (
+            "first call",
+            f"at least {seconds} more, while the kernel prepares its shapes",
+        )
     yield "why", plan.why or "no other was asked for"
 
 
 def _call_words(plan: Plan) -> str:
-    """Return the call of a plan in words: "forward of 1,024 queries x 1,024 keys, ..."."""
+    """Return the call of a plan in words: "forward of 1,024 queries x 1,024 keys,
+    ..."."""
     shape = plan.shape
     pass_name = "backward" if plan.backward else "forward"
     words = [
@@ -234,8 +246,9 @@ def _levels_words(plan: Plan) -> str:
     decimals = 1 if percent >= 0.1 else 4
     chunks = " x ".join(map(str, plan.levels))
     return (
-        f"{chunks} chunks ({decomposition.layout}), {counted(plan.n_tasks, 'task')} of at most "
-        f"{counted(largest, 'token')} ({percent:.{decimals}f}% of the sequence)"
+        f"{chunks} chunks ({decomposition.layout}), {counted(plan.n_tasks, 'task')} of "
+        f"at most {counted(largest, 'token')} ({percent:.{decimals}f}% of the "
+        "sequence)"
     )
 
 
@@ -259,13 +272,16 @@ def _cost_words(cost: Cost) -> str:
         "down": cost.down,
         "host": cost.issue,
     }
-    parts = ", ".join(f"{label} {format_seconds(seconds)}" for label, seconds in terms.items())
+    parts = ", ".join(
+        f"{label} {format_seconds(seconds)}" for label, seconds in terms.items()
+    )
     order = "overlapped" if cost.overlaps else "one after the other"
     return f"{format_seconds(cost.seconds)} ({parts}, {order})"
 
 
 def is_cut(plan: Plan) -> bool:
-    """Whether a pass runs in more than one unit: head group after head group, or as tasks."""
+    """Whether a pass runs in more than one unit: head group after head group, or as
+    tasks."""
     return bool(plan.levels) or plan.n_groups > 1
 
 
@@ -278,9 +294,8 @@ def log_cut(plan: Plan) -> None:
         return
     within = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     _log_once(
-        f"{_call_words(plan)}, is cut: "
-        f"budget {within}, depth {plan.depth} ({counted(plan.n_tasks, 'task')}), "
-        f"{counted(plan.n_groups, 'head group')}, kernel {plan.kernel}, peak "
-        f"{format_bytes(plan.peak_bytes)}, predicted {format_seconds(plan.predicted_seconds)}; "
-        f"said once for calls like this"
+        f"{_call_words(plan)}, is cut: budget {within}, depth {plan.depth} "
+        f"({counted(plan.n_tasks, 'task')}), {counted(plan.n_groups, 'head group')}, "
+        f"kernel {plan.kernel}, peak {format_bytes(plan.peak_bytes)}, predicted "
+        f"{format_seconds(plan.predicted_seconds)}; said once for calls like this"
     )

@@ -23,7 +23,8 @@ _MAX_SIZE = 2**63 - 1
 
 
 def checked_device(device: str | torch.device | None) -> torch.device:
-    """Return the device that computes; a plan can also be made for one that is not available."""
+    """Return the device that computes; a plan can also be made for one that is not
+    available."""
     if device is None:
         return best_device()
     named = named_device(device, "device")
@@ -52,16 +53,22 @@ def checked_shape(
         ValueError, TypeError: a size that no call has, by name.
     """
     n_queries = whole_number(n_tokens, "n_tokens", 0, _MAX_SIZE)
-    n_keys = whole_number(n_tokens if n_keys is None else n_keys, "n_keys", 0, _MAX_SIZE)
+    n_keys = whole_number(
+        n_tokens if n_keys is None else n_keys, "n_keys", 0, _MAX_SIZE
+    )
     heads = whole_number(heads, "heads", 1, _MAX_SIZE)
-    kv_heads = whole_number(heads if kv_heads is None else kv_heads, "kv_heads", 1, _MAX_SIZE)
+    kv_heads = whole_number(
+        heads if kv_heads is None else kv_heads, "kv_heads", 1, _MAX_SIZE
+    )
     head_dim = whole_number(head_dim, "head_dim", 1, _MAX_SIZE)
     if value_dim is None:
         value_dim = head_dim
     value_dim = whole_number(value_dim, "value_dim", 1, _MAX_SIZE)
     batch = whole_number(batch, "batch", 1, _MAX_SIZE)
     if heads % kv_heads:
-        raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}"
+        )
     check_dtype(dtype, "dtype")
     return CallShape(
         device.type,
@@ -85,18 +92,23 @@ def checked_levels(
     """Return chunk counts and number of levels; None leaves them to the planner.
 
     Raises:
-        ValueError, TypeError: no such chunk counts or depth, or they contradict each other.
+        ValueError, TypeError: no such chunk counts or depth, or they contradict each
+            other.
     """
     chunk_counts = None if levels is None else _checked_chunk_counts(levels)
     depth = optional_number(depth, "depth", 0)
     if chunk_counts is not None and depth is not None and depth != len(chunk_counts):
-        raise ValueError(f"depth is {depth} but levels {chunk_counts} has {len(chunk_counts)}")
+        raise ValueError(
+            f"depth is {depth} but levels {chunk_counts} has {len(chunk_counts)}"
+        )
     return chunk_counts, depth
 
 
 def _checked_chunk_counts(levels: Iterable[int]) -> tuple[int, ...]:
     if isinstance(levels, str) or not isinstance(levels, Iterable):
-        raise TypeError(f"levels must be chunk counts such as (7, 7) or None, got {shown(levels)}")
+        raise TypeError(
+            f"levels must be chunk counts such as (7, 7) or None, got {shown(levels)}"
+        )
     chunk_counts = tuple(whole_number(c, "levels", 1) for c in levels)
     for c in chunk_counts:
         quorum_size(c)
@@ -113,10 +125,14 @@ def checked_group(shape: CallShape, heads_per_group: int | None) -> GroupSize | 
         return None
     shared = shape.queries_per_key_head
     heads_per_group = whole_number(heads_per_group, "heads_per_group", 1)
-    if heads_per_group < shared or heads_per_group > shape.heads or heads_per_group % shared:
+    if (
+        heads_per_group < shared
+        or heads_per_group > shape.heads
+        or heads_per_group % shared
+    ):
         raise ValueError(
-            f"heads_per_group must be a multiple of {shared} (query heads that share a key/value "
-            f"head) up to {shape.heads}, got {heads_per_group}"
+            f"heads_per_group must be a multiple of {shared} (query heads that share a "
+            f"key/value head) up to {shape.heads}, got {heads_per_group}"
         )
     return GroupSize(1, heads_per_group // shared)
 

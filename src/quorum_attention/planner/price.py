@@ -1,5 +1,5 @@
-"""What a schedule takes: device bytes, and predicted seconds as a sum of a few named terms
-(docs/planner.md)."""
+"""What a schedule takes: device bytes, and predicted seconds as a sum of a few named
+terms (docs/planner.md)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from quorum_attention.planner.plan import Cost, Plan
 from quorum_attention.planner.rates import fa4_hardware
 from quorum_attention.quorums import interest_set, quorum_size
 
-# A copy within a device takes the host as long as this many others, which are issued in batches.
+# A copy within a device takes the host as long as this many others, which are issued in
+# batches.
 _DEVICE_COPIES = 6
 # Host time per call for keeping two streams in order.
 _STREAM_SECONDS = 30e-6
-# The time of a pair's random word, in operations of a matrix product that take as long. (Counted:
-# about five integer instructions on a GPU; a backward makes each word twice.)
+# The time of a pair's random word, in operations of a matrix product that take as long.
+# (Counted: about five integer instructions on a GPU; a backward makes each word twice.)
 _DROPOUT_FLOPS = 256.0
 
 
-def price(schedule: Schedule, problem: Problem, hardware: HardwareModel, why: str = "") -> Plan:
+def price(
+    schedule: Schedule, problem: Problem, hardware: HardwareModel, why: str = ""
+) -> Plan:
     """Return a schedule with its bytes and seconds.
 
     Args:
@@ -56,7 +59,9 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
     group = schedule.group
     counts = schedule.route.work_counts(schedule, problem)
     sample = _sample_of(schedule, counts, problem)
-    kernel_cost = _launch_cost if problem.kernel.launches is Launches.ONE else _operator_cost
+    kernel_cost = (
+        _launch_cost if problem.kernel.launches is Launches.ONE else _operator_cost
+    )
     computing = kernel_cost(sample, counts, schedule, problem, hardware)
     up, down = _copy_seconds(counts, hardware)
     issue = computing.issue
@@ -82,21 +87,28 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
 
 
 def least_cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> float:
-    """Return seconds that a schedule's cost is not below, found without a look at its tasks."""
+    """Return seconds that a schedule's cost is not below, found without a look at its
+    tasks."""
     counts = schedule.route.work_counts(schedule, problem)
     issue = counts.units * hardware.unit_seconds if counts.in_slots else 0.0
-    return max(least_seconds(problem, hardware), issue, *_copy_seconds(counts, hardware))
+    return max(
+        least_seconds(problem, hardware), issue, *_copy_seconds(counts, hardware)
+    )
 
 
 def least_seconds(problem: Problem, hardware: HardwareModel) -> float:
-    """Return seconds that no schedule's cost is below: the arithmetic alone, at the full rate."""
+    """Return seconds that no schedule's cost is below: the arithmetic alone, at the
+    full rate."""
     shape = problem.shape
-    flops = _flops_of_pair(shape, problem.spec) * shape.pairs * shape.batch * shape.heads
+    flops = (
+        _flops_of_pair(shape, problem.spec) * shape.pairs * shape.batch * shape.heads
+    )
     return flops / _rate(hardware, problem.spec)
 
 
 def forward_flops(shape: CallShape) -> float:
-    """Count the operations of a forward's two products; a kernel's own mask is not counted."""
+    """Count the operations of a forward's two products; a kernel's own mask is not
+    counted."""
     flops_of_pair = 2.0 * (shape.head_dim + shape.value_dim)
     return flops_of_pair * shape.pairs * shape.batch * shape.heads
 
@@ -104,8 +116,8 @@ def forward_flops(shape: CallShape) -> float:
 def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     """Return ``hardware`` with the rates that the problem's kernel reaches.
 
-    Costs count all pairs of a call: a kernel whose own mask leaves out some of them reaches a
-    higher rate of counted pairs.
+    Costs count all pairs of a call: a kernel whose own mask leaves out some of them
+    reaches a higher rate of counted pairs.
     """
     kernel = problem.kernel
     share_kept = kept_share(problem.pairs)
@@ -136,7 +148,8 @@ def _launch_cost(
     problem: Problem,
     hardware: HardwareModel,
 ) -> _KernelCost:
-    """Return the cost of a kernel of one launch a task, which takes its longest rows first."""
+    """Return the cost of a kernel of one launch a task, which takes its longest rows
+    first."""
     n_heads = schedule.n_query_heads(problem.shape)
     rows = max(1.0, sample.rows * n_heads)
     # While its last rows finish, a part of the device is idle: about a third of a wave.
@@ -161,21 +174,28 @@ def _operator_cost(
     problem: Problem,
     hardware: HardwareModel,
 ) -> _KernelCost:
-    """Return the cost of a kernel of one operator call a rectangle, or a batch of them."""
+    """Return the cost of a kernel of one operator call a rectangle, or a batch of
+    them."""
     shape = problem.shape
     spec = problem.spec
     n_heads = schedule.n_query_heads(shape)
     scale = _pass_over_sample(sample, shape, n_heads)
     seconds = 0.0
     for batch, times in sample.calls:
-        seconds += times * _call_seconds(batch, schedule, problem, hardware, uncut=counts.uncut)
-    call_seconds = hardware.backward_call_seconds if spec.backward else hardware.call_seconds
+        seconds += times * _call_seconds(
+            batch, schedule, problem, hardware, uncut=counts.uncut
+        )
+    call_seconds = (
+        hardware.backward_call_seconds if spec.backward else hardware.call_seconds
+    )
     if schedule.route.streams > 1:
         call_seconds += _STREAM_SECONDS
     n_calls = sum(times for _, times in sample.calls)
     merged_bytes = 0.0
     if counts.merges:
-        row_bytes = shape.value_dim * (2 * shape.state_dtype.itemsize + shape.dtype.itemsize)
+        row_bytes = shape.value_dim * (
+            2 * shape.state_dtype.itemsize + shape.dtype.itemsize
+        )
         merged_bytes = sample.merged * n_heads * scale * row_bytes * spec.combined
     return _KernelCost(
         arithmetic=seconds * scale,
@@ -186,9 +206,15 @@ def _operator_cost(
 
 
 def _call_seconds(
-    batch: Batch, schedule: Schedule, problem: Problem, hardware: HardwareModel, *, uncut: bool
+    batch: Batch,
+    schedule: Schedule,
+    problem: Problem,
+    hardware: HardwareModel,
+    *,
+    uncut: bool,
 ) -> float:
-    """Return the seconds of one operator call of all heads of a head group, on the device."""
+    """Return the seconds of one operator call of all heads of a head group, on the
+    device."""
     shape = problem.shape
     spec = problem.spec
     rectangle = batch.first
@@ -200,11 +226,14 @@ def _call_seconds(
     rows = n_parallel * batch.count * n_heads
     share = hardware.share_of_rate(rows, causal_side, schedule.route.streams)
     if uncut or rectangle.causal:
-        # The plain rectangles of a task are cut so that the cache holds their inner operand.
+        # The plain rectangles of a task are cut so that the cache holds their inner
+        # operand.
         row_bytes = (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
         share *= hardware.cached_share(n_inner * row_bytes)
     if uncut and problem.kernel.thread_per_head:
-        share *= hardware.busy_share(n_heads, causal=rectangle.causal, backward=spec.backward)
+        share *= hardware.busy_share(
+            n_heads, causal=rectangle.causal, backward=spec.backward
+        )
     flops = _flops_of_pair(shape, spec) * rectangle.pairs * batch.count * n_heads
     rate = _rate(hardware, spec) * share
     return flops / rate + hardware.call_device_seconds
@@ -239,7 +268,8 @@ class _Sample:
     """A few typical tasks of a decomposition, for one head.
 
     Attributes:
-        calls: the operator calls of all these tasks, and how many there are of each size.
+        calls: the operator calls of all these tasks, and how many there are of each
+            size.
         runs: token runs of a task, on average.
         tasks: number of tasks.
         rows: tokens of a task, on average.
@@ -262,19 +292,23 @@ class _Sample:
 
 
 def _pass_over_sample(sample: _Sample, shape: CallShape, n_heads: int) -> float:
-    """Return the pairs of a whole pass over those of the sample, which has ``n_heads`` heads."""
+    """Return the pairs of a whole pass over those of the sample, which has ``n_heads``
+    heads."""
     n_pairs = shape.pairs * (shape.batch * shape.heads)
     n_sampled = max(1, sample.pairs * n_heads)
     return n_pairs / n_sampled
 
 
 def _sample_of(schedule: Schedule, counts: WorkCounts, problem: Problem) -> _Sample:
-    """Return typical tasks of a schedule, or the calls that its route counts by itself."""
+    """Return typical tasks of a schedule, or the calls that its route counts by
+    itself."""
     if counts.calls is None:
         # Rectangles of several batch entries are not batched.
         call_limits = schedule.limits if schedule.group.batch == 1 else None
         lengths = problem.shape.lengths
-        return _typical_sample(schedule.decomposition, lengths, call_limits, counts.pieces)
+        return _typical_sample(
+            schedule.decomposition, lengths, call_limits, counts.pieces
+        )
     # The calls of a head come one by one; each unit copies one run.
     units_of_head = counts.units // max(1, count_groups(problem.shape, schedule.group))
     return _Sample(counts.calls, runs=1.0, tasks=max(1, units_of_head), rows=0.0)
@@ -287,10 +321,12 @@ def _typical_sample(
     call_limits: tuple[int, int] | None,
     pieces: Pieces | None,
 ) -> _Sample:
-    """Return typical tasks of a decomposition, or all tasks as one if they are cut in ``pieces``.
+    """Return typical tasks of a decomposition, or all tasks as one if they are cut in
+    ``pieces``.
 
     Args:
-        call_limits: most queries and keys of an operator call; None: rectangles are not batched.
+        call_limits: most queries and keys of an operator call; None: rectangles are not
+            batched.
     """
     n_queries, n_keys, is_causal = lengths
     if pieces is None:
@@ -315,7 +351,8 @@ def _typical_sample(
 def _typical_tasks(
     decomposition: Decomposition, is_causal: bool, n_queries: int, n_keys: int
 ) -> list[tuple[Task, tuple[Rectangle, ...]]]:
-    """Return a few typical tasks with their rectangles; tasks without any are not run."""
+    """Return a few typical tasks with their rectangles; tasks without any are not
+    run."""
     n_wanted = 3 if decomposition.depth == 1 else 5
     paths_at_start = _paths_with_first_token(decomposition.levels)
     paths = [*_middle_paths(decomposition.levels), paths_at_start[0]]
@@ -332,10 +369,11 @@ def _typical_tasks(
 
 
 def _middle_paths(levels: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return paths from the middle, since only few tasks hold the last chunk, which is shorter.
+    """Return paths from the middle, since only few tasks hold the last chunk, which is
+    shorter.
 
-    Each level takes other positions: the rectangles of a child depend on its position in its
-    parent.
+    Each level takes other positions: the rectangles of a child depend on its position
+    in its parent.
     """
     fifths = (1, 2, 3) if len(levels) == 1 else (0, 1, 2, 3, 4)
     return [
@@ -359,8 +397,11 @@ def _paths_with_first_token(levels: tuple[int, ...]) -> list[tuple[int, ...]]:
     return paths
 
 
-def _operator_calls(batch: Batch, call_limits: tuple[int, int] | None) -> dict[Batch, int]:
-    """Return the operator calls of a batch, which limits may cut into several, by their number."""
+def _operator_calls(
+    batch: Batch, call_limits: tuple[int, int] | None
+) -> dict[Batch, int]:
+    """Return the operator calls of a batch, which limits may cut into several, by their
+    number."""
     rectangle = batch.first
     max_count = 1
     if call_limits is not None:
@@ -376,6 +417,7 @@ def _operator_calls(batch: Batch, call_limits: tuple[int, int] | None) -> dict[B
 
 
 def _moved_to_origin(rectangle: Rectangle, count: int) -> Batch:
-    """Return one batch for all of ``count`` rectangles of this size: they take equally long."""
+    """Return one batch for all of ``count`` rectangles of this size: they take equally
+    long."""
     size = Rectangle(0, rectangle.n_queries, 0, rectangle.n_keys, rectangle.causal)
     return Batch(size, count)

@@ -1,4 +1,5 @@
-"""Measures the rates of a device: kernels, copies, merging and the host's time for a call."""
+"""Measures the rates of a device: kernels, copies, merging and the host's time for a
+call."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from quorum_attention.kernels.torch_private import no_torch_modes
 HEAD_DIMS = (64, 128)
 # Head dimension of the measurements that do not depend on it.
 _HEAD_DIM = HEAD_DIMS[0]
-# Tokens of a call that takes no time but the host's, and how many calls are timed together.
+# Tokens of a call that takes no time but the host's, and how many calls are timed
+# together.
 _SHORT_TOKENS = 128
 _N_CALLS = 20
 
@@ -42,7 +44,8 @@ class RateMeasurements:
 
     @no_torch_modes()
     def round(self) -> dict[str, float]:
-        """Measure everything once: FLOP/s, bytes per second, and seconds (``..._seconds``)."""
+        """Measure everything once: FLOP/s, bytes per second, and seconds
+        (``..._seconds``)."""
         figures = {}
         for head_dim in HEAD_DIMS:
             forward, backward = self.rectangle_flops(head_dim)
@@ -62,11 +65,14 @@ class RateMeasurements:
         Raises:
             NotImplementedError: it does not work on rectangles.
         """
-        shape = CallShape(self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True)
+        shape = CallShape(
+            self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True
+        )
         kernel = select_kernel("auto", shape, self.device)
         if not kernel.operator:
             raise NotImplementedError(
-                f"only kernels that work on rectangles can be calibrated, not {kernel.name!r}"
+                "only kernels that work on rectangles can be calibrated, not "
+                f"{kernel.name!r}"
             )
         return kernel
 
@@ -117,12 +123,14 @@ class RateMeasurements:
         return merged_bytes / seconds
 
     def copy_rate(self) -> float:
-        """Measure the bytes per second of copies to the device and back, both at once."""
+        """Measure the bytes per second of copies to the device and back, both at
+        once."""
         n_bytes = self.sizes.copy_bytes
         return n_bytes / self.seconds(self.backend.both_ways(self.device, n_bytes), 0.2)
 
     def host_seconds(self) -> tuple[float, float]:
-        """Measure the seconds of the host for one call with its merge, forward and backward."""
+        """Measure the seconds of the host for one call with its merge, forward and
+        backward."""
         kernel = self.kernel(_HEAD_DIM)
         query = self._random(_SHORT_TOKENS, _HEAD_DIM)
         key = self._random(_SHORT_TOKENS, _HEAD_DIM)
@@ -148,10 +156,14 @@ class RateMeasurements:
         backward = 2.5 * self.seconds(run_backwards, 0.1) / _N_CALLS
         return forward, backward
 
-    def seconds(self, run: Callable[[], object], at_least: float, warm: float = 0.0) -> float:
-        """Return the median seconds of ``run``, over runs that take ``at_least`` seconds together.
+    def seconds(
+        self, run: Callable[[], object], at_least: float, warm: float = 0.0
+    ) -> float:
+        """Return the median seconds of ``run``, over runs that take ``at_least``
+        seconds together.
 
-        Before them the device is warmed up for as long, or for ``warm`` seconds if that is more.
+        Before them the device is warmed up for as long, or for ``warm`` seconds if that
+        is more.
         """
         self._times(run, max(warm, at_least))
         return statistics.median(self._times(run, at_least))

@@ -1,6 +1,8 @@
-"""Rates that are assumed: those of a device until it is calibrated, and FlashAttention-4's.
+"""Rates that are assumed: those of a device until it is calibrated, and
+FlashAttention-4's.
 
-They are good enough to rank plans on machines like those measured. Sources: docs/planner.md.
+They are good enough to rank plans on machines like those measured. Sources:
+docs/planner.md.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _H200 = {
     256: (640e12, 370e12),
 }
 _H200_FP32 = (45e12, 35e12)
-# FLOP/s of a thread of a server's CPU, forward and backward: fp16 has no matrix instructions there.
+# FLOP/s of a thread of a server's CPU, forward and backward: fp16 has no matrix
+# instructions there.
 _CPU_THREAD = {
     torch.float64: (20e9, 18e9),
     torch.float32: (70e9, 65e9),
@@ -46,8 +49,8 @@ _FA4_OVER_CUDNN = {
 def rates_at_head_dim(table: RatesByHeadDim, head_dim: int) -> tuple[float, float]:
     """Return the (forward, backward) rates of ``table`` for ``head_dim``.
 
-    Between the table's entries they are interpolated linearly. Beyond them they are those of the
-    nearest entry.
+    Between the table's entries they are interpolated linearly. Beyond them they are
+    those of the nearest entry.
     """
     head_dims = sorted(table)
     forward_rates = [table[dim][0] for dim in head_dims]
@@ -57,7 +60,9 @@ def rates_at_head_dim(table: RatesByHeadDim, head_dim: int) -> tuple[float, floa
     return forward, backward
 
 
-def assumed_hardware(device: torch.device, dtype: torch.dtype, head_dim: int) -> HardwareModel:
+def assumed_hardware(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> HardwareModel:
     """Return the rates of a typical device of this kind: a server's CPU, or an H200."""
     if on_host(device):
         return _cpu_hardware(dtype)
@@ -96,16 +101,20 @@ def _cpu_hardware(dtype: torch.dtype) -> HardwareModel:
     )
 
 
-def fa4_hardware(hardware: HardwareModel, head_dim: int, *, backward: bool) -> HardwareModel:
+def fa4_hardware(
+    hardware: HardwareModel, head_dim: int, *, backward: bool
+) -> HardwareModel:
     """Return the rates of ``hardware`` as FlashAttention-4 reaches them.
 
-    This kernel begins a causal call with the longest rows, walks keys in an order that suits the
-    cache, and has nothing to prepare for a new shape.
+    This kernel begins a causal call with the longest rows, walks keys in an order that
+    suits the cache, and has nothing to prepare for a new shape.
     """
     forward_share, backward_share = rates_at_head_dim(_FA4_OVER_CUDNN, head_dim)
     # Its forward has tiles of 192 rows where heads are narrow.
     has_tall_tiles = head_dim <= 96 and not backward
-    wave_rows = hardware.wave_rows * 192 // 128 if has_tall_tiles else hardware.wave_rows
+    wave_rows = (
+        hardware.wave_rows * 192 // 128 if has_tall_tiles else hardware.wave_rows
+    )
     return replace(
         hardware,
         flops=hardware.flops * forward_share,

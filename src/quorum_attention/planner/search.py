@@ -25,7 +25,12 @@ from quorum_attention.planner.candidates import (
 from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import kernel_hardware, least_cost, least_seconds, price
+from quorum_attention.planner.price import (
+    kernel_hardware,
+    least_cost,
+    least_seconds,
+    price,
+)
 from quorum_attention.units import counted, format_bytes, format_least, format_seconds
 
 _SHORT = "the uncut call fits and is short, so nothing else was tried"
@@ -33,8 +38,11 @@ _ON_A_CPU = "the uncut call fits; on a CPU no cut is faster"
 
 
 @remembered(256)
-def choose(problem: Problem, constraints: PlanConstraints, hardware: HardwareModel) -> Plan:
-    """Return the fastest schedule that fits, or the uncut call if nothing is clearly faster.
+def choose(
+    problem: Problem, constraints: PlanConstraints, hardware: HardwareModel
+) -> Plan:
+    """Return the fastest schedule that fits, or the uncut call if nothing is clearly
+    faster.
 
     Answers are remembered: a model calls attention many times with the same sizes.
 
@@ -96,18 +104,24 @@ class _Search:
         return is_enough and decomposition.n_tasks > max_tasks
 
     def consider(self, schedule: Schedule) -> Plan | None:
-        """Price a schedule, unless it does not fit or takes longer than the best one in any case.
+        """Price a schedule, unless it does not fit or takes longer than the best one in
+        any case.
 
         Returns:
             The plan of an uncut call that needs no comparison: it ends the search.
         """
-        is_uncut = isinstance(schedule.route, Whole) and schedule.is_all(self.problem.shape)
+        is_uncut = isinstance(schedule.route, Whole) and schedule.is_all(
+            self.problem.shape
+        )
         if not is_uncut:
             self.n_tried += 1
             if self._is_slower(schedule):
                 return None
         footprint = schedule.route.memory_use(schedule, self.problem)
-        if self.smallest_footprint is None or footprint.total < self.smallest_footprint.total:
+        if (
+            self.smallest_footprint is None
+            or footprint.total < self.smallest_footprint.total
+        ):
             self.smallest = schedule
             self.smallest_footprint = footprint
         if footprint.total > self.constraints.budget_bytes:
@@ -125,19 +139,31 @@ class _Search:
         return None
 
     def _is_slower(self, schedule: Schedule) -> bool:
-        """Whether a schedule takes longer than the best one by a part of its cost alone."""
+        """Whether a schedule takes longer than the best one by a part of its cost
+        alone."""
         if self.best is None:
             return False
         return least_cost(schedule, self.problem, self.hardware) > _score(self.best)
 
     def consider_streaming(self) -> None:
-        """Look at rows that stream by, if tasks take clearly longer than their arithmetic."""
+        """Look at rows that stream by, if tasks take clearly longer than their
+        arithmetic."""
         best = self.best
-        if best is None or self.uncut is not None or not self.constraints.is_only_budget:
+        if (
+            best is None
+            or self.uncut is not None
+            or not self.constraints.is_only_budget
+        ):
             return
-        fast_enough = policy.MIN_TIME_OVER_ARITHMETIC * least_seconds(self.problem, self.hardware)
+        fast_enough = policy.MIN_TIME_OVER_ARITHMETIC * least_seconds(
+            self.problem, self.hardware
+        )
         is_cut = best.schedule.decomposition.depth > 0
-        if self.problem.place.resident or not is_cut or best.predicted_seconds <= fast_enough:
+        if (
+            self.problem.place.resident
+            or not is_cut
+            or best.predicted_seconds <= fast_enough
+        ):
             return
         budget_bytes = self.constraints.budget_bytes
         for schedule in streaming_schedules(
@@ -163,14 +189,16 @@ class _Search:
         budget = self.constraints.budget_bytes
         needed = self.smallest_footprint.total
         raise BudgetError(
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call on "
-            f"{self.problem.shape.device_type}; the smallest that works is {format_least(needed)} "
-            f"({needed} bytes){self.constraints.words}: {self.smallest_footprint.words}",
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for "
+            f"this call on {self.problem.shape.device_type}; the smallest that works "
+            f"is {format_least(needed)} ({needed} bytes){self.constraints.words}: "
+            f"{self.smallest_footprint.words}",
             smallest_bytes=needed,
         )
 
     def _fastest(self) -> Plan | None:
-        """Return the best plan, or the uncut call where it fits and no cut is clearly faster."""
+        """Return the best plan, or the uncut call where it fits and no cut is clearly
+        faster."""
         if self.best is None or self.uncut is None:
             return self.best or self.uncut
         limit = policy.REQUIRED_TIME_SHARE * self.uncut.predicted_seconds
@@ -207,7 +235,8 @@ def uncut_schedule(shape: CallShape) -> Schedule:
 
 
 def uncut_bytes(problem: Problem) -> int:
-    """Return the device bytes of the uncut call, through one slot where it cannot run in place."""
+    """Return the device bytes of the uncut call, through one slot where it cannot run
+    in place."""
     schedule = uncut_schedule(problem.shape)
     if not schedule.runs(problem):
         schedule = schedule.through_slots(problem.shape, accumulator="host")
@@ -216,13 +245,14 @@ def uncut_bytes(problem: Problem) -> int:
 
 @remembered(256)
 def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
-    """Return the plan of an uncut call that is so short and small that no search is worth its time.
+    """Return the plan of an uncut call that is so short and small that no search is
+    worth its time.
 
     None for all other calls.
     """
     shape = problem.shape
-    # With several batch dimensions there may be several calls: those that are complete when memory
-    # runs out must not be repeated, so such a pass needs a plan.
+    # With several batch dimensions there may be several calls: those that are complete
+    # when memory runs out must not be repeated, so such a pass needs a plan.
     if not group_sizes(shape) or len(shape.batch_shape) > 1:
         return None
     schedule = uncut_schedule(shape)
@@ -233,15 +263,18 @@ def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
     plan = price(schedule, problem, kernel_hardware(problem, hardware), why)
     if has_own_memory and plan.predicted_seconds >= policy.MIN_SECONDS_TO_SEARCH:
         return None
-    max_bytes = policy.MAX_BYTES_UNCHECKED if has_own_memory else policy.MAX_CPU_BYTES_UNCHECKED
+    max_bytes = (
+        policy.MAX_BYTES_UNCHECKED if has_own_memory else policy.MAX_CPU_BYTES_UNCHECKED
+    )
     return plan if plan.peak_bytes <= max_bytes else None
 
 
 def refit(plan: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
     """Return ``plan``, which was made for another pass, as it serves this one.
 
-    The kernel may be another one, whose mask leaves out more or less. Results may be of a wider
-    dtype than was planned for. A pass that cannot run on the inputs as they lie goes through slots.
+    The kernel may be another one, whose mask leaves out more or less. Results may be of
+    a wider dtype than was planned for. A pass that cannot run on the inputs as they lie
+    goes through slots.
     """
     shape = problem.shape
     schedule = plan.schedule
@@ -267,7 +300,8 @@ def refit(plan: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
 def _refit_slots(schedule: Schedule, slots: Slots, problem: Problem) -> Schedule:
     """Return a schedule through slots with tasks trimmed as this pass has them.
 
-    An uncut schedule goes through no slots where one call can run a head group in place.
+    An uncut schedule goes through no slots where one call can run a head group in
+    place.
     """
     if not schedule.decomposition.depth:
         uncut = replace(schedule, route=Whole(slots.n_cap, slots.accumulator))

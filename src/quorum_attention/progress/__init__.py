@@ -1,4 +1,5 @@
-"""Progress on stderr or in a notebook, by rich; plain lines where nothing can be redrawn."""
+"""Progress on stderr or in a notebook, by rich; plain lines where nothing can be
+redrawn."""
 
 from quorum_attention.progress.bars import load_bars, progress_bar
 

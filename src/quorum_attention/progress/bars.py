@@ -1,4 +1,5 @@
-"""Bars by rich: one display for the whole process, because two would draw over each other."""
+"""Bars by rich: one display for the whole process, because two would draw over each
+other."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import Any
 
 from quorum_attention.progress.lines import Lines
 
-# Seconds before a bar is drawn: bars of many short calls, one after the other, would only flicker.
+# Seconds before a bar is drawn: bars of many short calls, one after the other, would
+# only flicker.
 _PATIENCE = 0.5
 # Seconds between two drawings, so that the terminal does not hold up quick work.
 _REDRAW_SECONDS = 0.1
@@ -21,8 +23,8 @@ _REDRAW_SECONDS = 0.1
 def _console() -> Any:
     """A console on stderr that can go back to a line; None if there is none.
 
-    What asks for colours in a pipe (FORCE_COLOR) does not make it one. In a notebook rich needs
-    ipywidgets.
+    What asks for colours in a pipe (FORCE_COLOR) does not make it one. In a notebook
+    rich needs ipywidgets.
     """
     from rich.console import Console
 
@@ -43,14 +45,15 @@ def load_bars() -> None:
 class _Display:
     """rich's display of the bars of all open calls.
 
-    The display has no thread of its own: a thread takes memory, and the system may grant none. The
-    threads that tell what is done draw the bars.
+    The display has no thread of its own: a thread takes memory, and the system may
+    grant none. The threads that tell what is done draw the bars.
     """
 
     def __init__(self) -> None:
         from rich import progress as rich
 
-        # The display writes to stderr: what is printed to a file meanwhile must not go there.
+        # The display writes to stderr: what is printed to a file meanwhile must not go
+        # there.
         stdout_is_seen = sys.stdout is not None and sys.stdout.isatty()
         self._bars = rich.Progress(
             rich.TextColumn("{task.description}", markup=False),
@@ -74,7 +77,8 @@ class _Display:
         return self._bars.add_task(label, completed=done, total=total)
 
     def update(self, bar: Any, done: int, total: int) -> None:
-        """Note how far a bar is, and draw all bars if they were not drawn a moment ago."""
+        """Note how far a bar is, and draw all bars if they were not drawn a moment
+        ago."""
         now = time.monotonic()
         is_due = now - self._drawn_at >= _REDRAW_SECONDS
         if is_due:
@@ -91,7 +95,8 @@ class _Display:
         return not self._bars.tasks
 
     def stop(self) -> None:
-        """Erase all bars, and show the cursor again, as far as the terminal can be written to."""
+        """Erase all bars, and show the cursor again, as far as the terminal can be
+        written to."""
         try:
             self._bars.stop()
         except Exception:
@@ -100,10 +105,11 @@ class _Display:
 
 
 class _Shown:
-    """A callable (done, total, label): a bar for each label, below those of other calls.
+    """A callable (done, total, label): a bar for each label, below those of other
+    calls.
 
-    Nothing is loaded or drawn in the first half second. Drawing never ends work: where it fails,
-    because the terminal is gone or memory has run out, lines follow.
+    Nothing is loaded or drawn in the first half second. Drawing never ends work: where
+    it fails, because the terminal is gone or memory has run out, lines follow.
     """
 
     _lock = threading.Lock()
@@ -126,7 +132,8 @@ class _Shown:
             self._lines.update(done, total, label)
 
     def _drawn(self, done: int, total: int, label: str) -> bool:
-        """Draw the bar of ``label``. False if this is no place for bars, or no longer one."""
+        """Draw the bar of ``label``. False if this is no place for bars, or no longer
+        one."""
         try:
             if self._display is None and _console() is None:
                 return False
@@ -143,7 +150,9 @@ class _Shown:
             return False
         if self._display is not None and label in self._bars:
             self._display.update(self._bars[label], done, total)
-        elif self._bars or done < total:  # a bar that would be full from the start is not drawn
+        elif (
+            self._bars or done < total
+        ):  # a bar that would be full from the start is not drawn
             self._display = _Shown._shared = _Shown._shared or _Display()
             self._bars[label] = self._display.add(label, done, total)
         return True
@@ -169,10 +178,10 @@ class _Shown:
 
 @contextmanager
 def progress_bar() -> Iterator[_Shown]:
-    """A callable (done, total, label) that shows progress: bars in a terminal and in a notebook,
-    lines in files and pipes. Bars disappear at the end of the ``with`` block, however it ends;
-    lines stay. Blocks may be nested, and be open in several threads at once: their bars stand one
-    below the other."""
+    """A callable (done, total, label) that shows progress: bars in a terminal and in a
+    notebook, lines in files and pipes. Bars disappear at the end of the ``with`` block,
+    however it ends; lines stay. Blocks may be nested, and be open in several threads at
+    once: their bars stand one below the other."""
     shown = _Shown()
     try:
         yield shown

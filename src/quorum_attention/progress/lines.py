@@ -1,4 +1,5 @@
-"""Progress as plain lines on stderr, for a file or a pipe, and how long the rest will take."""
+"""Progress as plain lines on stderr, for a file or a pipe, and how long the rest will
+take."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from contextlib import suppress
 
 # Seconds between two lines, and before the first one.
 _SECONDS = 2.0
-# The share of the work between two of them; after ``_PATIENCE`` seconds there is a line anyway.
+# The share of the work between two of them; after ``_PATIENCE`` seconds there is a line
+# anyway.
 _SHARE = 0.1
 _PATIENCE = 60.0
 
@@ -22,7 +24,8 @@ class Lines:
         self._last: dict[str, tuple[float, float]] = {}
 
     def update(self, done: int, total: int, label: str) -> None:
-        """Write a line, if the last one is old and enough was done since, or it is very old."""
+        """Write a line, if the last one is old and enough was done since, or it is very
+        old."""
         now = time.monotonic()
         share = done / max(1, total)
         last_time, last_share = self._last.get(label, (self._opened, 0.0))
@@ -41,8 +44,9 @@ class Lines:
 
 
 def line(text: str) -> None:
-    """Write ``text`` and the end of the line to stderr at once, so that lines of several threads do
-    not mix. Nothing happens where stderr is missing, closed, broken or full."""
+    """Write ``text`` and the end of the line to stderr at once, so that lines of
+    several threads do not mix. Nothing happens where stderr is missing, closed, broken
+    or full."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

@@ -31,7 +31,8 @@ def chunk_count(l: int) -> int:
 
 
 def has_interest_set(l: int) -> bool:
-    """Whether an interest set of size ``l`` is known: l - 1 a prime power, or l <= 2."""
+    """Whether an interest set of size ``l`` is known: l - 1 a prime power, or l <=
+    2."""
     return l in (1, 2) or (l > 2 and prime_power(l - 1) is not None)
 
 
@@ -49,7 +50,8 @@ def quorum_sizes(max_l: int) -> tuple[int, ...]:
     return tuple(l for l in range(1, max_l + 1) if has_interest_set(l))
 
 
-# Cached because each call asks many times. ``typed``, so that True does not get the answer for 1.
+# Cached because each call asks many times. ``typed``, so that True does not get the
+# answer for 1.
 @lru_cache(maxsize=4096, typed=True)
 def quorum_size(c: int) -> int:
     """The quorum size whose chunk count is ``c``.
@@ -70,13 +72,16 @@ def quorum_size(c: int) -> int:
 
 @lru_cache(maxsize=None, typed=True)
 def interest_set(l: int) -> tuple[int, ...]:
-    """The interest set of quorum size ``l``: ascending residues modulo c = l (l - 1) + 1.
+    """The interest set of quorum size ``l``: ascending residues modulo c = l (l - 1) +
+    1.
 
-    Every nonzero residue modulo c is the difference of exactly one ordered pair of its members.
-    Sizes in the paper's table get the paper's sets, others Singer's construction.
+    Every nonzero residue modulo c is the difference of exactly one ordered pair of its
+    members. Sizes in the paper's table get the paper's sets, others Singer's
+    construction.
 
     Raises:
-        ValueError: no set of that size is known (7 and 11 have none); names the nearest sizes.
+        ValueError: no set of that size is known (7 and 11 have none); names the nearest
+            sizes.
         TypeError: ``l`` is no whole number.
 
     Examples:
@@ -89,8 +94,8 @@ def interest_set(l: int) -> tuple[int, ...]:
     if not has_interest_set(l):
         names = " and ".join(map(str, _neighbours(l)))
         raise ValueError(
-            f"l must be 1, 2 or one more than a prime power; there is no interest set of size {l}, "
-            f"the nearest sizes are {names}"
+            "l must be 1, 2 or one more than a prime power; there is no interest set "
+            f"of size {l}, the nearest sizes are {names}"
         )
     return singer_set(l - 1)
 
@@ -98,7 +103,8 @@ def interest_set(l: int) -> tuple[int, ...]:
 def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
     """The mirror image of an interest set that contains 0 and 1 (paper, Appendix C).
 
-    (0, 1, a_2, ..., a_{l-1}) becomes (0, 1, c+1-a_{l-1}, ..., c+1-a_2), an interest set as well.
+    (0, 1, a_2, ..., a_{l-1}) becomes (0, 1, c+1-a_{l-1}, ..., c+1-a_2), an interest set
+    as well.
 
     Raises:
         ValueError: ``interest`` is no interest set, or does not begin with 0, 1.
@@ -119,7 +125,8 @@ def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
 
 
 def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
-    """Whether every nonzero residue modulo ``c`` is the difference of exactly one ordered pair.
+    """Whether every nonzero residue modulo ``c`` is the difference of exactly one
+    ordered pair.
 
     ``c`` defaults to l (l - 1) + 1, the only modulus for which this is possible.
 
@@ -138,7 +145,8 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
 
 
 def _neighbours(l: int) -> list[int]:
-    """The largest quorum size below ``l``, if there is one, and the smallest from ``l`` on."""
+    """The largest quorum size below ``l``, if there is one, and the smallest from ``l``
+    on."""
     smaller = [size for size in range(1, l) if has_interest_set(size)]
     larger = next(size for size in count(max(l, 1)) if has_interest_set(size))
     return [*smaller[-1:], larger]

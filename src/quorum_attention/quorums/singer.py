@@ -1,8 +1,10 @@
-"""Singer's construction of perfect cyclic difference sets (Singer, 1938; paper, Appendix C).
+"""Singer's construction of perfect cyclic difference sets (Singer, 1938; paper,
+Appendix C).
 
-The points of the projective plane over GF(q) are the nonzero elements of GF(q^3) up to a factor in
-GF(q). The powers of a generator of GF(q^3) run through all q^2 + q + 1 points in a cycle. The
-exponents whose points lie on one line form a difference set with q + 1 elements.
+The points of the projective plane over GF(q) are the nonzero elements of GF(q^3) up to
+a factor in GF(q). The powers of a generator of GF(q^3) run through all q^2 + q + 1
+points in a cycle. The exponents whose points lie on one line form a difference set with
+q + 1 elements.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from random import Random
 
 
 def singer_set(q: int) -> tuple[int, ...]:
-    """A perfect difference set of q + 1 residues modulo q^2 + q + 1, ascending, beginning 0, 1.
+    """A perfect difference set of q + 1 residues modulo q^2 + q + 1, ascending,
+    beginning 0, 1.
 
     Raises:
         ValueError: q is no prime power.
     """
     base = Field(q)
-    # About one cubic polynomial in five works. In a simple order the first that works may come
-    # late, so they are drawn at random, with a fixed seed.
+    # About one cubic polynomial in five works. In a simple order the first that works
+    # may come late, so they are drawn at random, with a fixed seed.
     draw = Random(q)
     line = None
     while line is None:
@@ -35,7 +38,8 @@ def singer_set(q: int) -> tuple[int, ...]:
 
 
 def _line(base: Field, c0: int, c1: int, c2: int) -> list[int] | None:
-    """The exponents i < q^2 + q + 1 for which x^i has no x^2 term, where x^3 = c2 x^2 + c1 x + c0.
+    """The exponents i < q^2 + q + 1 for which x^i has no x^2 term, where x^3 = c2 x^2 +
+    c1 x + c0.
 
     None if the powers of x do not run through all points of the plane.
     """
@@ -74,7 +78,8 @@ def prime_power(q: int) -> tuple[int, int] | None:
 
 
 class Field:
-    """GF(q). An element is a number below q; its digits in base p are a polynomial over GF(p).
+    """GF(q). An element is a number below q; its digits in base p are a polynomial over
+    GF(p).
 
     Attributes:
         q, p: the number of elements, and the prime that it is a power of.
@@ -92,8 +97,9 @@ class Field:
         p, k = base_and_exponent
         self.q = q
         self.p = p
-        # x is a generator if the polynomial x**k - sum(tail[i] * x**i) is primitive. The digits of
-        # ``tail`` in base p are its coefficients; for k = 1, x is the number ``tail`` itself.
+        # x is a generator if the polynomial x**k - sum(tail[i] * x**i) is primitive.
+        # The digits of ``tail`` in base p are its coefficients; for k = 1, x is the
+        # number ``tail`` itself.
         candidates = (_powers_of_x(tail, p, k) for tail in range(1, q))
         self.power = next(powers for powers in candidates if powers is not None)
         self.log = {x: i for i, x in enumerate(self.power)}
@@ -122,7 +128,8 @@ class Field:
 
 
 def _powers_of_x(tail: int, p: int, k: int) -> list[int] | None:
-    """The p**k - 1 powers 1, x, x**2, ... modulo the polynomial; None if some of them are equal."""
+    """The p**k - 1 powers 1, x, x**2, ... modulo the polynomial; None if some of them
+    are equal."""
     if tail % p == 0:
         return None
     n_powers = p**k - 1
@@ -131,7 +138,8 @@ def _powers_of_x(tail: int, p: int, k: int) -> list[int] | None:
     powers = [1]
     x = 1
     while True:
-        # Times x: digits move up by one place, and the leading one comes back as multiples of tail.
+        # Times x: digits move up by one place, and the leading one comes back as
+        # multiples of tail.
         lead, rest = divmod(x, top)
         digits = [(rest * p // place + lead * (tail // place)) % p for place in places]
         x = sum(digit * place for digit, place in zip(digits, places, strict=True))

@@ -35,8 +35,8 @@ def connect(ray: Any, address: str | None, undo: ExitStack) -> None:
     """Connect to a cluster, or begin one on this machine.
 
     Args:
-        address: as of ``Farm``. A running cluster may be another user's, so it is joined only if
-            the address says so.
+        address: as of ``Farm``. A running cluster may be another user's, so it is
+            joined only if the address says so.
         undo: what ends the cluster, or leaves it, is put here.
 
     Raises:
@@ -46,7 +46,8 @@ def connect(ray: Any, address: str | None, undo: ExitStack) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address in (None, "local"):
         address = "local"
-        # Names of sockets are short, and nothing of a farm's own cluster is left behind.
+        # Names of sockets are short, and nothing of a farm's own cluster is left
+        # behind.
         folder = undo.enter_context(TemporaryDirectory(prefix="qa-ray-", dir="/tmp"))
         options |= {"include_dashboard": False, "_temp_dir": folder}
     elif address != "auto":
@@ -71,11 +72,14 @@ def _check_listens(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
+        raise ConnectionError(
+            f"there is no Ray cluster at {address}: {error}"
+        ) from error
 
 
 def count_workers(ray: Any, cpus: float, gpus: float) -> int:
-    """Return how many workers of so many CPUs and GPUs the machines of the cluster hold now."""
+    """Return how many workers of so many CPUs and GPUs the machines of the cluster hold
+    now."""
     needed = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
     if not needed:
         return 0
@@ -83,5 +87,7 @@ def count_workers(ray: Any, cpus: float, gpus: float) -> int:
     for node in ray.nodes():
         if node["Alive"]:
             resources = node["Resources"]
-            n_workers += min(int(resources.get(name, 0) / n + 1e-6) for name, n in needed.items())
+            n_workers += min(
+                int(resources.get(name, 0) / n + 1e-6) for name, n in needed.items()
+            )
     return n_workers

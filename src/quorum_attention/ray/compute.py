@@ -1,4 +1,5 @@
-"""The work of a Ray task: a unit of a pass, from files to files, also if an earlier try was killed.
+"""The work of a Ray task: a unit of a pass, from files to files, also if an earlier try
+was killed.
 
 The units are described in ``chunks``.
 """
@@ -29,7 +30,8 @@ from quorum_attention.passes.block_call import compute_block
 from quorum_attention.ray.chunks import FarmUnit, chunks_of_task
 from quorum_attention.ray.farm_pass import FarmPass, moved_to
 
-# A task's rows are kept on the device if they take no more than this share of the budget.
+# A task's rows are kept on the device if they take no more than this share of the
+# budget.
 _MAX_RESIDENT_SHARE = 0.8
 # Without a budget, a task has this share of the bytes that are free.
 _SHARE_OF_FREE = 0.9
@@ -64,7 +66,8 @@ def _choose_device(farm_pass: FarmPass, unit: FarmUnit) -> torch.device:
         return HOST
     import ray
 
-    # A worker computes several tasks and may be given another GPU for each, so it sees all of them.
+    # A worker computes several tasks and may be given another GPU for each, so it sees
+    # all of them.
     gpu = str(ray.get_gpu_ids()[0])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     number = visible.index(gpu) if gpu in visible else int(gpu)
@@ -97,7 +100,8 @@ class _UnitRun:
         self._budget = self._choose_budget()
 
     def _choose_budget(self) -> int | None:
-        """Return the device bytes of the unit's calls; None: no limit, in host memory."""
+        """Return the device bytes of the unit's calls; None: no limit, in host
+        memory."""
         budget = self._pass.call.options.budget
         assert budget is None or isinstance(budget, int), "the farm has read it"
         if budget is not None or on_host(self._device):
@@ -172,7 +176,9 @@ class _UnitRun:
         """Return a chunk's rows of all inputs."""
         block = self._block(chunk, chunk)
         return {
-            name: moved_to(self._call.cut(tensor, block, of_keys=name in OF_KEYS), place)
+            name: moved_to(
+                self._call.cut(tensor, block, of_keys=name in OF_KEYS), place
+            )
             for name, tensor in self._inputs.items()
         }
 
@@ -186,7 +192,9 @@ class _UnitRun:
             masked: the mask of the block, if it is known already.
         """
         call = self._pass.call
-        out_dtype = call.out_dtype if self._unit.kind == "head" else call.shape.state_dtype
+        out_dtype = (
+            call.out_dtype if self._unit.kind == "head" else call.shape.state_dtype
+        )
         options = call.options._replace(
             budget=self._budget, devices=self._device, report=self._report
         )
@@ -207,8 +215,11 @@ class _UnitRun:
         lse = empty(shape, -torch.inf)
         return [out, lse]
 
-    def _add(self, row_state: State, key_state: State, results: Sequence[torch.Tensor]) -> None:
-        """Add the results of a chunk's rows and another chunk's keys to their states."""
+    def _add(
+        self, row_state: State, key_state: State, results: Sequence[torch.Tensor]
+    ) -> None:
+        """Add the results of a chunk's rows and another chunk's keys to their
+        states."""
         if not self._pass.call.backward:
             out, lse = row_state
             new_out, new_lse = results
@@ -216,7 +227,9 @@ class _UnitRun:
             return
         grad_query, _, _ = row_state
         _, grad_key, grad_value = key_state
-        for target, grad in zip((grad_query, grad_key, grad_value), results, strict=True):
+        for target, grad in zip(
+            (grad_query, grad_key, grad_value), results, strict=True
+        ):
             add_(target, grad)
 
     def _choose_place(self, chunks: Sequence[int]) -> torch.device:
@@ -235,7 +248,8 @@ class _UnitRun:
             state = self._empty_state(chunk, meta)
             row_bytes += _nbytes(rows.values())
             state_bytes.append(_nbytes(state))
-        # The results of a call take as much as a state, and those of an addition beside them.
+        # The results of a call take as much as a state, and those of an addition beside
+        # them.
         taken = row_bytes + sum(state_bytes) + 3 * max(state_bytes)
         if taken > self._budget * _MAX_RESIDENT_SHARE:
             return HOST

@@ -1,5 +1,5 @@
-"""``Farm``: attention calls from files to files by the tasks of a Ray cluster, each a unit of the
-call, and begun again if its worker dies."""
+"""``Farm``: attention calls from files to files by the tasks of a Ray cluster, each a
+unit of the call, and begun again if its worker dies."""
 
 from __future__ import annotations
 
@@ -56,25 +56,26 @@ _OPTIONS = (
 class Farm(AbstractContextManager["Farm"]):
     """A Ray cluster that computes attention calls from files to files.
 
-    A call is cut into independent units, each a Ray task: key/value heads, or cyclic quorum tasks
-    if there are few heads. A unit maps the rows that it needs, computes them as ordinary calls
-    under its own budget, and writes its results. Quorum tasks write partial states; a chunk is
-    merged, exactly, when all its states exist. If a worker or a machine dies, Ray runs its units
-    again.
+    A call is cut into independent units, each a Ray task: key/value heads, or cyclic
+    quorum tasks if there are few heads. A unit maps the rows that it needs, computes
+    them as ordinary calls under its own budget, and writes its results. Quorum tasks
+    write partial states; a chunk is merged, exactly, when all its states exist. If a
+    worker or a machine dies, Ray runs its units again.
 
-    Inputs and results are tensors mapped from files, as by ``quorum_attention.files``, on a file
-    system that all machines have under the same path.
+    Inputs and results are tensors mapped from files, as by ``quorum_attention.files``,
+    on a file system that all machines have under the same path.
 
     Use it as a context manager, or ``close`` it.
 
     Args:
-        address: HOST:PORT of a cluster; "auto" for the one that ``RAY_ADDRESS`` names, or that any
-            user started on this machine (join only clusters that you trust: docs/ray.md); None or
-            "local" for a new one on this machine, which ends with the farm. A program that is
-            already connected to Ray keeps its cluster.
+        address: HOST:PORT of a cluster; "auto" for the one that ``RAY_ADDRESS`` names,
+            or that any user started on this machine (join only clusters that you trust:
+            docs/ray.md); None or "local" for a new one on this machine, which ends with
+            the farm. A program that is already connected to Ray keeps its cluster.
         workers: the most units that run at a time; None: as many as the cluster holds.
-        num_cpus, num_gpus: CPUs and GPUs of a unit. With a GPU, or a part of one, it computes on
-            that, otherwise on as many threads as it has CPUs. None: one GPU if the cluster has any.
+        num_cpus, num_gpus: CPUs and GPUs of a unit. With a GPU, or a part of one, it
+            computes on that, otherwise on as many threads as it has CPUs. None: one GPU
+            if the cluster has any.
         budget: device bytes of a unit, as in ``quorum_attention.attention``.
 
     Raises:
@@ -107,9 +108,10 @@ class Farm(AbstractContextManager["Farm"]):
             self._gpus = float(has_gpu) if num_gpus is None else num_gpus
             if self._count_workers() <= 0:
                 raise RuntimeError(
-                    f"no machine of the cluster holds a worker: one takes {num_cpus:g} CPU and "
-                    f"{self._gpus:g} GPU, the cluster has {resources.get('CPU', 0):g} CPU and "
-                    f"{resources.get('GPU', 0):g} GPU"
+                    f"no machine of the cluster holds a worker: one takes {num_cpus:g} "
+                    f"CPU and {self._gpus:g} GPU, the cluster has "
+                    f"{resources.get('CPU', 0):g} CPU and {resources.get('GPU', 0):g} "
+                    "GPU"
                 )
             self._undo = undo.pop_all()
 
@@ -133,24 +135,27 @@ class Farm(AbstractContextManager["Farm"]):
         """``quorum_attention.attention`` from files to files.
 
         Args:
-            call: attn_mask, is_causal, scale and enable_gqa, in this order or by name, as there.
-                The tensors of ``attn_mask`` may be in memory, and are sent to every worker then.
-            out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped from a file;
-                partial states are kept beside that.
-            lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64 inputs), mapped
-                from a file; None: it is not wanted.
-            options: dropout_p and dropout_seed, as there; with dropout heads are not cut;
-                depth and kernel, of each unit's calls, as there;
-                chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None:
-                as many as leave ten units for each worker, if there are fewer heads;
+            call: attn_mask, is_causal, scale and enable_gqa, in this order or by name,
+                as there. The tensors of ``attn_mask`` may be in memory, and are sent to
+                every worker then.
+            out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped
+                from a file; partial states are kept beside that.
+            lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64
+                inputs), mapped from a file; None: it is not wanted.
+            options: dropout_p and dropout_seed, as there; with dropout heads are not
+                cut; depth and kernel, of each unit's calls, as there; chunks: tasks of
+                each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None: as
+                many as leave ten units for each worker, if there are fewer heads;
                 report: a ``PoolReport``, filled with what happened.
 
         Returns:
             ``out``.
 
         Raises:
-            Errors as of ``quorum_attention.attention``; ValueError: a tensor is in no file;
-            NotImplementedError: a gradient is wanted, which ``attention_backward`` computes;
+            Errors as of ``quorum_attention.attention``; ValueError: a tensor is in no
+            file;
+            NotImplementedError: a gradient is wanted, which ``attention_backward``
+                computes;
             RuntimeError: a unit has lost four workers.
         """
         results = {"out": out}
@@ -162,8 +167,8 @@ class Farm(AbstractContextManager["Farm"]):
     def attention_with_lse(
         self, *call: Any, lse: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``quorum_attention.attention_with_lse`` from files to files; arguments as ``attention``
-        has them."""
+        """``quorum_attention.attention_with_lse`` from files to files; arguments as
+        ``attention`` has them."""
         return self.attention(*call, lse=lse, **options), lse
 
     @torch.no_grad()
@@ -193,7 +198,9 @@ class Farm(AbstractContextManager["Farm"]):
             "out": out,
             "lse": lse,
         }
-        self._compute(tensors, dict(zip(GRADIENTS, grads, strict=True)), *call, **options)
+        self._compute(
+            tensors, dict(zip(GRADIENTS, grads, strict=True)), *call, **options
+        )
         return grads
 
     @uncompiled
@@ -216,17 +223,22 @@ class Farm(AbstractContextManager["Farm"]):
         check_names("Farm.attention", dropout, _OPTIONS)
         tensors = {name: as_tensor(tensor, name) for name, tensor in tensors.items()}
         targets = {
-            name: as_tensor(result, name, for_writing=True) for name, result in results.items()
+            name: as_tensor(result, name, for_writing=True)
+            for name, result in results.items()
         }
         out_dtype = next(iter(targets.values())).dtype
         # This process computes nothing of the call.
         options = CallOptions(depth=depth, devices="cpu")
-        checked_call = file_call(options, tensors, *call, out_dtype=out_dtype, **dropout)
+        checked_call = file_call(
+            options, tensors, *call, out_dtype=out_dtype, **dropout
+        )
         checked_call = replace(checked_call, options=options._replace(kernel=kernel))
         _check_targets(checked_call, targets, tensors["query"].device)
         pool_pass = PoolPass()
         if report is not None:
-            setattr(report, "backward" if checked_call.backward else "forward", pool_pass)
+            setattr(
+                report, "backward" if checked_call.backward else "forward", pool_pass
+            )
         parts = dict(enumerate(checked_call.parts(1)))
         done = self.by_parts(
             checked_call,
@@ -253,7 +265,8 @@ class Farm(AbstractContextManager["Farm"]):
         """Compute parts of a call, for a caller that keeps account of what is done.
 
         Args:
-            results: out, and lse if wanted; or dq, dk and dv; with a dimension of heads.
+            results: out, and lse if wanted; or dq, dk and dv; with a dimension of
+                heads.
             parts: from ``call.parts``, by number.
             report: filled with what happened.
 
@@ -292,15 +305,24 @@ class Farm(AbstractContextManager["Farm"]):
         folder, name = os.path.split(next(iter(files.values())).path)
         with TemporaryDirectory(prefix=f"{name}.states-", dir=folder) as states:
             farm_pass = FarmPass(
-                self._sent_call(call), n_chunks, inputs, files, states, self._cpus, self._gpus
+                self._sent_call(call),
+                n_chunks,
+                inputs,
+                files,
+                states,
+                self._cpus,
+                self._gpus,
             )
             yield from self._run(farm_pass, part_of_head, report)
 
     def _sent_call(self, call: FileCall) -> FileCall:
-        """Return a call as workers get it: without the tensors that are sent by themselves."""
+        """Return a call as workers get it: without the tensors that are sent by
+        themselves."""
         mask = call.whole_call.mask
         if mask is not None:
-            mask = map_tensors(replace(mask, bias=None), lambda tensor, name: tensor.cpu())
+            mask = map_tensors(
+                replace(mask, bias=None), lambda tensor, name: tensor.cpu()
+            )
         whole_call = replace(call.whole_call, mask=mask)
         options = CallOptions(
             self._budget,
@@ -315,8 +337,8 @@ class Farm(AbstractContextManager["Farm"]):
         """Compute a pass.
 
         Args:
-            part_of_head: batch entries and key/value heads to compute, with the number of their
-                part.
+            part_of_head: batch entries and key/value heads to compute, with the number
+                of their part.
 
         Yields:
             The number of each part whose results are complete.
@@ -338,7 +360,9 @@ class Farm(AbstractContextManager["Farm"]):
                 for reference in ready:
                     unit = running[reference]
                     stop = time.perf_counter() - started
-                    place, seconds, unit_report = self._result_of(reference, unit, report)
+                    place, seconds, unit_report = self._result_of(
+                        reference, unit, report
+                    )
                     del running[reference]
                     _add_timing(report, place, stop - seconds, stop, unit_report)
                     part = queue.finish(unit)
@@ -352,9 +376,13 @@ class Farm(AbstractContextManager["Farm"]):
                 # They write to files that their caller may use otherwise now.
                 for reference in running:
                     ray.cancel(reference, force=True)
-                ray.wait(list(running), num_returns=len(running), timeout=_CANCEL_SECONDS)
+                ray.wait(
+                    list(running), num_returns=len(running), timeout=_CANCEL_SECONDS
+                )
 
-    def _submit(self, sent_pass: Any, queue: UnitQueue, running: dict[Any, FarmUnit]) -> None:
+    def _submit(
+        self, sent_pass: Any, queue: UnitQueue, running: dict[Any, FarmUnit]
+    ) -> None:
         """Begin units while there is room for them."""
         while queue.waiting:
             # Twice as many as are computed at once: no worker waits for this process.
@@ -389,8 +417,9 @@ class Farm(AbstractContextManager["Farm"]):
             raise error.cause from error
         except self._ray.exceptions.RayError as error:
             raise RuntimeError(
-                f"{unit} was begun {_RETRIES + 1} times and its worker was lost each time, after "
-                f"{len(report.ran)} of {counted(report.parts, 'unit')}: {error}"
+                f"{unit} was begun {_RETRIES + 1} times and its worker was lost each "
+                f"time, after {len(report.ran)} of {counted(report.parts, 'unit')}: "
+                f"{error}"
             ) from error
 
 
@@ -420,8 +449,11 @@ def _add_timing(
     report.ran.append(PartTiming(device, len(report.ran), start, stop, unit_report))
 
 
-def _input_handles(call: FileCall, mappings: Mappings) -> dict[str, torch.Tensor | TensorHandle]:
-    """Return the files that a call's tensors lie in, and its bias, which may be in a file.
+def _input_handles(
+    call: FileCall, mappings: Mappings
+) -> dict[str, torch.Tensor | TensorHandle]:
+    """Return the files that a call's tensors lie in, and its bias, which may be in a
+    file.
 
     Raises:
         ValueError: a tensor is in no file.

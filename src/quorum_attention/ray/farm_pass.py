@@ -27,12 +27,14 @@ class FarmPass:
     """A pass.
 
     Attributes:
-        call: without its tensors and the bias; its options are those of each call of a unit.
+        call: without its tensors and the bias; its options are those of each call of a
+            unit.
         n_chunks: of a sequence, and tasks of a head; 1: heads are whole.
-        inputs: by role, (*batch, heads, rows, ...), and bias, if there is one. Only a bias, and
-            what is empty, may be in no file.
+        inputs: by role, (*batch, heads, rows, ...), and bias, if there is one. Only a
+            bias, and what is empty, may be in no file.
         results: by name, likewise: out, lse; dq, dk, dv.
-        folder: of partial states. As long as the folder is there, results may be written.
+        folder: of partial states. As long as the folder is there, results may be
+            written.
         cpus, gpus: of each task.
     """
 
@@ -56,7 +58,8 @@ class FarmPass:
         )
 
     def state_path(self, unit: FarmUnit, task: int, chunk: int) -> Path:
-        """Return the file of the partial state that a task of the unit's head leaves of a chunk."""
+        """Return the file of the partial state that a task of the unit's head leaves of
+        a chunk."""
         return Path(self.folder, f"{unit.entry}-{unit.head}-{task}-{chunk}")
 
     def merged_paths(self, unit: FarmUnit) -> list[Path]:
@@ -66,12 +69,16 @@ class FarmPass:
         tasks = tasks_of_chunk(unit.number, self.n_chunks)
         return [self.state_path(unit, task, unit.number) for task in tasks]
 
-    def leave_state(self, unit: FarmUnit, chunk: int, state: Sequence[torch.Tensor]) -> None:
-        """Write the partial state of a chunk; the file is whole or absent, whoever else writes."""
+    def leave_state(
+        self, unit: FarmUnit, chunk: int, state: Sequence[torch.Tensor]
+    ) -> None:
+        """Write the partial state of a chunk; the file is whole or absent, whoever else
+        writes."""
         path = self.state_path(unit, unit.number, chunk)
         temporary = f"{path}.{secrets.token_hex(4)}"
         tensors = {
-            str(number): moved_to(tensor, HOST).contiguous() for number, tensor in enumerate(state)
+            str(number): moved_to(tensor, HOST).contiguous()
+            for number, tensor in enumerate(state)
         }
         save_file(tensors, temporary)
         os.replace(temporary, path)
@@ -79,15 +86,17 @@ class FarmPass:
     def write_results(self, block: CallBlock, results: Sequence[torch.Tensor]) -> None:
         """Write out and lse of a block's rows, or gradients of its rows and keys.
 
-        Results are written to the file, not through a mapping: of a page that two machines have
-        mapped, a network file system may lose what one of them wrote.
+        Results are written to the file, not through a mapping: of a page that two
+        machines have mapped, a network file system may lose what one of them wrote.
 
         Raises:
             OSError: a file is another one by now, or cannot be written.
             RuntimeError: the call is over; nothing is written.
         """
         if not os.path.isdir(self.folder):
-            raise RuntimeError(f"{self.folder} is gone: this call is over and writes no more")
+            raise RuntimeError(
+                f"{self.folder} is gone: this call is over and writes no more"
+            )
         names = GRADIENTS if self.call.backward else ("out", "lse")
         for name, tensor in zip(names, results, strict=True):
             if name in self.results:
@@ -100,14 +109,17 @@ class FarmPass:
         layout = torch.empty_strided(
             target.shape, target.strides, dtype=target.dtype, device="meta"
         )
-        layout_of_block = self.call.whole_call.cut(layout, block, of_keys=name in OF_KEYS)
+        layout_of_block = self.call.whole_call.cut(
+            layout, block, of_keys=name in OF_KEYS
+        )
         with (
             target.opened_file(os.O_WRONLY) as descriptor,
             open(descriptor, "wb", 0, closefd=False) as file,
         ):
             for place, rows in zip(layout_of_block[0], tensor[0], strict=True):
                 file.seek(target.offset + int(place.storage_offset()) * tensor.itemsize)
-                # Strides of a single element may be any, and then bytes cannot be viewed.
+                # Strides of a single element may be any, and then bytes cannot be
+                # viewed.
                 flat = rows.clone(memory_format=torch.contiguous_format).view(-1)
                 remaining = memoryview(flat.view(torch.uint8).numpy())
                 while remaining:
@@ -118,12 +130,14 @@ class FarmPass:
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on a device or in host memory.
 
-    It moves through page-locked memory, which torch keeps, and fills from a mapped file with all
-    its threads.
+    It moves through page-locked memory, which torch keeps, and fills from a mapped file
+    with all its threads.
     """
     if tensor.device == device or tensor.numel() == 0:
         return tensor.to(device)
     if on_host(tensor.device):
         return tensor.pin_memory().to(device, non_blocking=True)
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
+    pinned = torch.empty(
+        tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu"
+    )
     return pinned.copy_(tensor)

@@ -1,4 +1,5 @@
-"""The units of a pass: which of them can run, and which parts of a call are complete."""
+"""The units of a pass: which of them can run, and which parts of a call are
+complete."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class UnitQueue:
     """The units of a pass, from waiting to done.
 
     Args:
-        parts: batch entries and key/value heads to compute, with the number of their part.
+        parts: batch entries and key/value heads to compute, with the number of their
+            part.
         n_chunks: of each head; 1: heads are whole.
 
     Attributes:
@@ -32,12 +34,15 @@ class UnitQueue:
         )
         self.n_units = len(self.waiting) * (2 if is_cut else 1)
         # Units that give results and are not done, by part.
-        self._n_missing = Counter(part for part in parts.values() for _ in range(n_chunks))
+        self._n_missing = Counter(
+            part for part in parts.values() for _ in range(n_chunks)
+        )
         # States that exist, by the unit that merges them.
         self._n_states: Counter[FarmUnit] = Counter()
 
     def finish(self, unit: FarmUnit) -> int | None:
-        """Note that a unit is done; return the part that is complete by that, or None."""
+        """Note that a unit is done; return the part that is complete by that, or
+        None."""
         if unit.kind == "task":
             self._count_states(unit)
             return None
@@ -46,7 +51,8 @@ class UnitQueue:
         return None if self._n_missing[part] else part
 
     def _count_states(self, task: FarmUnit) -> None:
-        """Count the states that a task has left; chunks that have all of theirs are merged next."""
+        """Count the states that a task has left; chunks that have all of theirs are
+        merged next."""
         n_needed = quorum_size(self._n_chunks)
         for chunk in chunks_of_task(task.number, self._n_chunks):
             merge = task._replace(kind="merge", number=chunk)

@@ -1,4 +1,5 @@
-"""The model around attention: long training steps, long prompts, and what else dies there."""
+"""The model around attention: long training steps, long prompts, and what else dies
+there."""
 
 from quorum_attention.recipes.long_context import LongContext, long_context
 from quorum_attention.recipes.long_prompt import long_prompt, undo_long_prompt

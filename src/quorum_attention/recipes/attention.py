@@ -1,7 +1,9 @@
-"""Quorum attention as a change of a model: set by name, tried on a few tokens, undone if it fails.
+"""Quorum attention as a change of a model: set by name, tried on a few tokens, undone
+if it fails.
 
-Some models compute with their attention mask, choose keys beside it, or hand their attention what
-only their own function knows. Such a model keeps the attention that it had.
+Some models compute with their attention mask, choose keys beside it, or hand their
+attention what only their own function knows. Such a model keeps the attention that it
+had.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ from typing import Any, NoReturn
 import torch
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.integrations.transformers_private import attention_name, set_attention_name
+from quorum_attention.integrations.transformers_private import (
+    attention_name,
+    set_attention_name,
+)
 from quorum_attention.recipes.changes import LeftOutError, ModelPiece
 from quorum_attention.recipes.switches import ATTENTION
 from quorum_attention.recipes.trials import evaluating
 
-# Tokens of a trial: more than the largest block that a model of Transformers compresses its keys
-# by. They have few values, because large ones may stand for images.
+# Tokens of a trial: more than the largest block that a model of Transformers compresses
+# its keys by. They have few values, because large ones may stand for images.
 _TRIED_TOKENS = 144
 _TRIED_VALUES = 11
 # Two kernels may differ by this many square roots of the dtype's precision.
@@ -25,7 +30,8 @@ _ROOTS = 4
 
 
 class QuorumAttention(ModelPiece):
-    """Let a model take its attention by ``name``, unless its results on a few tokens change.
+    """Let a model take its attention by ``name``, unless its results on a few tokens
+    change.
 
     Args:
         attention: the name of an attention that Transformers knows.
@@ -44,14 +50,15 @@ class QuorumAttention(ModelPiece):
         """Set the attention, and try the model on a few tokens with it and without it.
 
         Raises:
-            BudgetError: the budget is too small for a few tokens. The model has its own attention
-                then.
+            BudgetError: the budget is too small for a few tokens. The model has its own
+                attention then.
         """
         self._previous = implementations(model)
         model.set_attn_implementation(self.attention)
         kind = type(model).__name__
         if self.why_lost(model) is not None:
-            # Transformers only logs it. Configurations that are of no model may have the name.
+            # Transformers only logs it. Configurations that are of no model may have
+            # the name.
             self._leave_out(model, f"{kind} does not take its attention by name")
         if self._is_over_ranks():
             return f"{self._how}; over a group of ranks it was not tried"
@@ -96,24 +103,31 @@ class QuorumAttention(ModelPiece):
 
 def _part_configs(model: Any) -> list[Any]:
     """The configurations of a model and of the models within it, outer ones first."""
-    return [part.config for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    return [
+        part.config
+        for part in model.modules()
+        if hasattr(part, "set_attn_implementation")
+    ]
 
 
 def implementations(model: Any) -> list[tuple[Any, str | None]]:
-    """The configurations of a model and of its parts, outer ones first, each with the name of its
-    attention."""
+    """The configurations of a model and of its parts, outer ones first, each with the
+    name of its attention."""
     waiting = _part_configs(model)
     names: dict[int, tuple[Any, str | None]] = {}
     while waiting:
         config = waiting.pop(0)
         names.setdefault(id(config), (config, attention_name(config)))
         parts = [getattr(config, key, None) for key in config.sub_configs]
-        waiting += [part for part in parts if part is not None and id(part) not in names]
+        waiting += [
+            part for part in parts if part is not None and id(part) not in names
+        ]
     return list(names.values())
 
 
 def _try_model(model: Any) -> list[torch.Tensor] | Exception:
-    """The loss and the logits (those that there are) of a few tokens, or what was raised."""
+    """The loss and the logits (those that there are) of a few tokens, or what was
+    raised."""
     try:
         table = model.get_input_embeddings().weight
         device = "cpu" if table.device.type == "meta" else table.device

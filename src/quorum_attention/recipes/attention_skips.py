@@ -1,7 +1,7 @@
 """Which part of an attention module comes behind its attention.
 
-If it is an output projection alone, the second run of a tile need not compute queries, keys and
-values again.
+If it is an output projection alone, the second run of a tile need not compute queries,
+keys and values again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class AttentionWatch:
         self._hooks.clear()
 
     def can_be_skipped(self) -> bool:
-        """Whether one child ran behind the attention, and its result may be the module's."""
+        """Whether one child ran behind the attention, and its result may be the
+        module's."""
         return len(self.called) == 1 and self.called[0] != ""
 
 

@@ -1,8 +1,9 @@
 """Changes of a model: made, checked in each step, and undone. The model carries them.
 
-``long_context`` and ``long_prompt`` make changes of several kinds. Each kind is a ``ModelPiece``,
-and the pieces of one call are a ``ChangeSet``, which stands in an attribute of the model. So copies
-of the model have a record of their own, and undo themselves.
+``long_context`` and ``long_prompt`` make changes of several kinds. Each kind is a
+``ModelPiece``, and the pieces of one call are a ``ChangeSet``, which stands in an
+attribute of the model. So copies of the model have a record of their own, and undo
+themselves.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class LeftOutError(Exception):
 
 
 class ModelPiece(ABC):
-    """One kind of change. It keeps what undoing needs, and finds modules in the model that it is
-    given: copies of a model carry copies of its pieces.
+    """One kind of change. It keeps what undoing needs, and finds modules in the model
+    that it is given: copies of a model carry copies of its pieces.
 
     Attributes:
         name: of the change.
@@ -110,8 +111,8 @@ class ChangeSet:
                 continue
             self._warned.add(piece.name)
             warnings.warn(
-                f"{self.owner} changed this {type(model).__name__}, and its {piece.name} does not "
-                f"hold any more: {reason}",
+                f"{self.owner} changed this {type(model).__name__}, and its "
+                f"{piece.name} does not hold any more: {reason}",
                 stacklevel=3,
             )
 
@@ -129,14 +130,16 @@ def base_model(model: Any) -> Any:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "set_attn_implementation"):
-        raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
+        raise TypeError(
+            f"model must be a PreTrainedModel of Transformers, got {type(model)}"
+        )
     return base
 
 
 @contextmanager
 def changing(model: Any, owner: str) -> Iterator[ChangeSet]:
-    """Begin the changes of a call, and undo them if it fails. What an earlier call of the same
-    function changed is undone first."""
+    """Begin the changes of a call, and undo them if it fails. What an earlier call of
+    the same function changed is undone first."""
     undo_changes(model, owner)
     changes = ChangeSet(owner)
     setattr(model, _CARRIED, (*_change_sets(model), changes))
@@ -156,7 +159,8 @@ def changes_by(model: Any, owner: str) -> ChangeSet | None:
 
 
 def undo_changes(model: Any, owner: str) -> None:
-    """Undo what a function changed in a model, and first all that was changed after that.
+    """Undo what a function changed in a model, and first all that was changed after
+    that.
 
     Raises:
         RuntimeError: a library has made other classes of changed modules since.
@@ -182,12 +186,13 @@ def _change_sets(model: Any) -> tuple[ChangeSet, ...]:
 
 
 class _Missing:
-    """The value of an attribute that was not there. The class itself stands for it: pickle and
-    ``copy`` keep it as it is."""
+    """The value of an attribute that was not there. The class itself stands for it:
+    pickle and ``copy`` keep it as it is."""
 
 
 class AttributeRecord:
-    """Attributes of a model's modules that were set within ``recording``, as they were before."""
+    """Attributes of a model's modules that were set within ``recording``, as they were
+    before."""
 
     def __init__(self) -> None:
         # By the module's name.
@@ -204,7 +209,8 @@ class AttributeRecord:
                 self._before[name] = changed
 
     def restore(self, model: torch.nn.Module) -> None:
-        """Set these attributes as they were before. Modules that are gone are left out."""
+        """Set these attributes as they were before. Modules that are gone are left
+        out."""
         modules = dict(model.named_modules())
         for name, attributes in self._before.items():
             if name not in modules:
@@ -214,7 +220,8 @@ class AttributeRecord:
 
 
 def _changed_attributes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return the former values of what is another object now; ``_Missing`` for what is new."""
+    """Return the former values of what is another object now; ``_Missing`` for what is
+    new."""
     return {
         attribute: before.get(attribute, _Missing)
         for attribute, value in now.items()

@@ -1,10 +1,12 @@
-"""Checkpoints of a model's layers that keep attention's results, so it is computed once a step.
+"""Checkpoints of a model's layers that keep attention's results, so it is computed once
+a step.
 
-torch's checkpoints keep a layer's input and compute the layer again in the backward. Here they also
-keep the output and the lse of attention, and its second run returns those. What is kept stays on
-the device while there is room beside the step's own peak; the first layers' goes to page-locked
-host memory, copied beside the computation. What fits nowhere is computed again. How much goes
-where is decided here; tensor by tensor it is done in ``kept_layer.py``.
+torch's checkpoints keep a layer's input and compute the layer again in the backward.
+Here they also keep the output and the lse of attention, and its second run returns
+those. What is kept stays on the device while there is room beside the step's own peak;
+the first layers' goes to page-locked host memory, copied beside the computation. What
+fits nowhere is computed again. How much goes where is decided here; tensor by tensor it
+is done in ``kept_layer.py``.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class _Room:
 class LayerCheckpoints(ModelPiece):
     """Keep each layer's input and attention's results alone.
 
-    Transformers calls it as ``(number, layer, *inputs)`` in place of torch's ``checkpoint``.
+    Transformers calls it as ``(number, layer, *inputs)`` in place of torch's
+    ``checkpoint``.
 
     Args:
         place: "auto", "device" or "host".
@@ -93,8 +96,8 @@ class LayerCheckpoints(ModelPiece):
         self._model: Any = None
         self._shape: ModelShape | None = None
         self._has_layers = False
-        # The last step of each device. Layers of a model may lie on several, and replicas of it
-        # (``DataParallel``) run at the same time.
+        # The last step of each device. Layers of a model may lie on several, and
+        # replicas of it (``DataParallel``) run at the same time.
         self._steps: dict[torch.device, ForwardStep] = {}
         # A layer's results, as measured, over what ``kept_bytes`` says.
         self._result_ratio = 1.0
@@ -125,13 +128,14 @@ class LayerCheckpoints(ModelPiece):
         how = f"torch's, with attention's results, {PLACES[self._place]}"
         if not model.training:
             how += (
-                "; this model is in eval mode, in which nothing is kept: that is right for "
-                "generating; to train it, call model.train()"
+                "; this model is in eval mode, in which nothing is kept: that is "
+                "right for generating; to train it, call model.train()"
             )
         return how
 
     def _set(self, *args: Any, **named: Any) -> None:
-        """Switch checkpoints on or off, in place of the model's method that Transformers calls."""
+        """Switch checkpoints on or off, in place of the model's method that
+        Transformers calls."""
         set_checkpoints_as_before(self._model, *args, **named)
         for number, layer in enumerate(_checkpointed_layers(self._model)):
             set_layer_checkpoint(layer, partial(self, number))
@@ -144,7 +148,11 @@ class LayerCheckpoints(ModelPiece):
         if not layers:
             return "they were switched off"
         others = [layer for layer in layers if not self._computes(layer)]
-        return f"other checkpoints run in {counted(len(others), 'layer')}" if others else None
+        return (
+            f"other checkpoints run in {counted(len(others), 'layer')}"
+            if others
+            else None
+        )
 
     def _computes(self, layer: torch.nn.Module) -> bool:
         return getattr(layer_checkpoint(layer), "func", None) is self
@@ -202,9 +210,11 @@ class LayerCheckpoints(ModelPiece):
             warnings.warn(text, stacklevel=3)
         return None
 
-    def _plan_again(self, step: ForwardStep, kept: KeptLayer, hidden: torch.Tensor) -> None:
-        """Plan the rest of a step by what its layer took: ranks have results in float32, and rows
-        that several blocks have."""
+    def _plan_again(
+        self, step: ForwardStep, kept: KeptLayer, hidden: torch.Tensor
+    ) -> None:
+        """Plan the rest of a step by what its layer took: ranks have results in
+        float32, and rows that several blocks have."""
         self._result_ratio *= kept.result_bytes / step.result_bytes
         planned = self._begin_step(hidden)
         step.offload_bytes = planned.offload_bytes
@@ -224,8 +234,8 @@ class LayerCheckpoints(ModelPiece):
             kept = self._kept_bytes(training, hidden)
             room = self._room(training, kept, device, host)
         device_bytes = room.device
-        # Layers come back from host memory, one used and one on its way, when those on the device
-        # are done with: in their room.
+        # Layers come back from host memory, one used and one on its way, when those on
+        # the device are done with: in their room.
         if room.host and (self._place == "host" or device_bytes < 2 * kept.total):
             device_bytes = 0
         n_layers = len(_checkpointed_layers(self._model))
@@ -240,8 +250,8 @@ class LayerCheckpoints(ModelPiece):
         )
 
     def _training_of(self, hidden: torch.Tensor) -> Training | None:
-        """Return how the model is trained in a step; None if sizes of model or device are not
-        known."""
+        """Return how the model is trained in a step; None if sizes of model or device
+        are not known."""
         if self._shape is None or not is_known(hidden.device):
             return None
         tokens, width = hidden.shape[-2:]
@@ -261,7 +271,9 @@ class LayerCheckpoints(ModelPiece):
         kept = layer_bytes.kept_bytes(self._shape, training)
         return kept._replace(result=ceil(kept.result * self._result_ratio))
 
-    def _room(self, training: Training, kept: KeptBytes, device: torch.device, host: int) -> _Room:
+    def _room(
+        self, training: Training, kept: KeptBytes, device: torch.device, host: int
+    ) -> _Room:
         """Return the room for what layers keep, beside the step's own peak."""
         assert self._shape is not None
         free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
@@ -290,8 +302,8 @@ class LayerCheckpoints(ModelPiece):
 
 
 def _run_with_results(kept: KeptLayer, layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute a layer, once in the forward and again in the backward, whose attention asks ``kept``
-    for its results."""
+    """Compute a layer, once in the forward and again in the backward, whose attention
+    asks ``kept`` for its results."""
     token = result_hook.set(kept.results)
     try:
         return layer(*inputs)
@@ -300,8 +312,8 @@ def _run_with_results(kept: KeptLayer, layer: Callable[..., Any], *inputs: Any) 
 
 
 def _switch_on(model: Any) -> None:
-    """Switch the model's checkpoints on by its public method, which has another name in later
-    versions of Transformers."""
+    """Switch the model's checkpoints on by its public method, which has another name in
+    later versions of Transformers."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
@@ -313,13 +325,14 @@ def _checkpointed_layers(model: Any) -> list[Any]:
     return [
         module
         for module in model.get_decoder().modules()
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+        if isinstance(module, GradientCheckpointingLayer)
+        and module.gradient_checkpointing
     ]
 
 
 def _shape_of(model: Any) -> ModelShape | None:
-    """Return the shape of a model; None where its configuration has sizes by other names, so that
-    everything goes to host memory."""
+    """Return the shape of a model; None where its configuration has sizes by other
+    names, so that everything goes to host memory."""
     n_parameters = sum(weight.numel() for weight in model.parameters())
     try:
         return read_shape(model.config.to_dict(), n_parameters)

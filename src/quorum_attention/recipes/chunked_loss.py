@@ -1,12 +1,13 @@
 """The cross entropy of a decoder, some tokens at a time.
 
-In a call with labels the output layer does not run where the model calls it. Its result is a
-``DeferredLogits``, a tensor whose numbers are not computed yet. Transformers' loss of them, scaled
-or capped at most, is computed in chunks of tokens, and each chunk is a checkpoint. Whatever else
-reads the tensor (an unknown operation in the model, an evaluation) gets all logits.
+In a call with labels the output layer does not run where the model calls it. Its result
+is a ``DeferredLogits``, a tensor whose numbers are not computed yet. Transformers' loss
+of them, scaled or capped at most, is computed in chunks of tokens, and each chunk is a
+checkpoint. Whatever else reads the tensor (an unknown operation in the model, an
+evaluation) gets all logits.
 
-The output layer is looked up in each call, and its whole call is put off. So resized layers,
-adapters and trained tokens compute what they compute elsewhere.
+The output layer is looked up in each call, and its whole call is put off. So resized
+layers, adapters and trained tokens compute what they compute elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from quorum_attention.recipes.changes import (
     ModelPiece,
     warn_of_lost_changes,
 )
-from quorum_attention.recipes.deferred_logits import DeferredLogits, HeadCall, warn_of_whole_logits
+from quorum_attention.recipes.deferred_logits import (
+    DeferredLogits,
+    HeadCall,
+    warn_of_whole_logits,
+)
 from quorum_attention.recipes.patching import (
     has_own_forward,
     is_patched,
@@ -47,7 +52,12 @@ from quorum_attention.recipes.trials import drawn, evaluating
 from quorum_attention.units import counted
 
 _TRIAL_TOKENS = 12
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 class ChunkedLoss(ModelPiece):
@@ -72,15 +82,20 @@ class ChunkedLoss(ModelPiece):
         if reason is not None:
             self.undo(model)
             raise LeftOutError(reason)
-        tokens = loss_tokens(len(model.get_input_embeddings().weight), model.dtype.itemsize)
-        return f"{counted(tokens, 'token')} at a time; logits only if somebody reads them"
+        tokens = loss_tokens(
+            len(model.get_input_embeddings().weight), model.dtype.itemsize
+        )
+        return (
+            f"{counted(tokens, 'token')} at a time; logits only if somebody reads them"
+        )
 
     def why_lost(self, model: Any) -> str | None:
         """Look for another forward. Another loss is warned of when it costs memory."""
         return None if runs(model, _run_model) else "the model got another forward"
 
     def undo(self, model: Any) -> None:
-        """Give the model its forward and its loss back, and output layers their call."""
+        """Give the model its forward and its loss back, and output layers their
+        call."""
         unpatch_all(model, _run_model)
         unpatch_all(model, _call_head)
         self._attributes.restore(model)
@@ -104,11 +119,16 @@ class _LabelledCall:
 
 
 def _reason_against(model: Any) -> str | None:
-    """Return why the loss of this model cannot be computed in chunks, as far as its parts say."""
+    """Return why the loss of this model cannot be computed in chunks, as far as its
+    parts say."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     kind = type(model).__name__
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = (
+        model.get_output_embeddings()
+        if hasattr(model, "get_output_embeddings")
+        else None
+    )
     if not isinstance(head, torch.nn.Module):
         return f"{kind} is not a decoder with one output layer"
     if not has_own_forward(model):
@@ -123,7 +143,8 @@ def _reason_against(model: Any) -> str | None:
 
 
 def _reason_from_trial(model: Any) -> str | None:
-    """Return why the loss needs all logits, tried on a few tokens; None if it does not."""
+    """Return why the loss needs all logits, tried on a few tokens; None if it does
+    not."""
     trial = _LabelledCall()
     substitutes.labelled_call = trial
     try:
@@ -132,7 +153,8 @@ def _reason_from_trial(model: Any) -> str | None:
         with torch.no_grad(), evaluating(model):
             output = model(input_ids=ids, labels=ids)
     except BudgetError:
-        raise  # attention's budget is too small for a few tokens, which is no fault of the loss
+        # Attention's budget is too small for a few tokens: no fault of the loss.
+        raise
     except Exception as error:  # whatever it is, the model keeps its own loss
         return f"it failed on a few tokens: {type(error).__name__}: {error}"
     finally:
@@ -144,7 +166,9 @@ def _reason_from_trial(model: Any) -> str | None:
         return None
     if call.reason:
         return call.reason
-    return f"{type(model).__name__} does more to its logits than take their cross entropy"
+    return (
+        f"{type(model).__name__} does more to its logits than take their cross entropy"
+    )
 
 
 def _run_model(labels_at: int, plain: Any, model: Any, *args: Any, **named: Any) -> Any:
@@ -187,7 +211,8 @@ def _begin_call(model: Any) -> _LabelledCall:
 
 
 def _call_head(plain: Any, head: torch.nn.Module, *args: Any, **named: Any) -> Any:
-    """Call an output layer, or put the call off if the model in this thread asked for that."""
+    """Call an output layer, or put the call off if the model in this thread asked for
+    that."""
     call = substitutes.labelled_call
     if call is None or call.head is not head:
         return plain(head, *args, **named)
@@ -213,7 +238,9 @@ def _put_off(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.T
         return _run(plain, head, states)
     sample = _sample(plain, head, states)
     if sample is None:
-        call.reason = f"the output layer, {type(head).__name__}, does not take tokens one by one"
+        call.reason = (
+            f"the output layer, {type(head).__name__}, does not take tokens one by one"
+        )
         return _run(plain, head, states)
     return DeferredLogits(HeadCall.record(plain, head, states), sample)
 
@@ -223,8 +250,11 @@ def _run(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.Tenso
     return logits
 
 
-def _sample(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.Tensor | None:
-    """Logits of no or few tokens, for their dtype and width; None if tokens depend on each other.
+def _sample(
+    plain: Any, head: torch.nn.Module, states: torch.Tensor
+) -> torch.Tensor | None:
+    """Logits of no or few tokens, for their dtype and width; None if tokens depend on
+    each other.
 
     Layers that are not torch's linear one are tried on two tokens, together and alone.
     """
@@ -235,7 +265,9 @@ def _sample(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.Te
     try:
         with torch.no_grad(), evaluating(head):
             together = _run(plain, head, tokens)
-            apart = torch.cat([_run(plain, head, token) for token in tokens.split(1, 1)], 1)
+            apart = torch.cat(
+                [_run(plain, head, token) for token in tokens.split(1, 1)], 1
+            )
     except Exception:  # whatever it is, the layer is to run as a whole
         return None
     if together.shape[:-1] != (1, 2):
@@ -258,12 +290,20 @@ def chunked_cross_entropy(
     """Transformers' ``ForCausalLMLoss``; of deferred logits, some tokens at a time."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    named = {"labels": labels, "vocab_size": vocab_size, "ignore_index": ignore_index, **extra}
+    named = {
+        "labels": labels,
+        "vocab_size": vocab_size,
+        "ignore_index": ignore_index,
+        **extra,
+    }
     call: _LabelledCall = substitutes.labelled_call or _LabelledCall()
     if not isinstance(logits, DeferredLogits) or logits.is_computed:
         reason = call.reason or "the model computes with its logits before their loss"
         warn_of_whole_logits(logits.nbytes, reason)
-        named |= {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+        named |= {
+            "num_items_in_batch": num_items_in_batch,
+            "shift_labels": shift_labels,
+        }
         loss: torch.Tensor = ForCausalLMLoss(logits, **named)
         return loss
     if shift_labels is None:
@@ -276,7 +316,9 @@ def chunked_cross_entropy(
         num_items_in_batch = (targets != ignore_index).sum()
     named["num_items_in_batch"] = num_items_in_batch
     call.has_chunks = True
-    return _sum_of_chunks(logits, states, targets, vocab_size, partial(ForCausalLMLoss, **named))
+    return _sum_of_chunks(
+        logits, states, targets, vocab_size, partial(ForCausalLMLoss, **named)
+    )
 
 
 def _sum_of_chunks(
@@ -306,8 +348,8 @@ def _sum_of_chunks(
 
 
 def _weights_stay(model: Any) -> bool:
-    """Whether the output layer has its weights after the forward too. Ranks of FSDP and replicas of
-    ``DataParallel`` have them in the forward alone."""
+    """Whether the output layer has its weights after the forward too. Ranks of FSDP and
+    replicas of ``DataParallel`` have them in the forward alone."""
     if any(parent.__name__ == "FSDPModule" for parent in type(model).__mro__):
         return False
     weights = list(model.get_output_embeddings().parameters())
@@ -317,7 +359,8 @@ def _weights_stay(model: Any) -> bool:
 
 
 def _without_deferred(model: Any, output: Any) -> Any:
-    """The output with logits in place of deferred ones, or without logits in training."""
+    """The output with logits in place of deferred ones, or without logits in
+    training."""
     is_kept = isinstance(output, tuple) or not model.training
 
     def replace(logits: DeferredLogits) -> torch.Tensor | None:
@@ -327,14 +370,15 @@ def _without_deferred(model: Any, output: Any) -> Any:
 
 
 def _warn_of_returned_logits(output: Any, has_labels: bool) -> None:
-    """Warn if a call in training returns many logits, of which a loss will be computed."""
+    """Warn if a call in training returns many logits, of which a loss will be
+    computed."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor) or not logits.requires_grad:
         return
     reason = "the model was given another loss"
     if not has_labels:
         reason = (
-            "the model is called without labels, so its caller computes a loss of all logits, "
-            "as label smoothing does"
+            "the model is called without labels, so its caller computes a loss of all "
+            "logits, as label smoothing does"
         )
     warn_of_whole_logits(logits.nbytes, reason)

@@ -1,7 +1,8 @@
-"""Logits that are not computed yet: the output layer's call is put off until somebody reads them.
+"""Logits that are not computed yet: the output layer's call is put off until somebody
+reads them.
 
-The cross entropy of a decoder takes such logits some tokens at a time. Any other operation gets all
-of them.
+The cross entropy of a decoder takes such logits some tokens at a time. Any other
+operation gets all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.utils.stateless import _reparametrize_module  # as torch.func.functional_call
+from torch.nn.utils.stateless import (
+    _reparametrize_module,
+)  # as torch.func.functional_call
 from torch.utils._pytree import tree_map_only
 
 from quorum_attention.kernels.torch_private import uncompiled
@@ -35,11 +38,12 @@ class HeadCall:
         plain: the call of the layer's class.
         head: the layer.
         states: (..., width), its input.
-        weights: its parameters by name. A backward may come when the layer has others: ranks have
-            parts of them there, and ``torch.func.functional_call`` takes its own away.
+        weights: its parameters by name. A backward may come when the layer has others:
+            ranks have parts of them there, and ``torch.func.functional_call`` takes its
+            own away.
         versions: of these, which torch counts up when they are written to.
-        grad, inference, training: whether gradients are recorded, torch is in inference mode, and
-            the layer is in training mode.
+        grad, inference, training: whether gradients are recorded, torch is in inference
+            mode, and the layer is in training mode.
         autocast: arguments of ``torch.autocast``.
     """
 
@@ -54,7 +58,9 @@ class HeadCall:
     autocast: tuple[str, torch.dtype, bool]
 
     @classmethod
-    def record(cls, plain: Any, head: torch.nn.Module, states: torch.Tensor) -> HeadCall:
+    def record(
+        cls, plain: Any, head: torch.nn.Module, states: torch.Tensor
+    ) -> HeadCall:
         """The call as it would be now."""
         weights: dict[str, torch.Tensor] = {}
         versions: dict[str, int] = {}
@@ -74,13 +80,19 @@ class HeadCall:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             training=head.training,
-            autocast=(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)),
+            autocast=(
+                kind,
+                torch.get_autocast_dtype(kind),
+                torch.is_autocast_enabled(kind),
+            ),
         )
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """The logits of some of the states, in the modes of now."""
         present = dict(self.head.named_parameters())
-        swapped = [n for n, weight in self.weights.items() if present.get(n) is not weight]
+        swapped = [
+            n for n, weight in self.weights.items() if present.get(n) is not weight
+        ]
         if not swapped:
             return self.plain(self.head, states)
         with swapping, _reparametrize_module(self.head, self.weights, tie_weights=True):
@@ -93,12 +105,15 @@ class HeadCall:
         Raises:
             RuntimeError: the weights have changed since, or are not there any more.
         """
-        changed = any(self.weights[n]._version != version for n, version in self.versions.items())
+        changed = any(
+            self.weights[n]._version != version for n, version in self.versions.items()
+        )
         if changed or any(map(_is_freed, self.weights.values())):
             raise RuntimeError(
-                "logits of a call with labels are computed when somebody reads them, and the "
-                "weights of the output layer have changed since the call, or are no longer there: "
-                "read the logits earlier, or use long_context(chunked_loss=False)"
+                "logits of a call with labels are computed when somebody reads them, "
+                "and the weights of the output layer have changed since the call, or "
+                "are no longer there: read the logits earlier, or use "
+                "long_context(chunked_loss=False)"
             )
         with (
             torch.inference_mode(self.inference),
@@ -118,8 +133,8 @@ def _is_freed(weight: torch.Tensor) -> bool:
 class DeferredLogits(torch.Tensor):
     """Logits that are computed when somebody reads them: all at once, and once.
 
-    Until then the tensor says that it requires no gradient, so that wrappers of models (FSDP, DDP)
-    do not read it. What is read has the gradients of all logits.
+    Until then the tensor says that it requires no gradient, so that wrappers of models
+    (FSDP, DDP) do not read it. What is read has the gradients of all logits.
 
     Args:
         call: the call of the output layer.
@@ -177,7 +192,8 @@ class DeferredLogits(torch.Tensor):
         return self._computed
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
-        """These logits after an operation of each logit by itself; themselves if it is none."""
+        """These logits after an operation of each logit by itself; themselves if it is
+        none."""
         before = torch.empty((1, self.shape[-1]), dtype=self.dtype, device="meta")
         after = step(before)
         if after is before:
@@ -185,7 +201,8 @@ class DeferredLogits(torch.Tensor):
         return DeferredLogits(self._call, after, (*self._steps, step), self.device)
 
     def moved(self, *targets: torch.dtype | torch.device | str | int) -> DeferredLogits:
-        """These logits in another dtype, on another device; themselves if they are there."""
+        """These logits in another dtype, on another device; themselves if they are
+        there."""
         logits = self
         for target in targets:
             if isinstance(target, bool):  # whether the host waits
@@ -203,18 +220,23 @@ class DeferredLogits(torch.Tensor):
 
     @classmethod
     @uncompiled
-    def __torch_function__(cls, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, _: Any, args: Any = (), named: Any = None
+    ) -> Any:
         named = named or {}
         logits = args[0] if args else None
         if isinstance(logits, DeferredLogits) and not logits.is_computed:
             result = logits._without_numbers(function, args[1:], named)
             if result is not NotImplemented:
                 return result
-        args, named = tree_map_only(DeferredLogits, DeferredLogits.computed, (args, named))
+        args, named = tree_map_only(
+            DeferredLogits, DeferredLogits.computed, (args, named)
+        )
         return function(*args, **named)
 
     def _without_numbers(self, function: Any, operands: Any, named: Any) -> Any:
-        """The result of a function of these logits, or NotImplemented if it needs their numbers."""
+        """The result of a function of these logits, or NotImplemented if it needs their
+        numbers."""
         if function in _DESCRIPTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(self, *operands, **named)
@@ -230,17 +252,20 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, _: Any, args: Any = (), named: Any = None
     ) -> Any:
-        # Reached by calls that do not ask Python first, such as those within an autograd function.
+        # Reached by calls that do not ask Python first, such as those within an
+        # autograd function.
         args, named = tree_map_only(
-            DeferredLogits, lambda logits: logits.computed().detach(), (args, named or {})
+            DeferredLogits,
+            lambda logits: logits.computed().detach(),
+            (args, named or {}),
         )
         return function(*args, **named)
 
 
 # Questions about a tensor that need no numbers.
 _PROPERTIES = (
-    "device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested is_quantized is_sparse "
-    "is_xpu itemsize layout nbytes ndim requires_grad shape"
+    "device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested "
+    "is_quantized is_sparse is_xpu itemsize layout nbytes ndim requires_grad shape"
 )
 _DESCRIPTIONS = {
     torch.is_complex,
@@ -273,10 +298,13 @@ _BY_LOGIT = {
 
 
 def _is_plain_move(*targets: Any, **named: Any) -> bool:
-    """Whether arguments of ``Tensor.to`` are a dtype, a device, and whether the host waits."""
+    """Whether arguments of ``Tensor.to`` are a dtype, a device, and whether the host
+    waits."""
     kinds = (torch.dtype, torch.device, str, int)
     is_known = set(named) <= {"device", "dtype", "non_blocking"}
-    return is_known and all(isinstance(value, kinds) for value in (*targets, *named.values()))
+    return is_known and all(
+        isinstance(value, kinds) for value in (*targets, *named.values())
+    )
 
 
 def _is_by_logit(function: Any, *operands: Any) -> bool:
@@ -287,12 +315,13 @@ def _is_by_logit(function: Any, *operands: Any) -> bool:
 
 
 def warn_of_whole_logits(n_bytes: int, reason: str) -> None:
-    """Warn once of logits of more than a gibibyte that are there at once, and say why."""
+    """Warn once of logits of more than a gibibyte that are there at once, and say
+    why."""
     if n_bytes <= _WARNED_BYTES or reason in _warned:
         return
     _warned.add(reason)
     warnings.warn(
-        f"long_context computes losses in chunks, and yet {format_bytes(n_bytes)} of logits are "
-        f"computed at once: {reason}",
+        f"long_context computes losses in chunks, and yet {format_bytes(n_bytes)} of "
+        f"logits are computed at once: {reason}",
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
 """RMS norms that run as torch's own kernel.
 
-The kernel keeps a norm's input alone, where Transformers' norms keep it in float32 as well and take
-some eight passes over it.
+The kernel keeps a norm's input alone, where Transformers' norms keep it in float32 as
+well and take some eight passes over it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ import torch
 from torch.nn.functional import rms_norm
 
 from quorum_attention.recipes.changes import LeftOutError, ModelPiece
-from quorum_attention.recipes.patching import count_running, has_own_forward, patch, unpatch_all
+from quorum_attention.recipes.patching import (
+    count_running,
+    has_own_forward,
+    patch,
+    unpatch_all,
+)
 from quorum_attention.recipes.switches import NORMS
 from quorum_attention.recipes.trials import drawn, result_like
 from quorum_attention.units import counted
 
-# A norm is tried on rows of these sizes, beside which epsilon is small, alike and large.
+# A norm is tried on rows of these sizes, beside which epsilon is small, alike and
+# large.
 _TRIED_SIZES = (1e2, 1.0, 1e-2)
 
 
@@ -32,15 +38,22 @@ class FusedNorms(ModelPiece):
         self._n_changed = 0
 
     def make(self, model: torch.nn.Module) -> str:
-        """Change all norms that are RMS norms with one weight, and no more than that."""
+        """Change all norms that are RMS norms with one weight, and no more than
+        that."""
         norms = [module for module in model.modules() if _epsilon(module) is not None]
         first_of_kind: dict[type, torch.nn.Module] = {}
         for module in norms:
             first_of_kind.setdefault(type(module), module)
-        suited = {kind for kind, module in first_of_kind.items() if _computes_the_same(module)}
-        changed = [norm for norm in norms if type(norm) in suited and has_own_forward(norm)]
+        suited = {
+            kind for kind, module in first_of_kind.items() if _computes_the_same(module)
+        }
+        changed = [
+            norm for norm in norms if type(norm) in suited and has_own_forward(norm)
+        ]
         if not changed:
-            raise LeftOutError("torch has no kernel for the norms of this model on its device")
+            raise LeftOutError(
+                "torch has no kernel for the norms of this model on its device"
+            )
         for module in changed:
             patch(module, "forward", _run_fused, _epsilon(module))
         self._n_changed = len(changed)
@@ -49,7 +62,9 @@ class FusedNorms(ModelPiece):
     def why_lost(self, model: torch.nn.Module) -> str | None:
         """Look for norms that run another forward."""
         n_others = self._n_changed - count_running(model, _run_fused)
-        return f"{counted(n_others, 'norm')} got another forward" if n_others > 0 else None
+        return (
+            f"{counted(n_others, 'norm')} got another forward" if n_others > 0 else None
+        )
 
     def undo(self, model: torch.nn.Module) -> None:
         """Give all norms their forward back."""
@@ -66,12 +81,17 @@ def _epsilon(module: torch.nn.Module) -> float | None:
 
 
 def _computes_the_same(module: torch.nn.Module) -> bool:
-    """Whether a norm and torch's differ by a few roundings at most, tried on a few rows.
+    """Whether a norm and torch's differ by a few roundings at most, tried on a few
+    rows.
 
     Some norms multiply by 1 + weight, gate, or take other inputs.
     """
     weight = module.weight
-    if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or not _is_fused(weight):
+    if (
+        type(weight) is not torch.nn.Parameter
+        or weight.dim() != 1
+        or not _is_fused(weight)
+    ):
         return False
     epsilon = _epsilon(module) or 1.0
     sizes = torch.tensor(_TRIED_SIZES, device="cpu", dtype=torch.float64)[:, None]
@@ -87,14 +107,19 @@ def _computes_the_same(module: torch.nn.Module) -> bool:
 
 
 def _is_fused(weight: torch.Tensor) -> bool:
-    """Whether torch has one kernel for it where the weight lies; elsewhere it takes many."""
+    """Whether torch has one kernel for it where the weight lies; elsewhere it takes
+    many."""
     with torch.enable_grad():
         x = weight.detach().clone().requires_grad_()
         return "Fused" in type(rms_norm(x, x.shape, weight, 1.0).grad_fn).__name__
 
 
 def _run_fused(
-    epsilon: float | None, plain: Callable[..., Any], module: Any, *args: Any, **named: Any
+    epsilon: float | None,
+    plain: Callable[..., Any],
+    module: Any,
+    *args: Any,
+    **named: Any,
 ) -> Any:
     """The forward of a changed norm."""
     weight = module.weight

@@ -1,7 +1,8 @@
-"""Weights of decoder layers in page-locked host memory; each layer's are copied ahead of its use.
+"""Weights of decoder layers in page-locked host memory; each layer's are copied ahead
+of its use.
 
-The device holds the weights of two layers: while one computes, the next one's arrive. After the
-last layer comes the first one again, for the next token.
+The device holds the weights of two layers: while one computes, the next one's arrive.
+After the last layer comes the first one again, for the next token.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class _LayerWeights:
         """Move the weights of a layer to host memory, for copies to ``device``."""
         weights = list(layer.parameters())
         is_locked = device.type == "cuda"
-        memory = torch.empty(_bytes_of(weights), dtype=torch.uint8, pin_memory=is_locked)
+        memory = torch.empty(
+            _bytes_of(weights), dtype=torch.uint8, pin_memory=is_locked
+        )
         views = views_in(memory, weights)
         moved = cls(weights, memory, views, [weight.device for weight in weights])
         for weight, view in zip(weights, views, strict=True):
@@ -60,7 +63,9 @@ class _LayerWeights:
 
     def restore(self) -> None:
         """Give the layer its weights where they were at first."""
-        for weight, view, device in zip(self.weights, self.views, self.originals, strict=True):
+        for weight, view, device in zip(
+            self.weights, self.views, self.originals, strict=True
+        ):
             weight.data = view.to(device, copy=True)
 
 
@@ -68,8 +73,11 @@ def _bytes_of(weights: Sequence[torch.Tensor]) -> int:
     return sum(round_up(weight.nbytes, _ALIGNMENT) for weight in weights)
 
 
-def views_in(memory: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors like ``weights``, one behind the other in ``memory`` (n_bytes,) uint8."""
+def views_in(
+    memory: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return tensors like ``weights``, one behind the other in ``memory`` (n_bytes,)
+    uint8."""
     views = []
     start = 0
     for weight in weights:
@@ -101,7 +109,8 @@ class HostWeights:
             torch.empty(largest, dtype=torch.uint8, device=device),
         ]
         self._stream = SideStream(device)
-        # The layer whose weights are in each slot, or on their way there, with the copy's event.
+        # The layer whose weights are in each slot, or on their way there, with the
+        # copy's event.
         self._contents: list[tuple[int, Any] | None] = [None, None]
         self._active: int | None = None
         self.nbytes = sum(sizes)
@@ -109,7 +118,8 @@ class HostWeights:
 
     @contextmanager
     def on_device(self, number: int) -> Iterator[None]:
-        """Let a layer compute with its weights on the device. The next layer's are fetched."""
+        """Let a layer compute with its weights on the device. The next layer's are
+        fetched."""
         if self._active == number:
             yield
             return
@@ -129,7 +139,8 @@ class HostWeights:
             layer.place(layer.views)
 
     def _fetch(self, number: int, busy: int | None) -> int:
-        """Begin to copy a layer's weights, unless they are there, and return their slot.
+        """Begin to copy a layer's weights, unless they are there, and return their
+        slot.
 
         Args:
             number: of the layer.
@@ -154,7 +165,8 @@ class HostWeights:
 
 @contextmanager
 def weights_on_device(weights: HostWeights | None, number: int) -> Iterator[None]:
-    """``weights.on_device(number)``; nothing where each layer has its weights (None)."""
+    """``weights.on_device(number)``; nothing where each layer has its weights
+    (None)."""
     if weights is None:
         yield
         return
@@ -170,7 +182,10 @@ def why_not(layers: Sequence[torch.nn.Module]) -> str | None:
                 return "Accelerate's hooks offload them already"
         for weight in layer.parameters():
             if type(weight) is not torch.nn.Parameter or weight.is_meta:
-                return f"a weight is a {type(weight).__name__} that cannot be moved byte by byte"
+                return (
+                    f"a weight is a {type(weight).__name__} that cannot be moved byte "
+                    "by byte"
+                )
     shared = [id(weight) for layer in layers for weight in layer.parameters()]
     if len(set(shared)) < len(shared):
         return "layers share weights"
@@ -187,7 +202,10 @@ class MovedTensors:
     """
 
     def __init__(
-        self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], device: torch.device
+        self,
+        model: torch.nn.Module,
+        layers: Sequence[torch.nn.Module],
+        device: torch.device,
     ) -> None:
         in_layers = {id(tensor) for layer in layers for tensor in _tensors_of(layer)}
         self._origins: list[tuple[torch.Tensor, torch.device]] = []

@@ -75,8 +75,8 @@ class KeptLayer:
         return step.store if tensor.device == step.device else None
 
     def unpack(self, kept: KeptTensor) -> torch.Tensor:
-        """Return a kept tensor: the layer's backward begins. The tensors that are needed next set
-        out: attention's results, and what the previous layer keeps."""
+        """Return a kept tensor: the layer's backward begins. The tensors that are
+        needed next set out: attention's results, and what the previous layer keeps."""
         self._n_replayed = 0
         tensor = kept.get()
         previous = self._previous()
@@ -86,12 +86,14 @@ class KeptLayer:
         return tensor
 
     def results(self, compute: Callable[[], Results]) -> Results:
-        """Return the results of a call of attention, which are kept in the first run and given back
-        in the second."""
+        """Return the results of a call of attention, which are kept in the first run
+        and given back in the second."""
         if self._step is None:
             return self._replay(compute)
         results = compute()
-        if not self.result_bytes:  # the first call: a rank makes several for one attention
+        if (
+            not self.result_bytes
+        ):  # the first call: a rank makes several for one attention
             self._is_recomputed = self._step.n_recomputed > 0
             self._step.n_recomputed -= 1
         self.result_bytes += sum(tensor.nbytes for tensor in results)
@@ -111,7 +113,8 @@ class KeptLayer:
         return out, lse
 
     def finish_copies(self) -> None:
-        """End the layer's first run: what is kept is what the second run has to read."""
+        """End the layer's first run: what is kept is what the second run has to
+        read."""
         self._step = None
         for tensor in self._tensors:
             tensor.finish_copy()

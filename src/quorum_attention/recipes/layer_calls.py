@@ -1,9 +1,9 @@
 """Decoder layers of a model whose calls can be recorded and answered by somebody else.
 
-The forward of each layer asks first whether this thread replaces layers for now. While a prompt
-runs layer by layer, the model's own code around its layers (embedding, positions, masks, last norm,
-output layer) runs tile by tile; the layers' arguments are recorded, and stored results are returned
-in their place.
+The forward of each layer asks first whether this thread replaces layers for now. While
+a prompt runs layer by layer, the model's own code around its layers (embedding,
+positions, masks, last norm, output layer) runs tile by tile; the layers' arguments are
+recorded, and stored results are returned in their place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _HIDDEN = "hidden_states"
 
 
 class _Replacement(threading.local):
-    """The function that this thread runs in place of layers, with a layer's number and call."""
+    """The function that this thread runs in place of layers, with a layer's number and
+    call."""
 
     function: Callable[[int, LayerCall], Any] | None = None
 
@@ -61,7 +62,9 @@ class LayerCall:
         """The call of other hidden states."""
         return replace(self, hidden=hidden)
 
-    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LayerCall:
+    def map_tensors(
+        self, function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> LayerCall:
         """The call with ``function`` of all tensors, and without hidden states."""
         args, named = tree_map_only(torch.Tensor, function, (self.args, self.named))
         nothing = self.hidden[:0]
@@ -75,14 +78,19 @@ class LayerCall:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the layers of a model's decoder in their order; none if it has no known ones."""
+    """Return the layers of a model's decoder in their order; none if it has no known
+    ones."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     modules = model.get_decoder().modules()
-    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    return [
+        module for module in modules if isinstance(module, GradientCheckpointingLayer)
+    ]
 
 
-def make_replaceable(layers: list[torch.nn.Module], weights: HostWeights | None) -> None:
+def make_replaceable(
+    layers: list[torch.nn.Module], weights: HostWeights | None
+) -> None:
     """Change layers so that ``layers_replaced_by`` reaches them.
 
     Args:
@@ -131,7 +139,8 @@ _ATTENTION_ROWS = _AttentionRows()
 
 
 def make_skippable(module: torch.nn.Module, output_name: str) -> None:
-    """Let ``attention_skipped`` skip all of an attention module but its output projection.
+    """Let ``attention_skipped`` skip all of an attention module but its output
+    projection.
 
     Args:
         module: of one layer.
@@ -153,7 +162,8 @@ def _run_attention_module(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """The forward of a changed attention module: it returns its output, and no weights."""
+    """The forward of a changed attention module: it returns its output, and no
+    weights."""
     rows = _ATTENTION_ROWS.rows
     if rows is None:
         return plain(module, *args, **named)
@@ -165,8 +175,8 @@ def _run_attention_module(
 
 @contextmanager
 def attention_skipped(rows: torch.Tensor) -> Iterator[None]:
-    """Let skippable attention modules return the output projection of ``rows``, (batch, heads,
-    tokens, value_dim)."""
+    """Let skippable attention modules return the output projection of ``rows``, (batch,
+    heads, tokens, value_dim)."""
     _ATTENTION_ROWS.rows = rows
     try:
         yield
@@ -175,8 +185,11 @@ def attention_skipped(rows: torch.Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def layers_replaced_by(function: Callable[[int, LayerCall], Any] | None) -> Iterator[None]:
-    """Run ``function(number, call)`` in place of each decoder layer of this thread's forwards."""
+def layers_replaced_by(
+    function: Callable[[int, LayerCall], Any] | None,
+) -> Iterator[None]:
+    """Run ``function(number, call)`` in place of each decoder layer of this thread's
+    forwards."""
     outside = _REPLACEMENT.function
     _REPLACEMENT.function = function
     try:

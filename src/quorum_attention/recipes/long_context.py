@@ -16,7 +16,9 @@ One layer of a training step, with all changes made::
        |
     MLP, tile by tile; each tile is a checkpoint   ...  tiled_mlp
        v
-    output                          after the last layer: loss, chunk by chunk  ...  chunked_loss
+    output
+       |
+    loss, chunk by chunk, after the last layer     ...  chunked_loss
 
     backward of layer n
     -------------------
@@ -26,14 +28,14 @@ One layer of a training step, with all changes made::
        |
     gradients of MLP (tile by tile), norms and attention
 
-A layer that does not fit is computed in tiles, in the forward and in the backward (``tiled_layer``,
-tried by ``tiled_layer_trial``): up to attention tile by tile, attention of all tokens with q, k, v
-in host memory, then the rest tile by tile.
+A layer that does not fit is computed in tiles, in the forward and in the backward
+(``tiled_layer``, tried by ``tiled_layer_trial``): up to attention tile by tile,
+attention of all tokens with q, k, v in host memory, then the rest tile by tile.
 
-A change replaces methods of a module's class (``patching``) and is a ``ModelPiece`` that the model
-carries (``changes``). What a forward runs in place of a part of the model stands in one object of
-its thread (``integrations.substitutes``); a checkpoint reaches attention by
-``autograd.result_hook``.
+A change replaces methods of a module's class (``patching``) and is a ``ModelPiece``
+that the model carries (``changes``). What a forward runs in place of a part of the
+model stands in one object of its thread (``integrations.substitutes``); a checkpoint
+reaches attention by ``autograd.result_hook``.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ _OWNER = "long_context"
 
 @dataclass(frozen=True)
 class LongContext:
-    """A changed model: printed, it says what was changed. As a context it is undone at the end.
+    """A changed model: printed, it says what was changed. As a context it is undone at
+    the end.
 
     Attributes:
         model: the model.
@@ -86,11 +89,13 @@ class LongContext:
         return tuple(change.name for change in self.changes if not change.done)
 
     def undo(self) -> None:
-        """Undo all changes, and first those that were made since (``long_prompt``). The model is as
-        it was before ``long_context``; one that was undone already stays as it is.
+        """Undo all changes, and first those that were made since (``long_prompt``). The
+        model is as it was before ``long_context``; one that was undone already stays as
+        it is.
 
         Raises:
-            RuntimeError: a library (such as FSDP) has made other classes of changed modules since.
+            RuntimeError: a library (such as FSDP) has made other classes of changed
+                modules since.
         """
         undo_changes(self.model, _OWNER)
 
@@ -115,36 +120,39 @@ def long_context(
     chunked_loss: bool = True,
     fused_norms: bool = True,
 ) -> LongContext:
-    """Change a decoder of Transformers in place so that long texts fit; its results stay the same.
+    """Change a decoder of Transformers in place so that long texts fit; its results
+    stay the same.
 
-    A change that does not suit the model is left out, and the summary says why. A call undoes what
-    an earlier one changed.
+    A change that does not suit the model is left out, and the summary says why. A call
+    undoes what an earlier one changed.
 
     Args:
-        model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around one, with its
-            weights loaded.
+        model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around
+            one, with its weights loaded.
         attention: set ``attn_implementation="quorum"``, with the options of an earlier
             ``register``, if there was one.
         budget: of each attention call, for this model alone; see
-            ``quorum_attention.integrations.transformers.register``. The model's implementation then
-            gets its own name (``quorum_2147483648``).
-        checkpoints: keep only the layers' inputs and attention's results. "auto" keeps them on the
-            device while there is room, and then in page-locked host memory; "host" and "device"
-            name one place; None switches this off. Results without room are computed again.
+            ``quorum_attention.integrations.transformers.register``. The model's
+            implementation then gets its own name (``quorum_2147483648``).
+        checkpoints: keep only the layers' inputs and attention's results. "auto" keeps
+            them on the device while there is room, and then in page-locked host memory;
+            "host" and "device" name one place; None switches this off. Results without
+            room are computed again.
         mlp_tile: tokens of an MLP at a time; None leaves MLPs as they are.
-        chunked_loss: a call with labels computes its loss for some tokens at a time, and logits
-            only if somebody reads them.
-        fused_norms: compute RMS norms by torch's kernel, if it has one for the model's device.
+        chunked_loss: a call with labels computes its loss for some tokens at a time,
+            and logits only if somebody reads them.
+        fused_norms: compute RMS norms by torch's kernel, if it has one for the model's
+            device.
 
     Returns:
-        What was changed and what was left out, with reasons: print it. Its ``undo()`` gives the
-        model back as it was; so does the end of a ``with`` block.
+        What was changed and what was left out, with reasons: print it. Its ``undo()``
+        gives the model back as it was; so does the end of a ``with`` block.
 
     Raises:
         ImportError: Transformers is not installed, or its version is not supported.
         TypeError, ValueError: an argument is wrong.
-        RuntimeError: an earlier call cannot be undone, because a library (such as FSDP) has made
-            other classes of changed modules since.
+        RuntimeError: an earlier call cannot be undone, because a library (such as FSDP)
+            has made other classes of changed modules since.
     """
     from quorum_attention.integrations.transformers import name_for
 
@@ -152,11 +160,15 @@ def long_context(
         whole_number(mlp_tile, "mlp_tile", 1)
     one_of(checkpoints, "checkpoints", (*PLACES, None))
     base = base_model(model)
-    name, budget = name_for(budget)  # with what ``register`` was given, if nothing is given here
+    name, budget = name_for(
+        budget
+    )  # with what ``register`` was given, if nothing is given here
     how = f"budget {budget or 'of the free memory'}"
     with changing(base, _OWNER) as changes:
         made = [
-            changes.make(base, QuorumAttention(name, how)) if attention else _off(ATTENTION),
+            changes.make(base, QuorumAttention(name, how))
+            if attention
+            else _off(ATTENTION),
             changes.make(base, ChunkedLoss()) if chunked_loss else _off(LOSS),
             changes.make(base, TiledMLPs(mlp_tile)) if mlp_tile else _off(MLP),
             changes.make(base, FusedNorms()) if fused_norms else _off(NORMS),
@@ -174,7 +186,8 @@ def _off(name: str) -> Change:
 
 
 def _training_of(model: Any, budget: int | str | None, changes: ChangeSet) -> Training:
-    """Return how a model is trained, as far as it says: checkpoints plan steps by it."""
+    """Return how a model is trained, as far as it says: checkpoints plan steps by
+    it."""
     has_frozen_weights = not all(weight.requires_grad for weight in model.parameters())
     return Training(
         tokens=1,

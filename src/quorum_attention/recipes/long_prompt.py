@@ -48,28 +48,33 @@ def long_prompt(
     tile: int | None = None,
     progress: Any = None,
 ) -> Any:
-    """Change a decoder of Transformers in place so that prompts of any length run through it, and
-    return a cache for one of them. Results stay the model's own.
+    """Change a decoder of Transformers in place so that prompts of any length run
+    through it, and return a cache for one of them. Results stay the model's own.
 
-    ``model.generate(ids, past_key_values=cache, max_new_tokens=...)`` then computes the prompt one
-    layer at a time: its hidden states, queries and outputs lie in host memory if the device has no
-    room, and keys and values go into the cache. A model whose layers cannot run so gets its prompts
-    in chunks, and a warning says why. Calls with gradients run as before.
+    ``model.generate(ids, past_key_values=cache, max_new_tokens=...)`` then computes the
+    prompt one layer at a time: its hidden states, queries and outputs lie in host
+    memory if the device has no room, and keys and values go into the cache. A model
+    whose layers cannot run so gets its prompts in chunks, and a warning says why. Calls
+    with gradients run as before.
 
     Args:
-        model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around one, with its
-            weights loaded.
-        device_memory: bytes of the device that the model may take in all: weights, cache and
-            working memory, as a number or text such as "16GiB"; None: what is free, less a margin.
-        host_memory: bytes of page-locked host memory that the cache may take; None: what is free,
-            less a margin.
-        folder: a folder for mapped files that hold what neither has room for; None: no files.
-        weights: "device" leaves weights where they are; "host" keeps those of layers in page-locked
-            host memory, and copies each layer's to the device ahead of its use.
+        model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around
+            one, with its weights loaded.
+        device_memory: bytes of the device that the model may take in all: weights,
+            cache and working memory, as a number or text such as "16GiB"; None: what is
+            free, less a margin.
+        host_memory: bytes of page-locked host memory that the cache may take; None:
+            what is free, less a margin.
+        folder: a folder for mapped files that hold what neither has room for; None: no
+            files.
+        weights: "device" leaves weights where they are; "host" keeps those of layers in
+            page-locked host memory, and copies each layer's to the device ahead of its
+            use.
         cache: a folder that a cache was saved to, or a cache; None: a new cache.
-        tile: tokens that are computed at once beside attention; None: as many as fit well.
-        progress: False shows no progress; a callable gets (layers done, layers, label); None: a bar
-            (lines in files) for prompts that take longer than a moment.
+        tile: tokens that are computed at once beside attention; None: as many as fit
+            well.
+        progress: False shows no progress; a callable gets (layers done, layers, label);
+            None: a bar (lines in files) for prompts that take longer than a moment.
 
     Returns:
         A cache of Transformers. Print it to see which part lies where.
@@ -82,7 +87,9 @@ def long_prompt(
     one_of(weights, "weights", WEIGHTS)
     if tile is not None:
         whole_number(tile, "tile", 1)
-    limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")
+    limit = (
+        None if device_memory is None else parse_bytes(device_memory, "device_memory")
+    )
     base = base_model(model)
     changes = changes_by(base, OWNER)
     if changes is None or _keeps_weights(changes) != weights:
@@ -103,8 +110,8 @@ def long_prompt(
 
 @helps_with_names
 def undo_long_prompt(model: Any) -> None:
-    """Undo ``long_prompt``: the model has its own forward and attention again, and its weights
-    where they were. A model that was not changed stays as it is."""
+    """Undo ``long_prompt``: the model has its own forward and attention again, and its
+    weights where they were. A model that was not changed stays as it is."""
     undo_changes(base_model(model), OWNER)
 
 
@@ -135,15 +142,16 @@ def _change(model: Any, weights: str) -> ChangeSet:
         reason = _choose_way(model, changes, forward)
     if reason is not None:
         warnings.warn(
-            f"{type(model).__name__} gets its prompts in chunks, not one layer at a time: {reason}",
+            f"{type(model).__name__} gets its prompts in chunks, not one layer at a "
+            f"time: {reason}",
             stacklevel=4,
         )
     return changes
 
 
 def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str | None:
-    """Let a model's prompts run by layers if that is right, and return None. They run by chunks
-    otherwise, for the reason that is returned."""
+    """Let a model's prompts run by layers if that is right, and return None. They run
+    by chunks otherwise, for the reason that is returned."""
     from quorum_attention.integrations.transformers import name_for
     from quorum_attention.recipes.prefill_trial import PromptTrial
 
@@ -167,7 +175,8 @@ def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str |
 
 
 def _token_bytes(model: Any) -> TokenBytes:
-    """Bytes of a token of a model, from its configuration, or a guess where that says no sizes."""
+    """Bytes of a token of a model, from its configuration, or a guess where that says
+    no sizes."""
     try:
         parameters = sum(weight.numel() for weight in model.parameters())
         shape = read_shape(model.config.to_dict(), parameters)
@@ -177,8 +186,8 @@ def _token_bytes(model: Any) -> TokenBytes:
 
 
 def _guessed_shape(model: Any) -> ModelShape:
-    """A shape with the width of the embeddings: MLPs are four times as wide, heads are not
-    grouped."""
+    """A shape with the width of the embeddings: MLPs are four times as wide, heads are
+    not grouped."""
     vocabulary, width = model.get_input_embeddings().weight.shape
     n_layers = max(1, len(decoder_layers(model)))
     return ModelShape(
@@ -214,7 +223,9 @@ def _free_beside_weights(model: Any, forward: PromptForward, limit: int | None) 
     free: int = backend_of(device).free_bytes(device)
     if limit is None:
         return int(free * (1 - MARGIN))
-    n_bytes: int = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
+    n_bytes: int = sum(
+        weight.nbytes for weight in model.parameters() if weight.device == device
+    )
     if forward.weights is not None:
         n_bytes += forward.weights.device_bytes
     if on_host(device):
@@ -222,8 +233,9 @@ def _free_beside_weights(model: Any, forward: PromptForward, limit: int | None) 
     usable = int(limit * (1 - MARGIN))
     if usable <= n_bytes:
         raise ValueError(
-            f"device_memory must be more than the {format_bytes(n_bytes)} of weights that lie on "
-            f'{device}, got {format_bytes(limit)}: weights="host" leaves two layers there'
+            f"device_memory must be more than the {format_bytes(n_bytes)} of weights "
+            f"that lie on {device}, got {format_bytes(limit)}: "
+            'weights="host" leaves two layers there'
         )
     return min(free, usable - n_bytes)
 
@@ -266,8 +278,8 @@ def _load(cache: Any, folder: str | os.PathLike[str]) -> None:
     """
     if not hasattr(cache, "load"):
         raise NotImplementedError(
-            f"cache={os.fspath(folder)!r}: the cache of this model lies in no segments, and is not "
-            "saved"
+            f"cache={os.fspath(folder)!r}: the cache of this model lies in no "
+            "segments, and is not saved"
         )
     cache.load(folder)
 
@@ -282,7 +294,9 @@ def _weights_words(model: Any, forward: PromptForward) -> str:
     text = "weights: " + ", ".join(words)
     if forward.weights is not None:
         buffers = format_bytes(forward.weights.device_bytes)
-        text += f"; two layers at a time are copied to {forward.runner.device} ({buffers})"
+        text += (
+            f"; two layers at a time are copied to {forward.runner.device} ({buffers})"
+        )
     return text
 
 
@@ -298,4 +312,7 @@ def _room_words(runner: Any, free: int) -> str:
     """Say what the device holds beside weights, for people."""
     cache_bytes = format_bytes(free - runner.working)
     working = format_bytes(runner.working)
-    return f"on {runner.device}: up to {cache_bytes} of cache, {working} to compute layers with"
+    return (
+        f"on {runner.device}: up to {cache_bytes} of cache, {working} to compute "
+        "layers with"
+    )

@@ -1,8 +1,9 @@
 """The sizes of a decoder, read from its configuration.
 
-Parameters are counted on a model without memory (torch's meta device) where Transformers is
-installed and knows the model. Elsewhere a formula counts them, which knows decoders with grouped
-heads or latent attention, experts, shared experts and dense layers before experts.
+Parameters are counted on a model without memory (torch's meta device) where
+Transformers is installed and knows the model. Elsewhere a formula counts them, which
+knows decoders with grouped heads or latent attention, experts, shared experts and dense
+layers before experts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ import torch
 
 from quorum_attention.argument_checks import shown
 
-# Kinds of models whose queries and keys have norms; whose output projection is the embedding.
+# Kinds of models whose queries and keys have norms; whose output projection is the
+# embedding.
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
 _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
 # What configurations call the same size; the first that is there counts.
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+)
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
@@ -33,13 +40,13 @@ class ModelShape:
 
     Attributes:
         kind: ``model_type`` of its configuration.
-        layers, hidden, heads, kv_heads, head_dim, vocabulary: counts and widths. Latent attention
-            counts as attention of expanded heads, as its layers compute it.
+        layers, hidden, heads, kv_heads, head_dim, vocabulary: counts and widths. Latent
+            attention counts as attention of expanded heads, as its layers compute it.
         intermediate: width of an MLP, or of one expert.
         experts, experts_per_token: 0 and 1 if the MLP has no experts.
         parameters: how many, all together.
-        mlp_width: the widest MLP that a token goes through: a dense one, or its experts with those
-            that all tokens share.
+        mlp_width: the widest MLP that a token goes through: a dense one, or its experts
+            with those that all tokens share.
     """
 
     kind: str
@@ -66,12 +73,14 @@ class ModelShape:
         return not self.kind.startswith("gemma")
 
 
-def read_shape(config: Mapping[str, Any] | str | Path, parameters: int | None = None) -> ModelShape:
+def read_shape(
+    config: Mapping[str, Any] | str | Path, parameters: int | None = None
+) -> ModelShape:
     """The shape of a model from its configuration.
 
     Args:
-        config: the path of a ``config.json`` or of its folder, or its contents as a mapping. Of a
-            model with images and text the ``text_config`` is read.
+        config: the path of a ``config.json`` or of its folder, or its contents as a
+            mapping. Of a model with images and text the ``text_config`` is read.
         parameters: how many the model has, if that is known; None: they are counted.
 
     Raises:
@@ -105,7 +114,9 @@ def read_shape(config: Mapping[str, Any] | str | Path, parameters: int | None = 
 def _read_file(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
-        raise FileNotFoundError(f"{file}: give the path of a config.json, or of its folder")
+        raise FileNotFoundError(
+            f"{file}: give the path of a config.json, or of its folder"
+        )
     try:
         contents = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -142,10 +153,13 @@ class _DecoderSizes:
     Attributes:
         kind: ``model_type``.
         dense_width: of an MLP without experts.
-        expert_width, shared_width: of one expert; of what all tokens share beside experts.
+        expert_width, shared_width: of one expert; of what all tokens share beside
+            experts.
         dense_layers: how many layers have an MLP without experts.
-        query_rank, kv_rank: of latent attention; 0: queries, or keys and values, have no latents.
-        rotated_dim, value_dim: of latent attention, the rotated part of a head and its values.
+        query_rank, kv_rank: of latent attention; 0: queries, or keys and values, have
+            no latents.
+        rotated_dim, value_dim: of latent attention, the rotated part of a head and its
+            values.
         tied: whether the output layer is the embedding.
     """
 
@@ -221,7 +235,9 @@ class _DecoderSizes:
         # Each expert, with its row of the router; and what all tokens share.
         experts = self.experts * self.hidden * (3 * self.expert_width + 1)
         shared = 3 * self.hidden * self.shared_width
-        return embeddings + norms + attention + dense + with_experts * (experts + shared)
+        return (
+            embeddings + norms + attention + dense + with_experts * (experts + shared)
+        )
 
     def _attention_parameters(self) -> int:
         """Of one layer."""
@@ -298,5 +314,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"the model's configuration needs a number above 0 as {name!r}: {value!r}")
+        raise ValueError(
+            f"the model's configuration needs a number above 0 as {name!r}: {value!r}"
+        )
     return value

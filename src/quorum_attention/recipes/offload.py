@@ -16,8 +16,8 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes.tile_storage import SideStream
 
-# A tensor goes to host memory in pieces of this many bytes: torch gives page-locked memory in
-# powers of two.
+# A tensor goes to host memory in pieces of this many bytes: torch gives page-locked
+# memory in powers of two.
 _PIECE = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -34,7 +34,8 @@ class HostStore:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def copy(self, targets: Any, sources: Any) -> Any:
-        """Copy when all that the computation has been given so far is done; return an event."""
+        """Copy when all that the computation has been given so far is done; return an
+        event."""
         return self._stream.copy(targets, sources)
 
     def wait(self, event: Any) -> None:
@@ -50,15 +51,16 @@ class KeptTensor:
         self._version = tensor._version
 
     def finish_copy(self) -> None:
-        """Check that the tensor is as it was: where saved tensors have hooks, torch does not look.
+        """Check that the tensor is as it was: where saved tensors have hooks, torch
+        does not look.
 
         Raises:
             RuntimeError: it was written to.
         """
         if self._tensor is not None and self._tensor._version != self._version:
             raise RuntimeError(
-                "a layer's input or attention's output, which its checkpoint keeps, was written to "
-                "in place: use long_context(checkpoints=None)"
+                "a layer's input or attention's output, which its checkpoint keeps, "
+                "was written to in place: use long_context(checkpoints=None)"
             )
 
     def fetch(self) -> None:
@@ -93,12 +95,17 @@ class OffloadedTensor(KeptTensor):
         dense = tensor if is_dense else tensor.clone()
         sources = _bytes_of(dense).split(_PIECE)
         self._pieces = [store.allocate(source.numel()) for source in sources]
-        # The computation waits before the memory of ``dense`` is used again: a host far ahead of
-        # the device would find none free.
-        self._leaving: tuple[torch.Tensor, Any] | None = (dense, store.copy(self._pieces, sources))
+        # The computation waits before the memory of ``dense`` is used again: a host far
+        # ahead of the device would find none free.
+        self._leaving: tuple[torch.Tensor, Any] | None = (
+            dense,
+            store.copy(self._pieces, sources),
+        )
         self._host_bytes = sum(_power_of_two(piece.numel()) for piece in self._pieces)
         OffloadedTensor.alive_bytes += self._host_bytes
-        OffloadedTensor.peak_bytes = max(OffloadedTensor.peak_bytes, OffloadedTensor.alive_bytes)
+        OffloadedTensor.peak_bytes = max(
+            OffloadedTensor.peak_bytes, OffloadedTensor.alive_bytes
+        )
 
     def __del__(self) -> None:
         OffloadedTensor.alive_bytes -= getattr(self, "_host_bytes", 0)
@@ -143,13 +150,16 @@ def _power_of_two(n_bytes: int) -> int:
 
 
 def host_room() -> int:
-    """Return the bytes of host memory that this rank may page-lock: its share of what the machine
-    and the process's group have free, less a sixth, and what torch holds from earlier steps."""
+    """Return the bytes of host memory that this rank may page-lock: its share of what
+    the machine and the process's group have free, less a sixth, and what torch holds
+    from earlier steps."""
     host = torch.device("cpu")
     free: int = backend_of(host).free_bytes(host)
     with suppress(OSError, ValueError, KeyError):  # no limit, or none that is known
         free = min(free, _free_bytes_of_group())
-    n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # of this host, under torchrun
+    n_ranks = int(
+        os.environ.get("LOCAL_WORLD_SIZE") or 1
+    )  # of this host, under torchrun
     n_held = OffloadedTensor.peak_bytes - OffloadedTensor.alive_bytes
     return page_locked_share(max(0, free)) // max(1, n_ranks) + n_held
 
@@ -163,5 +173,6 @@ def _free_bytes_of_group() -> int:
 
 
 def page_locked_share(host_bytes: int) -> int:
-    """Return the bytes of host memory that checkpoints page-lock at most: all but a sixth."""
+    """Return the bytes of host memory that checkpoints page-lock at most: all but a
+    sixth."""
     return host_bytes * 5 // 6

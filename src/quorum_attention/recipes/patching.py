@@ -1,9 +1,9 @@
 """Changed classes: a module gets a class of its own, with one method replaced.
 
-The class is changed, and not the module, because a method of the class gets the module that it is
-called on. A function stored in the module would be bound to that module for good, and copies of it
-(replicas of ``DataParallel``, ``copy.copy``) would run the original's weights. Copies and unpickled
-modules keep the changed class.
+The class is changed, and not the module, because a method of the class gets the module
+that it is called on. A function stored in the module would be bound to that module for
+good, and copies of it (replicas of ``DataParallel``, ``copy.copy``) would run the
+original's weights. Copies and unpickled modules keep the changed class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from quorum_attention.integrations.accelerate_private import (
 
 # The attribute of a changed class that holds its ``_Patch``.
 _PATCH = "_quorum_attention_patch"
-# A module has other weights for a while: calls of other threads wait, or it might keep those.
+# A module has other weights for a while: calls of other threads wait, or it might keep
+# those.
 swapping = threading.RLock()
 
 
@@ -53,7 +54,8 @@ def _patch_of(kind: type) -> _Patch | None:
 
 
 def _patches_of(kind: type) -> list[_Patch]:
-    """Return all changes of a class that were made one on the other, the first one first."""
+    """Return all changes of a class that were made one on the other, the first one
+    first."""
     change = _patch_of(kind)
     return [] if change is None else [*_patches_of(change.base), change]
 
@@ -67,14 +69,15 @@ def plain_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 def patch(
     module: torch.nn.Module, method: str, function: Callable[..., Any], *options: Any
 ) -> None:
-    """Replace a method of one module. An earlier patch by the same function is taken back.
+    """Replace a method of one module. An earlier patch by the same function is taken
+    back.
 
     Args:
         module: the module.
         method: "forward" or "__call__".
-        function: called as ``function(*options, plain, module, ...)``, where ``plain`` is the
-            method that the module had before. A copy of the module is pickled with the function's
-            name.
+        function: called as ``function(*options, plain, module, ...)``, where ``plain``
+            is the method that the module had before. A copy of the module is pickled
+            with the function's name.
         options: hashable.
     """
     if is_patched(module, function):
@@ -93,8 +96,8 @@ def unpatch(module: torch.nn.Module, function: Callable[..., Any]) -> None:
     change = _patch_of(type(module))
     if change is None:
         raise RuntimeError(
-            f"{type(module).__name__} cannot be changed back: a library (such as FSDP) has made "
-            "another class of it since; undo changes of a model before that"
+            f"{type(module).__name__} cannot be changed back: a library (such as FSDP) "
+            "has made another class of it since; undo changes of a model before that"
         )
     is_bound = _is_bound_forward(module, _forward_in_module(module))
     module.__class__ = change.base
@@ -106,14 +109,15 @@ def unpatch(module: torch.nn.Module, function: Callable[..., Any]) -> None:
 
 
 def is_patched(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether a method of the module's class runs ``function``. Libraries (FSDP, parametrizations)
-    may have made a subclass of the changed class since."""
+    """Whether a method of the module's class runs ``function``. Libraries (FSDP,
+    parametrizations) may have made a subclass of the changed class since."""
     changes = [_patch_of(kind) for kind in type(module).__mro__]
     return any(change is not None and change.function is function for change in changes)
 
 
 def runs(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether forwards of the module reach a patch: no forward in the module hides it."""
+    """Whether forwards of the module reach a patch: no forward in the module hides
+    it."""
     if not is_patched(module, function):
         return False
     forward = _forward_in_module(module)
@@ -133,10 +137,13 @@ def unpatch_all(model: torch.nn.Module, function: Callable[..., Any]) -> None:
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
-    """Whether the module runs the forward that its class was written with, or ours around that."""
+    """Whether the module runs the forward that its class was written with, or ours
+    around that."""
     kind = plain_class(module)
     author = next(parent for parent in kind.__mro__ if "forward" in vars(parent))
-    if kind.forward.__module__ != author.__module__:  # Liger's and Unsloth's, of all models
+    if (
+        kind.forward.__module__ != author.__module__
+    ):  # Liger's and Unsloth's, of all models
         return False
     forward = _forward_in_module(module)
     # Libraries that took their forward back left a method of the class behind.
@@ -145,14 +152,16 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 
 
 def _forward_in_module(module: torch.nn.Module) -> Any:
-    """Return the forward that was put into the module itself, or None if its class has it."""
+    """Return the forward that was put into the module itself, or None if its class has
+    it."""
     if is_run_by_hooks(module):
         return forward_in_hooks(module)
     return vars(module).get("forward")
 
 
 def _is_bound_forward(module: torch.nn.Module, forward: Any) -> bool:
-    """Whether a forward in a module is that of its class, which libraries leave behind."""
+    """Whether a forward in a module is that of its class, which libraries leave
+    behind."""
     return getattr(forward, "__func__", None) is type(module).forward
 
 
@@ -175,8 +184,8 @@ def _changed_class(change: _Patch) -> type[torch.nn.Module]:
     def changed(self: torch.nn.Module, *args: Any, **named: Any) -> Any:
         return function(*options, getattr(base, method), self, *args, **named)
 
-    # torch's compiler counts recompilations by code, and gives up after eight: each class has its
-    # own.
+    # torch's compiler counts recompilations by code, and gives up after eight: each
+    # class has its own.
     changed.__code__ = changed.__code__.replace()
     wraps(getattr(base, method))(changed)
 
@@ -200,14 +209,16 @@ def _changed_class(change: _Patch) -> type[torch.nn.Module]:
 
 
 def _steps_to(kind: type[torch.nn.Module]) -> tuple[Any, ...]:
-    """Return the plain class and (method, function, options) of each change: a changed class cannot
-    be pickled by its name, which is the plain one's."""
+    """Return the plain class and (method, function, options) of each change: a changed
+    class cannot be pickled by its name, which is the plain one's."""
     patches = _patches_of(kind)
     steps = [(change.method, change.function, change.options) for change in patches]
     return (patches[0].base, *steps)
 
 
-def _empty_module(plain: type[torch.nn.Module], *steps: tuple[Any, ...]) -> torch.nn.Module:
+def _empty_module(
+    plain: type[torch.nn.Module], *steps: tuple[Any, ...]
+) -> torch.nn.Module:
     """Make an empty module of a changed class, for pickle and ``copy``."""
     kind = plain
     for step in steps:

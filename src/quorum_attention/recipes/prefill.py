@@ -2,14 +2,15 @@
 
 Tokens meet in attention alone. So each layer runs in three steps:
 
-1. tile by tile up to its attention: queries, keys and values of all tokens are stored, keys and
-   values in the cache as well;
+1. tile by tile up to its attention: queries, keys and values of all tokens are stored,
+   keys and values in the cache as well;
 2. one attention call over the whole prompt;
-3. tile by tile from its attention on: the hidden states of all tokens become the layer's results.
+3. tile by tile from its attention on: the hidden states of all tokens become the
+   layer's results.
 
-The layer's own code runs, once in each of the tiled steps, with something in place of its
-attention. The model's code around its layers runs tile by tile before the first and after the last
-layer (``layer_calls``).
+The layer's own code runs, once in each of the tiled steps, with something in place of
+its attention. The model's code around its layers runs tile by tile before the first and
+after the last layer (``layer_calls``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from quorum_attention.integrations.substitutes import (
 )
 from quorum_attention.integrations.transformers.prompt_tiles import TileCache
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
-from quorum_attention.recipes.layer_calls import LayerCall, attention_skipped, layers_replaced_by
+from quorum_attention.recipes.layer_calls import (
+    LayerCall,
+    attention_skipped,
+    layers_replaced_by,
+)
 from quorum_attention.recipes.prompt_inputs import PromptInputs
 from quorum_attention.recipes.tile_storage import DeviceTiles, TileSpan, spans_of
 from quorum_attention.threads import try_start
@@ -64,8 +69,8 @@ class LayeredModel:
         model: the model. Its layers are replaceable, and call an attention that is.
         run_model: called with the model and arguments, its own forward.
         layers: the decoder's layers, in the order in which they run.
-        tuple_lengths: for each layer, how many results its forward returns as a tuple, of which
-            the first is the hidden states; 0: it returns a tensor.
+        tuple_lengths: for each layer, how many results its forward returns as a tuple,
+            of which the first is the hidden states; 0: it returns a tensor.
         weights: of the layers, if they are in host memory.
     """
 
@@ -97,7 +102,8 @@ class _Recorder:
     def __init__(self, model: LayeredModel, tiles: DeviceTiles) -> None:
         self._model = model
         self._tiles = tiles
-        # Layers share tensors (positions): each is stashed once. By id, with the tensor itself.
+        # Layers share tensors (positions): each is stashed once. By id, with the tensor
+        # itself.
         self._stashed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.hidden: torch.Tensor | None = None
         self.calls: list[LayerCall] = []
@@ -174,7 +180,8 @@ class LayerwisePrefill:
         return self._run_head()
 
     def _record(self, span: TileSpan) -> None:
-        """Compute a tile's embeddings, and record what each layer is given beside them."""
+        """Compute a tile's embeddings, and record what each layer is given beside
+        them."""
         recorder = _Recorder(self.model, self.tiles)
         with suppress(_RecordedError):
             self._run_model(recorder, span)
@@ -186,14 +193,19 @@ class LayerwisePrefill:
         self.tiles.store(span, [self._hidden], [embeddings])
         self._calls.append(recorder.calls)
 
-    def _run_model(self, function: Callable[[int, LayerCall], Any], span: TileSpan) -> Any:
-        """Run the model's forward on a tile, with ``function`` in place of its layers."""
+    def _run_model(
+        self, function: Callable[[int, LayerCall], Any], span: TileSpan
+    ) -> Any:
+        """Run the model's forward on a tile, with ``function`` in place of its
+        layers."""
         self._tile_cache.past = span.start
         arguments = self.inputs.of_tile(span)
         masks = prompt_masks(self.inputs.n_tokens, self.inputs.padding)
         with masks, layers_replaced_by(function):
             model = self.model.model
-            return self.model.run_model(model, **arguments, past_key_values=self._tile_cache)
+            return self.model.run_model(
+                model, **arguments, past_key_values=self._tile_cache
+            )
 
     def _run_to_attention(self, number: int) -> tuple[Any, list[torch.Tensor]]:
         """Run a layer up to its attention.
@@ -211,7 +223,10 @@ class LayerwisePrefill:
                 call = reached.call
                 self._take_device_memory(*reached.heads)
                 names = ("query", "key", "value")
-                rows = [self._rows_like(*pair) for pair in zip(names, reached.heads, strict=True)]
+                rows = [
+                    self._rows_like(*pair)
+                    for pair in zip(names, reached.heads, strict=True)
+                ]
             self.tiles.store(span, rows, reached.heads)
         self._tile_cache.is_storing = False
         self.tiles.finish()
@@ -220,8 +235,9 @@ class LayerwisePrefill:
     def _take_device_memory(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Let a cache in segments take its part of the device before attention takes memory: later
-        its layers would leave gaps that attention's results do not fit into."""
+        """Let a cache in segments take its part of the device before attention takes
+        memory: later its layers would leave gaps that attention's results do not fit
+        into."""
         prepare = getattr(self.cache, "prepare_device", None)
         if prepare is not None:
             prepare(key, value)
@@ -229,7 +245,9 @@ class LayerwisePrefill:
     def _reach_attention(
         self, number: int, index: int, span: TileSpan, hidden: torch.Tensor
     ) -> _ReachedAttentionError:
-        def stop(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
+        def stop(
+            call: Any, query: Any, key: Any, value: Any, *mask: Any
+        ) -> torch.Tensor:
             raise _ReachedAttentionError(partial(call, *mask), (query, key, value))
 
         try:
@@ -239,7 +257,12 @@ class LayerwisePrefill:
         raise NotImplementedError("a layer has no attention that can be replaced")
 
     def _run_layer(
-        self, function: Any, number: int, index: int, span: TileSpan, hidden: torch.Tensor
+        self,
+        function: Any,
+        number: int,
+        index: int,
+        span: TileSpan,
+        hidden: torch.Tensor,
     ) -> Any:
         """Run a layer on a tile, with ``function`` in place of its attention."""
         self._tile_cache.past = span.start
@@ -266,7 +289,9 @@ class LayerwisePrefill:
         output = self._rows_like("output", like_output)
         # The mask is the argument behind query, key and value.
         options, module, *mask = call.args
-        named = tree_map_only(torch.Tensor, lambda tensor: tensor.to(query.device), call.keywords)
+        named = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(query.device), call.keywords
+        )
         compute = partial(_attention_into, output, self.budget)
         device = self.tiles.device
         with backend_of(device).current(device):
@@ -289,7 +314,8 @@ class LayerwisePrefill:
         self.tiles.finish()
 
     def _run_head(self) -> Any:
-        """Run the model from its last layer on, for the tokens whose logits are asked for."""
+        """Run the model from its last layer on, for the tokens whose logits are asked
+        for."""
         spans = [span for span in self._spans if self.inputs.has_logits(span)]
         results = []
         for span, (hidden,) in self.tiles.load(spans, self._hidden):
@@ -308,7 +334,8 @@ class LayerwisePrefill:
 def _memory_of_next_layer(
     cache: Any, number: int, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[None]:
-    """Let a cache in segments take the memory of the next layer while this one's attention runs.
+    """Let a cache in segments take the memory of the next layer while this one's
+    attention runs.
 
     Args:
         cache: of the prompt.
@@ -328,7 +355,9 @@ def _memory_of_next_layer(
             thread.join()
 
 
-def _attention_into(output: torch.Tensor, budget: int | None, /, *args: Any, **named: Any) -> Any:
+def _attention_into(
+    output: torch.Tensor, budget: int | None, /, *args: Any, **named: Any
+) -> Any:
     """Attention whose result is written to ``output``."""
     return attention(*args, **{**named, "budget": budget, "out": output})
 
@@ -339,7 +368,8 @@ def _return_rows(rows: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def joined_results(results: Sequence[Any]) -> Any:
-    """The last of a model's results for consecutive tiles, with the logits of all of them."""
+    """The last of a model's results for consecutive tiles, with the logits of all of
+    them."""
     result = results[-1]
     if len(results) > 1:
         result.logits = torch.cat([part.logits for part in results], dim=1)

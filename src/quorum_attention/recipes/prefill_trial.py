@@ -1,7 +1,8 @@
-"""Whether a model's layers can run one after the other over a whole prompt, tried on a few tokens.
+"""Whether a model's layers can run one after the other over a whole prompt, tried on a
+few tokens.
 
-Layers of some models hand each other more than hidden states, or have no attention. Their results
-change, or they fail; such a model gets its prompts in chunks.
+Layers of some models hand each other more than hidden states, or have no attention.
+Their results change, or they fail; such a model gets its prompts in chunks.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class PromptTrial:
         try:
             with torch.no_grad(), evaluating(self.model):
                 layered = self._try()
-        except Exception as error:  # whatever it is, the model gets its prompts in chunks
+        except (
+            Exception
+        ) as error:  # whatever it is, the model gets its prompts in chunks
             return f"it failed on a few tokens: {type(error).__name__}: {error}"
         return layered or "it had other results for parts of the tokens"
 
@@ -100,7 +103,9 @@ class PromptTrial:
         ids = torch.arange(n_tokens, device=table.device)[None] % n_values
         return ids[:, :_TRIAL_TOKENS], ids[:, _TRIAL_TOKENS:]
 
-    def _run_as_it_is(self, prompt_ids: torch.Tensor, next_ids: torch.Tensor) -> list[torch.Tensor]:
+    def _run_as_it_is(
+        self, prompt_ids: torch.Tensor, next_ids: torch.Tensor
+    ) -> list[torch.Tensor]:
         """The logits of the model as it is. What its layers return is noted."""
         cache = self.new_cache()
         with layers_replaced_by(self._observe):
@@ -134,7 +139,9 @@ class PromptTrial:
         return [result.logits, self._run_model(next_ids, cache).logits]
 
     def _run_model(self, ids: torch.Tensor, cache: Any) -> Any:
-        return self.run_model(self.model, input_ids=ids, past_key_values=cache, use_cache=True)
+        return self.run_model(
+            self.model, input_ids=ids, past_key_values=cache, use_cache=True
+        )
 
 
 def _tuple_length(result: Any) -> int:

@@ -1,4 +1,5 @@
-"""Changes of a model for long prompts: where its weights lie, and how its forward runs prompts."""
+"""Changes of a model for long prompts: where its weights lie, and how its forward runs
+prompts."""
 
 from __future__ import annotations
 
@@ -10,14 +11,19 @@ import torch
 from quorum_attention.recipes.attention_skips import skip_no_attention
 from quorum_attention.recipes.changes import ChangeSet, ModelPiece, changes_by
 from quorum_attention.recipes.host_weights import HostWeights, MovedTensors, why_not
-from quorum_attention.recipes.layer_calls import decoder_layers, make_plain, make_replaceable
+from quorum_attention.recipes.layer_calls import (
+    decoder_layers,
+    make_plain,
+    make_replaceable,
+)
 from quorum_attention.recipes.patching import patch, runs, unpatch_all
 
 OWNER = "long_prompt"
 
 
 class WeightsInHostMemory(ModelPiece):
-    """Keep the weights of decoder layers in host memory, and all other tensors on the device.
+    """Keep the weights of decoder layers in host memory, and all other tensors on the
+    device.
 
     Args:
         device: where layers compute.
@@ -38,10 +44,13 @@ class WeightsInHostMemory(ModelPiece):
             NotImplementedError: they cannot be kept in host memory.
         """
         layers = decoder_layers(model)
-        reason = why_not(layers) if layers else "it has no decoder layers that are known"
+        reason = (
+            why_not(layers) if layers else "it has no decoder layers that are known"
+        )
         if reason is not None:
             raise NotImplementedError(
-                f'weights="host" cannot be used with this {type(model).__name__}: {reason}'
+                f'weights="host" cannot be used with this {type(model).__name__}: '
+                f"{reason}"
             )
         self._moved = MovedTensors(model, layers, self._device)
         self.weights = HostWeights(layers, self._device)
@@ -67,7 +76,8 @@ class PromptForward(ModelPiece):
         weights: of the layers, if they are in host memory.
 
     Attributes:
-        reads_segments: whether attention reads keys and values where the cache has them.
+        reads_segments: whether attention reads keys and values where the cache has
+            them.
     """
 
     name = "prompts"

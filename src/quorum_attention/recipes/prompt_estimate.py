@@ -1,4 +1,5 @@
-"""What a long prompt takes, before it is run: bytes by place, seconds of prefill and of a token."""
+"""What a long prompt takes, before it is run: bytes by place, seconds of prefill and of
+a token."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from quorum_attention.recipes.prompt_memory import (
 )
 from quorum_attention.units import format_bytes
 
-# Rates of an H200's host and memory, measured: bytes a second that attention of one query reads on
-# the device, across the bus, and on the host's cores; and that a disk gives.
+# Rates of an H200's host and memory, measured: bytes a second that attention of one
+# query reads on the device, across the bus, and on the host's cores; and that a disk
+# gives.
 _DEVICE_RATE = 2.8e12
 _BUS_RATE = 55e9
 _CORES_RATE = 45e9
@@ -32,8 +34,8 @@ _DISK_RATE = 2e9
 # FLOP/s of a layer's matrix products in 16 bits, and of a CPU's thread.
 _MATRIX_RATE = 600e12
 _CPU_MATRIX_RATE = 70e9
-# Bytes a second of what is computed number by number (norms, activations, rotations), and how many
-# times a tile's numbers are read or written for that.
+# Bytes a second of what is computed number by number (norms, activations, rotations),
+# and how many times a tile's numbers are read or written for that.
 _ELEMENT_RATE = 3.5e12
 _PASSES = 3.0
 # Seconds of the host for a layer of one token.
@@ -95,7 +97,8 @@ class PromptRequest:
         tokens: of the prompt.
         generate: tokens after it.
         device_memory: bytes of the device that the model may take in all.
-        host_memory: bytes of host memory that may be page-locked; None: as many as are needed.
+        host_memory: bytes of host memory that may be page-locked; None: as many as are
+            needed.
         has_folder: whether files take what neither has room for.
         weights: of layers, on the "device" or in "host" memory.
         dtype: of weights and cache.
@@ -139,7 +142,9 @@ def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate
     plan_of_prompt = plan_prompt(token, request.tokens, working)
     n_cached = (request.tokens + request.generate) * token.cache
     host_left = _host_left(request, weights.host + plan_of_prompt.host_bytes)
-    cache, missing = _place_cache(n_cached, free - working, host_left, request.has_folder)
+    cache, missing = _place_cache(
+        n_cached, free - working, host_left, request.has_folder
+    )
     working_part = PartBytes(
         "working memory", plan_of_prompt.device_bytes, plan_of_prompt.host_bytes
     )
@@ -150,14 +155,17 @@ def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate
         parts=parts,
         plan=plan_of_prompt,
         prefill_seconds=_prefill_seconds(shape, request, token, plan_of_prompt),
-        token_seconds=_token_seconds(shape, request, weights, _promoted(shape, cache, working)),
+        token_seconds=_token_seconds(
+            shape, request, weights, _promoted(shape, cache, working)
+        ),
         missing_bytes=missing,
         advice=_advice(missing, cache),
     )
 
 
 def _weights(shape: ModelShape, request: PromptRequest) -> PartBytes:
-    """The weights: all on the device, or those of two layers there and all in host memory."""
+    """The weights: all on the device, or those of two layers there and all in host
+    memory."""
     size = request.dtype.itemsize
     n_bytes = shape.parameters * size
     if request.weights == "device":
@@ -190,7 +198,10 @@ def _place_cache(
 
 
 def _prefill_seconds(
-    shape: ModelShape, request: PromptRequest, token: TokenBytes, prompt_plan: PromptPlan
+    shape: ModelShape,
+    request: PromptRequest,
+    token: TokenBytes,
+    prompt_plan: PromptPlan,
 ) -> float:
     """Seconds until the first token."""
     return shape.layers * (
@@ -199,7 +210,9 @@ def _prefill_seconds(
     )
 
 
-def _attention_seconds(shape: ModelShape, request: PromptRequest, prompt_plan: PromptPlan) -> float:
+def _attention_seconds(
+    shape: ModelShape, request: PromptRequest, prompt_plan: PromptPlan
+) -> float:
     """Seconds of one layer's attention, as the planner has it."""
     inputs: Literal["device", "host"] = "device" if prompt_plan.is_on_device else "host"
     call = plan(
@@ -217,12 +230,16 @@ def _attention_seconds(shape: ModelShape, request: PromptRequest, prompt_plan: P
 
 
 def _tiles_seconds(
-    shape: ModelShape, request: PromptRequest, token: TokenBytes, prompt_plan: PromptPlan
+    shape: ModelShape,
+    request: PromptRequest,
+    token: TokenBytes,
+    prompt_plan: PromptPlan,
 ) -> float:
     """Seconds of everything in one layer that is computed token by token."""
     query_width = shape.heads * shape.head_dim
     key_width = shape.kv_heads * shape.head_dim
-    # Queries, keys and values are computed twice: up to attention, and on the way behind it.
+    # Queries, keys and values are computed twice: up to attention, and on the way
+    # behind it.
     projections = 2 * shape.hidden * (query_width + 2 * key_width)
     projections += shape.hidden * query_width
     mlp = 3 * shape.hidden * shape.mlp_width
@@ -233,14 +250,15 @@ def _tiles_seconds(
     compute_seconds = operations / _MATRIX_RATE + element_bytes / _ELEMENT_RATE
     if prompt_plan.is_on_device:
         return compute_seconds
-    # Hidden states twice to the device and once back, queries, keys and values back, outputs in.
+    # Hidden states twice to the device and once back, queries, keys and values back,
+    # outputs in.
     copied_bytes = request.tokens * (token.rows + 2 * token.hidden)
     return max(compute_seconds, copied_bytes / _BUS_RATE)
 
 
 def _promoted(shape: ModelShape, cache: PartBytes, working: int) -> PartBytes:
-    """The cache behind the prompt: whole layers have moved to the device, into the memory that
-    computing the prompt needed."""
+    """The cache behind the prompt: whole layers have moved to the device, into the
+    memory that computing the prompt needed."""
     n_bytes = cache.device + cache.host + cache.file
     layer_bytes = max(1, n_bytes // shape.layers)
     free = max(0, working - CHUNK_BYTES)
@@ -275,8 +293,8 @@ def _advice(missing: int, cache: PartBytes) -> str:
     """Say what would make a prompt fit, or its tokens faster."""
     if missing:
         return (
-            f"{format_bytes(missing)} of the cache have no place: folder= keeps it in files, or "
-            f"{format_bytes(missing)} more of host memory"
+            f"{format_bytes(missing)} of the cache have no place: folder= keeps it in "
+            f"files, or {format_bytes(missing)} more of host memory"
         )
     if cache.host + cache.file == 0:
         return "the whole cache lies on the device"

@@ -11,7 +11,12 @@ import torch
 from quorum_attention.recipes.tile_storage import TileSpan
 
 # Tensors with a value for each token, by the dimension of tokens.
-_TOKEN_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": -1}
+_TOKEN_DIMS = {
+    "input_ids": 1,
+    "inputs_embeds": 1,
+    "position_ids": -1,
+    "cache_position": -1,
+}
 _MASK = "attention_mask"
 _LOGITS = "logits_to_keep"
 # Requests for what is only there if layers run as they are.
@@ -24,7 +29,8 @@ class PromptInputs:
 
     Attributes:
         tensors: the arguments with a value for each token, by name.
-        padding: (batch, past + tokens), the ``attention_mask``; None: no token is padding.
+        padding: (batch, past + tokens), the ``attention_mask``; None: no token is
+            padding.
         options: other arguments, which are the same for each tile.
         n_tokens: tokens of the prompt.
         past: tokens that are in the cache already.
@@ -100,11 +106,14 @@ def _have_tokens(tensors: Mapping[str, torch.Tensor], n_tokens: int) -> bool:
 
 
 def _is_padding(mask: Any, n_keys: int) -> bool:
-    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == n_keys
+    return (
+        isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == n_keys
+    )
 
 
 def _is_option(name: str, value: Any) -> bool:
-    """Whether an argument is the same for each tile, and does not ask for results of layers."""
+    """Whether an argument is the same for each tile, and does not ask for results of
+    layers."""
     if name == "labels":
         return value is None
     if name in _COLLECTED:

@@ -1,7 +1,8 @@
 """What a long prompt takes of the device and of host memory, and where its parts lie.
 
-The device is shared by the weights, the cache, and what computing a layer needs: either the rows of
-all tokens, or tiles of them beside an attention call that streams from host memory.
+The device is shared by the weights, the cache, and what computing a layer needs: either
+the rows of all tokens, or tiles of them beside an attention call that streams from host
+memory.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from quorum_attention.recipes.model_shape import ModelShape
 # The largest tile: more tokens at once do not make matrix products faster.
 MAX_TILE = 8192
 MIN_TILE = 256
-# Device memory beyond which computing a layer gets no faster; and its share of what the weights
-# leave, on a smaller device.
+# Device memory beyond which computing a layer gets no faster; and its share of what the
+# weights leave, on a smaller device.
 _WORKING_BYTES = 5 << 30
 _WORKING_SHARE = 3
-# Device memory that stays free for later tokens when a prompt is done. Keys and values of whole
-# layers take the rest of what computing the prompt needed.
+# Device memory that stays free for later tokens when a prompt is done. Keys and values
+# of whole layers take the rest of what computing the prompt needed.
 CHUNK_BYTES = 1536 << 20
 # An attention call that streams from host memory gets no faster with more.
 _ATTENTION_BYTES = 4 << 30
 # A tile may take this share of the working memory.
 _TILE_SHARE = 4
-# A share of the device that nobody plans with: the allocator's gaps, and kernels' workspaces.
+# A share of the device that nobody plans with: the allocator's gaps, and kernels'
+# workspaces.
 MARGIN = 0.04
 # An attention call over rows on the device takes this share of its output: measured.
 _CALL_SHARE = 1.6
@@ -82,12 +84,13 @@ class PromptPlan:
 
     Attributes:
         tile: the tokens of a tile.
-        is_on_device: whether rows of all tokens lie on the device; else they lie in host memory.
+        is_on_device: whether rows of all tokens lie on the device; else they lie in
+            host memory.
         budget: bytes of an attention call beyond its inputs and outputs on the device.
         device_bytes: all of that, beside weights and cache.
         host_bytes: the rows in host memory.
-        fits_at_once: whether each layer can compute all tokens at once, as the model does by
-            itself.
+        fits_at_once: whether each layer can compute all tokens at once, as the model
+            does by itself.
     """
 
     tile: int
@@ -103,8 +106,8 @@ class PromptPlan:
 
 
 def working_bytes(free: int) -> int:
-    """Bytes of the device that computing layers may take, of what the weights leave free. The cache
-    gets the rest."""
+    """Bytes of the device that computing layers may take, of what the weights leave
+    free. The cache gets the rest."""
     return min(_WORKING_BYTES, free // _WORKING_SHARE)
 
 

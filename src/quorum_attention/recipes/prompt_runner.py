@@ -14,7 +14,11 @@ from transformers.cache_utils import Cache
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.transformers.prompt_cache import remove_tokens
 from quorum_attention.progress import progress_bar
-from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill, joined_results
+from quorum_attention.recipes.prefill import (
+    LayeredModel,
+    LayerwisePrefill,
+    joined_results,
+)
 from quorum_attention.recipes.prompt_inputs import PromptInputs
 from quorum_attention.recipes.prompt_memory import (
     CHUNK_BYTES,
@@ -38,7 +42,8 @@ class PromptRunner:
         device: where layers compute.
         token: bytes of a token of one text.
         working: bytes of the device that computing layers may take.
-        layered: the model, if its layers can run one after the other; else prompts run by chunks.
+        layered: the model, if its layers can run one after the other; else prompts run
+            by chunks.
         tile: the tokens of a tile or a chunk; None: as many as fit well.
         progress: whether progress is shown, or a callable (done, total, label).
     """
@@ -50,7 +55,9 @@ class PromptRunner:
     tile: int | None = None
     progress: Any = None
 
-    def run(self, run_model: Callable[..., Any], model: Any, named: Mapping[str, Any]) -> Any:
+    def run(
+        self, run_model: Callable[..., Any], model: Any, named: Mapping[str, Any]
+    ) -> Any:
         """Return what the model's forward returns.
 
         Args:
@@ -63,7 +70,8 @@ class PromptRunner:
             return run_model(model, **named)
         batch = next(iter(inputs.tensors.values())).shape[0]
         plan = self._plan(inputs.n_tokens, batch)
-        # Behind a prompt the cache has taken most of the memory that computing it needed.
+        # Behind a prompt the cache has taken most of the memory that computing it
+        # needed.
         is_at_once = plan.fits_at_once and not inputs.past
         if is_at_once or inputs.n_tokens <= plan.tile:
             return run_model(model, **named)
@@ -73,7 +81,8 @@ class PromptRunner:
         return self._run_layers(self.layered, inputs, plan, cache)
 
     def _read_prompt(self, model: Any, named: Mapping[str, Any]) -> PromptInputs | None:
-        """The prompt in a forward's arguments; None if the model has to run as it is."""
+        """The prompt in a forward's arguments; None if the model has to run as it
+        is."""
         cache = named.get(_CACHE)
         if not isinstance(cache, Cache) or cache.is_compileable:
             return None
@@ -96,11 +105,19 @@ class PromptRunner:
         if reserve is not None:
             reserve(inputs.n_tokens + _TOKENS_BEHIND)
         backend_of(self.device).give_back_cached()
-        tiles = DeviceTiles(self.device) if plan.is_on_device else HostTiles(self.device)
+        tiles = (
+            DeviceTiles(self.device) if plan.is_on_device else HostTiles(self.device)
+        )
         budget = plan.budget if self.device.type == "cuda" else None
         with progress_bar() as show:
-            report = None if self.progress is False else partial(_report, self.progress or show)
-            prefill = LayerwisePrefill(layered, inputs, cache, tiles, plan.tile, budget, report)
+            report = (
+                None
+                if self.progress is False
+                else partial(_report, self.progress or show)
+            )
+            prefill = LayerwisePrefill(
+                layered, inputs, cache, tiles, plan.tile, budget, report
+            )
             try:
                 with backend_of(self.device).current(self.device):
                     result = prefill.run()
@@ -135,7 +152,8 @@ def _report(show: Callable[[int, int, str], None], done: int, total: int) -> Non
 
 
 def _collects_results(model: Any) -> bool:
-    """Whether a model's configuration asks for what is only there if layers run as they are."""
+    """Whether a model's configuration asks for what is only there if layers run as they
+    are."""
     config = model.config
     names = ("output_attentions", "output_hidden_states", "output_router_logits")
     return any(getattr(config, name, False) for name in names)
@@ -144,7 +162,8 @@ def _collects_results(model: Any) -> bool:
 def named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of a forward by name; positional ones have the names of its parameters."""
+    """Arguments of a forward by name; positional ones have the names of its
+    parameters."""
     if not args:
         return dict(named)
     # The first parameter is the model.

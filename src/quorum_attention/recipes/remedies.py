@@ -34,7 +34,9 @@ def switch_until_it_fits(
     for name in reversed(on):
         if TILES in on and name in (ATTENTION, HOST):
             continue  # layers in tiles need them
-        fewer = tuple(switch for switch in on if switch != name or switch in training.on)
+        fewer = tuple(
+            switch for switch in on if switch != name or switch in training.on
+        )
         candidate = _switch(shape, training, fewer, limit)
         if candidate.peak_bytes <= max(limit, smallest.peak_bytes):
             on = fewer
@@ -45,7 +47,10 @@ def switch_until_it_fits(
 
 
 def longest_that_fits(
-    shape: ModelShape, training: Training, memory: int | str, host_memory: int | None = None
+    shape: ModelShape,
+    training: Training,
+    memory: int | str,
+    host_memory: int | None = None,
 ) -> int:
     """The longest text whose step fits, with whatever has to be switched on.
 
@@ -89,9 +94,12 @@ def _fits(
     return step.host_bytes <= host_memory
 
 
-def _switch(shape: ModelShape, training: Training, on: tuple[str, ...], limit: int) -> StepMemory:
-    """A step with these switches on; attention, where no budget is asked for, in the memory that a
-    layer's other parts leave. It is off where it is not needed, or cannot work in its budget."""
+def _switch(
+    shape: ModelShape, training: Training, on: tuple[str, ...], limit: int
+) -> StepMemory:
+    """A step with these switches on; attention, where no budget is asked for, in the
+    memory that a layer's other parts leave. It is off where it is not needed, or cannot
+    work in its budget."""
     others = tuple(name for name in on if name != ATTENTION)
     without = step_memory(shape, replace(training, on=others))
     needed = ATTENTION in training.on or TILES in on or without.peak_bytes > limit
@@ -116,7 +124,8 @@ def _budget_that_is_left(
             beside += part.bytes
     returned = 0
     if TILES not in without.on:
-        # The forward returns less than the backward, so neither takes more than is left.
+        # The forward returns less than the backward, so neither takes more than is
+        # left.
         returned = returned_bytes(shape, training, backward=False)
     return max(0, limit - beside) + returned
 
@@ -126,8 +135,14 @@ def advice(step: StepMemory, fits: bool, memory: int) -> str:
     words = {ATTENTION: f"quorum attention (budget {format_bytes(step.budget or 0)})"}
     switched = ", ".join(words.get(name, name) for name in step.on)
     if fits:
-        return f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
+        return (
+            f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
+        )
     largest = max(step.parts, key=lambda part: part.bytes)
     rest = f"the largest part left: {largest.name} ({format_bytes(largest.bytes)})"
-    helped = f"even with {switched}" if switched else "and no switch helps a step of this size"
+    helped = (
+        f"even with {switched}"
+        if switched
+        else "and no switch helps a step of this size"
+    )
     return f"does not fit in {format_bytes(memory)}, {helped}: {rest}"

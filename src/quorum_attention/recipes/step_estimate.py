@@ -1,9 +1,9 @@
 """The memory of a training step, by part.
 
-Sizes are those of tensors that a step of a decoder in PyTorch holds at once, with its layers
-recomputed in the backward; the framework's own (CUDA context, fragmentation) come on top. At long
-context other things than attention die first: logits, the checkpoints of the layers, the
-intermediates of one MLP.
+Sizes are those of tensors that a step of a decoder in PyTorch holds at once, with its
+layers recomputed in the backward; the framework's own (CUDA context, fragmentation)
+come on top. At long context other things than attention die first: logits, the
+checkpoints of the layers, the intermediates of one MLP.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quorum_attention.recipes.switches import ATTENTION, HOST, LOSS, MLP, NORMS,
 from quorum_attention.recipes.training import Training
 
 When = Literal["always", "layer", "attention", "mlp", "norm", "loss"]
-# Bytes of an optimizer for each trained parameter: two states, and a copy of the weights, in
-# float32.
+# Bytes of an optimizer for each trained parameter: two states, and a copy of the
+# weights, in float32.
 _FP32_STATES = 12
 # A chunk of the loss has this many bytes of logits, a tile of an MLP this many tokens.
 LOSS_BYTES = 1 << 30
@@ -42,8 +42,8 @@ class MemoryPart:
     Attributes:
         name: what it is.
         bytes: as it stands with what is switched on.
-        when: "always"; in a "layer", all the time or in the backward of its "attention", "mlp" or
-            "norm"; in the "loss".
+        when: "always"; in a "layer", all the time or in the backward of its
+            "attention", "mlp" or "norm"; in the "loss".
         switch: what makes it smaller, if anything.
         plain_bytes: with nothing switched on.
     """
@@ -63,8 +63,9 @@ class StepMemory:
         parts: in the order of a step.
         on: the switches that are on.
         budget: of quorum attention, if it is on.
-        host_bytes: what layers keep in host memory: their inputs, and attention's results where
-            those are not computed again; less what a device of known memory has room for.
+        host_bytes: what layers keep in host memory: their inputs, and attention's
+            results where those are not computed again; less what a device of known
+            memory has room for.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -103,10 +104,12 @@ class StepMemory:
 
 
 def step_memory(shape: ModelShape, training: Training) -> StepMemory:
-    """Return the memory of a training step, by part, with what ``training.on`` switches on.
+    """Return the memory of a training step, by part, with what ``training.on`` switches
+    on.
 
     Raises:
-        BudgetError: attention cannot work in the budget; names the smallest that would do.
+        BudgetError: attention cannot work in the budget; names the smallest that would
+            do.
     """
     plain_parts = _parts(shape, replace(training, on=()))
     parts = tuple(
@@ -124,14 +127,17 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
 
 @lru_cache(maxsize=64)
 def transient_bytes(shape: ModelShape, training: Training) -> int:
-    """Return what a step takes beside weights, gradients, optimizer and what its layers keep."""
+    """Return what a step takes beside weights, gradients, optimizer and what its layers
+    keep."""
     parts = tuple([part for part in _parts(shape, training) if part.when != "always"])
     return StepMemory(parts).peak_bytes
 
 
 def layer_fits(shape: ModelShape, training: Training, free: int) -> bool:
     """Whether a layer that is not computed in tiles takes at most ``free`` bytes."""
-    budget = training.budget or DEFAULT_WORKSPACE + returned_bytes(shape, training, backward=True)
+    budget = training.budget or DEFAULT_WORKSPACE + returned_bytes(
+        shape, training, backward=True
+    )
     try:
         return transient_bytes(shape, replace(training, budget=budget)) <= free
     except BudgetError:
@@ -139,8 +145,8 @@ def layer_fits(shape: ModelShape, training: Training, free: int) -> bool:
 
 
 def loss_tokens(vocabulary: int, size: int) -> int:
-    """Return the tokens of a chunk of the loss, whose logits of ``size`` bytes are there once more
-    in float32, with their gradient."""
+    """Return the tokens of a chunk of the loss, whose logits of ``size`` bytes are
+    there once more in float32, with their gradient."""
     return max(16, LOSS_BYTES // (vocabulary * (size + 8)) // 16 * 16)
 
 
@@ -150,7 +156,9 @@ def _parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
         *_state_parts(shape, training),
         _checkpoint_part(shape, training),
         *_layer_parts(shape, training),
-        MemoryPart("attention workspace", _workspace(shape, training), "attention", ATTENTION),
+        MemoryPart(
+            "attention workspace", _workspace(shape, training), "attention", ATTENTION
+        ),
         *_loss_parts(shape, training),
     ]
 
@@ -172,8 +180,8 @@ def _state_parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
 
 
 def _adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Return the parameters of adapters of ``rank`` on every linear layer of every decoder
-    layer."""
+    """Return the parameters of adapters of ``rank`` on every linear layer of every
+    decoder layer."""
     query = shape.heads * shape.head_dim
     key = shape.kv_heads * shape.head_dim
     attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
@@ -188,10 +196,11 @@ def _loss_parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
     if training.has(LOSS):
         rows = min(rows, loss_tokens(shape.vocabulary, size))
     n_logits = rows * shape.vocabulary
-    # The logits and their gradient in the model's dtype; in float32 that gradient is the loss's.
+    # The logits and their gradient in the model's dtype; in float32 that gradient is
+    # the loss's.
     logits_bytes = 2 * size if size < 4 else size
-    # The output and its gradient, which is there in chunks and put together; in float32 the output
-    # once more for its norm.
+    # The output and its gradient, which is there in chunks and put together; in float32
+    # the output once more for its norm.
     norm_bytes = 0 if _has_fused_norms(shape, training) else 4
     last_bytes = 3 * size + norm_bytes
     return [
@@ -216,8 +225,8 @@ def _checkpoint_part(shape: ModelShape, training: Training) -> MemoryPart:
     kept = kept_bytes(shape, training)
     on_device = shape.layers * kept.checkpoint
     if training.has(HOST):
-        # One layer is used and the next one is on its way, with attention's results, which tiles
-        # have in host memory.
+        # One layer is used and the next one is on its way, with attention's results,
+        # which tiles have in host memory.
         moved = kept.checkpoint if training.has(TILES) else kept.total
         on_device = min(on_device, 2 * moved)
     return MemoryPart("layer checkpoints", on_device, switch=HOST)
@@ -226,16 +235,24 @@ def _checkpoint_part(shape: ModelShape, training: Training) -> MemoryPart:
 def _layer_parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
     """Return what one layer takes while it is recomputed and gone back through.
 
-    In tiles the gradients of output and input are those of all tokens, and all else is of a tile.
+    In tiles the gradients of output and input are those of all tokens, and all else is
+    of a tile.
     """
     rows = min(training.rows, MLP_TILE) if training.has(TILES) else training.rows
     fused = _has_fused_norms(shape, training)
     hidden = rows * shape.hidden * training.number_bytes
     wide = rows * shape.hidden * 4
-    projected = 2 * rows * (shape.heads + shape.kv_heads) * shape.head_dim * training.number_bytes
+    projected = (
+        2
+        * rows
+        * (shape.heads + shape.kv_heads)
+        * shape.head_dim
+        * training.number_bytes
+    )
     norm_bytes = _kept_by_norms(shape, training, rows)
     norm_bytes += _ends_of_tiled_layer(shape, training)
-    # A norm's input, and five terms of its gradient, in float32; fused, its gradient alone.
+    # A norm's input, and five terms of its gradient, in float32; fused, its gradient
+    # alone.
     norm_backward = 2 * hidden if fused else 6 * wide
     mlp_input = 2 * hidden + (0 if fused else wide)
     return [
@@ -249,8 +266,9 @@ def _layer_parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
 
 
 def _ends_of_tiled_layer(shape: ModelShape, training: Training) -> int:
-    """Return the bytes of a layer in tiles that do not depend on the tile: the gradients of output
-    and input; and sums of weights' gradients in float32, beside those of a tile."""
+    """Return the bytes of a layer in tiles that do not depend on the tile: the
+    gradients of output and input; and sums of weights' gradients in float32, beside
+    those of a tile."""
     if not training.has(TILES):
         return 0
     size = training.number_bytes
@@ -263,8 +281,8 @@ def _ends_of_tiled_layer(shape: ModelShape, training: Training) -> int:
 def _kept_by_norms(shape: ModelShape, training: Training, rows: int) -> int:
     """Return what norms and residuals keep of some rows.
 
-    A norm keeps its input in float32, and its own result where its weight is trained; fused, its
-    input as it is. The first one's input is the checkpoint.
+    A norm keeps its input in float32, and its own result where its weight is trained;
+    fused, its input as it is. The first one's input is the checkpoint.
     """
     size = training.number_bytes
     hidden = rows * shape.hidden * size
@@ -282,8 +300,9 @@ def _kept_by_norms(shape: ModelShape, training: Training, rows: int) -> int:
 
 
 def _mlp_bytes(shape: ModelShape, training: Training, rows: int) -> int:
-    """Return what an MLP keeps for the backward: the projections' inputs, gate, up and their
-    product, of each token's experts. Gradients that flow back replace what has been used."""
+    """Return what an MLP keeps for the backward: the projections' inputs, gate, up and
+    their product, of each token's experts. Gradients that flow back replace what has
+    been used."""
     size = training.number_bytes
     n_bytes = 3 * rows * shape.mlp_width * size
     if not training.has(MLP):
@@ -291,14 +310,15 @@ def _mlp_bytes(shape: ModelShape, training: Training, rows: int) -> int:
     n_bytes = min(n_bytes, n_bytes * MLP_TILE // rows)
     has_tiles = rows > MLP_TILE
     if has_tiles and not training.has_frozen_weights and not shape.experts and size < 4:
-        # Its weights and the sums of their gradients in float32, and the weights of one tile.
+        # Its weights and the sums of their gradients in float32, and the weights of one
+        # tile.
         n_bytes += 3 * shape.hidden * shape.intermediate * (4 + 4 + size)
     return n_bytes
 
 
 def _workspace(shape: ModelShape, training: Training) -> int:
-    """Return what attention works in, beyond q, k, v, o and their gradients: the larger of both
-    passes. A layer in tiles has those in host memory."""
+    """Return what attention works in, beyond q, k, v, o and their gradients: the larger
+    of both passes. A layer in tiles has those in host memory."""
     on = (TILES,) if training.has(TILES) else ()
     inputs = replace(training, on=on, lora=None)
     n_bytes = _attention_peak(shape, replace(inputs, budget=_UNLIMITED))
@@ -309,8 +329,8 @@ def _workspace(shape: ModelShape, training: Training) -> int:
 
 @lru_cache(maxsize=256)
 def _attention_peak(shape: ModelShape, training: Training) -> int:
-    """Return the larger of both passes' plans in a budget, which covers what a call returns: o, or
-    the gradients of q, k and v."""
+    """Return the larger of both passes' plans in a budget, which covers what a call
+    returns: o, or the gradients of q, k and v."""
     is_on_host = training.has(TILES)
     peaks = []
     for backward in (False, True):
@@ -327,6 +347,8 @@ def _attention_peak(shape: ModelShape, training: Training) -> int:
             budget=training.budget,
             backward=backward,
         )
-        returned = 0 if is_on_host else returned_bytes(shape, training, backward=backward)
+        returned = (
+            0 if is_on_host else returned_bytes(shape, training, backward=backward)
+        )
         peaks.append(planned.peak_bytes - returned)
     return max(peaks)

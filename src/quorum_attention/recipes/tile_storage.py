@@ -1,8 +1,10 @@
-"""Tensors with a row for every token of a prompt, on the device or in page-locked host memory.
+"""Tensors with a row for every token of a prompt, on the device or in page-locked host
+memory.
 
-A prompt of a million tokens has hidden states, queries and outputs of gigabytes. They stay in host
-memory, and the device sees one tile of tokens at a time. Copies run on streams of their own: the
-rows of the next tile come while the rows of this one are computed, and results leave meanwhile.
+A prompt of a million tokens has hidden states, queries and outputs of gigabytes. They
+stay in host memory, and the device sees one tile of tokens at a time. Copies run on
+streams of their own: the rows of the next tile come while the rows of this one are
+computed, and results leave meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class TileSpan:
 
 
 def spans_of(n_tokens: int, tile: int) -> list[TileSpan]:
-    """Return spans of about one length, at most ``tile`` tokens, that cover all tokens."""
+    """Return spans of about one length, at most ``tile`` tokens, that cover all
+    tokens."""
     n_tiles = ceil_div(n_tokens, tile)
     length = ceil_div(n_tokens, n_tiles)
     spans = []
@@ -57,7 +60,9 @@ class SideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
+    def copy(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> Any:
         """Copy tensors when all that the computation has been given so far is done.
 
         Returns:
@@ -88,7 +93,8 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy (..., tokens, width) without waiting, head by head: each is one run of memory.
+    """Copy (..., tokens, width) without waiting, head by head: each is one run of
+    memory.
 
     torch copies tensors with gaps between host and device slowly, and the host waits.
     """
@@ -113,7 +119,8 @@ class DeviceTiles:
         self.device = device
 
     def empty(self, tile: torch.Tensor, n_tokens: int) -> torch.Tensor:
-        """Return an uninitialised tensor shaped like ``tile`` but with ``n_tokens`` rows."""
+        """Return an uninitialised tensor shaped like ``tile`` but with ``n_tokens``
+        rows."""
         shape = (*tile.shape[:-2], n_tokens, tile.shape[-1])
         return torch.empty(shape, dtype=tile.dtype, device=self.device)
 
@@ -124,7 +131,9 @@ class DeviceTiles:
         for span in spans:
             yield span, [rows_of(tensor, span) for tensor in tensors]
 
-    def store(self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any) -> None:
+    def store(
+        self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any
+    ) -> None:
         """Write the tiles of a span, one for each tensor."""
         for tensor, tile in zip(tensors, tiles, strict=True):
             rows_of(tensor, span).copy_(tile)
@@ -150,14 +159,16 @@ class HostTiles(DeviceTiles):
         super().__init__(device)
         self._loads = SideStream(device)
         self._stores = SideStream(device)
-        # Two device tensors for each tensor that tiles are loaded of: one is used, one is filled.
+        # Two device tensors for each tensor that tiles are loaded of: one is used, one
+        # is filled.
         self._buffers: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         # Tiles that are being stored: the computation must not reuse their memory.
         self._leaving: tuple[Any, Any] | None = None
         lock_pages_with_threads()
 
     def empty(self, tile: torch.Tensor, n_tokens: int) -> torch.Tensor:
-        """Return uninitialised page-locked memory like ``tile``, with ``n_tokens`` rows."""
+        """Return uninitialised page-locked memory like ``tile``, with ``n_tokens``
+        rows."""
         shape = (*tile.shape[:-2], n_tokens, tile.shape[-1])
         is_locked = self.device.type == "cuda"
         return torch.empty(shape, dtype=tile.dtype, device="cpu", pin_memory=is_locked)
@@ -165,7 +176,8 @@ class HostTiles(DeviceTiles):
     def load(
         self, spans: Sequence[TileSpan], *tensors: torch.Tensor
     ) -> Iterator[tuple[TileSpan, list[torch.Tensor]]]:
-        """Yield each span with its rows, on the device. The next span's rows come meanwhile."""
+        """Yield each span with its rows, on the device. The next span's rows come
+        meanwhile."""
         upcoming = self._begin_load(spans, 0, tensors)
         for number, span in enumerate(spans):
             tiles, event = upcoming
@@ -181,7 +193,8 @@ class HostTiles(DeviceTiles):
         span = spans[number]
         sources = [rows_of(tensor, span) for tensor in tensors]
         targets = [
-            self._buffer(source, position, number) for position, source in enumerate(sources)
+            self._buffer(source, position, number)
+            for position, source in enumerate(sources)
         ]
         return targets, self._loads.copy(targets, sources)
 
@@ -199,7 +212,9 @@ class HostTiles(DeviceTiles):
         memory = pair[number % 2]
         return memory[:n_numbers].view(rows.shape)
 
-    def store(self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any) -> None:
+    def store(
+        self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any
+    ) -> None:
         """Write the tiles of a span to host memory, beside the computation."""
         targets = [rows_of(tensor, span) for tensor in tensors]
         dense = [tile.contiguous() for tile in tiles]
@@ -222,6 +237,7 @@ class HostTiles(DeviceTiles):
         return tensor.to(self.device, non_blocking=True)
 
     def finish(self) -> None:
-        """Wait until all rows are stored: others read host memory without knowing of streams."""
+        """Wait until all rows are stored: others read host memory without knowing of
+        streams."""
         self._let_go()
         self._stores.synchronize()

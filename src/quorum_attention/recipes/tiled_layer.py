@@ -1,9 +1,11 @@
-"""A decoder layer some tokens at a time, with q, k, v and attention's output in host memory.
+"""A decoder layer some tokens at a time, with q, k, v and attention's output in host
+memory.
 
-Tokens meet in attention alone. So a layer runs twice for every tile of its tokens: first up to its
-attention, which takes q, k and v of the tile to the host; then, when attention is computed of all
-of them, from there on, with the tile's rows of the output. The backward does this again, tile by
-tile. It adds up the gradients of weights in float32.
+Tokens meet in attention alone. So a layer runs twice for every tile of its tokens:
+first up to its attention, which takes q, k and v of the tile to the host; then, when
+attention is computed of all of them, from there on, with the tile's rows of the output.
+The backward does this again, tile by tile. It adds up the gradients of weights in
+float32.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class ForwardModes:
         devices = [self.device] if kind == "cuda" else []
         with (
             torch.random.fork_rng(devices),
-            torch.autocast(kind, self.autocast_dtype, self.is_autocast, cache_enabled=False),
+            torch.autocast(
+                kind, self.autocast_dtype, self.is_autocast, cache_enabled=False
+            ),
             backend_of(self.device).current(self.device),
         ):
             torch.default_generator.manual_seed(self.seed + number)
@@ -109,8 +113,8 @@ class TiledLayer:
         tile: the tokens of a tile.
         modes: of the forward.
         attend: computes attention of q, k and v of all tokens; None: in host memory.
-        guard: a context around each run of a tile, which gets how many numbers in a row the run
-            may not make; 0: it may make any.
+        guard: a context around each run of a tile, which gets how many numbers in a row
+            the run may not make; 0: it may make any.
         weights: the weights that learn.
         attention_call: attention without its q, k and v; None: no tile has reached it.
     """
@@ -133,12 +137,15 @@ class TiledLayer:
 
         Args:
             layer: as Transformers gives it to a checkpoint: a partial of its forward.
-            inputs: those of that; the first is the hidden states (batch, tokens, width).
+            inputs: those of that; the first is the hidden states (batch, tokens,
+                width).
             tile: the tokens of a tile.
         """
         hidden, *args = inputs
         module = layer.args[0] if layer.args else layer.func.__self__
-        nothing = hidden.new_empty(0)  # a part of the hidden states would keep all of them
+        nothing = hidden.new_empty(
+            0
+        )  # a part of the hidden states would keep all of them
         call = LayerCall(nothing, tuple(args), layer.keywords)
         function = partial(layer.func, *layer.args)
         modes = ForwardModes.of_forward(hidden)
@@ -147,7 +154,9 @@ class TiledLayer:
     def __call__(self, hidden: torch.Tensor) -> Any:
         """Return what the layer returns."""
         *heads, _ = _run_tiles(self, self._project, hidden)
-        output = self._attend_on_host(heads) if self.attend is None else self.attend(heads)
+        output = (
+            self._attend_on_host(heads) if self.attend is None else self.attend(heads)
+        )
         # The second run of a checkpoint is for what is saved alone.
         finish = None if self._has_run else self._finish
         self._has_run = True
@@ -162,8 +171,8 @@ class TiledLayer:
         ]
 
     def empty_like_tile(self, tile: torch.Tensor, n_tokens: int) -> torch.Tensor:
-        """Return an empty tensor shaped like ``tile`` but with ``n_tokens`` rows. TensorList with a
-        head dimension are in host memory, page-locked for GPUs."""
+        """Return an empty tensor shaped like ``tile`` but with ``n_tokens`` rows.
+        TensorList with a head dimension are in host memory, page-locked for GPUs."""
         shape = (*tile.shape[:-2], n_tokens, tile.shape[-1])
         if not _has_heads(tile):
             return torch.empty(shape, dtype=tile.dtype, device=self.modes.device)
@@ -182,8 +191,12 @@ class TiledLayer:
     def _project(self, start: int, tile: torch.Tensor) -> TensorList:
         """Return q, k, v of a tile, and note what else is said of the attention."""
 
-        def stop(call: Any, query: Any, key: Any, value: Any, *mask: Any) -> torch.Tensor:
-            if self.attention_call is None:  # the last tile may have one token, and another call
+        def stop(
+            call: Any, query: Any, key: Any, value: Any, *mask: Any
+        ) -> torch.Tensor:
+            if (
+                self.attention_call is None
+            ):  # the last tile may have one token, and another call
                 self.attention_call = partial(call, *mask)
             raise _ProjectedError(self.modes.cast(query, key, value))
 
@@ -197,8 +210,12 @@ class TiledLayer:
         """Compute attention of q, k and v in host memory."""
         options, module, *mask = self.attention_call.args
         with self.modes.same(-1):
-            named = tree_map_only(torch.Tensor, torch.Tensor.cpu, self.attention_call.keywords)
-            output: torch.Tensor = self.attention_call.func(options, module, *heads, *mask, **named)
+            named = tree_map_only(
+                torch.Tensor, torch.Tensor.cpu, self.attention_call.keywords
+            )
+            output: torch.Tensor = self.attention_call.func(
+                options, module, *heads, *mask, **named
+            )
         return output
 
     def _finish(self, start: int, tile: torch.Tensor, rows: torch.Tensor) -> TensorList:
@@ -206,7 +223,11 @@ class TiledLayer:
         return [self.run(lambda *_: rows, start, tile)]
 
     def run(
-        self, attention: Callable[..., Any], start: int, tile: torch.Tensor, n_numbers: int = 0
+        self,
+        attention: Callable[..., Any],
+        start: int,
+        tile: torch.Tensor,
+        n_numbers: int = 0,
     ) -> Any:
         """Run the layer on a tile.
 
@@ -214,16 +235,24 @@ class TiledLayer:
             attention: runs in place of its attention.
             start: the tile's first token.
             tile: (batch, tokens, width).
-            n_numbers: how many numbers in a row it may not make on trial; 0: it may make any.
+            n_numbers: how many numbers in a row it may not make on trial; 0: it may
+                make any.
         """
         rows_of_tile = partial(self._rows_of_tile, start, tile.shape[1])
         call = self.call.map_tensors(rows_of_tile).with_hidden(tile)
-        with attention_replaced_by(attention), self.modes.same(start), self.guard(n_numbers):
+        with (
+            attention_replaced_by(attention),
+            self.modes.same(start),
+            self.guard(n_numbers),
+        ):
             return call.run(self.function)
 
-    def _rows_of_tile(self, start: int, length: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tile's part of what the layer is given: of (..., tokens, width) or of numbers of
-        tokens; tensors without a dimension of tokens are for all tiles."""
+    def _rows_of_tile(
+        self, start: int, length: int, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a tile's part of what the layer is given: of (..., tokens, width) or
+        of numbers of tokens; tensors without a dimension of tokens are for all
+        tiles."""
         if tensor.dim() == 0:
             return tensor
         is_wide = tensor.is_floating_point() or tensor.is_complex()
@@ -234,12 +263,14 @@ class TiledLayer:
 
 
 def _has_heads(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is (batch, heads, tokens, head_dim), not (batch, tokens, width)."""
+    """Whether a tensor is (batch, heads, tokens, head_dim), not (batch, tokens,
+    width)."""
     return tensor.dim() >= 4
 
 
 def copy_tile(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy (..., tokens, width) between devices, head by head: each is one run of memory."""
+    """Copy (..., tokens, width) between devices, head by head: each is one run of
+    memory."""
     if source.device.type != "cpu":
         source = source.contiguous()
     heads = zip(target.flatten(0, -3), source.flatten(0, -3), strict=True)
@@ -255,10 +286,11 @@ def _run_tiles(
 
 
 class _RunTiles(torch.autograd.Function):
-    """The results of ``run(start, *tiles)`` for each tile of some tensors, put together.
+    """The results of ``run(start, *tiles)`` for each tile of some tensors, put
+    together.
 
-    And a number on the device: by that torch knows the stream that it ran on, and goes back on it.
-    q, k and v in host memory have none.
+    And a number on the device: by that torch knows the stream that it ran on, and goes
+    back on it. q, k and v in host memory have none.
     """
 
     @staticmethod
@@ -299,14 +331,19 @@ def _forward_tiles(
 
 
 def _backward_tiles(
-    layer: TiledLayer, run: Callable[..., TensorList], inputs: TensorList, grad_results: TensorList
+    layer: TiledLayer,
+    run: Callable[..., TensorList],
+    inputs: TensorList,
+    grad_results: TensorList,
 ) -> list[torch.Tensor | None]:
     """Return the gradients of inputs and of the layer's weights."""
     n_tokens = inputs[0].shape[-2]
     grads = [layer.empty_like_tile(tensor, n_tokens) for tensor in inputs]
     sums = _WeightGradients(layer.weights)
     for span in layer.spans(n_tokens):
-        tiles = [layer.tile_on_device(x, span).detach().requires_grad_() for x in inputs]
+        tiles = [
+            layer.tile_on_device(x, span).detach().requires_grad_() for x in inputs
+        ]
         with torch.enable_grad():
             results = run(span.start, *tiles)
         upstream = [layer.tile_on_device(grad, span) for grad in grad_results]
@@ -348,8 +385,11 @@ class _WeightGradients:
 
 @contextmanager
 def without_hooks(weights: TensorList) -> Iterator[None]:
-    """Take hooks of weights off: they are for whole gradients, not for those of tiles."""
-    hooks_of_weights = [weight._backward_hooks for weight in weights if weight._backward_hooks]
+    """Take hooks of weights off: they are for whole gradients, not for those of
+    tiles."""
+    hooks_of_weights = [
+        weight._backward_hooks for weight in weights if weight._backward_hooks
+    ]
     copies = [dict(hooks) for hooks in hooks_of_weights]
     for hooks in hooks_of_weights:
         hooks.clear()

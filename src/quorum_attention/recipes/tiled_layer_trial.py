@@ -1,7 +1,8 @@
-"""Whether a layer computes the same in tiles, tried on a few drawn tokens, forward and backward.
+"""Whether a layer computes the same in tiles, tried on a few drawn tokens, forward and
+backward.
 
-In place of attention something simple runs, in which tokens do not meet. A layer whose tokens meet
-elsewhere, or that counts them, then has other results in tiles.
+In place of attention something simple runs, in which tokens do not meet. A layer whose
+tokens meet elsewhere, or that counts them, then has other results in tiles.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from quorum_attention.recipes.trials import drawn
 
 # A layer is tried on so many tokens at most.
 _TRIED_TOKENS = 64
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def reason_to_run_whole(layer: TiledLayer, hidden: torch.Tensor) -> str | None:
-    """Return why a layer is not computed in tiles; None if it can be, with ``layer.weights`` set.
+    """Return why a layer is not computed in tiles; None if it can be, with
+    ``layer.weights`` set.
 
     Args:
         layer: the layer.
@@ -59,13 +66,17 @@ def _reason_from_inputs(layer: TiledLayer) -> str | None:
     arguments = [*layer.call.args, *layer.call.named.values()]
     for leaf in tree_leaves(arguments, is_leaf=lambda part: isinstance(part, dict)):
         if not isinstance(leaf, cut) or getattr(leaf, "requires_grad", False):
-            return f"it is given a {type(leaf).__name__}, or a tensor that has a gradient"
+            return (
+                f"it is given a {type(leaf).__name__}, or a tensor that has a gradient"
+            )
     return None
 
 
 def _reason_from_module(module: torch.nn.Module) -> str | None:
     """Return who looks on while a layer runs."""
-    has_hooks = any(getattr(part, hooks) for part in module.modules() for hooks in _HOOKS)
+    has_hooks = any(
+        getattr(part, hooks) for part in module.modules() for hooks in _HOOKS
+    )
     # These have a graph, which is not of this layer.
     has_computed_weights = not all(weight.is_leaf for weight in module.parameters())
     if has_hooks or has_computed_weights or _has_any_global_hook():
@@ -73,16 +84,23 @@ def _reason_from_module(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _are_written(buffers: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> bool:
+def _are_written(
+    buffers: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
+) -> bool:
     """Whether a trial has replaced a module's buffers, or written to them."""
-    return any(buffers[name] is not copy or copy._version for name, copy in copies.items())
+    return any(
+        buffers[name] is not copy or copy._version for name, copy in copies.items()
+    )
 
 
 def _is_same_in_tiles(
     layer: TiledLayer, hidden: torch.Tensor, buffers: dict[str, torch.Tensor]
 ) -> bool:
-    """Whether results and gradients of a few tokens are the same, whole and in tiles."""
-    n_tokens = min(layer.n_tokens, max(_TRIED_TOKENS // 4, min(_TRIED_TOKENS, 2 * layer.tile)))
+    """Whether results and gradients of a few tokens are the same, whole and in
+    tiles."""
+    n_tokens = min(
+        layer.n_tokens, max(_TRIED_TOKENS // 4, min(_TRIED_TOKENS, 2 * layer.tile))
+    )
     small = replace(
         layer,
         tile=n_tokens // 2 + 1,
@@ -98,15 +116,22 @@ def _is_same_in_tiles(
         return _attend_each_alone(small.modes.cast(query, key, value))
 
     # A checkpoint around the model is not to count what is saved here.
-    with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+    with (
+        torch.enable_grad(),
+        saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach),
+    ):
         whole = small.run(attention, 0, x)
         layer.weights = _learning_weights(layer.module, whole, x)
         small.weights = layer.weights
         tiled = small(x)
         learned = [x, *layer.weights]
         with without_hooks(layer.weights):
-            whole_grads = torch.autograd.grad(whole, learned, upstream, allow_unused=True)
-            tiled_grads = torch.autograd.grad(tiled, learned, upstream, allow_unused=True)
+            whole_grads = torch.autograd.grad(
+                whole, learned, upstream, allow_unused=True
+            )
+            tiled_grads = torch.autograd.grad(
+                tiled, learned, upstream, allow_unused=True
+            )
     # One tile tells attention the same as all tokens.
     if arguments_when_whole != [_result_arguments(small.attention_call)]:
         return False
@@ -121,8 +146,8 @@ def _is_same_in_tiles(
 def _learning_weights(
     module: torch.nn.Module, result: torch.Tensor, x: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the weights that learn of a result. Some experts have no token of these; and a weight
-    may be of another module."""
+    """Return the weights that learn of a result. Some experts have no token of these;
+    and a weight may be of another module."""
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     leaves = dict.fromkeys([*weights, *_leaves_of(result)])
     return [leaf for leaf in leaves if leaf is not x]
@@ -150,9 +175,13 @@ def _attend_each_alone(heads: TensorList) -> torch.Tensor:
 
 def _result_arguments(call: Any) -> list[Any]:
     """Return what an attention's result depends on, beside q, k and v."""
-    from quorum_attention.integrations.transformers.attention_function import WITHOUT_EFFECT
+    from quorum_attention.integrations.transformers.attention_function import (
+        WITHOUT_EFFECT,
+    )
 
-    named = [value for name, value in call.keywords.items() if name not in WITHOUT_EFFECT]
+    named = [
+        value for name, value in call.keywords.items() if name not in WITHOUT_EFFECT
+    ]
     return [_fingerprint(leaf) for leaf in tree_leaves([*named, *call.args[2:]])]
 
 
@@ -178,7 +207,8 @@ def _is_near(
 def _guarded(
     module: torch.nn.Module, buffers: dict[str, torch.Tensor], n_numbers: int
 ) -> Iterator[None]:
-    """Run a module with other buffers, without dropout, and refuse ``n_numbers`` in a row."""
+    """Run a module with other buffers, without dropout, and refuse ``n_numbers`` in a
+    row."""
     with swapping, _reparametrize_module(module, buffers), _TrialMode(n_numbers):
         yield
 
@@ -186,15 +216,18 @@ def _guarded(
 class _TrialMode(TorchFunctionMode):
     """Without dropout: each token has its own random numbers, in tiles others.
 
-    Before its attention a layer is refused ``n_numbers`` in a row, one of each token: in every tile
-    they would begin at 0. Llama 4 scales queries by them, from the 8,192nd on, which is not tried.
+    Before its attention a layer is refused ``n_numbers`` in a row, one of each token:
+    in every tile they would begin at 0. Llama 4 scales queries by them, from the
+    8,192nd on, which is not tried.
     """
 
     def __init__(self, n_numbers: int) -> None:
         super().__init__()
         self._n_numbers = n_numbers
 
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, _: Any, args: Any = (), named: Any = None
+    ) -> Any:
         if function is dropout:
             return args[0]
         result = function(*args, **(named or {}))

@@ -1,7 +1,8 @@
-"""MLPs that run some tokens at a time, after DeepSpeed's TiledMLP (Arctic Long Sequence Training).
+"""MLPs that run some tokens at a time, after DeepSpeed's TiledMLP (Arctic Long Sequence
+Training).
 
-What an MLP holds between its layers is there for one tile of tokens, and the backward computes it
-again: torch's checkpoints.
+What an MLP holds between its layers is there for one tile of tokens, and the backward
+computes it again: torch's checkpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn.utils.stateless import _reparametrize_module  # as torch.func.functional_call
+from torch.nn.utils.stateless import (
+    _reparametrize_module,
+)  # as torch.func.functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
@@ -48,7 +51,8 @@ class TiledMLPs(ModelPiece):
         self._n_changed = 0
 
     def make(self, model: torch.nn.Module) -> str:
-        """Change all MLPs, if all give for parts of the tokens what they give for all."""
+        """Change all MLPs, if all give for parts of the tokens what they give for
+        all."""
         mlps = [module for module in model.modules() if _is_gated(module)]
         reason = _reason_against(mlps)
         if reason is not None:
@@ -61,12 +65,16 @@ class TiledMLPs(ModelPiece):
         for module in mlps:
             patch(module, "forward", _run_in_tiles, self._tokens)
         self._n_changed = len(mlps)
-        return f"{counted(len(mlps), 'MLP')}, {counted(self._tokens, 'token')} at a time"
+        return (
+            f"{counted(len(mlps), 'MLP')}, {counted(self._tokens, 'token')} at a time"
+        )
 
     def why_lost(self, model: torch.nn.Module) -> str | None:
         """Look for MLPs that run another forward."""
         n_others = self._n_changed - count_running(model, _run_in_tiles)
-        return f"{counted(n_others, 'MLP')} got another forward" if n_others > 0 else None
+        return (
+            f"{counted(n_others, 'MLP')} got another forward" if n_others > 0 else None
+        )
 
     def undo(self, model: torch.nn.Module) -> None:
         """Give all MLPs their forward back."""
@@ -74,34 +82,38 @@ class TiledMLPs(ModelPiece):
 
 
 def _is_gated(module: torch.nn.Module) -> bool:
-    return all(isinstance(getattr(module, part, None), torch.nn.Module) for part in _PARTS)
+    return all(
+        isinstance(getattr(module, part, None), torch.nn.Module) for part in _PARTS
+    )
 
 
 def _reason_against(mlps: list[torch.nn.Module]) -> str | None:
-    """Return why the MLPs of a model stay as they are, as far as they say without a trial."""
+    """Return why the MLPs of a model stay as they are, as far as they say without a
+    trial."""
     if not mlps:
         return "no MLP has gate_proj, up_proj, down_proj (or it has experts)"
     if not all(map(has_own_forward, mlps)):
         return (
-            "an MLP was given another forward, which a library of kernels or a hook may have done: "
-            "call long_context before that"
+            "an MLP was given another forward, which a library of kernels or a hook "
+            "may have done: call long_context before that"
         )
     if any(map(_is_offloaded, mlps)):
         return (
-            "weights of an MLP are offloaded, or not loaded yet: load the model so that its MLPs "
-            "lie on devices"
+            "weights of an MLP are offloaded, or not loaded yet: load the model so "
+            "that its MLPs lie on devices"
         )
     return None
 
 
 def _is_offloaded(module: torch.nn.Module) -> bool:
-    """Whether weights of the module come from elsewhere in its forward, as by Accelerate's
-    offloading, or are not loaded yet."""
+    """Whether weights of the module come from elsewhere in its forward, as by
+    Accelerate's offloading, or are not loaded yet."""
     return any(weight.is_meta for weight in module.parameters())
 
 
 def _dtypes(module: torch.nn.Module) -> list[torch.dtype]:
-    """Return dtypes of weights that activations may have. Quantised weights have none of these."""
+    """Return dtypes of weights that activations may have. Quantised weights have none
+    of these."""
     dtypes = dict.fromkeys(weight.dtype for weight in module.parameters())
     return [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
 
@@ -120,9 +132,12 @@ def _width(module: torch.nn.Module) -> int | None:
     return None
 
 
-def _reason_to_run_whole(module: torch.nn.Module, dtypes: list[torch.dtype]) -> str | None:
-    """Try an MLP on two tokens, (tokens, width) and (1, tokens, width): each token alone has to
-    give what both together give. Experts may take one of these shapes only.
+def _reason_to_run_whole(
+    module: torch.nn.Module, dtypes: list[torch.dtype]
+) -> str | None:
+    """Try an MLP on two tokens, (tokens, width) and (1, tokens, width): each token
+    alone has to give what both together give. Experts may take one of these shapes
+    only.
 
     Args:
         module: the MLP.
@@ -134,7 +149,9 @@ def _reason_to_run_whole(module: torch.nn.Module, dtypes: list[torch.dtype]) -> 
     width = _width(module)
     if width is None:
         return "does not say how wide its inputs are"
-    tensors = chain(module.parameters(), module.buffers())  # some packed weights are buffers
+    tensors = chain(
+        module.parameters(), module.buffers()
+    )  # some packed weights are buffers
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     for dtype in dict.fromkeys([*_dtypes(module), *dtypes]):
         tokens = drawn(2, width).to(device, dtype)
@@ -143,12 +160,15 @@ def _reason_to_run_whole(module: torch.nn.Module, dtypes: list[torch.dtype]) -> 
             return "has other results for parts of the tokens"
         if agreements:
             return None
-    tried = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "any dtype"
+    tried = (
+        ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "any dtype"
+    )
     return f"takes no inputs of width {width} in {tried}"
 
 
 def _agreements(module: torch.nn.Module, tokens: torch.Tensor) -> Iterator[bool]:
-    """For each shape that an MLP takes, say whether tokens alone give what they give together."""
+    """For each shape that an MLP takes, say whether tokens alone give what they give
+    together."""
     for inputs in (tokens, tokens[None]):
         together = result_like(module, inputs)
         results = [result_like(module, token) for token in inputs.split(1, -2)]
@@ -160,7 +180,9 @@ def _agreements(module: torch.nn.Module, tokens: torch.Tensor) -> Iterator[bool]
         yield bool(distance <= tolerance)
 
 
-def _run_in_tiles(tokens: int, plain: Any, module: torch.nn.Module, x: torch.Tensor) -> Any:
+def _run_in_tiles(
+    tokens: int, plain: Any, module: torch.nn.Module, x: torch.Tensor
+) -> Any:
     """The forward of a changed MLP."""
     if x.numel() == 0:
         return plain(module, x)
@@ -178,19 +200,25 @@ def _compute_tiles(
 ) -> torch.Tensor:
     """Compute all tiles, each as a checkpoint, and join them.
 
-    Gradients of weights in 16 bits are summed in float32: each tile's would round the sum. Without
-    gradients nothing is kept, and nothing is widened.
+    Gradients of weights in 16 bits are summed in float32: each tile's would round the
+    sum. Without gradients nothing is kept, and nothing is widened.
     """
     if not torch.is_grad_enabled():
         return _write_tiles(plain, module, tiles)
     weights: dict[str, Any] = dict(module.named_parameters())
-    wide = {name: weight.float() for name, weight in weights.items() if _is_summed_wide(weight)}
+    wide = {
+        name: weight.float()
+        for name, weight in weights.items()
+        if _is_summed_wide(weight)
+    }
 
     def run(tile: torch.Tensor) -> Any:
         narrow = {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
         swapped = weights | narrow
         with swapping, _reparametrize_module(module, swapped, tie_weights=True):
-            return plain(module, tile)  # without its hooks, which are called once, outside
+            return plain(
+                module, tile
+            )  # without its hooks, which are called once, outside
 
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
 

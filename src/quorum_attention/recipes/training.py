@@ -24,11 +24,12 @@ class Training:
     Attributes:
         tokens, batch: of a step.
         dtype: of weights and activations.
-        optimizer: "none", "adamw" (two states in the weights' dtype), "adamw-fp32" (two states and
-            the weights in float32).
-        lora: rank of low-rank adapters of all linear layers, the rest frozen; None trains all.
-        budget: of one call of quorum attention, including its output or its gradients, as for
-            ``register``; None: no limit.
+        optimizer: "none", "adamw" (two states in the weights' dtype), "adamw-fp32" (two
+            states and the weights in float32).
+        lora: rank of low-rank adapters of all linear layers, the rest frozen; None
+            trains all.
+        budget: of one call of quorum attention, including its output or its gradients,
+            as for ``register``; None: no limit.
         device: the kind of device that attention is planned for.
         on: what is switched on.
     """

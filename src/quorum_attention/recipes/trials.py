@@ -25,8 +25,8 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 def result_like(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """Return what a module returns of ``x`` in evaluation, or None if it takes no such tensor, or
-    returns no tensor of the same shape and dtype."""
+    """Return what a module returns of ``x`` in evaluation, or None if it takes no such
+    tensor, or returns no tensor of the same shape and dtype."""
     try:
         with torch.no_grad(), evaluating(module):
             result = module(x)

@@ -1,4 +1,5 @@
-"""The recovery controller: every transition, whole histories; and where rows come from."""
+"""The recovery controller: every transition, whole histories; and where rows come
+from."""
 
 from __future__ import annotations
 
@@ -38,20 +39,38 @@ def happens(made: RecoveryController, memory: bool) -> str:
         pytest.param(controller(3), False, "slots 3 -> 2", (2, 1), id="several-slots"),
         pytest.param(controller(2), False, "slots 2 -> 1", (1, 1), id="two-slots"),
         pytest.param(controller(1), False, "depth 1 -> 2", (1, 2), id="one-slot"),
-        pytest.param(controller(1, depth=3), False, GIVES_UP, (1, 3), id="nothing-finer"),
-        pytest.param(controller(2, depth=3), False, "slots 2 -> 1", (1, 3), id="finest"),
-        pytest.param(controller(3, pinned=True), False, GIVES_UP, (3, 1), id="pinned"),
-        pytest.param(controller(1, depth=2), True, "depth 2 -> 1", (1, 1), id="headroom"),
-        pytest.param(controller(1, depth=1), True, NOTHING, (1, 1), id="headroom-at-plan"),
         pytest.param(
-            controller(1, depth=2, pinned=True), True, NOTHING, (1, 2), id="headroom-pinned"
+            controller(1, depth=3), False, GIVES_UP, (1, 3), id="nothing-finer"
         ),
         pytest.param(
-            controller(1, depth=2, coarsenings=2), True, NOTHING, (1, 2), id="headroom-spent"
+            controller(2, depth=3), False, "slots 2 -> 1", (1, 3), id="finest"
+        ),
+        pytest.param(controller(3, pinned=True), False, GIVES_UP, (3, 1), id="pinned"),
+        pytest.param(
+            controller(1, depth=2), True, "depth 2 -> 1", (1, 1), id="headroom"
+        ),
+        pytest.param(
+            controller(1, depth=1), True, NOTHING, (1, 1), id="headroom-at-plan"
+        ),
+        pytest.param(
+            controller(1, depth=2, pinned=True),
+            True,
+            NOTHING,
+            (1, 2),
+            id="headroom-pinned",
+        ),
+        pytest.param(
+            controller(1, depth=2, coarsenings=2),
+            True,
+            NOTHING,
+            (1, 2),
+            id="headroom-spent",
         ),
     ],
 )
-def test_every_transition(made: RecoveryController, memory: bool, change: str, after) -> None:
+def test_every_transition(
+    made: RecoveryController, memory: bool, change: str, after
+) -> None:
     where = made.where
     assert happens(made, memory) == change
     assert state(made)[:2] == after
@@ -102,13 +121,21 @@ def every(pieces) -> list[tuple[int, int]]:
 
 
 def layout(task: Task) -> dict[int, int]:
-    return {start + i: local + i for start, stop, local in task.runs for i in range(stop - start)}
+    return {
+        start + i: local + i
+        for start, stop, local in task.runs
+        for i in range(stop - start)
+    }
 
 
 @st.composite
 def orders(draw) -> list[Task]:
     tasks = list(draw(SHAPES).tasks())
-    return draw(st.permutations(tasks)) if len(tasks) <= 21 else tasks[:: draw(st.integers(1, 3))]
+    return (
+        draw(st.permutations(tasks))
+        if len(tasks) <= 21
+        else tasks[:: draw(st.integers(1, 3))]
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,7 +149,9 @@ def test_state_is_made_once_handed_on_and_finished_once(tasks, carry, data) -> N
     assert exists == {row for start, stop in touched for row in range(start, stop)}
 
     fresh, finished = Counter(), Counter()
-    last_visit = {row: number for number, task in enumerate(left) for row in layout(task)}
+    last_visit = {
+        row: number for number, task in enumerate(left) for row in layout(task)
+    }
     previous: dict[int, int] = {}
     turns = list(visits(left, touched=touched, carry=carry))
     assert [turn.task.path for turn in turns] == [task.path for task in left]
@@ -131,13 +160,17 @@ def test_state_is_made_once_handed_on_and_finished_once(tasks, carry, data) -> N
         carried = every(c.rows for c in turn.carried)
         come = every(turn.fresh) + carried + every(turn.loaded)
         gone = every(turn.stored) + every(turn.finished)
-        assert sorted(come) == sorted(here.items()), "every row comes from exactly one place"
+        assert sorted(come) == sorted(here.items()), (
+            "every row comes from exactly one place"
+        )
         assert sorted(gone) == sorted(here.items()), "and goes to exactly one"
         for piece in turn.carried:
             for i in range(piece.rows.stop - piece.rows.start):
                 assert previous[piece.rows.start + i] == piece.previous_local + i
         if carry:
-            assert not {row for row, _ in every(turn.loaded)} & previous.keys(), "no needless load"
+            assert not {row for row, _ in every(turn.loaded)} & previous.keys(), (
+                "no needless load"
+            )
         else:
             assert not turn.carried
         for row, _ in every(turn.fresh):

@@ -1,4 +1,5 @@
-"""Page locks, with a made-up runtime: what is locked when, and that nothing stays locked."""
+"""Page locks, with a made-up runtime: what is locked when, and that nothing stays
+locked."""
 
 from __future__ import annotations
 
@@ -27,12 +28,15 @@ def locking(  # type: ignore[no-untyped-def]
     """Page locks of tensors, some of which are named."""
 
     kinds = ([*made, *given], made, by_address, only_read)
-    copied = [Copied(t, *(any(t is one for one in some) for some in kinds)) for t in tensors]
+    copied = [
+        Copied(t, *(any(t is one for one in some) for some in kinds)) for t in tensors
+    ]
     return PageLocks(copied, late=late)
 
 
 class Runtime(Driver):
-    """Registers and unregisters; ``hold`` keeps it from beginning, ``begun`` says that it would."""
+    """Registers and unregisters; ``hold`` keeps it from beginning, ``begun`` says that
+    it would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +80,9 @@ def result(heads: int, rows: int, width: int = 64) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 100, 1024, 1025, 4096])
-def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime, rows: int) -> None:
+def test_no_copy_of_a_head_reaches_from_one_piece_into_another(
+    runtime: Runtime, rows: int
+) -> None:
     """The driver refuses such a copy."""
     tensor = result(200_000 // rows + 3, rows)
     with locking([tensor], made=[tensor]) as locks:
@@ -91,7 +97,9 @@ def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime,
 
 
 @pytest.mark.parametrize("rows", [1024, 4096, 1000])
-def test_what_is_left_is_unlocked_once_its_copies_are_made(runtime: Runtime, rows: int) -> None:
+def test_what_is_left_is_unlocked_once_its_copies_are_made(
+    runtime: Runtime, rows: int
+) -> None:
     """Piece by piece: a piece that other heads lie in as well waits for those."""
     output, query = result(12, rows), made(12 * rows * 64).view(1, 12, rows, 64)
     with locking([query, output], made=[output], by_address=[query]) as locks:
@@ -100,7 +108,9 @@ def test_what_is_left_is_unlocked_once_its_copies_are_made(runtime: Runtime, row
         happened = threading.Event()
         locks.release([query[0, :7], output[0, :7]], happened.is_set)
         time.sleep(5e-3)
-        assert runtime.locked_bytes(query) == runtime.locked_bytes(output) == query.nbytes
+        assert (
+            runtime.locked_bytes(query) == runtime.locked_bytes(output) == query.nbytes
+        )
         happened.set()
         if rows % 64 == 0:
             until(lambda: runtime.locked_bytes(query) < query.nbytes)
@@ -144,25 +154,32 @@ def test_memory_that_holds_nothing_is_written_to_before_it_is_handed_out(
 
 
 def test_what_is_only_read_is_locked_as_that(runtime: Runtime) -> None:
-    """A file that is mapped to be read: the driver refuses to lock it in the usual way. What is
-    written to as well is not locked for reading."""
+    """A file that is mapped to be read: the driver refuses to lock it in the usual way.
+    What is written to as well is not locked for reading."""
     tensor, both = made(3 * PIECE), made(3 * PIECE)
-    runtime.only_read = {t.data_ptr() + at for t in (tensor, both) for at in range(t.nbytes)}
+    runtime.only_read = {
+        t.data_ptr() + at for t in (tensor, both) for at in range(t.nbytes)
+    }
     given = [tensor, both, both[100:]]
     with locking(given, by_address=given, only_read=[tensor, both]) as locks:
         assert locks.covers(tensor)
         assert not locks.covers(both)
 
 
-def test_a_private_mapping_of_a_file_is_left_pageable(runtime: Runtime, tmp_path: Path) -> None:
+def test_a_private_mapping_of_a_file_is_left_pageable(
+    runtime: Runtime, tmp_path: Path
+) -> None:
     """The system would copy it. A shared one is locked."""
     path = tmp_path / "file"
     path.write_bytes(b"7" * (4 * PIECE))
     with open(path, "r+b") as file:
         mappings = [
-            mmap.mmap(file.fileno(), 0, access=a) for a in (mmap.ACCESS_COPY, mmap.ACCESS_WRITE)
+            mmap.mmap(file.fileno(), 0, access=a)
+            for a in (mmap.ACCESS_COPY, mmap.ACCESS_WRITE)
         ]
-    private, shared = (torch.frombuffer(mapping, dtype=torch.uint8) for mapping in mappings)
+    private, shared = (
+        torch.frombuffer(mapping, dtype=torch.uint8) for mapping in mappings
+    )
     with locking([private, shared], by_address=[private, shared]) as locks:
         assert not locks.covers(private)
         assert locks.covers(shared)

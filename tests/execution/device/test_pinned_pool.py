@@ -1,5 +1,5 @@
-"""Memory of results that is kept between calls: who may use it when, and that it is given back;
-where accumulators and results live."""
+"""Memory of results that is kept between calls: who may use it when, and that it is
+given back; where accumulators and results live."""
 
 from __future__ import annotations
 
@@ -74,7 +74,11 @@ def test_what_is_free_is_locked_once_and_used_again(driver: Pooled) -> None:
 def test_what_is_used_is_never_lent_again_nor_given_back(driver: Pooled) -> None:
     kept = driver.kept()
     lent = kept.lend(fresh(MIB)).fill_(3)
-    others = [lent.numpy(), lent.view(torch.float16), torch.utils.dlpack.from_dlpack(lent)]
+    others = [
+        lent.numpy(),
+        lent.view(torch.float16),
+        torch.utils.dlpack.from_dlpack(lent),
+    ]
     del lent
     while others:
         gc.collect()
@@ -129,7 +133,9 @@ def test_threads_never_share_memory(driver: Pooled) -> None:
         for _ in range(300):
             size = draw.choice((4096, 8192, 65536, 1 << 18))
             found = kept.take(size)
-            held.append((kept.lend(fresh(size)) if found is None else found).fill_(number))
+            held.append(
+                (kept.lend(fresh(size)) if found is None else found).fill_(number)
+            )
             del found
             if len(held) > draw.randrange(8):
                 wrong.extend(held.pop(draw.randrange(len(held))).ne(number).nonzero())
@@ -145,7 +151,9 @@ def test_threads_never_share_memory(driver: Pooled) -> None:
     assert not driver.locked
 
 
-def test_results_beside_a_gpu_lie_in_it(driver: Pooled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_beside_a_gpu_lie_in_it(
+    driver: Pooled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = Cuda()
     backend.pinned = driver.kept()
     monkeypatch.setitem(BACKENDS, "cuda", backend)
@@ -188,7 +196,9 @@ def test_host_memory_that_is_not_there_is_refused_with_what_is_missing() -> None
         with pytest.raises(OutOfMemoryError) as raised:
             empty((251,), torch.float32, HOST, "the output")
     said = str(raised.value)
-    assert said.startswith("the output takes 1004 B of host memory and 4 B of that is missing")
+    assert said.startswith(
+        "the output takes 1004 B of host memory and 4 B of that is missing"
+    )
 
 
 def test_accumulators_that_cannot_be_page_locked_are_pageable(monkeypatch) -> None:

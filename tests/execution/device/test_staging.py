@@ -1,4 +1,5 @@
-"""Copies through page-locked buffers, and to and from slots: every byte, in order, given back."""
+"""Copies through page-locked buffers, and to and from slots: every byte, in order,
+given back."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:
     driver = stand_in(monkeypatch)
     copies, stream = BatchedCopies(driver), LateStream()
     ring = Staging(lambda n: torch.zeros(n, dtype=torch.uint8), LateEvent, copies)
-    near, far = torch.ones(300, dtype=torch.uint8), torch.full((300,), 7, dtype=torch.uint8)
+    near, far = (
+        torch.ones(300, dtype=torch.uint8),
+        torch.full((300,), 7, dtype=torch.uint8),
+    )
     ring.move(near.data_ptr(), far.data_ptr(), 100, stream, up=False)
     copies.flush(stream)
     ring.ended(stream, given_up=False)
@@ -70,16 +74,22 @@ def a_call(draw: random.Random, n: int, dtype: torch.dtype):  # type: ignore[no-
         )  # fmt: skip
         if draw.random() < 0.5:
             size = draw.randint(n // 6, n + 9), draw.randint(n // 6, n + 9)
-            made = passing(made, *size, group=draw.randint(1, heads[1]), n_cap=draw.randint(1, 3))
+            made = passing(
+                made, *size, group=draw.randint(1, heads[1]), n_cap=draw.randint(1, 3)
+            )
         plans.append(made)
     return given, plans, causal
 
 
 def both(given: Inputs, plans, causal: bool, rooms=({}, {})):  # type: ignore[no-untyped-def]
     """Output and gradients."""
-    each = tuple({"plan": plan, **room} for plan, room in zip(plans, rooms, strict=True))
+    each = tuple(
+        {"plan": plan, **room} for plan, room in zip(plans, rooms, strict=True)
+    )
     with LateCuda():
-        out, _, *grads = both_passes(given, each, is_causal=causal, enable_gqa=True, devices="cpu")
+        out, _, *grads = both_passes(
+            given, each, is_causal=causal, enable_gqa=True, devices="cpu"
+        )
     return out, *grads
 
 
@@ -98,9 +108,9 @@ def grant_few_threads(monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> N
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("locked", ["nothing", "some", "no buffers", "few threads"])
 def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> None:
-    """Inputs in files mapped to be read, in memory with gaps or odd addresses, overlapping; results
-    that are given, or not; with all page locks refused, or two of three, or two of three threads
-    that lock and copy."""
+    """Inputs in files mapped to be read, in memory with gaps or odd addresses,
+    overlapping; results that are given, or not; with all page locks refused, or two of
+    three, or two of three threads that lock and copy."""
     draw = random.Random(torch.initial_seed())
     some = locked in ("some", "few threads")
     if locked == "few threads":
@@ -120,7 +130,9 @@ def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> Non
         elif kind == "one tensor":
             # Keys are values, and where heads are as many, queries.
             same = given.query if given.query.shape == given.key.shape else given.key
-            given = Inputs(given.query if same is given.key else same, same, same, given.grad_out)
+            given = Inputs(
+                given.query if same is given.key else same, same, same, given.grad_out
+            )
         else:
             given = Inputs(*(laid_out(t, draw) for t in (*given.three, given.grad_out)))
         rooms = {}, {}
@@ -139,7 +151,8 @@ def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> Non
 
 
 def test_a_missing_wait_is_noticed(monkeypatch) -> None:
-    """The stand-in is strict enough: buffers that are used again at once give wrong results."""
+    """The stand-in is strict enough: buffers that are used again at once give wrong
+    results."""
     stand_in(monkeypatch, buffer_bytes=256)
     given, plans, causal = a_call(random.Random(3), 80, torch.float32)
     right = both(given, plans, causal)
@@ -210,22 +223,28 @@ def test_in_order(lay: Lay) -> None:
     [("none", 64, "batches"), ("every", 96, "old driver"), ("every other", 1000, "batches"),
      ("few", 96, "none"), ("every other", 64, "old driver")],
 )  # fmt: skip
-def test_on_streams(lay: Lay, refused: str, piece_bytes: int, runtime: str, monkeypatch) -> None:
-    """Rows are waited for, whatever way they are copied: until their memory is locked, or not,
-    another thread may write to it. No copy reaches from one locked piece into another: the driver
-    refuses that."""
+def test_on_streams(
+    lay: Lay, refused: str, piece_bytes: int, runtime: str, monkeypatch
+) -> None:
+    """Rows are waited for, whatever way they are copied: until their memory is locked,
+    or not, another thread may write to it. No copy reaches from one locked piece into
+    another: the driver refuses that."""
     asked: list[int] = []
 
     def refuse(start: int) -> bool:
         asked.append(start)
         return REFUSED[refused] > 0 and len(asked) % REFUSED[refused] == 0
 
-    driver = stand_in(monkeypatch, refused=refuse, piece_bytes=piece_bytes, buffers=False)
+    driver = stand_in(
+        monkeypatch, refused=refuse, piece_bytes=piece_bytes, buffers=False
+    )
     driver.batches = runtime != "old driver"
     if runtime == "none":
         monkeypatch.setattr(cuda_mover, "cuda_runtime", lambda: None)
     far, target = lay.made(), lay.made()
-    with PageLocks([Copied(far, by_address=True), Copied(target, by_address=True)]) as locks:
+    with PageLocks(
+        [Copied(far, by_address=True), Copied(target, by_address=True)]
+    ) as locks:
         mover = LateMover(GPU, 2, locks, Clock())
         for _ in range(2):
             mover.loaded_bytes = mover.stored_bytes = 0

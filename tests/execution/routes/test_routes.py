@@ -1,5 +1,5 @@
-"""Over inputs on a CPU: rectangles no larger than memory allows, states in the results. Rows that
-pass by: their units, and overflows."""
+"""Over inputs on a CPU: rectangles no larger than memory allows, states in the results.
+Rows that pass by: their units, and overflows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, exact, inputs, sink
+from helpers.attention import (
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    assert_close,
+    exact,
+    inputs,
+    sink,
+)
 from helpers.fake_device import FakeDevice
 from helpers.memory import usage
 from helpers.passes import both_passes
@@ -31,7 +38,10 @@ def laid_out(pieces: Pieces, n: int, backward: bool, **sizes: Any) -> qa.Plan:
     route = plan.schedule.route
     assert isinstance(route, Blockwise)
     schedule = schedule_of(
-        plan.shape, plan.decomposition, plan.schedule.group, replace(route, pieces=pieces)
+        plan.shape,
+        plan.decomposition,
+        plan.schedule.group,
+        replace(route, pieces=pieces),
     )
     return replace(plan, schedule=schedule)
 
@@ -39,9 +49,12 @@ def laid_out(pieces: Pieces, n: int, backward: bool, **sizes: Any) -> qa.Plan:
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("pieces", ["halves", "rows", "blocks"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("causal", "given", "n_keys"), [(False, True, 200), (True, False, 410)])
+@pytest.mark.parametrize(
+    ("causal", "given", "n_keys"), [(False, True, 200), (True, False, 410)]
+)
 def test_results_are_right(pieces, dtype, causal, given, n_keys) -> None:
-    """Also of grouped heads, of wide values, and into given results that hold something else."""
+    """Also of grouped heads, of wide values, and into given results that hold something
+    else."""
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 24, "dtype": dtype}
     made = inputs(300, n_keys, **sizes)
     plans = [
@@ -60,17 +73,25 @@ def test_results_are_right(pieces, dtype, causal, given, n_keys) -> None:
 
 @pytest.mark.slow
 def test_a_budget_below_the_results_works_where_they_are_given() -> None:
-    """Results of 8 and 24 MiB, a budget of 7: of which the kernel is reckoned to take 6."""
+    """Results of 8 and 24 MiB, a budget of 7: of which the kernel is reckoned to take
+    6."""
     made = inputs(4_000, heads=8, head_dim=64)
     limit: dict[str, Any] = {"is_causal": True, "budget": 7 << 20}
     with pytest.raises(qa.BudgetError):
         qa.attention(*made.three, **limit)
-    out, grads = torch.empty_like(made.query), tuple(torch.empty_like(t) for t in made.three)
+    out, grads = (
+        torch.empty_like(made.query),
+        tuple(torch.empty_like(t) for t in made.three),
+    )
     found: list[torch.Tensor] = []
-    forward = usage(lambda: found.extend(qa.attention_with_lse(*made.three, out=out, **limit)))
+    forward = usage(
+        lambda: found.extend(qa.attention_with_lse(*made.three, out=out, **limit))
+    )
     assert forward.peak <= limit["budget"]
     backward = usage(
-        lambda: qa.attention_backward(made.grad_out, *made.three, *found, grads=grads, **limit)
+        lambda: qa.attention_backward(
+            made.grad_out, *made.three, *found, grads=grads, **limit
+        )
     )
     assert backward.peak <= limit["budget"]
     three = [t.requires_grad_() for t in made.three]
@@ -102,7 +123,12 @@ def run(given, plans, *, is_causal=True, report=None):  # type: ignore[no-untype
     each = tuple({"plan": plan} for plan in plans)
     with FakeDevice():
         out, _, *grads = both_passes(
-            given, each, is_causal=is_causal, enable_gqa=True, devices="cpu", report=report
+            given,
+            each,
+            is_causal=is_causal,
+            enable_gqa=True,
+            devices="cpu",
+            report=report,
         )
     return out, *grads
 
@@ -111,8 +137,8 @@ def test_every_pair_of_chunk_and_block_is_one_unit() -> None:
     given, report = inputs(101, dtype=torch.float64, **SIZES), qa.Report()
     plans = [plan(101, 32, 20, backward=b, dtype=torch.float64) for b in (False, True)]
     run(given, plans, report=report)
-    # Two head groups; 4 chunks of 32 queries against 2, 4, 5 and 6 blocks; 6 of 20 keys against 4,
-    # 4, 3, 3, 2 and 1.
+    # Two head groups; 4 chunks of 32 queries against 2, 4, 5 and 6 blocks; 6 of 20 keys
+    # against 4, 4, 3, 3, 2 and 1.
     assert report.forward.units == report.backward.units == 2 * 17
     assert (report.forward.accumulator, report.backward.accumulator) == ("none", "host")
 
@@ -121,8 +147,8 @@ def test_every_pair_of_chunk_and_block_is_one_unit() -> None:
 @pytest.mark.parametrize("broken", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_an_overflow_is_scaled_down(broken, is_causal) -> None:
-    """Every query attends to one key, whose dV is a sum over all of them. Beside a number that is
-    not finite it takes tasks to tell which gradients that leaves."""
+    """Every query attends to one key, whose dV is a sum over all of them. Beside a
+    number that is not finite it takes tasks to tell which gradients that leaves."""
     n, heads = 512, 2
     given = sink(n, heads)
     wanted = exact(given, is_causal=is_causal, gradients=True)
@@ -130,11 +156,14 @@ def test_an_overflow_is_scaled_down(broken, is_causal) -> None:
         given.query[0, 0, 300, 3] = broken
     sizes = {"heads": heads, "kv_heads": heads, "head_dim": 64, "value_dim": 64}
     plans = [
-        plan(n, 128, 64, backward=b, group=2, is_causal=is_causal, **sizes) for b in (False, True)
+        plan(n, 128, 64, backward=b, group=2, is_causal=is_causal, **sizes)
+        for b in (False, True)
     ]
     report = qa.Report()
     found = run(given, plans, is_causal=is_causal, report=report)
     assert report.backward.repeated_units > 0
     whole = slice(0 if broken is None else 1, None)
     for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
-        torch.testing.assert_close(mine[:, whole].double(), right[:, whole], atol=2e-3, rtol=0)
+        torch.testing.assert_close(
+            mine[:, whole].double(), right[:, whole], atol=2e-3, rtol=0
+        )

@@ -1,5 +1,5 @@
-"""Masks of Transformers become descriptions that keep the same pairs, and hold nothing of N x N;
-inside a compiled graph there are no breaks."""
+"""Masks of Transformers become descriptions that keep the same pairs, and hold nothing
+of N x N; inside a compiled graph there are no breaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from torch._dynamo.utils import counters
 from transformers import masking_utils as masking
 
 from quorum_attention.integrations.transformers import masks, register
-from quorum_attention.integrations.transformers.mask_symbols import MaskSizes, trace_mask
+from quorum_attention.integrations.transformers.mask_symbols import (
+    MaskSizes,
+    trace_mask,
+)
 from quorum_attention.integrations.transformers.masks import (
     DescribedMask,
     DescriptionError,
@@ -30,7 +33,9 @@ def described(**asked: Any) -> tuple[torch.Tensor, torch.Tensor, Mask]:
     """What Transformers keeps, what the description keeps, and the description."""
     ours = quorum_mask(**asked)
     assert isinstance(ours, DescribedMask)
-    theirs = masking.sdpa_mask(**{**asked, "allow_is_causal_skip": False}, use_vmap=True)
+    theirs = masking.sdpa_mask(
+        **{**asked, "allow_is_causal_skip": False}, use_vmap=True
+    )
     batch, _, queries, keys = theirs.shape
     assert ours.shape == theirs.shape
     kept = dense(ours.mask, batch, 1, queries, keys)[:, 0]
@@ -90,11 +95,15 @@ def random_function(batch: int, tokens: int, positions: int) -> Any:
 def test_any_composition_keeps_the_same_pairs() -> None:
     seed = torch.seed()
     for _ in range(60):
-        batch, queries, before = (int(torch.randint(*r, ())) for r in ((1, 4), (2, 30), (0, 12)))
+        batch, queries, before = (
+            int(torch.randint(*r, ())) for r in ((1, 4), (2, 30), (0, 12))
+        )
         dropped = int(torch.randint(0, before + 1, ()))
         keys = before - dropped + queries + int(torch.randint(0, 4, ()))
         function = random_function(batch, queries, dropped + keys)
-        padding = torch.rand(batch, before + queries) < 0.8 if torch.rand(()) < 0.5 else None
+        padding = (
+            torch.rand(batch, before + queries) < 0.8 if torch.rand(()) < 0.5 else None
+        )
         theirs, ours, mask = described(
             batch_size=batch, q_length=queries, kv_length=keys, q_offset=before,
             kv_offset=dropped, mask_function=function, attention_mask=padding,
@@ -110,21 +119,32 @@ def random_span(length: int) -> slice:
 
 
 def test_a_slice_of_a_description_is_a_description() -> None:
-    """Of entries, queries and keys, as of the tensor (Gemma 4 E2B computes its last layers for some
-    of the queries)."""
+    """Of entries, queries and keys, as of the tensor (Gemma 4 E2B computes its last
+    layers for some of the queries)."""
     seed = torch.seed()
     for _ in range(60):
-        batch, queries, before = (int(torch.randint(*r, ())) for r in ((1, 4), (2, 30), (0, 12)))
+        batch, queries, before = (
+            int(torch.randint(*r, ())) for r in ((1, 4), (2, 30), (0, 12))
+        )
         function = random_function(batch, queries, before + queries)
-        padding = torch.rand(batch, before + queries) < 0.8 if torch.rand(()) < 0.5 else None
+        padding = (
+            torch.rand(batch, before + queries) < 0.8 if torch.rand(()) < 0.5 else None
+        )
         asked: dict[str, Any] = {
             "batch_size": batch, "q_length": queries, "kv_length": before + queries,
             "q_offset": before, "mask_function": function, "attention_mask": padding,
         }  # fmt: skip
         theirs, _, _ = described(**asked)
-        ours, rows, keys = quorum_mask(**asked), random_span(queries), random_span(before + queries)
+        ours, rows, keys = (
+            quorum_mask(**asked),
+            random_span(queries),
+            random_span(before + queries),
+        )
         first = slice(int(torch.randint(0, batch, ())), None)
-        for index in ((slice(None), slice(None), rows), (first, slice(None), rows, keys)):
+        for index in (
+            (slice(None), slice(None), rows),
+            (first, slice(None), rows, keys),
+        ):
             wanted, part = theirs[:, None][index][:, 0], ours[index]
             assert part.shape == (wanted.shape[0], 1, *wanted.shape[1:])
             if not wanted.numel():
@@ -156,16 +176,23 @@ def test_packed_documents_keep_the_same_pairs() -> None:
             batch_size=batch, q_length=tokens, kv_length=tokens, mask_function=function
         )
         assert torch.equal(theirs, ours)
-        assert mask.keeps is None, "the kinds that Transformers has itself are described"
+        assert mask.keeps is None, (
+            "the kinds that Transformers has itself are described"
+        )
         assert mask.documents is not None
 
 
 def test_counts_that_do_not_go_up_one_by_one_are_not_taken_for_documents() -> None:
-    """Ids and positions that contradict each other: the description would keep other pairs."""
+    """Ids and positions that contradict each other: the description would keep other
+    pairs."""
     positions = torch.tensor([[0, 1, 2, 7, 8, 0, 1, 1]])
     ids = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
-    function = in_documents(masking.sliding_window_causal_mask_function(3), positions, ids)
-    theirs, ours, mask = described(batch_size=1, q_length=8, kv_length=8, mask_function=function)
+    function = in_documents(
+        masking.sliding_window_causal_mask_function(3), positions, ids
+    )
+    theirs, ours, mask = described(
+        batch_size=1, q_length=8, kv_length=8, mask_function=function
+    )
     assert torch.equal(theirs, ours)
     assert (mask.keeps is not None) == COUNTS_WITHIN_DOCUMENTS
 
@@ -197,7 +224,10 @@ def test_simple_masks_stay_simple() -> None:
     for function, expected in (
         (masking.causal_mask_function, Mask(causal=True)),
         (masking.bidirectional_mask_function, Mask()),
-        (masking.sliding_window_causal_mask_function(9), Mask(causal=True, window=(8, -1))),
+        (
+            masking.sliding_window_causal_mask_function(9),
+            Mask(causal=True, window=(8, -1)),
+        ),
         (masking.sliding_window_causal_mask_function(500), Mask(causal=True)),
         (masking.sliding_window_bidirectional_mask_function(9), Mask(window=(9, 9))),
     ):
@@ -208,14 +238,23 @@ def test_simple_masks_stay_simple() -> None:
 
 def held(mask: Mask) -> int:
     """Bytes of all tensors in a description."""
-    tensors = [mask.documents, mask.key_padding, mask.key_lengths, mask.bias, mask.sinks]
-    flat = [t for each in tensors for t in (each if isinstance(each, tuple) else (each,))]
+    tensors = [
+        mask.documents,
+        mask.key_padding,
+        mask.key_lengths,
+        mask.bias,
+        mask.sinks,
+    ]
+    flat = [
+        t for each in tensors for t in (each if isinstance(each, tuple) else (each,))
+    ]
     below = sum(held(one) for one in (*mask.either, *mask.every))
     return below + sum(t.numel() * t.element_size() for t in flat if t is not None)
 
 
 def test_masks_of_a_quarter_million_tokens_hold_nothing_of_n_by_n() -> None:
-    """Gemma 3's masks, sliding and full: as "sdpa" builds the first, it takes 64 GiB."""
+    """Gemma 3's masks, sliding and full: as "sdpa" builds the first, it takes 64
+    GiB."""
     config = transformers.Gemma3TextConfig(num_hidden_layers=6, sliding_window=1024)
     tokens = 262_144
     embeds = torch.empty(1, tokens, 0)
@@ -254,17 +293,28 @@ def test_a_mask_of_three_dimensions_is_refused_by_name() -> None:
     """Indexed as one of two it would mean something else."""
     mask = torch.ones(2, 2, 2, dtype=torch.bool)
     for queries in (1, 2):
-        with pytest.raises(ValueError, match=r"attention_mask must be .* got shape \(2, 2, 2\)"):
+        with pytest.raises(
+            ValueError, match=r"attention_mask must be .* got shape \(2, 2, 2\)"
+        ):
             quorum_mask(2, queries, 2, attention_mask=mask)
 
 
-def test_padding_in_a_captured_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_in_a_captured_graph_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The host reads it: a replay would mask by the values of the capture."""
     monkeypatch.setattr(masks, "capturing", lambda device: True)
-    asked = {"batch_size": 1, "q_length": 8, "kv_length": 8, "device": torch.device("cpu")}
+    asked = {
+        "batch_size": 1,
+        "q_length": 8,
+        "kv_length": 8,
+        "device": torch.device("cpu"),
+    }
     padded = torch.ones(1, 8, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match=r"^attention_mask cannot be given"):
-        quorum_mask(**asked, mask_function=masking.causal_mask_function, attention_mask=padded)
+        quorum_mask(
+            **asked, mask_function=masking.causal_mask_function, attention_mask=padded
+        )
     described(**asked, mask_function=masking.causal_mask_function, attention_mask=None)
 
 
@@ -291,7 +341,9 @@ FUNCTIONS = {
     "strictly": lambda b, h, q, k: (q - 3 < k) & (k - 2 < q),
     "chunks": lambda b, h, q, k: q // 8 == k // 8,
     "packed": masking.packed_sequence_mask_function(ids),
-    "blocks": masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(ids - 1)),
+    "blocks": masking.or_masks(
+        masking.causal_mask_function, masking.blockwise_overlay(ids - 1)
+    ),
     "rows": lambda b, h, q, k: (k <= q) & (ids > 1)[b, q],
 }
 UNKNOWN = {
@@ -310,8 +362,12 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize(("queries", "keys", "offset"), [(40, 40, 0), (12, 40, 28), (5, 40, 3)])
-def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, offset: int) -> None:
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset"), [(40, 40, 0), (12, 40, 28), (5, 40, 3)]
+)
+def test_symbols_say_what_a_function_keeps(
+    name: str, queries: int, keys: int, offset: int
+) -> None:
     function = FUNCTIONS[name]
     padding = torch.rand(1, keys) < 0.7
     sizes = MaskSizes(1, queries, keys, offset, 0, torch.device("cpu"))
@@ -329,7 +385,8 @@ def test_what_symbols_do_not_say_stays_a_function(name: str) -> None:
     sizes = MaskSizes(1, 40, 40, 0, 0, torch.device("cpu"))
     joined = masking.and_masks(masking.causal_mask_function, UNKNOWN[name])
     assert all(
-        trace_mask(function, sizes).keeps is not None for function in (UNKNOWN[name], joined)
+        trace_mask(function, sizes).keeps is not None
+        for function in (UNKNOWN[name], joined)
     )
 
 
@@ -372,5 +429,8 @@ def test_a_function_that_is_unknown_in_a_graph_is_right_all_the_same() -> None:
     torch.compiler.reset()
     found = torch.compile(shape, backend="eager")(torch.zeros(1, 20, 8), words)
     assert torch.equal(
-        found, ((words[:, :, None] == words[:, None]) & torch.ones(20, 20).tril().bool())[:, None]
+        found,
+        ((words[:, :, None] == words[:, None]) & torch.ones(20, 20).tril().bool())[
+            :, None
+        ],
     )

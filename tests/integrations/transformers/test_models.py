@@ -55,15 +55,22 @@ def test_bf16() -> None:
 
 
 def test_encoder_and_decoder_with_a_bias_for_every_pair() -> None:
-    """T5: a learned bias, added to the scores, with a gradient; attention across two texts."""
+    """T5: a learned bias, added to the scores, with a gradient; attention across two
+    texts."""
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
         dropout_rate=0.0, decoder_start_token_id=1,
     )  # fmt: skip
-    model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForSeq2SeqLM.from_config(
+        config, attn_implementation="eager"
+    )
     ids = some_ids()
     assert_as_close_as_eager(
-        model.eval(), "quorum", ids, attention_mask=padding(ids), decoder_input_ids=ids[:, :23]
+        model.eval(),
+        "quorum",
+        ids,
+        attention_mask=padding(ids),
+        decoder_input_ids=ids[:, :23],
     )
 
 
@@ -78,7 +85,9 @@ def test_generate_says_what_eager_says(kind: str, cache: str) -> None:
     model, ids = tiny(kind), some_ids(tokens=15)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    kwargs: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+    kwargs: dict[str, Any] = (
+        {"cache_implementation": "static"} if cache == "static" else {}
+    )
     texts = [
         attended(model, name).generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=True,
@@ -113,7 +122,9 @@ def test_gradient_checkpointing() -> None:
         new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
         enable = getattr(checkpointed, new, None) or getattr(checkpointed, old)
         enable({"use_reentrant": reentrant})
-        again = logits_and_gradients(checkpointed, ids, attention_mask=torch.ones_like(ids))[1]
+        again = logits_and_gradients(
+            checkpointed, ids, attention_mask=torch.ones_like(ids)
+        )[1]
         assert all(torch.equal(again[name], grad) for name, grad in plain.items())
 
 
@@ -122,9 +133,17 @@ def test_cu_seq_lens_part_documents() -> None:
     begin = torch.tensor([0, 17, 18, TOKENS], dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in (17, 1, TOKENS - 18)])[None]
     exact = attended(model, "exact")(ids, position_ids=positions).logits
-    lens = {"cu_seq_lens_q": begin, "cu_seq_lens_k": begin, "max_length_q": 23, "max_length_k": 23}
+    lens = {
+        "cu_seq_lens_q": begin,
+        "cu_seq_lens_k": begin,
+        "max_length_q": 23,
+        "max_length_k": 23,
+    }
     for given in ({"position_ids": positions, **lens}, {"position_ids": positions}):
-        assert distance(attended(model, "quorum")(ids, **given).logits, exact.double()) < 2e-6
+        assert (
+            distance(attended(model, "quorum")(ids, **given).logits, exact.double())
+            < 2e-6
+        )
     # With counts that say nothing of documents, which are in cu_seq_lens alone.
     apart = attended(model, "quorum")(ids, **lens).logits[:, :17]
     assert distance(apart, exact[:, :17].double()) < 2e-6
@@ -145,7 +164,11 @@ APART = {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS}
         ("llama", {"use_cache": True}, True),
         ("llama", {"attention_mask": ONES}, True),
         ("llama", {"use_cache": True, **APART}, False),
-        ("llama", {"use_cache": True, "position_ids": torch.arange(TOKENS)[None]}, False),
+        (
+            "llama",
+            {"use_cache": True, "position_ids": torch.arange(TOKENS)[None]},
+            False,
+        ),
         ("gemma3_text", {"attention_mask": ONES}, True),
         ("gpt_oss", {}, True),
         ("gpt_oss", APART, False),
@@ -162,7 +185,9 @@ def test_packed_documents_that_see_each_other_are_warned_of_once(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logits = [ours(ids, **asked).logits for _ in range(2)]
-    assert len([one for one in caught if "see each other" in str(one.message)]) == warned
+    assert (
+        len([one for one in caught if "see each other" in str(one.message)]) == warned
+    )
     if "cu_seq_lens_q" not in asked:
         exact = attended(model, "exact", torch.float64)(ids, **asked).logits
         assert distance(logits[0], exact) < 2e-6
@@ -228,7 +253,10 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="shape"):
         call(attention_mask=torch.ones(2, 20))
     longer = [torch.randn(1, 2, n, 8) for n in (5, 9, 9)]
-    for causal, said in ((None, "neither a mask nor is_causal"), (True, "position of the first")):
+    for causal, said in (
+        (None, "neither a mask nor is_causal"),
+        (True, "position of the first"),
+    ):
         with pytest.raises(ValueError, match=said):
             call(*longer, is_causal=causal)
     assert call(*longer, is_causal=False).shape == (1, 5, 2, 8)
@@ -237,20 +265,27 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
 
 
 def test_keywords_that_the_user_knows_to_be_without_effect() -> None:
-    """A newer Transformers may give attentions keywords that this package has not seen."""
+    """A newer Transformers may give attentions keywords that this package has not
+    seen."""
     options = ModelOptions(ignore=("new_hint",))
     tensors = [torch.randn(1, 2, 20, 8) for _ in range(3)]
-    out, _ = attend(options, torch.nn.Module(), *tensors, None, is_causal=True, new_hint=3)
+    out, _ = attend(
+        options, torch.nn.Module(), *tensors, None, is_causal=True, new_hint=3
+    )
     assert out.shape == (1, 20, 2, 8)
     refusal = r"newer_hint.*register\(ignore=\('newer_hint',\)\)"
     with pytest.raises(NotImplementedError, match=refusal):
         attend(options, torch.nn.Module(), *tensors, None, is_causal=True, newer_hint=3)
-    with pytest.raises(TypeError, match="ignore must be a tuple of names, got 'new_hint'"):
+    with pytest.raises(
+        TypeError, match="ignore must be a tuple of names, got 'new_hint'"
+    ):
         register("quorum_ignoring", ignore="new_hint")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_weights_asked_of_a_model_are_refused_also_if_its_attention_is_not_told(kind: str) -> None:
+def test_weights_asked_of_a_model_are_refused_also_if_its_attention_is_not_told(
+    kind: str,
+) -> None:
     model = attended(tiny(kind), "quorum")
     ids = torch.randint(VOCABULARY, (1, 9))
     with pytest.raises(NotImplementedError, match="output_attentions"):
@@ -273,7 +308,12 @@ def test_options_reach_the_call() -> None:
             register(name)
     with pytest.raises(TypeError, match="min_tokens"):
         register("other", min_tokens="few")  # type: ignore[arg-type]
-    senseless: Any = {"budget": "much", "kernel": "none", "depth": "deep", "accumulator": "x"}
+    senseless: Any = {
+        "budget": "much",
+        "kernel": "none",
+        "depth": "deep",
+        "accumulator": "x",
+    }
     for name, value in senseless.items():
         with pytest.raises(ValueError, match=name):
             register("other", **{name: value})
@@ -290,7 +330,10 @@ def test_short_plain_calls_go_to_sdpa() -> None:
 
 
 def test_dropout_is_drawn_while_training() -> None:
-    model, ids = attended(tiny("llama", {"attention_dropout": 0.5}), "quorum").train(), some_ids()
+    model, ids = (
+        attended(tiny("llama", {"attention_dropout": 0.5}), "quorum").train(),
+        some_ids(),
+    )
     first, again = (torch.manual_seed(1) and model(ids).logits for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, model(ids).logits)
@@ -302,7 +345,8 @@ def test_dropout_is_drawn_while_training() -> None:
 
 
 def test_layers_on_several_devices() -> None:
-    """``device_map`` as accelerate has it moves what layers are given: a description moves too."""
+    """``device_map`` as accelerate has it moves what layers are given: a description
+    moves too."""
     model, ids = attended(tiny("gemma3_text"), "quorum"), some_ids()
     mask = padding(ids)
     described: list[Any] = []

@@ -1,4 +1,5 @@
-"""Models generate the same tokens with a cache in segments as with Transformers' own."""
+"""Models generate the same tokens with a cache in segments as with Transformers'
+own."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def model_of(kind: str) -> Any:
     return model
 
 
-def generate(model: Any, ids: torch.Tensor, cache: Any = None, **options: Any) -> torch.Tensor:
+def generate(
+    model: Any, ids: torch.Tensor, cache: Any = None, **options: Any
+) -> torch.Tensor:
     named = {} if cache is None else {"past_key_values": cache}
     tokens: torch.Tensor = model.generate(
         ids, max_new_tokens=NEW_TOKENS, do_sample=False, **named, **options
@@ -84,7 +87,9 @@ def test_tokens_are_those_of_the_plain_cache(
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "qwen3"])
-def test_forks_answer_several_questions_about_one_text(kind: str, tmp_path: Path) -> None:
+def test_forks_answer_several_questions_about_one_text(
+    kind: str, tmp_path: Path
+) -> None:
     """Neither fork sees the other's tokens, and the text is there once."""
     model = model_of(kind)
     text = some_ids(1, TOKENS)
@@ -112,7 +117,9 @@ def test_a_batch_of_questions_reads_the_text_once(tmp_path: Path) -> None:
     padding[1, TOKENS : TOKENS + 2] = 0
     cache.batch_repeat_interleave(3)
     expected = generate(model, questions, attention_mask=padding)
-    assert torch.equal(generate(model, questions, cache, attention_mask=padding), expected)
+    assert torch.equal(
+        generate(model, questions, cache, attention_mask=padding), expected
+    )
     layer = next(layer for layer in cache.layers if isinstance(layer, SegmentedLayer))
     assert layer.tokens.segments()[0].key.shape[0] == 1
 
@@ -156,7 +163,8 @@ def test_a_conversation_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_other_attention_gets_copies(name: str, tmp_path: Path) -> None:
-    """A model that computes with its keys itself gets right results, and a warning says it once."""
+    """A model that computes with its keys itself gets right results, and a warning says
+    it once."""
     model = model_of("llama")
     model.set_attn_implementation(name)
     ids = some_ids(2, TOKENS)
@@ -178,7 +186,9 @@ def test_nothing_is_copied_for_our_attention(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*copies its whole cache")
             for options in WAYS.values():
-                generate(model, some_ids(1, TOKENS), cache_of(model, 0, tmp_path), **options)
+                generate(
+                    model, some_ids(1, TOKENS), cache_of(model, 0, tmp_path), **options
+                )
 
 
 def test_inference_mode_and_no_grad_take_turns(tmp_path: Path) -> None:

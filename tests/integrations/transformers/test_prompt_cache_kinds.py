@@ -30,7 +30,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 9}
+MIXED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 9,
+}
 ROUTED = {
     "n_routed_experts": 4,
     "n_group": 1,
@@ -103,7 +106,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "phi3": {"rope_parameters": None},
     "qwen2": {},
-    "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    "qwen3_moe": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+    },
     "qwen3_next": {
         "num_experts": 2,
         "num_experts_per_tok": 1,
@@ -128,7 +135,9 @@ SHARP = ("q_proj", "k_proj", "query", "key", "qkv", "c_attn")
 
 def model_of(kind: str) -> Any:
     config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **KINDS[kind]})
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="eager"
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and any(part in name for part in SHARP):
@@ -151,7 +160,8 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 def test_tokens_are_those_of_the_plain_cache(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared layers, compressed keys, recurrences, biases of positions, one key head, experts."""
+    """Shared layers, compressed keys, recurrences, biases of positions, one key head,
+    experts."""
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip("this version of Transformers does not have it")
     monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
@@ -167,7 +177,9 @@ def test_tokens_are_those_of_the_plain_cache(
         assert torch.equal(generate(model, ids, past_key_values=cache), expected)
 
 
-def test_an_encoder_and_a_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_and_a_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """T5: the decoder's own tokens in segments, a bias for every pair, beams."""
     monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
     monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
@@ -191,5 +203,7 @@ def test_an_encoder_and_a_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         own = PromptCache(config, device_memory=4000, folder=tmp_path)
         across = transformers.DynamicCache(config=config)
         cache = transformers.EncoderDecoderCache(own, across)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+        assert torch.equal(
+            model.generate(ids, past_key_values=cache, **options), expected
+        )
         assert own.get_seq_length() == 24

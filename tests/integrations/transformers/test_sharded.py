@@ -55,7 +55,9 @@ def _same(
     if hooked:
         sharded_positions(ours, group=group)
     logits = ours(input_ids=ids[:, rows], **mine).logits
-    weights = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64).view(exact.shape)
+    weights = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64).view(
+        exact.shape
+    )
     part = logits.square() * weights[:, rows] * keep[:, rows, None]
     (part.sum() / exact.numel()).backward()
     real = keep[:, rows]
@@ -63,7 +65,9 @@ def _same(
     assert report.ranks == len(sizes)
     for name, weight in ours.named_parameters():
         if name in exact_grads and exact_grads[name].abs().max() > 1e-9:
-            total = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+            total = (
+                torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+            )
             dist.all_reduce(total, group=group)
             found = distance(total, exact_grads[name])
             # Norms are in float32 in some models, whatever the dtype.
@@ -111,7 +115,9 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
         blind(input_ids=ids, position_ids=places)
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q"):
         model(input_ids=ids, position_ids=places, cu_seq_lens_q=torch.tensor([0, 8]))
-    other = attended(tiny("mistral" if rank else "llama", {"num_hidden_layers": 1}), "sharded")
+    other = attended(
+        tiny("mistral" if rank else "llama", {"num_hidden_layers": 1}), "sharded"
+    )
     with pytest.raises(ValueError, match="do not agree on conditions"):
         other(input_ids=ids, position_ids=places)
     cached = attended(tiny("llama"), "sharded")
@@ -128,7 +134,8 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
-    """Models whose tokens meet elsewhere, or that count positions in a way of their own."""
+    """Models whose tokens meet elsewhere, or that count positions in a way of their
+    own."""
     register("sharded", group=group)
     ids = torch.randint(1, 96, (2, 8))
     small = {
@@ -138,7 +145,9 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
     mixing = transformers.Lfm2Config(
         **small, layer_types=["full_attention", "conv"], block_multiple_of=8
     )
-    model = transformers.AutoModelForCausalLM.from_config(mixing, attn_implementation="sharded")
+    model = transformers.AutoModelForCausalLM.from_config(
+        mixing, attn_implementation="sharded"
+    )
     places = torch.arange(8)[None] + 8 * rank
     with pytest.raises(NotImplementedError, match="layers conv"):
         model(input_ids=ids, position_ids=places)
@@ -147,7 +156,9 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
         tuned(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
     counting = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**small))
     blind = transformers.BartForCausalLM(
-        transformers.BartConfig(vocab_size=96, d_model=32, decoder_layers=1, decoder_ffn_dim=48)
+        transformers.BartConfig(
+            vocab_size=96, d_model=32, decoder_layers=1, decoder_ffn_dim=48
+        )
     )
     for one, message in (
         (counting, "counts positions by its inputs"), (tiny("opt"), "counts positions by its"),
@@ -166,20 +177,24 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _compiled(rank: int) -> None:
-    """A compiled model says the same, and keeps no group: ``spawn`` looks whether one is left."""
+    """A compiled model says the same, and keeps no group: ``spawn`` looks whether one
+    is left."""
     register("sharded", group=dist.group.WORLD)
     torch.manual_seed(3)
     model, ids = tiny("llama", {"num_hidden_layers": 1}), torch.randint(1, 96, (1, 12))
     wanted, rows = attended(model, "exact")(ids).logits, slice(4 * rank, 4 * rank + 4)
     ours = attended(model, "sharded")
     sharded_positions(ours)
-    model = torch.compile(ours, backend="eager") if rank == 0 else ours  # it takes its time
+    model = (
+        torch.compile(ours, backend="eager") if rank == 0 else ours
+    )  # it takes its time
     found = model(input_ids=ids[:, rows]).logits
     assert distance(found, wanted[:, rows].double()) < 1e-5
 
 
 def _long_context(rank: int) -> None:
-    """A whole training step: the loss and gradients of one process, attention computed once."""
+    """A whole training step: the loss and gradients of one process, attention computed
+    once."""
     torch.manual_seed(5)
     plain = tiny("llama").train()
     ours, ids = copy.deepcopy(plain), torch.randint(1, 96, (1, 31))
@@ -191,20 +206,26 @@ def _long_context(rank: int) -> None:
     ours.set_attn_implementation("quorum")
     sharded_positions(ours)
     done = long_context(ours, mlp_tile=4)
-    assert done.left_out == ("fused norms",), done  # torch has a kernel for them on GPUs alone
+    assert done.left_out == ("fused norms",), (
+        done
+    )  # torch has a kernel for them on GPUs alone
     part = ours(
         input_ids=ids[:, rows], labels=ids[:, rows], shift_labels=shifted[:, rows],
         num_items_in_batch=30,
     ).loss  # fmt: skip
     forward = len(report.calls)  # of the last layer
     part.backward()
-    assert len(report.calls) == forward  # the first layer's second run, and its backward
+    assert (
+        len(report.calls) == forward
+    )  # the first layer's second run, and its backward
     total = part.detach().clone()
     dist.all_reduce(total)
     assert distance(total, wanted.detach().double()) < 1e-5
     for name, weight in ours.named_parameters():
         dist.all_reduce(weight.grad)
-        assert distance(weight.grad, plain.get_parameter(name).grad.double()) < 1e-4, name
+        assert distance(weight.grad, plain.get_parameter(name).grad.double()) < 1e-4, (
+            name
+        )
 
 
 def _all_of_it(rank: int) -> None:

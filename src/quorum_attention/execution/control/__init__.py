@@ -1,1 +1,2 @@
-"""Decides which unit runs next and how to recover from failures; no tensors, no devices."""
+"""Decides which unit runs next and how to recover from failures; no tensors, no
+devices."""

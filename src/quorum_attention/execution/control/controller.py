@@ -1,9 +1,10 @@
-"""The recovery controller: what runs next, and what to do about failures (paper, Section 3.4).
+"""The recovery controller: what runs next, and what to do about failures (paper,
+Section 3.4).
 
-It is told what happens, and decides. It allocates nothing and never waits, so every history of
-events can be tested without a device.
+It is told what happens, and decides. It allocates nothing and never waits, so every
+history of events can be tested without a device.
 
-    out of memory, whole groups  -> groups that are not done are cut into tasks, for slots
+    out of memory, whole groups  -> groups not done are cut into tasks, for slots
     out of memory, n_cap > 1     -> units in flight return to the queue, n_cap - 1
     out of memory, n_cap = 1     -> the unfinished tasks are cut one level further
     ... and no finer level       -> give up
@@ -12,10 +13,11 @@ events can be tested without a device.
 
 No completed unit runs again.
 
-The paper coarsens once all tasks are resident and memory is left. Here two slots saturate a
-device, so all tasks are never resident. Instead *headroom* is measured: free memory would hold the
-coarser slots twice. Only a level that a recovery added is taken back, at most twice a pass, so that
-free memory that comes and goes cannot make a pass alternate between depths for ever.
+The paper coarsens once all tasks are resident and memory is left. Here two slots
+saturate a device, so all tasks are never resident. Instead *headroom* is measured: free
+memory would hold the coarser slots twice. Only a level that a recovery added is taken
+back, at most twice a pass, so that free memory that comes and goes cannot make a pass
+alternate between depths for ever.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class GroupTasks:
         depth: the depth of the unfinished tasks.
         remaining: the tasks that are not done, by path, in order.
         completed: the tasks that are done, by path.
-        is_level: whether its tasks are all tasks of one depth, none of them cut further since.
+        is_level: whether its tasks are all tasks of one depth, none of them cut further
+            since.
     """
 
     group: Group
@@ -68,16 +71,17 @@ class GroupTasks:
 class RecoveryController:
     """Owns the queue of one pass.
 
-    The pass works in attempts: ``start``, then ``next`` and ``done`` until no unit is left, or
-    until memory runs out or there is headroom.
+    The pass works in attempts: ``start``, then ``next`` and ``done`` until no unit is
+    left, or until memory runs out or there is headroom.
 
     Args:
         groups: the head groups, in order.
         levels: the tasks that a group is cut into; None: units are whole groups.
         n_cap: most slots.
-        pinned: whether the user chose the depth: failures are then reported, not recovered from.
-        fallback: called when memory runs out for whole groups: the tasks that they are cut into
-            then; and in words what failed, and what is done instead.
+        pinned: whether the user chose the depth: failures are then reported, not
+            recovered from.
+        fallback: called when memory runs out for whole groups: the tasks that they are
+            cut into then; and in words what failed, and what is done instead.
 
     Attributes:
         depth: levels that the next groups are cut into.
@@ -88,7 +92,8 @@ class RecoveryController:
         units_done: how many units are done.
         n_slots: slots of this attempt.
         history: one line for each recovery, for reports and error messages.
-        given_up: where memory ran out and why there is no recovery; "" as long as there is.
+        given_up: where memory ran out and why there is no recovery; "" as long as there
+            is.
     """
 
     def __init__(
@@ -114,9 +119,9 @@ class RecoveryController:
         self.n_slots = n_cap
         self.history: list[str] = []
         self.given_up = ""
-        # The next four are an attempt's: groups begun before it; the group of the last unit (None
-        # before the first); that group's next visits; whether state may be carried from one slot
-        # to the next.
+        # The next four are an attempt's: groups begun before it; the group of the last
+        # unit (None before the first); that group's next visits; whether state may be
+        # carried from one slot to the next.
         self._unfinished: list[GroupTasks] = []
         self._current: Group | None = None
         self._visits: deque[Visit] = deque()
@@ -142,7 +147,8 @@ class RecoveryController:
 
     @property
     def units_left(self) -> int:
-        """Units that are not done; groups not begun count as cut to the present depth."""
+        """Units that are not done; groups not begun count as cut to the present
+        depth."""
         n_units = 0
         for group_tasks in self.begun.values():
             n_units += len(group_tasks.remaining)
@@ -197,8 +203,8 @@ class RecoveryController:
         return self.n_slots
 
     def next(self) -> tuple[Group, Visit] | None:
-        """The next unit, as its head group and visit; None if there is no more. A visit is valid
-        only if units run in the order given."""
+        """The next unit, as its head group and visit; None if there is no more. A visit
+        is valid only if units run in the order given."""
         while not self._visits:
             if self._unfinished:
                 group_tasks: GroupTasks | None = self._unfinished.pop(0)
@@ -211,8 +217,8 @@ class RecoveryController:
         return self._current, self._visits.popleft()
 
     def whole_groups(self) -> Iterator[Group]:
-        """The head groups left, each as one unit. A group counts as done when the next one is asked
-        for."""
+        """The head groups left, each as one unit. A group counts as done when the next
+        one is asked for."""
         while (unit := self.next()) is not None:
             group, visit = unit
             yield group
@@ -301,8 +307,8 @@ class RecoveryController:
         self.begun.clear()
 
     def _cut_further(self) -> None:
-        """Cut the unfinished tasks of the groups begun to the present depth; others are cut when
-        they begin."""
+        """Cut the unfinished tasks of the groups begun to the present depth; others are
+        cut when they begin."""
         for group_tasks in self.begun.values():
             while group_tasks.depth < self.depth:
                 group_tasks.depth += 1
@@ -313,8 +319,8 @@ class RecoveryController:
         self._finish_empty()
 
     def headroom(self) -> None:
-        """Free memory holds the slots of one level less twice, and nothing is in flight: cut the
-        groups that are not begun one level less."""
+        """Free memory holds the slots of one level less twice, and nothing is in
+        flight: cut the groups that are not begun one level less."""
         if self.may_coarsen:
             assert not self.begun, "headroom is for groups that are not begun"
             before = self.depth

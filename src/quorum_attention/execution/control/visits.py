@@ -1,10 +1,10 @@
 """Which rows of a task are fresh, carried, loaded, finished or stored.
 
-Every row has a state: statistics in the forward, gradients in the backward. The state starts empty
-at the first task that holds the row, is passed from task to task, and is finished by the last.
-Between tasks it is stored at its home. Two tasks of one level always share a chunk (trimmed tasks
-share a part of one, or nothing), so the state of shared rows can stay on the device: it is carried
-from one slot to the next.
+Every row has a state: statistics in the forward, gradients in the backward. The state
+starts empty at the first task that holds the row, is passed from task to task, and is
+finished by the last. Between tasks it is stored at its home. Two tasks of one level
+always share a chunk (trimmed tasks share a part of one, or nothing), so the state of
+shared rows can stay on the device: it is carried from one slot to the next.
 
 Everything here is integers: no tensors, no device.
 """
@@ -21,7 +21,8 @@ from quorum_attention.decomposition.intervals import joined
 
 
 class Carried(NamedTuple):
-    """Rows that the previous task held as well, and their first position in that task."""
+    """Rows that the previous task held as well, and their first position in that
+    task."""
 
     rows: Rows
     previous_local: int
@@ -58,14 +59,19 @@ class Visit:
 
 
 def visits(
-    tasks: Sequence[Task], *, touched: Sequence[tuple[int, int]] = (), carry: bool = True
+    tasks: Sequence[Task],
+    *,
+    touched: Sequence[tuple[int, int]] = (),
+    carry: bool = True,
 ) -> Iterator[Visit]:
     """The visits of ``tasks`` in this order.
 
     Args:
         tasks: the tasks that are left, in order.
-        touched: ranges of global rows, ascending, whose state exists from completed tasks.
-        carry: whether state may be carried from slot to slot; this takes two slots or more.
+        touched: ranges of global rows, ascending, whose state exists from completed
+            tasks.
+        carry: whether state may be carried from slot to slot; this takes two slots or
+            more.
     """
     runs: list[tuple[int, int]] = []
     for task in tasks:
@@ -83,12 +89,15 @@ class _Cells:
     """Rows between neighbouring edges of runs, which have one fate.
 
     Attributes:
-        edges: where a run begins or ends, ascending; cell i is the rows [edges[i], edges[i + 1]).
+        edges: where a run begins or ends, ascending; cell i is the rows [edges[i],
+            edges[i + 1]).
         n_remaining: by cell, how many tasks hold it that were not visited.
         exists: by cell, whether its state exists.
     """
 
-    def __init__(self, runs: Sequence[tuple[int, int]], touched: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, runs: Sequence[tuple[int, int]], touched: Sequence[tuple[int, int]]
+    ) -> None:
         edges: set[int] = set()
         for start, stop in (*runs, *touched):
             edges.add(start)
@@ -109,7 +118,9 @@ class _Cells:
         end_cell = bisect_left(self.edges, stop)
         return range(first_cell, end_cell)
 
-    def visit(self, task: Task, previous: dict[int, int]) -> tuple[Visit, dict[int, int]]:
+    def visit(
+        self, task: Task, previous: dict[int, int]
+    ) -> tuple[Visit, dict[int, int]]:
         """Visit the next task.
 
         Args:

@@ -1,4 +1,5 @@
-"""Allocates results and accumulators where they lie: on the device, or in host memory."""
+"""Allocates results and accumulators where they lie: on the device, or in host
+memory."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def empty(
     """An uninitialised tensor on ``device``; messages call it ``purpose``.
 
     Args:
-        like: the input whose order of dimensions the tensor has; None: dimensions in order.
+        like: the input whose order of dimensions the tensor has; None: dimensions in
+            order.
 
     Raises:
         OutOfMemoryError: host memory cannot hold it; says how much is missing.
@@ -55,9 +57,9 @@ def empty(
         if needed > free:
             raise OutOfMemoryError(
                 f"{purpose} takes {format_bytes(needed)} of host memory and "
-                f"{format_bytes(needed - free)} of that is missing; pass a preallocated "
-                f"tensor instead (out=, or grads= of attention_backward), which may be "
-                f"memory-mapped"
+                f"{format_bytes(needed - free)} of that is missing; pass a "
+                "preallocated tensor instead (out=, or grads= of attention_backward), "
+                "which may be memory-mapped"
             )
     if like is None:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -72,11 +74,12 @@ def empty_result(
     compute: torch.device,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """An uninitialised tensor on ``device`` for a result that is computed on ``compute``.
+    """An uninitialised tensor on ``device`` for a result that is computed on
+    ``compute``.
 
-    If it can be page-locked it lies in memory that was kept (``PinnedPool``), or begins at a page,
-    so that it can be locked head by head (device/page_locks.py); a large one begins at a huge page,
-    which the system is asked for. Its dimensions are in order.
+    If it can be page-locked it lies in memory that was kept (``PinnedPool``), or begins
+    at a page, so that it can be locked head by head (device/page_locks.py); a large one
+    begins at a huge page, which the system is asked for. Its dimensions are in order.
 
     Args:
         like: as of ``empty``, for a result that is not page-locked.
@@ -107,7 +110,8 @@ def _fresh_or_given_back(n_bytes: int, purpose: str, pool: PinnedPool) -> torch.
 
 
 def _fresh(n_bytes: int, purpose: str) -> torch.Tensor:
-    """(n_bytes,) uint8 of host memory that begins at a page, of a large one at a huge page."""
+    """(n_bytes,) uint8 of host memory that begins at a page, of a large one at a huge
+    page."""
     page = PAGE_BYTES if n_bytes < _WORTH_HUGE_PAGES else HUGE_PAGE_BYTES
     memory = empty(
         (n_bytes + page,),
@@ -123,12 +127,16 @@ def _fresh(n_bytes: int, purpose: str) -> torch.Tensor:
 
 
 def empty_accumulator(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, compute: torch.device
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    compute: torch.device,
 ) -> torch.Tensor:
-    """An uninitialised tensor on ``device`` for a state that waits between tasks on ``compute``.
+    """An uninitialised tensor on ``device`` for a state that waits between tasks on
+    ``compute``.
 
-    Where page-locking helps, torch's own allocator locks it and keeps the memory for the next call;
-    to lock a new gibibyte takes half a second.
+    Where page-locking helps, torch's own allocator locks it and keeps the memory for
+    the next call; to lock a new gibibyte takes half a second.
 
     Raises:
         OutOfMemoryError: as ``empty``.
@@ -148,9 +156,11 @@ def empty_accumulator(
 
 
 def page_locked(n_bytes: int, compute: torch.device, owner: str) -> torch.Tensor:
-    """Host memory that stays page-locked until it is freed, for copies to and from ``compute``.
+    """Host memory that stays page-locked until it is freed, for copies to and from
+    ``compute``.
 
-    If the system refuses to lock it, the memory is ordinary, and a warning says so once.
+    If the system refuses to lock it, the memory is ordinary, and a warning says so
+    once.
 
     Args:
         owner: what messages call it.
@@ -178,8 +188,8 @@ def page_locked(n_bytes: int, compute: torch.device, owner: str) -> torch.Tensor
 def _warn_of_refused_locks() -> None:
     """Warn, once in a process, that host memory is ordinary."""
     warnings.warn(
-        "the system refused to page-lock host memory: copies from it are several times slower "
-        "(a limit on locked memory, such as ulimit -l, may be the cause)",
+        "the system refused to page-lock host memory: copies from it are several "
+        "times slower (a limit on locked memory, such as ulimit -l, may be the cause)",
         stacklevel=2,
     )
 

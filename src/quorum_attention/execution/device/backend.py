@@ -1,4 +1,5 @@
-"""The interface of a kind of device, for planning and running passes; and the CPU, which is one."""
+"""The interface of a kind of device, for planning and running passes; and the CPU,
+which is one."""
 
 from __future__ import annotations
 
@@ -42,19 +43,21 @@ class TrialSizes:
 
 
 class Backend:
-    """One kind of device. This one is the CPU, which computes in host memory, step by step; others
-    say what they do otherwise.
+    """One kind of device. This one is the CPU, which computes in host memory, step by
+    step; others say what they do otherwise.
 
     Attributes:
         kind: torch's name for it.
-        own_memory: its memory is not the host's: tensors in host memory have to be copied to it,
-            which is faster if they are page-locked, and do not count against its budget. Copies run
-            beside compute, and the host runs ahead of it, so a second slot, or cutting a call that
-            fits, can save time; so can two kernel calls in flight at once. An allocation that does
-            not fit fails at once, so that the call can recover. (A system may promise more host
-            memory than it has, and kill the process later.)
+        own_memory: its memory is not the host's: tensors in host memory have to be
+            copied to it, which is faster if they are page-locked, and do not count
+            against its budget. Copies run beside compute, and the host runs ahead of
+            it, so a second slot, or cutting a call that fits, can save time; so can two
+            kernel calls in flight at once. An allocation that does not fit fails at
+            once, so that the call can recover. (A system may promise more host memory
+            than it has, and kill the process later.)
         pinned: the memory of results that is kept between calls; None: none is.
-        word_bytes: the address and the size of each row must be multiples of this for its kernels.
+        word_bytes: the address and the size of each row must be multiples of this for
+            its kernels.
     """
 
     kind = "cpu"
@@ -80,13 +83,15 @@ class Backend:
         return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
     def give_back_cached(self) -> None:
-        """After a failure: give back memory that the allocator holds but no tensor uses."""
+        """After a failure: give back memory that the allocator holds but no tensor
+        uses."""
         gc.collect()
         if self.pinned is not None:
             self.pinned.give_back()
 
     def rounding(self, sizes: Sequence[int]) -> int:
-        """Bytes that its allocator may take beyond the sum of tensors of ``sizes`` bytes."""
+        """Bytes that its allocator may take beyond the sum of tensors of ``sizes``
+        bytes."""
         return ROUNDING_BYTES * len(sizes)
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -98,18 +103,22 @@ class Backend:
         return HostClock()
 
     def kernel_streams(self, device: torch.device, count: int) -> KernelStreams | None:
-        """``count`` streams for the kernel calls of a task; None: calls follow one another."""
+        """``count`` streams for the kernel calls of a task; None: calls follow one
+        another."""
         return None
 
     def page_locks(self, tensors: Iterable[Copied]) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and worth it.
 
         Args:
-            tensors: ``by_address`` is whether they are copied without conversion to another dtype.
+            tensors: ``by_address`` is whether they are copied without conversion to
+                another dtype.
         """
         return PageLocks(())
 
-    def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
+    def mover(
+        self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock
+    ) -> Mover:
         """A mover of rows into and out of ``n_slots`` slots on ``device``."""
         return Mover(clock, n_slots)
 
@@ -133,30 +142,33 @@ class Backend:
         """Hold the host until the device has done all its work."""
 
     def model(self, device: torch.device) -> str:
-        """The device's model, for which a calibration is valid: its name, and how many threads
-        torch uses."""
+        """The device's model, for which a calibration is valid: its name, and how many
+        threads torch uses."""
         threads = counted(torch.get_num_threads(), "thread")
         return f"cpu {cpu_name()}, {threads}"
 
     def rates_of(self, dtype: torch.dtype) -> str:
-        """The dtypes that share their rates with ``dtype``, in words: all that are as wide, but for
-        fp16 and bf16: processors have instructions for one or for both."""
+        """The dtypes that share their rates with ``dtype``, in words: all that are as
+        wide, but for fp16 and bf16: processors have instructions for one or for
+        both."""
         name = str(dtype).removeprefix("torch.")
         if dtype.itemsize == 2:
             return name
         return f"{dtype.itemsize * 8} bit"
 
     def known_rates(self, device: torch.device) -> dict[str, Any]:
-        """Return the fields of a ``HardwareModel`` that torch knows of a device that is here."""
+        """Return the fields of a ``HardwareModel`` that torch knows of a device that is
+        here."""
         return {}
 
     def trial_sizes(self, device: torch.device) -> TrialSizes:
-        """How large a calibration's measurements have to be: short calls, copies of 32 MiB."""
+        """How large a calibration's measurements have to be: short calls, copies of 32
+        MiB."""
         return TrialSizes(2048, 2048, 32 << 20, 0.0)
 
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
-        """A function that copies ``n_bytes`` to the device and as many back at the same time; here,
-        where there is one direction, once."""
+        """A function that copies ``n_bytes`` to the device and as many back at the same
+        time; here, where there is one direction, once."""
         source = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         target = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         return lambda: target.copy_(source)
@@ -175,7 +187,10 @@ def cpu_name() -> str:
 def _cpu_fields() -> dict[str, str]:
     """The fields that Linux lists for the CPU; none on other systems."""
     fields: dict[str, str] = {}
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+    with (
+        suppress(OSError),
+        open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines,
+    ):
         for line in lines:
             name, _, value = line.partition(":")
             fields[name.strip()] = value

@@ -1,8 +1,9 @@
 """Clocks that measure the stages of units.
 
-Seconds are measured on the device that spends them, by the paper's six stages: *gather* (state
-handed on between slots, and scaling), *h2d* (copies from the host to the device), *compute* (the
-inner kernel), *merge*, *d2h* (copies back), and *scatter* (finished rows into their final dtype).
+Seconds are measured on the device that spends them, by the paper's six stages: *gather*
+(state handed on between slots, and scaling), *h2d* (copies from the host to the
+device), *compute* (the inner kernel), *merge*, *d2h* (copies back), and *scatter*
+(finished rows into their final dtype).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 STAGES = ("gather", "h2d", "compute", "merge", "d2h", "scatter")
-# With more pairs of events than this waiting to be read, those that have happened are read.
+# With more pairs of events than this waiting to be read, those that have happened are
+# read.
 _MOST_PENDING = 4096
 
 
@@ -28,7 +30,8 @@ class Clock:
         return nullcontext()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage so far, after all work is done; ``compute`` is without its merges."""
+        """Seconds by stage so far, after all work is done; ``compute`` is without its
+        merges."""
         return {}
 
 
@@ -53,7 +56,8 @@ class HostClock(Clock):
             self.add(stage, time.perf_counter() - started)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage so far, for all stages; ``compute`` is without its merges."""
+        """Seconds by stage so far, for all stages; ``compute`` is without its
+        merges."""
         seconds = {stage: self._sums.get(stage, 0.0) for stage in STAGES}
         without_merges = seconds["compute"] - seconds["merge"]
         seconds["compute"] = max(0.0, without_merges)
@@ -69,7 +73,8 @@ class _TimedStage(NamedTuple):
 
 
 class CudaClock(HostClock):
-    """Measures stages by pairs of CUDA events, which are read after they have happened."""
+    """Measures stages by pairs of CUDA events, which are read after they have
+    happened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +95,8 @@ class CudaClock(HostClock):
                 self._read_oldest()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage so far, after all work is done; ``compute`` is without its merges."""
+        """Seconds by stage so far, after all work is done; ``compute`` is without its
+        merges."""
         while self._pending:
             self._pending[0].last.synchronize()
             self._read_oldest()

@@ -38,11 +38,12 @@ class Cuda(Backend):
         return torch.cuda.is_available()
 
     def free_bytes(self, device: torch.device) -> int:
-        """Free device memory plus what the caching allocator holds but no tensor uses, limited by
-        the process's memory fraction."""
+        """Free device memory plus what the caching allocator holds but no tensor uses,
+        limited by the process's memory fraction."""
         device = with_index(device)
         free, total = torch.cuda.mem_get_info(device)
-        # ``memory_stats`` flattens this dictionary, which takes longer than a short attention call.
+        # ``memory_stats`` flattens this dictionary, which takes longer than a short
+        # attention call.
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         reserved = stats["reserved_bytes"]["all"]["current"] if stats else 0
         allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
@@ -54,7 +55,8 @@ class Cuda(Backend):
         return max(0, min(unused, limit - allocated))
 
     def give_back_cached(self) -> None:
-        """Collect garbage, give back what was kept of results, and empty the caching allocator."""
+        """Collect garbage, give back what was kept of results, and empty the caching
+        allocator."""
         super().give_back_cached()
         torch.cuda.empty_cache()
 
@@ -64,7 +66,8 @@ class Cuda(Backend):
         return super().rounding(sizes) + UNSPLIT_BYTES * len(unsplit)
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """A context in which ``device`` is current: kernels run there, wherever tensors are."""
+        """A context in which ``device`` is current: kernels run there, wherever tensors
+        are."""
         # By its number: torch looks up any other name of a device.
         return torch.cuda.device(device.index)
 
@@ -80,7 +83,9 @@ class Cuda(Backend):
         """Page locks for those of ``tensors`` that are in host memory and large."""
         return PageLocks(map(by_address, tensors), late=True)
 
-    def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
+    def mover(
+        self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock
+    ) -> Mover:
         """A mover that copies on streams of its own."""
         return CudaMover(device, n_slots, locks, clock)
 
@@ -109,7 +114,8 @@ class Cuda(Backend):
         return torch.cuda.get_device_name(device)
 
     def known_rates(self, device: torch.device) -> dict[str, Any]:
-        """Return the rows that occupy the multiprocessors once, and the cache for one operand."""
+        """Return the rows that occupy the multiprocessors once, and the cache for one
+        operand."""
         properties = torch.cuda.get_device_properties(device)
         return {
             "wave_rows": properties.multi_processor_count * _TILE_ROWS,
@@ -117,7 +123,8 @@ class Cuda(Backend):
         }
 
     def trial_sizes(self, device: torch.device) -> TrialSizes:
-        """Calls of whole waves: a last wave that is not full would make the rate look lower."""
+        """Calls of whole waves: a last wave that is not full would make the rate look
+        lower."""
         count = torch.cuda.get_device_properties(device).multi_processor_count
         # A GPU's clock rate falls during its first second of work.
         return TrialSizes(
@@ -151,8 +158,8 @@ class Cuda(Backend):
 
 
 def _lock(address: int, n_bytes: int) -> bool:
-    """Page-lock memory. In a thread, because a refusal sets CUDA's last error for its thread, where
-    the next kernel would be blamed for it."""
+    """Page-lock memory. In a thread, because a refusal sets CUDA's last error for its
+    thread, where the next kernel would be blamed for it."""
     runtime: Any = torch.cuda.cudart()
     device = torch.cuda.current_device()
     statuses: list[int] = []

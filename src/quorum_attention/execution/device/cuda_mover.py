@@ -1,7 +1,8 @@
 """Moves rows to and from a CUDA device.
 
-Rows without gaps are copied by address, in one batch for each stage: page-locked ones as they are,
-others through page-locked buffers (staging.py). Rows with gaps are copied in pitches or by torch.
+Rows without gaps are copied by address, in one batch for each stage: page-locked ones
+as they are, others through page-locked buffers (staging.py). Rows with gaps are copied
+in pitches or by torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class CudaMover(Mover):
         locks: the page locks of the tensors that are moved.
     """
 
-    def __init__(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> None:
+    def __init__(
+        self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock
+    ) -> None:
         compute = torch.cuda.current_stream(device)
         streams = (torch.cuda.Stream(device), compute, torch.cuda.Stream(device))
         super().__init__(
@@ -47,7 +50,8 @@ class CudaMover(Mover):
         self._is_current = device.index == torch.cuda.current_device()
         # By address: whether a tensor was page-locked before.
         self._was_locked: dict[int, bool] = {}
-        # The stream of the present stage, and whether stages are timed on the current stream.
+        # The stream of the present stage, and whether stages are timed on the current
+        # stream.
         self._stream: Any = compute
         self._timed = isinstance(clock, HostClock)
         # None: there are no bindings of the driver, so torch makes all copies.
@@ -60,8 +64,9 @@ class CudaMover(Mover):
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context with ``stream`` as the current stream."""
         self._stream = stream
-        # On the current device the compute stream is the current stream already. Copies by address
-        # name their stream: to make it current takes longer than to issue them.
+        # On the current device the compute stream is the current stream already. Copies
+        # by address name their stream: to make it current takes longer than to issue
+        # them.
         copies_name_stream = self._copies is not None and not self._timed
         if self._is_current and (stream is self.compute or copies_name_stream):
             return nullcontext()
@@ -77,7 +82,8 @@ class CudaMover(Mover):
             self._staging.ended(stream, given_up=given_up)
 
     def store_stage(self, slot: int) -> AbstractContextManager[None]:
-        """See ``Mover.store_stage``. The device computes by then, so memory may be locked."""
+        """See ``Mover.store_stage``. The device computes by then, so memory may be
+        locked."""
         self._locks.begin()
         return super().store_stage(slot)
 
@@ -102,9 +108,13 @@ class CudaMover(Mover):
         if not pieces:
             return 0
         moves_by_address = self._moves_by_address(slot, far)
-        # Results that wait in buffers for this memory are written before it is read, or written to
-        # in another way.
-        if self._staging is not None and _is_on_host(far) and (up or not moves_by_address):
+        # Results that wait in buffers for this memory are written before it is read, or
+        # written to in another way.
+        if (
+            self._staging is not None
+            and _is_on_host(far)
+            and (up or not moves_by_address)
+        ):
             first = min(piece.start for piece in pieces)
             last = max(piece.stop for piece in pieces)
             start, stop = address_range(far[:, first:last])
@@ -123,7 +133,8 @@ class CudaMover(Mover):
     def _move_by_address(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
     ) -> int:
-        """``move`` for rows without gaps in host memory: one copy for each head of a piece."""
+        """``move`` for rows without gaps in host memory: one copy for each head of a
+        piece."""
         assert self._copies is not None
         n_heads, _, width = slot.shape
         row_bytes = width * slot.element_size()
@@ -155,14 +166,17 @@ class CudaMover(Mover):
     def _add_parts(
         self, far: torch.Tensor, near: int, away: int, n_bytes: int, *, up: bool
     ) -> None:
-        """Note a copy in parts that do not reach from one locked piece of ``far`` into another.
+        """Note a copy in parts that do not reach from one locked piece of ``far`` into
+        another.
 
-        A part that is not locked goes through buffers; without them it is copied at once, because
-        the driver takes such copies singly.
+        A part that is not locked goes through buffers; without them it is copied at
+        once, because the driver takes such copies singly.
         """
         assert self._copies is not None
         buffers = self._buffers(far)
-        for start, count, locked in self._locks.parts(away, n_bytes, wait=buffers is None):
+        for start, count, locked in self._locks.parts(
+            away, n_bytes, wait=buffers is None
+        ):
             near_start = near + start - away
             target, source = (near_start, start) if up else (start, near_start)
             if locked:
@@ -186,8 +200,8 @@ class CudaMover(Mover):
                 )
 
     def _buffers(self, host: torch.Tensor) -> Staging | None:
-        """The buffers for memory that is not page-locked, such as that of ``host``; None if there
-        is no memory for them, or little to copy."""
+        """The buffers for memory that is not page-locked, such as that of ``host``;
+        None if there is no memory for them, or little to copy."""
         is_large = host.untyped_storage().nbytes() >= WORTH_BUFFERS_BYTES
         if self._staging is None and self._may_stage and is_large:
             assert self._copies is not None
@@ -206,7 +220,9 @@ class CudaMover(Mover):
             copy_on_device(target, source)
             return
         # All heads are asked, even if the first is not locked: asking waits.
-        locked = [self._is_locked_before(far) or self._locks.covers(head) for head in far]
+        locked = [
+            self._is_locked_before(far) or self._locks.covers(head) for head in far
+        ]
         has_gaps = n_rows > 1 and far.stride(1) != width
         needs_conversion = target.dtype != source.dtype or not _has_dense_elements(far)
         in_pitches = has_gaps and all(locked) and not needs_conversion
@@ -214,8 +230,9 @@ class CudaMover(Mover):
             if in_pitches and self._runtime is not None:
                 self._copy_2d(target[head], source[head])
             else:
-                # torch stages what is converted or not locked: it holds the host, and stays in the
-                # stream's order. Head by head it needs no temporary tensor on the device.
+                # torch stages what is converted or not locked: it holds the host, and
+                # stays in the stream's order. Head by head it needs no temporary tensor
+                # on the device.
                 target[head].copy_(source[head], non_blocking=True)
 
     def _copy_2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -256,8 +273,8 @@ def _locked_memory(n_bytes: int) -> torch.Tensor:
 
 
 def by_address(copied: Copied) -> Copied:
-    """``copied`` as a ``CudaMover`` copies it: by address only where there are bindings, and its
-    rows lie in memory without gaps."""
+    """``copied`` as a ``CudaMover`` copies it: by address only where there are
+    bindings, and its rows lie in memory without gaps."""
     if not copied.by_address or cuda_runtime() is None:
         return replace(copied, by_address=False)
     return replace(copied, by_address=_has_dense_rows(copied.tensor))

@@ -1,4 +1,5 @@
-"""Host memory as the system sees it: addresses, pages, page locks, and which files are mapped."""
+"""Host memory as the system sees it: addresses, pages, page locks, and which files are
+mapped."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 PAGE_BYTES = 4096
-# The size of a huge page of Linux on x86-64. Elsewhere asking for huge pages may do nothing.
+# The size of a huge page of Linux on x86-64. Elsewhere asking for huge pages may do
+# nothing.
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _TABLE_OF_MAPPINGS = "/proc/self/maps"
@@ -30,8 +32,8 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
 def is_locked(tensor: torch.Tensor) -> bool:
     """Whether a host tensor is page-locked at both ends.
 
-    torch's ``is_pinned`` asks about the first byte of the storage, which need not be the tensor's:
-    of memory that several processes share, each locks its own part.
+    torch's ``is_pinned`` asks about the first byte of the storage, which need not be
+    the tensor's: of memory that several processes share, each locks its own part.
     """
     if not tensor.nbytes:
         return bool(tensor.is_pinned())
@@ -54,7 +56,8 @@ class MappedRange(NamedTuple):
         shared: whether writes go to the file.
         file: device and inode of the mapped file; None where there is none.
         offset: position of ``start`` in the file, in bytes.
-        path: of the file, as it was called when it was mapped; None where there is none.
+        path: of the file, as it was called when it was mapped; None where there is
+            none.
     """
 
     start: int
@@ -67,7 +70,8 @@ class MappedRange(NamedTuple):
 
 
 def mapped_ranges() -> list[MappedRange]:
-    """All mappings of this process, by ascending address; none if the system has no table."""
+    """All mappings of this process, by ascending address; none if the system has no
+    table."""
     try:
         with open(_TABLE_OF_MAPPINGS, encoding="utf-8", errors="replace") as lines:
             return [_parse_mapping(line) for line in lines]
@@ -80,7 +84,8 @@ def _parse_mapping(line: str) -> MappedRange:
     addresses, permissions, offset, device, inode, *rest = line.split(maxsplit=5)
     start, stop = addresses.split("-")
     path = "".join(rest).strip()
-    # Mappings of device nodes are a driver's memory: their offsets are no positions in a file.
+    # Mappings of device nodes are a driver's memory: their offsets are no positions in
+    # a file.
     is_device_node = path.startswith("/dev/") and not path.startswith("/dev/shm/")
     has_path = path.startswith("/") and not is_device_node
     is_file = has_path and inode != "0"
@@ -98,9 +103,9 @@ def _parse_mapping(line: str) -> MappedRange:
 def ask_for_huge_pages(memory: torch.Tensor) -> None:
     """Ask the system to back ``memory``, which has not been touched, by huge pages.
 
-    With those a gibibyte is touched in 0.03 s instead of 0.04, locked in 0.02 instead of 0.04, and
-    freed in 0.002 instead of 0.04 (one H200's host, 16 threads). It is advice: the system may not
-    follow it, and systems without it are not asked.
+    With those a gibibyte is touched in 0.03 s instead of 0.04, locked in 0.02 instead
+    of 0.04, and freed in 0.002 instead of 0.04 (one H200's host, 16 threads). It is
+    advice: the system may not follow it, and systems without it are not asked.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -111,7 +116,8 @@ def ask_for_huge_pages(memory: torch.Tensor) -> None:
 
 
 def touch(start: int, n_bytes: int) -> None:
-    """Write zeros to ``n_bytes`` from address ``start`` on, with as many threads as torch has.
+    """Write zeros to ``n_bytes`` from address ``start`` on, with as many threads as
+    torch has.
 
     (Four of Python's threads made short calls slower.)
     """
@@ -120,7 +126,8 @@ def touch(start: int, n_bytes: int) -> None:
 
 
 def bytes_of_host(share: float) -> int:
-    """Bytes of a share of the host's memory; 0 if the size of the memory is not known."""
+    """Bytes of a share of the host's memory; 0 if the size of the memory is not
+    known."""
     try:
         n_pages = os.sysconf("SC_PHYS_PAGES")
         page_bytes = os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,5 @@
-"""Finds backends and devices by name: which are supported, and which this machine has."""
+"""Finds backends and devices by name: which are supported, and which this machine
+has."""
 
 from __future__ import annotations
 
@@ -70,9 +71,13 @@ def named_device(name: Any, argument: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"{argument} must be 'cpu' or 'cuda', got {shown(name)}") from None
+        raise ValueError(
+            f"{argument} must be 'cpu' or 'cuda', got {shown(name)}"
+        ) from None
     if not is_known(device):
-        raise NotImplementedError(f"{argument} must be 'cpu' or 'cuda', got {device.type!r}")
+        raise NotImplementedError(
+            f"{argument} must be 'cpu' or 'cuda', got {device.type!r}"
+        )
     return HOST if on_host(device) else device
 
 
@@ -87,10 +92,13 @@ def available_device(name: Any, argument: str) -> torch.device:
     if on_host(device):
         return device
     if not backend_of(device).is_here():
-        raise ValueError(f"{argument} is {str(device)!r}, but there is no CUDA device here")
+        raise ValueError(
+            f"{argument} is {str(device)!r}, but there is no CUDA device here"
+        )
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
         raise ValueError(
-            f"{argument} is {str(device)!r}, but there are {counted(count, 'CUDA device')}"
+            f"{argument} is {str(device)!r}, but there are "
+            f"{counted(count, 'CUDA device')}"
         )
     return with_index(device)

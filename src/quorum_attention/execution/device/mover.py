@@ -1,8 +1,9 @@
 """Moves rows between tensors and slots, and keeps the stages of units in order.
 
-A unit goes through three stages: *load* (inputs and travelling state into a slot), *compute*, and
-*store* (state and results out of the slot). On a device with streams each stage has its own stream,
-so the next unit loads and the last unit stores while a unit computes. On the CPU the stages follow
+A unit goes through three stages: *load* (inputs and travelling state into a slot),
+*compute*, and *store* (state and results out of the slot). On a device with streams
+each stage has its own stream, so the next unit loads and the last unit stores while a
+unit computes. On the CPU the stages follow
 one another: its streams have nothing to wait for.
 """
 
@@ -60,11 +61,12 @@ class Mover:
         self.stored_bytes = 0
         self._clock = clock
         self.up, self.compute, self.down = streams
-        # Work given before this call may still write the inputs or use the arena's memory.
+        # Work given before this call may still write the inputs or use the arena's
+        # memory.
         self.up.wait_stream(self.compute)
         self.down.wait_stream(self.compute)
-        # Events of each slot: its unit is loaded, computed, stored; the next unit has read what it
-        # carries over.
+        # Events of each slot: its unit is loaded, computed, stored; the next unit has
+        # read what it carries over.
         self._ready = [event() for _ in range(n_slots)]
         self._computed = [event() for _ in range(n_slots)]
         self._stored = [event() for _ in range(n_slots)]
@@ -75,13 +77,14 @@ class Mover:
         return nullcontext()
 
     def issue(self, stream: Any, *, given_up: bool) -> None:
-        """Give ``stream`` the copies that its stage noted; with ``given_up`` forget them."""
+        """Give ``stream`` the copies that its stage noted; with ``given_up`` forget
+        them."""
 
     def input_stage(self, slot: int) -> AbstractContextManager[None]:
         """A context for loading a unit's inputs into ``slot``.
 
-        It comes after the slot's previous unit is stored, and after the next unit has read what it
-        carries over.
+        It comes after the slot's previous unit is stored, and after the next unit has
+        read what it carries over.
         """
         return self._stage(
             self.up,
@@ -90,10 +93,13 @@ class Mover:
             "h2d",
         )
 
-    def state_stage(self, slot: int, after_store_of: int) -> AbstractContextManager[None]:
+    def state_stage(
+        self, slot: int, after_store_of: int
+    ) -> AbstractContextManager[None]:
         """A context for loading a unit's travelling state into ``slot``.
 
-        It comes after the unit's inputs, and after the last store of slot ``after_store_of``.
+        It comes after the unit's inputs, and after the last store of slot
+        ``after_store_of``.
         """
         return self._stage(
             self.up,
@@ -103,11 +109,13 @@ class Mover:
         )
 
     def carried_from(self, slot: int) -> None:
-        """Note, in a compute stage, that all that is carried over from ``slot`` has been read."""
+        """Note, in a compute stage, that all that is carried over from ``slot`` has
+        been read."""
         self._handed_on[slot].record(self.compute)
 
     def compute_stage(self, slot: int) -> AbstractContextManager[None]:
-        """A context for computing the unit in ``slot``; it comes after the unit's load."""
+        """A context for computing the unit in ``slot``; it comes after the unit's
+        load."""
         return self._stage(self.compute, [self._ready[slot]], self._computed[slot])
 
     def wait_computed(self, slot: int) -> None:
@@ -115,7 +123,8 @@ class Mover:
         self._computed[slot].synchronize()
 
     def store_stage(self, slot: int) -> AbstractContextManager[None]:
-        """A context for storing the unit in ``slot``; it comes after the unit's compute."""
+        """A context for storing the unit in ``slot``; it comes after the unit's
+        compute."""
         return self._stage(
             self.down,
             [self._computed[slot]],
@@ -127,7 +136,8 @@ class Mover:
     def _stage(
         self, stream: Any, after: Sequence[Any], done: Any, timed: str | None = None
     ) -> Iterator[None]:
-        """A context that runs on ``stream`` after some events, and records ``done`` at its end."""
+        """A context that runs on ``stream`` after some events, and records ``done`` at
+        its end."""
         for event in after:
             stream.wait_event(event)
         failed = True
@@ -143,24 +153,31 @@ class Mover:
             if done is not None:
                 done.record(stream)
 
-    def load(self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows]) -> None:
+    def load(
+        self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows]
+    ) -> None:
         """Copy rows into a slot, within a load stage.
 
         Args:
-            slot: a field of the slot, (heads, n, width); has each piece from ``local`` on.
-            far: (heads, N, width), outside of the slot; each piece is its rows [start, stop).
+            slot: a field of the slot, (heads, n, width); has each piece from ``local``
+                on.
+            far: (heads, N, width), outside of the slot; each piece is its rows [start,
+                stop).
             pieces: the rows.
         """
         self.loaded_bytes += self.move(slot, far, pieces, up=True)
 
-    def store(self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows]) -> None:
+    def store(
+        self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows]
+    ) -> None:
         """Copy rows out of a slot, within a store stage, as ``load`` copies them in."""
         self.stored_bytes += self.move(slot, far, pieces, up=False)
 
     def move(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
     ) -> int:
-        """Copy rows into a slot (``up``) or out of it; returns how many bytes that is."""
+        """Copy rows into a slot (``up``) or out of it; returns how many bytes that
+        is."""
         n_bytes = 0
         for piece in pieces:
             near_rows = rows_in_slot(slot, piece)
@@ -177,12 +194,12 @@ class Mover:
         target.copy_(source)
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that after the stages given so far nothing is copied from or to ``tensors``: heads
-        of what was loaded from and stored to, each named once."""
+        """Note that after the stages given so far nothing is copied from or to
+        ``tensors``: heads of what was loaded from and stored to, each named once."""
 
     def finish(self, *, wait: bool) -> None:
-        """Let all later work come after all stages; with ``wait`` hold the host until they are
-        done."""
+        """Let all later work come after all stages; with ``wait`` hold the host until
+        they are done."""
         self.compute.wait_stream(self.up)
         self.compute.wait_stream(self.down)
         if wait:

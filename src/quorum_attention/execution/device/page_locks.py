@@ -1,21 +1,23 @@
 """Page-locks host memory ahead of the copies from and to it.
 
-Locking memory that was never written to is slow: the driver faults in its pages on one core, which
-takes 0.3 s a gibibyte on the hosts measured. So the memory that a call makes for its results is
-written to by many threads first (0.05 s a gibibyte), and then locked (another 0.05). A thread does
-both piece by piece while the first tasks compute. A copy waits for the piece that it needs, and
-that piece is then locked next.
+Locking memory that was never written to is slow: the driver faults in its pages on one
+core, which takes 0.3 s a gibibyte on the hosts measured. So the memory that a call
+makes for its results is written to by many threads first (0.05 s a gibibyte), and then
+locked (another 0.05). A thread does both piece by piece while the first tasks compute.
+A copy waits for the piece that it needs, and that piece is then locked next.
 
-The driver refuses a copy that reaches from one locked piece into another. So results are cut into
-pieces only between heads that begin at pages (``empty_result``). Tensors that were there before are
-cut at any page if they are copied by address: such a copy is cut there too (``parts``).
+The driver refuses a copy that reaches from one locked piece into another. So results
+are cut into pieces only between heads that begin at pages (``empty_result``). Tensors
+that were there before are cut at any page if they are copied by address: such a copy is
+cut there too (``parts``).
 
-While the driver locks memory, every other call to it waits, and not for its turn. So the thread may
-begin late, when the device has something to do (``begin``), and rests between pieces unless
-a copy waits for one. Until a piece is locked its copies go through buffers (staging.py).
+While the driver locks memory, every other call to it waits, and not for its turn. So
+the thread may begin late, when the device has something to do (``begin``), and rests
+between pieces unless a copy waits for one. Until a piece is locked its copies go
+through buffers (staging.py).
 
-A call of 0.1 s cannot hide that. So the memory of results is kept for the next call when they are
-freed, touched and locked as one piece, up to a limit (pinned_pool.py).
+A call of 0.1 s cannot hide that. So the memory of results is kept for the next call
+when they are freed, touched and locked as one piece, up to a limit (pinned_pool.py).
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ from quorum_attention.execution.device.host_memory import (
 )
 from quorum_attention.threads import try_start
 
-# Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory that is not
-# locked also makes the host wait for all that the device has to do before it.
+# Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory
+# that is not locked also makes the host wait for all that the device has to do before
+# it.
 WORTH_LOCKING_BYTES = 1 << 20
 # The thread looks this often whether copies have been made.
 _POLL_SECONDS = 5e-4
@@ -52,7 +55,8 @@ _POLL_SECONDS = 5e-4
 PIECE_BYTES = 16 << 20
 # After a piece the thread rests for so many times as long as the piece took.
 _REST = 2.0
-# cudaHostRegisterReadOnly: memory that the device only reads, such as a file mapped to be read.
+# cudaHostRegisterReadOnly: memory that the device only reads, such as a file mapped to
+# be read.
 _ONLY_READ = 8
 
 
@@ -63,7 +67,8 @@ class Copied:
     Attributes:
         is_result: the results of the call are copied to it. It is (*batch, heads, ...).
         fresh: it holds nothing yet. Ask ``PageLocks`` before writing to it.
-        by_address: it is copied by address, and never across a cut (``PageLocks.parts``).
+        by_address: it is copied by address, and never across a cut
+            (``PageLocks.parts``).
         only_read: nothing is copied to it.
     """
 
@@ -80,12 +85,14 @@ class _LockedPiece:
 
     Attributes:
         start, stop: addresses, [start, stop).
-        share: where it begins in its tensor, from 0 to 1. Pieces are locked in this order, because
-            copies reach them about that far into a pass; of equals, those that are read first.
+        share: where it begins in its tensor, from 0 to 1. Pieces are locked in this
+            order, because copies reach them about that far into a pass; of equals,
+            those that are read first.
         fresh: it has not been written to, and will not be before it is settled.
         only_read: the device writes nothing to it.
-        needed: bytes that copies may still touch; ``start`` to ``stop`` at first. None: it belongs
-            to several tensors, or to one whose heads share memory, and is locked to the end.
+        needed: bytes that copies may still touch; ``start`` to ``stop`` at first. None:
+            it belongs to several tensors, or to one whose heads share memory, and is
+            locked to the end.
         settled: it is decided whether it is locked.
         locked: it is locked.
         urgent: a copy waits for it.
@@ -115,16 +122,18 @@ class _LockJob(NamedTuple):
 
 
 class PageLocks:
-    """Page-locks host tensors for the length of a ``with`` block, one piece after the other.
+    """Page-locks host tensors for the length of a ``with`` block, one piece after the
+    other.
 
-    What cannot be locked (a file that is mapped to be written to, a system limit) is left pageable.
-    So are files of which the process has a private mapping: to lock that copies it, at 2 GB/s.
-    Everything locked here is unlocked at the end of the block, and what is not needed any more
-    before that (``release``), so that leaving the block need not wait for it.
+    What cannot be locked (a file that is mapped to be written to, a system limit) is
+    left pageable. So are files of which the process has a private mapping: to lock that
+    copies it, at 2 GB/s. Everything locked here is unlocked at the end of the block,
+    and what is not needed any more before that (``release``), so that leaving the block
+    need not wait for it.
 
     Args:
-        tensors: what is copied from or to. Only those in host memory, large and not locked yet are
-            locked.
+        tensors: what is copied from or to. Only those in host memory, large and not
+            locked yet are locked.
         late: nothing is locked before ``begin``, but what a copy waits for.
     """
 
@@ -137,7 +146,8 @@ class PageLocks:
         self._changed = threading.Condition()
         # Pieces that are not needed any more once something has happened.
         self._to_unlock: deque[tuple[Callable[[], bool], _LockedPiece]] = deque()
-        # Whether the thread is at a piece; changed together with the queues, under the lock.
+        # Whether the thread is at a piece; changed together with the queues, under the
+        # lock.
         self._at_work = False
         self._closed = False
         self._begun = not late
@@ -186,7 +196,8 @@ class PageLocks:
     def _let_go(self) -> None:
         """Wait for the piece that the thread is at, then unlock everything.
 
-        The caller frees the memory next, so an interrupt (Ctrl-C) is raised only after that.
+        The caller frees the memory next, so an interrupt (Ctrl-C) is raised only after
+        that.
         """
         runtime: Any = torch.cuda.cudart()
         interrupt: BaseException | None = None
@@ -200,7 +211,8 @@ class PageLocks:
             raise interrupt
 
     def _close(self, runtime: Any) -> None:
-        """Stop the thread after its piece, and unlock everything; may be called again."""
+        """Stop the thread after its piece, and unlock everything; may be called
+        again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -230,14 +242,19 @@ class PageLocks:
         return all(locked for _, _, locked in parts)
 
     def wants(self, tensor: torch.Tensor) -> bool:
-        """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
+        """Whether any part of ``tensor`` (on the host) is among what is to be locked
+        here."""
         return bool(self._pieces_in(*address_range(tensor)))
 
-    def release(self, tensors: Iterable[torch.Tensor], happened: Callable[[], bool]) -> None:
-        """Unlock what only belongs to ``tensors``, which no copy will touch from now on.
+    def release(
+        self, tensors: Iterable[torch.Tensor], happened: Callable[[], bool]
+    ) -> None:
+        """Unlock what only belongs to ``tensors``, which no copy will touch from now
+        on.
 
         Args:
-            tensors: heads of what is locked, (heads, n, width); each head is named once.
+            tensors: heads of what is locked, (heads, n, width); each head is named
+                once.
             happened: whether the copies that were given before have been made.
         """
         unneeded: list[_LockedPiece] = []
@@ -255,8 +272,8 @@ class PageLocks:
             self._changed.notify_all()
 
     def _pieces_freed_by(self, tensor: torch.Tensor) -> list[_LockedPiece]:
-        """Count down what is needed of the pieces of ``tensor``; returns those that no copy needs
-        any more."""
+        """Count down what is needed of the pieces of ``tensor``; returns those that no
+        copy needs any more."""
         start, stop = address_range(tensor)
         freed: list[_LockedPiece] = []
         for piece in self._pieces_in(start, stop):
@@ -269,11 +286,13 @@ class PageLocks:
                 freed.append(piece)
         return freed
 
-    def parts(self, start: int, n_bytes: int, *, wait: bool = False) -> list[tuple[int, int, bool]]:
+    def parts(
+        self, start: int, n_bytes: int, *, wait: bool = False
+    ) -> list[tuple[int, int, bool]]:
         """The memory from address ``start`` on, cut where two pieces meet.
 
-        It waits until it is decided whether what holds nothing yet is locked; with ``wait`` of
-        everything.
+        It waits until it is decided whether what holds nothing yet is locked; with
+        ``wait`` of everything.
 
         Returns:
             (address, bytes, whether it is locked here) of each part.
@@ -316,7 +335,8 @@ class PageLocks:
             self._changed.wait_for(lambda: all(piece.settled for piece in pieces))
 
     def _work(self, runtime: Any, device: int) -> None:
-        """Lock piece after piece, and unlock those that are not needed; run by the thread."""
+        """Lock piece after piece, and unlock those that are not needed; run by the
+        thread."""
         try:
             torch.cuda.set_device(device)
             private_files: list[tuple[int, int]] | None = None
@@ -332,7 +352,9 @@ class PageLocks:
                 else:
                     if private_files is None:
                         private_files = _privately_mapped_files()
-                    locked = not _overlaps(piece, private_files) and _lock(runtime, piece)
+                    locked = not _overlaps(piece, private_files) and _lock(
+                        runtime, piece
+                    )
                 self._finish_job(piece, locked, time.monotonic() - started_at)
         except BaseException as error:
             self._failure = error
@@ -381,7 +403,8 @@ class PageLocks:
         return None
 
     def _seconds_to_wait(self) -> float | None:
-        """How long until there may be something to do; None: until something changes."""
+        """How long until there may be something to do; None: until something
+        changes."""
         seconds: list[float] = []
         if self._to_unlock:
             seconds.append(_POLL_SECONDS)
@@ -391,8 +414,8 @@ class PageLocks:
 
 
 def _pieces_worth_locking(tensors: Iterable[Copied]) -> list[_LockedPiece]:
-    """The pieces of the memory of ``tensors`` that is worth locking, by address. Tensors that
-    overlap are one range."""
+    """The pieces of the memory of ``tensors`` that is worth locking, by address.
+    Tensors that overlap are one range."""
     # Small tensors are asked as well: they may be parts of large ones.
     on_host = [copied for copied in tensors if copied.tensor.device.type == "cpu"]
     on_host = [copied for copied in on_host if copied.tensor.nbytes]
@@ -426,9 +449,9 @@ class _Range:
 def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]:
     """The range of ``tensors`` as pieces that are large enough to be worth locking.
 
-    A result that shares no memory is cut at multiples of a head, if those are between pages: no
-    copy reaches across. One that is locked as a whole, or head by head, is not needed before the
-    inputs of these heads.
+    A result that shares no memory is cut at multiples of a head, if those are between
+    pages: no copy reaches across. One that is locked as a whole, or head by head, is
+    not needed before the inputs of these heads.
     """
     if len(tensors) > 1:
         # Tensors that overlap have no heads of their own, and are locked to the end.
@@ -455,8 +478,8 @@ def _cut(start: int, stop: int, tensors: Sequence[Copied]) -> list[_LockedPiece]
 
 
 def _cuts_at_pages(start: int, stop: int, tensors: Sequence[Copied]) -> range:
-    """Addresses within [start, stop) between pages, a piece apart; none if one of the tensors is
-    not copied by address."""
+    """Addresses within [start, stop) between pages, a piece apart; none if one of the
+    tensors is not copied by address."""
     if not all(copied.by_address for copied in tensors):
         return range(0)
     # The last piece takes what is left: nothing shorter than a piece.
@@ -465,8 +488,8 @@ def _cuts_at_pages(start: int, stop: int, tensors: Sequence[Copied]) -> range:
 
 
 def _cuts_between_heads(start: int, stop: int, tensor: torch.Tensor) -> range:
-    """Addresses within [start, stop) between whole heads of ``tensor``, at least a piece apart;
-    none if heads do not begin at pages."""
+    """Addresses within [start, stop) between whole heads of ``tensor``, at least a
+    piece apart; none if heads do not begin at pages."""
     n_numbers = math.prod(tensor.shape[-2:])
     head_bytes = n_numbers * tensor.element_size()
     if start % PAGE_BYTES or head_bytes % PAGE_BYTES:
@@ -487,9 +510,11 @@ def _lock(runtime: Any, piece: _LockedPiece) -> bool:
 
 
 def _privately_mapped_files() -> list[tuple[int, int]]:
-    """The addresses [start, stop) of large files that this process has mapped privately.
+    """The addresses [start, stop) of large files that this process has mapped
+    privately.
 
-    To lock such memory makes the system copy it. Where the system does not say: nothing.
+    To lock such memory makes the system copy it. Where the system does not say:
+    nothing.
     """
     ranges: list[tuple[int, int]] = []
     for mapped in mapped_ranges():

@@ -71,7 +71,8 @@ def lock_until_freed(memory: torch.Tensor, locker: Locker) -> torch.Tensor | Non
     if not locker.lock(address, memory.nbytes):
         return None
     buffer = (ctypes.c_char * memory.nbytes).from_address(address)
-    # The tensor's storage holds the buffer. The finalizer holds the memory until it is unlocked.
+    # The tensor's storage holds the buffer. The finalizer holds the memory until it is
+    # unlocked.
     finalizer = weakref.finalize(buffer, _unlock_and_free, memory, locker)
     finalizer.atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -88,9 +89,10 @@ def _unlock_and_free(memory: torch.Tensor, locker: Locker) -> None:
 class PinnedPool:
     """The memory of freed results, for as long as later calls use it.
 
-    A result that lies in it is page-locked for as long as it lives. A copy to a device that its
-    owner began without waiting for it may still be under way when the result is freed: so before
-    memory is used again, or unlocked, the host waits for every device.
+    A result that lies in it is page-locked for as long as it lives. A copy to a device
+    that its owner began without waiting for it may still be under way when the result
+    is freed: so before memory is used again, or unlocked, the host waits for every
+    device.
 
     Args:
         locker: how memory is page-locked.
@@ -103,8 +105,8 @@ class PinnedPool:
     most_bytes: int = min(_MOST_BYTES, bytes_of_host(_MOST_OF_HOST))
     clock: Callable[[], float] = time.monotonic
     may_keep: Callable[[torch.Tensor], bool] = lambda memory: True
-    # Appended to by whatever thread frees a result, in the middle of anything: no lock is taken, so
-    # it is changed by single operations of the list only.
+    # Appended to by whatever thread frees a result, in the middle of anything: no lock
+    # is taken, so it is changed by single operations of the list only.
     _free: list[_ResultMemory] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -113,8 +115,8 @@ class PinnedPool:
             os.register_at_fork(after_in_child=self._forget)
 
     def lend(self, memory: torch.Tensor) -> torch.Tensor:
-        """``memory`` (n_bytes,) uint8 as a tensor whose memory is kept when it is freed, unless the
-        memory is too large to be kept."""
+        """``memory`` (n_bytes,) uint8 as a tensor whose memory is kept when it is
+        freed, unless the memory is too large to be kept."""
         if memory.nbytes > self.most_bytes:
             return memory
         return self._lend(_ResultMemory(memory), memory.nbytes)
@@ -122,7 +124,8 @@ class PinnedPool:
     def take(self, n_bytes: int) -> torch.Tensor | None:
         """(n_bytes,) uint8 that is page-locked and was touched; None if nothing fits.
 
-        Memory that has been free for long is given back, and the oldest of what is too much.
+        Memory that has been free for long is given back, and the oldest of what is too
+        much.
         """
         with self._lock:
             chosen = self._choose(n_bytes)
@@ -138,7 +141,9 @@ class PinnedPool:
             if chosen is None:
                 return None
             if not chosen.locked:
-                chosen.locked = self.locker.lock(chosen.memory.data_ptr(), chosen.n_bytes)
+                chosen.locked = self.locker.lock(
+                    chosen.memory.data_ptr(), chosen.n_bytes
+                )
         except BaseException:
             # An interrupt, maybe: what is locked must not be freed as it is.
             self._free.extend(surplus)
@@ -162,12 +167,19 @@ class PinnedPool:
         return sorted(self._free, key=lambda pooled: pooled.freed)
 
     def _choose(self, n_bytes: int) -> _ResultMemory | None:
-        """The smallest free memory that fits, not too large; one that is locked rather than not."""
+        """The smallest free memory that fits, not too large; one that is locked rather
+        than not."""
         largest = n_bytes * _LARGEST_FIT
         fitting = [
-            pooled for pooled in self._oldest_first() if n_bytes <= pooled.n_bytes <= largest
+            pooled
+            for pooled in self._oldest_first()
+            if n_bytes <= pooled.n_bytes <= largest
         ]
-        return min(fitting, key=lambda pooled: (pooled.n_bytes, not pooled.locked), default=None)
+        return min(
+            fitting,
+            key=lambda pooled: (pooled.n_bytes, not pooled.locked),
+            default=None,
+        )
 
     def _surplus(self, chosen: _ResultMemory | None) -> list[_ResultMemory]:
         """The free memory to give back, without ``chosen``."""
@@ -182,7 +194,8 @@ class PinnedPool:
         return surplus
 
     def _lend(self, pooled: _ResultMemory, n_bytes: int) -> torch.Tensor:
-        """The first bytes of ``pooled`` as a tensor that hands the memory back when it is freed."""
+        """The first bytes of ``pooled`` as a tensor that hands the memory back when it
+        is freed."""
         address = pooled.memory.data_ptr()
         buffer = (ctypes.c_char * n_bytes).from_address(address)
         # The tensor's storage holds this object, and frees it.
@@ -209,6 +222,7 @@ class PinnedPool:
                 self.locker.unlock(pooled.memory.data_ptr())
 
     def _forget(self) -> None:
-        """In a child, which has the parent's memory, but neither its locks nor its devices."""
+        """In a child, which has the parent's memory, but neither its locks nor its
+        devices."""
         self._free = []
         self._lock = threading.Lock()

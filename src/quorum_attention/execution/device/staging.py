@@ -1,11 +1,13 @@
-"""Copies between the device and host memory that is not page-locked, through page-locked buffers.
+"""Copies between the device and host memory that is not page-locked, through
+page-locked buffers.
 
-A copy of memory that is not page-locked holds the host until the device has done everything before
-it, at a fraction of the speed. Some memory cannot be locked: files that are mapped to be read only,
-systems with limits; and small tensors are not worth it. So the host's threads copy such memory to a
-buffer and the device copies the buffer; results the other way round. The host waits only where all
-buffers are in use. What comes from the device is written to its place later: when its buffer is
-needed again, before the same memory is read, and at the end.
+A copy of memory that is not page-locked holds the host until the device has done
+everything before it, at a fraction of the speed. Some memory cannot be locked: files
+that are mapped to be read only, systems with limits; and small tensors are not worth
+it. So the host's threads copy such memory to a buffer and the device copies the buffer;
+results the other way round. The host waits only where all buffers are in use. What
+comes from the device is written to its place later: when its buffer is needed again,
+before the same memory is read, and at the end.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import torch
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.threads import start_executors
 
-# The size of a buffer, and the number of buffers in each direction. A buffer is filled while others
-# are copied.
+# The size of a buffer, and the number of buffers in each direction. A buffer is filled
+# while others are copied.
 BUFFER_BYTES = 4 << 20
 N_BUFFERS = 4
 # Copies of smaller tensors are too short to make buffers for.
@@ -43,7 +45,8 @@ class _Buffer:
         memory: (BUFFER_BYTES,) uint8.
         event: after it the device has made all copies from and to the buffer.
         used: bytes from the beginning on that copies have been given.
-        writes: what has to be written from it once ``event`` has happened: (from, to, bytes).
+        writes: what has to be written from it once ``event`` has happened: (from, to,
+            bytes).
         issued: how many of ``writes`` the device has been told of.
     """
 
@@ -65,11 +68,15 @@ class _Buffer:
 
     def has_writes_to(self, start: int, stop: int) -> bool:
         """Whether anything has to be written to the addresses [start, stop) from it."""
-        return any(target < stop and start < target + n_bytes for _, target, n_bytes in self.writes)
+        return any(
+            target < stop and start < target + n_bytes
+            for _, target, n_bytes in self.writes
+        )
 
 
 class BatchedCopies:
-    """Contiguous copies between page-locked memory and the device, issued many at a time.
+    """Contiguous copies between page-locked memory and the device, issued many at a
+    time.
 
     Args:
         runtime: the module of cuda-bindings.
@@ -80,7 +87,9 @@ class BatchedCopies:
         self._noted: list[tuple[int, int, int]] = []
         # None: the driver takes copies one by one.
         self._attributes: list[Any] | None = None
-        if hasattr(runtime, "cudaMemcpyBatchAsync") and hasattr(runtime, "cudaMemcpyAttributes"):
+        if hasattr(runtime, "cudaMemcpyBatchAsync") and hasattr(
+            runtime, "cudaMemcpyAttributes"
+        ):
             order = runtime.cudaMemcpySrcAccessOrder
             attributes = runtime.cudaMemcpyAttributes()
             attributes.srcAccessOrder = order.cudaMemcpySrcAccessOrderStream
@@ -101,7 +110,8 @@ class BatchedCopies:
         if len(noted) > 1 and self._attributes is not None:
             if self._issue_batch(noted, self._attributes, stream):
                 return
-            # The driver is older than the bindings and has no batches: one by one from now on.
+            # The driver is older than the bindings and has no batches: one by one from
+            # now on.
             self._attributes = None
         for target, source, n_bytes in noted:
             self.issue(target, source, n_bytes, stream)
@@ -139,11 +149,12 @@ class BatchedCopies:
 class Staging:
     """Two rings of buffers, one for each direction.
 
-    Copies of each direction go to a stream of their own, in stages; ``ended`` is called at the end
-    of each stage.
+    Copies of each direction go to a stream of their own, in stages; ``ended`` is called
+    at the end of each stage.
 
     Args:
-        allocate: makes page-locked memory: (bytes,) uint8; a RuntimeError says that there is none.
+        allocate: makes page-locked memory: (bytes,) uint8; a RuntimeError says that
+            there is none.
         event: makes an event.
         copies: what copies between buffers and the device are given to.
     """
@@ -169,11 +180,11 @@ class Staging:
         self._helpers = start_executors(n_threads - 1, "copies")
 
     def move(self, near: int, far: int, n_bytes: int, stream: Any, *, up: bool) -> None:
-        """Copy between address ``near`` of the device and pageable memory from address ``far`` on,
-        within a stage on ``stream``.
+        """Copy between address ``near`` of the device and pageable memory from address
+        ``far`` on, within a stage on ``stream``.
 
-        When it returns, memory that is copied ``up`` to the device has been read. What is copied
-        down is written later (``settle``, ``finish``).
+        When it returns, memory that is copied ``up`` to the device has been read. What
+        is copied down is written later (``settle``, ``finish``).
         """
         ring = self._up_ring if up else self._down_ring
         while n_bytes > 0:
@@ -191,7 +202,8 @@ class Staging:
             n_bytes -= count
 
     def settle(self, far: int, n_bytes: int) -> None:
-        """Write what earlier stages have yet to write to ``n_bytes`` from address ``far`` on.
+        """Write what earlier stages have yet to write to ``n_bytes`` from address
+        ``far`` on.
 
         Such memory must be settled before it is read, or written to in another way.
         """
@@ -205,8 +217,8 @@ class Staging:
             self._write(buffer)
 
     def ended(self, stream: Any, *, given_up: bool) -> None:
-        """Note that a stage is over and its copies have been given to ``stream``; or, with
-        ``given_up``, that those noted last have been forgotten."""
+        """Note that a stage is over and its copies have been given to ``stream``; or,
+        with ``given_up``, that those noted last have been forgotten."""
         buffer = self._last_used
         if buffer is None:
             return
@@ -248,15 +260,18 @@ class Staging:
         buffer.issued = 0
 
     def _copy(self, target: int, source: int, n_bytes: int) -> None:
-        """Copy ``n_bytes`` of host memory; none of it is under way when it returns or raises.
+        """Copy ``n_bytes`` of host memory; none of it is under way when it returns or
+        raises.
 
-        torch's own threads would do it as fast, but all of them wake up for each copy, and keep the
-        cores busy for a while after it.
+        torch's own threads would do it as fast, but all of them wake up for each copy,
+        and keep the cores busy for a while after it.
         """
         share = max(_LEAST_SHARE, ceil_div(n_bytes, 1 + len(self._helpers)))
         futures: list[Future[int]] = []
         try:
-            for helper, start in zip(self._helpers, range(share, n_bytes, share), strict=False):
+            for helper, start in zip(
+                self._helpers, range(share, n_bytes, share), strict=False
+            ):
                 count = min(share, n_bytes - start)
                 future = helper.submit(
                     ctypes.memmove,
@@ -271,8 +286,8 @@ class Staging:
 
 
 def _wait_for_all(futures: list[Future[int]]) -> None:
-    """Wait until ``futures`` are done; an interrupt (Ctrl-C) is raised only after that, because the
-    caller may free the memory next."""
+    """Wait until ``futures`` are done; an interrupt (Ctrl-C) is raised only after that,
+    because the caller may free the memory next."""
     interrupt: BaseException | None = None
     while not all(future.done() for future in futures):
         try:

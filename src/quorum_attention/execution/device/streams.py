@@ -1,12 +1,12 @@
 """Streams of a GPU on which several kernel calls run at once.
 
-An attention kernel works in waves, each with as many tiles as there are multiprocessors. In the
-last wave part of the device is idle until the slowest tile is done. A second call on another
-stream uses that time (docs/kernels.md).
+An attention kernel works in waves, each with as many tiles as there are
+multiprocessors. In the last wave part of the device is idle until the slowest tile is
+done. A second call on another stream uses that time (docs/kernels.md).
 
-Memory belongs to the stream on which it was allocated, and may be given out again as soon as
-it is freed. So what is used on another stream is recorded for that one, and what is being sent
-is held until the streams have met.
+Memory belongs to the stream on which it was allocated, and may be given out again as
+soon as it is freed. So what is used on another stream is recorded for that one, and
+what is being sent is held until the streams have met.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class KernelStreams:
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """Around a task: its calls wait for the current stream, which then waits for them."""
+        """Around a task: its calls wait for the current stream, which then waits for
+        them."""
         main = torch.cuda.current_stream()
         for stream in self._streams:
             stream.wait_stream(main)
@@ -61,14 +62,15 @@ class KernelStreams:
 
 
 class TwoStreams:
-    """Turns are computed on the current stream and on one beside it, alternately, so that a turn's
-    kernel begins while that of the turn before still ends.
+    """Turns are computed on the current stream and on one beside it, alternately, so
+    that a turn's kernel begins while that of the turn before still ends.
 
     Made when everything that turns read has been enqueued on the current stream.
 
     Args:
         device: of the call.
-        two: whether there are two; else everything is on the current stream, or on no GPU.
+        two: whether there are two; else everything is on the current stream, or on no
+            GPU.
     """
 
     def __init__(self, device: torch.device, two: bool) -> None:
@@ -87,7 +89,8 @@ class TwoStreams:
         return stream
 
     def reads(self, number: int, *tensors: torch.Tensor | None) -> None:
-        """Turn ``number`` reads what may be of the other stream; held until ``meet``."""
+        """Turn ``number`` reads what may be of the other stream; held until
+        ``meet``."""
         if self._main is None:
             return
         reader = self._side if number % 2 else self._main

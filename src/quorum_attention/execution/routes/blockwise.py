@@ -1,9 +1,9 @@
 """The route of all tasks at once, over the inputs as they lie.
 
-All tasks of a level together keep every pair once. If the state of a whole head group fits beside
-the inputs, the whole sequence is cut into rectangles as a single task would be. These are fewer and
-larger than those of the tasks, and are read and merged in place, so far fewer kernel calls are
-made.
+All tasks of a level together keep every pair once. If the state of a whole head group
+fits beside the inputs, the whole sequence is cut into rectangles as a single task would
+be. These are fewer and larger than those of the tasks, and are read and merged in
+place, so far fewer kernel calls are made.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Blockwise(InPlace):
     recovery = "inputs in place: out of memory", "through slots"
 
     def limits(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
-        """Halved rectangles are as they come; others have a chunk of queries, or of both."""
+        """Halved rectangles are as they come; others have a chunk of queries, or of
+        both."""
         if self.pieces == "halves":
             _, rectangles = all_rectangles(shape, decomposition)
             max_queries = 1
@@ -62,14 +63,15 @@ class Blockwise(InPlace):
         return max_queries, shape.n_keys
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
-        """Whether all inputs can be read where they lie. Under a mask only small rectangles are
-        of use: each may have a copy of its part of the mask."""
+        """Whether all inputs can be read where they lie. Under a mask only small
+        rectangles are of use: each may have a copy of its part of the mask."""
         if problem.shape.bias is not None and self.pieces == "halves":
             return False
         return problem.place.in_place and problem.place.lse_here
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
-        """The states of one head group, the results of all, and the copies of inputs."""
+        """The states of one head group, the results of all, and the copies of
+        inputs."""
         rows = schedule.max_queries if self._is_copied_by_kernel(problem) else None
         states = allocated_bytes(problem, schedule.group)
         copies = copied_bytes(problem, schedule.group, rows)
@@ -82,8 +84,8 @@ class Blockwise(InPlace):
         )
 
     def _is_copied_by_kernel(self, problem: Problem) -> bool:
-        """Whether the kernel copies inputs that operators cannot read, a rectangle at a time; if
-        not, a head group's are copied beforehand."""
+        """Whether the kernel copies inputs that operators cannot read, a rectangle at a
+        time; if not, a head group's are copied beforehand."""
         return self.pieces != "halves" and problem.kernel.any_upstream
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:

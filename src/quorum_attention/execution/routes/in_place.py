@@ -1,4 +1,5 @@
-"""Head groups computed over the inputs as they lie: no slots and no copies of inputs."""
+"""Head groups computed over the inputs as they lie: no slots and no copies of
+inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.pass_spec import StateSpec
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.scaling import SMALL_BYTES, BackwardScaling, inputs_of_group
+from quorum_attention.execution.scaling import (
+    SMALL_BYTES,
+    BackwardScaling,
+    inputs_of_group,
+)
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.slot_rows import PassStorage
 from quorum_attention.kernels.call_shape import CallShape
@@ -31,7 +36,8 @@ from quorum_attention.kernels.task_tensors import TaskTensors
 def all_rectangles(
     shape: CallShape, decomposition: Decomposition, pieces: Pieces = "halves"
 ) -> tuple[Task, tuple[Rectangle, ...]]:
-    """The whole sequence as one task, and rectangles of it that hold every pair of a call."""
+    """The whole sequence as one task, and rectangles of it that hold every pair of a
+    call."""
     return pieces_of(
         decomposition,
         pieces,
@@ -77,8 +83,8 @@ class InPlace(Route):
 
 
 def allocated_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
-    """Bytes of what ``compute_group`` allocates: the states; where it is scaled, a copy of the
-    input that is divided, and a few numbers for every head."""
+    """Bytes of what ``compute_group`` allocates: the states; where it is scaled, a copy
+    of the input that is divided, and a few numbers for every head."""
     states = () if accumulates_in_results(problem) else state_bytes(problem, group)
     if not problem.scaled:
         return states
@@ -90,12 +96,15 @@ def allocated_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     return (*states, copy_bytes, *head_numbers)
 
 
-def compute_group(job: PassJob, task: TaskTensors, group: Group, *, copies: bool = True) -> None:
+def compute_group(
+    job: PassJob, task: TaskTensors, group: Group, *, copies: bool = True
+) -> None:
     """Compute a head group and write its results.
 
     Args:
         task: all of the head group.
-        copies: whether to copy inputs that operators cannot read; if not, the kernel does.
+        copies: whether to copy inputs that operators cannot read; if not, the kernel
+            does.
     """
     saved: dict[str, torch.Tensor] = {}
     for item in job.spec.saved_inputs:
@@ -123,9 +132,11 @@ def compute_group(job: PassJob, task: TaskTensors, group: Group, *, copies: bool
             _finish_state(job, spec, group, target, state)
 
 
-def _begin_state(job: PassJob, spec: StateSpec, group: Group, target: torch.Tensor) -> torch.Tensor:
-    """The state of a head group before any pair: ``target`` itself, if the result has the state's
-    dtype."""
+def _begin_state(
+    job: PassJob, spec: StateSpec, group: Group, target: torch.Tensor
+) -> torch.Tensor:
+    """The state of a head group before any pair: ``target`` itself, if the result has
+    the state's dtype."""
     if spec.over is not None and not accumulates_in_results(job.problem):
         return torch.zeros(target.shape, dtype=job.shape.state_dtype, device=job.device)
     value = job.initial_value(spec, group)
@@ -135,7 +146,11 @@ def _begin_state(job: PassJob, spec: StateSpec, group: Group, target: torch.Tens
 
 
 def _finish_state(
-    job: PassJob, spec: StateSpec, group: Group, target: torch.Tensor, state: torch.Tensor
+    job: PassJob,
+    spec: StateSpec,
+    group: Group,
+    target: torch.Tensor,
+    state: torch.Tensor,
 ) -> None:
     """Write a finished state to ``target``, the result's part."""
     if spec.over is None:
@@ -154,7 +169,8 @@ def _accumulate_scaled(
     saved: Mapping[str, torch.Tensor],
     states: list[torch.Tensor],
 ) -> None:
-    """Add up a scaled backward's gradients; anew, scaled down further, while they overflow."""
+    """Add up a scaled backward's gradients; anew, scaled down further, while they
+    overflow."""
     name = job.spec.rescaled_input
     assert name is not None
     upstream = saved[name]

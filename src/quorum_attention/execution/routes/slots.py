@@ -1,7 +1,7 @@
 """The route of tasks: each is copied into a slot, computed, and copied out.
 
-It runs every call, on any device, wherever inputs and results are. All slots are carved from one
-arena.
+It runs every call, on any device, wherever inputs and results are. All slots are carved
+from one arena.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.device.allocate import home_device
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.engine import Engine
-from quorum_attention.execution.footprint import Footprint, home_bytes, moved_bytes, result_bytes
+from quorum_attention.execution.footprint import (
+    Footprint,
+    home_bytes,
+    moved_bytes,
+    result_bytes,
+)
 from quorum_attention.execution.head_groups import Axis, count_groups
 from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.problem import Problem
@@ -48,14 +53,20 @@ class Slots(Route):
         """A description of the route for people."""
         return f"through slots, accumulators: {self.accumulator}"
 
-    def task_rows(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
+    def task_rows(
+        self, decomposition: Decomposition, shape: CallShape
+    ) -> tuple[int, int]:
         """Rows of the largest task."""
-        tokens = decomposition.max_task_tokens if self.trimmed is None else self.trimmed.largest
+        tokens = (
+            decomposition.max_task_tokens
+            if self.trimmed is None
+            else self.trimmed.largest
+        )
         return min(tokens, shape.n_queries), min(tokens, shape.n_keys)
 
     def limits(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
-        """A monolithic task is one rectangle. Any other task is halved at chunks, so that no side
-        of a rectangle has more than half its chunks, rounded up."""
+        """A monolithic task is one rectangle. Any other task is halved at chunks, so
+        that no side of a rectangle has more than half its chunks, rounded up."""
         if decomposition.depth == 0:
             return shape.n_queries, shape.n_keys
         # Half of an odd number of chunks is rounded up.
@@ -71,11 +82,13 @@ class Slots(Route):
         return True
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
-        """The arena, workspace, results, and the accumulators if the budget counts them."""
+        """The arena, workspace, results, and the accumulators if the budget counts
+        them."""
         group = schedule.group
         accumulators = home_bytes(problem, group, self.accumulator)
         if problem.scaled:
-            # Each slot has a factor and a flag for each key/value head (execution/scaling.py).
+            # Each slot has a factor and a flag for each key/value head
+            # (execution/scaling.py).
             head_bytes = 4 * group.batch * group.kv_heads
             accumulators += (head_bytes,) * (2 * self.n_cap)
         return Footprint(
@@ -94,7 +107,8 @@ class Slots(Route):
         up = n_visits * input_bytes
         down = float(state_bytes)
         if self.accumulator == "host":
-            # Trimmed tasks may leave out rows altogether, so there may be less than one visit.
+            # Trimmed tasks may leave out rows altogether, so there may be less than one
+            # visit.
             up += max(0.0, n_visits - 1.0) * state_bytes
             down = n_visits * state_bytes
         return WorkCounts(
@@ -112,8 +126,11 @@ class Slots(Route):
         """The same route with other values of some fields."""
         return replace(self, **changes) if changes else self
 
-    def open_storage(self, job: PassJob, schedule: Schedule) -> AbstractContextManager[PassStorage]:
-        """Open the tensors outside of slots: the states that wait there last for all attempts."""
+    def open_storage(
+        self, job: PassJob, schedule: Schedule
+    ) -> AbstractContextManager[PassStorage]:
+        """Open the tensors outside of slots: the states that wait there last for all
+        attempts."""
         home = home_device(self.accumulator, job.device)
         return open_pass_storage(job, schedule.group, home, result_device=home)
 
@@ -124,7 +141,8 @@ class Slots(Route):
         controller: RecoveryController,
         storage: PassStorage | None,
     ) -> Iterator[int]:
-        """Run the units that the controller has left. Yields 1 each time that one is done."""
+        """Run the units that the controller has left. Yields 1 each time that one is
+        done."""
         assert storage is not None
         n_slots = controller.n_slots
         scaling = None
@@ -155,7 +173,9 @@ class Slots(Route):
                 yield 1
 
 
-def layout_of(schedule: Schedule, problem: Problem, axis: Axis | None = None) -> SlotLayout:
+def layout_of(
+    schedule: Schedule, problem: Problem, axis: Axis | None = None
+) -> SlotLayout:
     """The memory of a task, or of its rows of one side."""
     rows = schedule.task_rows(problem.shape)
     result_dtype = problem.place.result_dtype
@@ -178,13 +198,19 @@ def _has_headroom(job: PassJob, controller: RecoveryController) -> bool:
     return backend.free_bytes(job.device) >= 2 * slot_bytes
 
 
-def _units(job: PassJob, rows: SlotRows, controller: RecoveryController) -> Iterator[Unit]:
-    """The controller's units, in slots in turn. Ends early, between two groups, if there is
-    headroom."""
+def _units(
+    job: PassJob, rows: SlotRows, controller: RecoveryController
+) -> Iterator[Unit]:
+    """The controller's units, in slots in turn. Ends early, between two groups, if
+    there is headroom."""
     n_slots = len(rows.slots)
     before: Unit | None = None
     for number in count():
-        if controller.between_groups and controller.may_coarsen and _has_headroom(job, controller):
+        if (
+            controller.between_groups
+            and controller.may_coarsen
+            and _has_headroom(job, controller)
+        ):
             return
         group_and_visit = controller.next()
         if group_and_visit is None:
@@ -194,8 +220,8 @@ def _units(job: PassJob, rows: SlotRows, controller: RecoveryController) -> Iter
         if before is not None and before.group == group and visit.carried:
             previous = (before.slot, before.fields)
         slot = number % n_slots
-        # With two slots or more, rows of the unit just before are carried, not loaded. All other
-        # rows were last stored by the unit before that one, or earlier.
+        # With two slots or more, rows of the unit just before are carried, not loaded.
+        # All other rows were last stored by the unit before that one, or earlier.
         after = (slot - min(2, n_slots)) % n_slots
         unit = Unit(
             group,

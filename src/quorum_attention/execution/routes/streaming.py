@@ -1,11 +1,13 @@
-"""The route of chunks that stay on the device while blocks of the other side stream past.
+"""The route of chunks that stay on the device while blocks of the other side stream
+past.
 
-In a forward queries stay, and keys and values stream past: the statistics of a chunk never leave
-the device. In a backward keys and values stay with their gradients, and queries stream past with
-theirs, which wait in host memory between chunks. Where memory is tight that moves far fewer bytes
-than tasks through slots, in fewer and longer copies, and the kernel gets larger rectangles
-(docs/planner.md). If memory runs out, the unfinished head groups go through slots, by the
-decomposition that the schedule has for it.
+In a forward queries stay, and keys and values stream past: the statistics of a chunk
+never leave the device. In a backward keys and values stay with their gradients, and
+queries stream past with theirs, which wait in host memory between chunks. Where memory
+is tight that moves far fewer bytes than tasks through slots, in fewer and longer
+copies, and the kernel gets larger rectangles (docs/planner.md). If memory runs out, the
+unfinished head groups go through slots, by the decomposition that the schedule has for
+it.
 """
 
 from __future__ import annotations
@@ -25,13 +27,22 @@ from quorum_attention.execution.control.controller import Group, RecoveryControl
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.allocate import home_device
 from quorum_attention.execution.engine import Engine, StayingRows
-from quorum_attention.execution.footprint import Footprint, home_bytes, moved_bytes, result_bytes
+from quorum_attention.execution.footprint import (
+    Footprint,
+    home_bytes,
+    moved_bytes,
+    result_bytes,
+)
 from quorum_attention.execution.head_groups import Axis, count_groups
 from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.pass_spec import TensorsByName
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.slots import Slots, layout_of
-from quorum_attention.execution.scaling import SMALL_BYTES, BackwardScaling, inputs_of_group
+from quorum_attention.execution.scaling import (
+    SMALL_BYTES,
+    BackwardScaling,
+    inputs_of_group,
+)
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.slot_layout import SlotLayout
 from quorum_attention.execution.slot_rows import (
@@ -50,7 +61,8 @@ from quorum_attention.units import counted
 
 @dataclass(frozen=True, slots=True)
 class Streaming(Route):
-    """A chunk of queries (forward) or of keys (backward) stays; blocks of the others stream past.
+    """A chunk of queries (forward) or of keys (backward) stays; blocks of the others
+    stream past.
 
     Attributes:
         resident_axis: the side whose chunks stay: of queries, or of keys.
@@ -77,7 +89,9 @@ class Streaming(Route):
         """A description of the route for people."""
         queries = counted(self.queries, "query", "queries")
         keys = counted(self.keys, "key")
-        chunk, block = (queries, keys) if self.resident_axis == "query" else (keys, queries)
+        chunk, block = (
+            (queries, keys) if self.resident_axis == "query" else (keys, queries)
+        )
         return f"{chunk} stay, {block} at a time stream by (tasks only if that fails)"
 
     def parts(self, schedule: Schedule, shape: CallShape) -> str:
@@ -93,7 +107,9 @@ class Streaming(Route):
         """Rows of a chunk or block of this side."""
         return self.queries if axis == "query" else self.keys
 
-    def task_rows(self, decomposition: Decomposition, shape: CallShape) -> tuple[int, int]:
+    def task_rows(
+        self, decomposition: Decomposition, shape: CallShape
+    ) -> tuple[int, int]:
         """A chunk and a block."""
         return min(self.queries, shape.n_queries), min(self.keys, shape.n_keys)
 
@@ -102,8 +118,8 @@ class Streaming(Route):
         return self.task_rows(decomposition, shape)
 
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
-        """Whether the kernel takes rectangles one by one, wherever they are, and nothing else
-        depends on where they are."""
+        """Whether the kernel takes rectangles one by one, wherever they are, and
+        nothing else depends on where they are."""
         shape = problem.shape
         kernel = problem.kernel
         if not kernel.operator or kernel.launches is not Launches.CALLS_ON_STREAMS:
@@ -113,7 +129,10 @@ class Streaming(Route):
         if shape.bias is not None or shape.dropout or kernel.sparse:
             return False
         resident_axis = "key" if problem.spec.backward else "query"
-        return self.resident_axis == resident_axis and min(shape.n_queries, shape.n_keys) > 0
+        return (
+            self.resident_axis == resident_axis
+            and min(shape.n_queries, shape.n_keys) > 0
+        )
 
     def stream(self, shape: CallShape) -> ChunkStream:
         """The pairs of a head, chunk by chunk and block by block."""
@@ -126,15 +145,17 @@ class Streaming(Route):
             shape.is_causal,
         )
 
-    def _layouts(self, schedule: Schedule, problem: Problem) -> tuple[SlotLayout, SlotLayout]:
+    def _layouts(
+        self, schedule: Schedule, problem: Problem
+    ) -> tuple[SlotLayout, SlotLayout]:
         """The memory of a chunk, and of a block."""
         chunk = layout_of(schedule, problem, self.resident_axis)
         block = layout_of(schedule, problem, self.streamed_axis)
         return chunk, block
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
-        """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
-        results and states."""
+        """The chunk, the blocks, the workspace of a rectangle, and what the budget
+        counts of results and states."""
         chunk, block = self._layouts(schedule, problem)
         homes = home_bytes(problem, schedule.group, "host")
         scaling = (SMALL_BYTES,) * 4 if problem.scaled else ()
@@ -147,7 +168,8 @@ class Streaming(Route):
         )
 
     def work_counts(self, schedule: Schedule, problem: Problem) -> WorkCounts:
-        """Rows that stay are copied once; rows that stream past, for every chunk that they meet."""
+        """Rows that stay are copied once; rows that stream past, for every chunk that
+        they meet."""
         shape = problem.shape
         spec = problem.spec
         stream = self.stream(shape)
@@ -160,7 +182,8 @@ class Streaming(Route):
         waiting_states = max(0.0, visits - 1) * streamed_states
         up = resident_inputs + visits * streamed_inputs + waiting_states
         down = results + waiting_states
-        # Between two chunks nothing computes while results are stored and inputs loaded.
+        # Between two chunks nothing computes while results are stored and inputs
+        # loaded.
         without_overlap = resident_inputs + results
         streamed_copies = sum(item.axis == self.streamed_axis for item in spec.inputs)
         state_copies = sum(state.axis == self.streamed_axis for state in spec.states)
@@ -202,7 +225,10 @@ class Streaming(Route):
         with (
             open_pass_storage(job, schedule.group, home, waiting) as own_storage,
             # The last slot is the chunk's.
-            open_slots(job, own_storage, (block, self.n_cap), (chunk, 1)) as (blocks, chunks),
+            open_slots(job, own_storage, (block, self.n_cap), (chunk, 1)) as (
+                blocks,
+                chunks,
+            ),
         ):
             staying = StayingRows(job, chunks)
             engine = Engine(
@@ -224,8 +250,8 @@ class Streaming(Route):
         scaling: BackwardScaling | None,
         controller: RecoveryController,
     ) -> Iterator[Unit]:
-        """Every block of every chunk of the head groups that are left. A group that overflowed is
-        run again, scaled down further."""
+        """Every block of every chunk of the head groups that are left. A group that
+        overflowed is run again, scaled down further."""
         n_groups = len(controller.groups_left)
         for n_done, group in enumerate(controller.whole_groups(), start=1):
             if scaling is None:
@@ -263,8 +289,8 @@ class Streaming(Route):
                     closes=block == met_blocks[-1],
                 )
                 slot = number % self.n_cap
-                # Stores follow each other: all that are older than this slot's last one are over
-                # with it.
+                # Stores follow each other: all that are older than this slot's last one
+                # are over with it.
                 last_unit = last_units.get(block, -1)
                 is_recent = last_unit > number - self.n_cap
                 after = last_unit % self.n_cap if is_recent else slot
@@ -294,8 +320,10 @@ class _RowsInSlot:
     Attributes:
         slot: the slot.
         after: states are loaded after the last store of this slot.
-        is_first: whether the states of the rows begin with this unit; if not, they are loaded.
-        is_last: whether the states of the rows end with this unit; if not, they wait between units.
+        is_first: whether the states of the rows begin with this unit; if not, they are
+            loaded.
+        is_last: whether the states of the rows end with this unit; if not, they wait
+            between units.
     """
 
     slot: int

@@ -1,4 +1,5 @@
-"""The route of one kernel call for each head group, or for all together; nothing is merged."""
+"""The route of one kernel call for each head group, or for all together; nothing is
+merged."""
 
 from __future__ import annotations
 
@@ -38,14 +39,16 @@ from quorum_attention.kernels.operator_call import Call, Saved
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.torch_private import capturing
 
-# A kernel call takes the host about as long as copying so many bytes, there or on a GPU.
+# A kernel call takes the host about as long as copying so many bytes, there or on a
+# GPU.
 _HOST_CALL_BYTES = 1 << 20
 _DEVICE_CALL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Whole(InPlace):
-    """One kernel call for each head group, or for all of them together; no sequence is cut."""
+    """One kernel call for each head group, or for all of them together; no sequence is
+    cut."""
 
     words = "inputs in place, nothing to merge"
     recovery = "monolithic call out of memory", "depth 0 -> 1"
@@ -64,16 +67,19 @@ class Whole(InPlace):
         if problem.spec.backward and not _gives_results(problem):
             return False
         one_call = _is_one_call(schedule, problem)
-        if not problem.kernel.takes_whole(problem.kernel_shape, shape.n_tokens, one_call):
+        if not problem.kernel.takes_whole(
+            problem.kernel_shape, shape.n_tokens, one_call
+        ):
             return False
-        # One rectangle has to hold all queries and keys. With more keys than queries a causal one
-        # leaves keys out, and operators differ on what they do with those.
+        # One rectangle has to hold all queries and keys. With more keys than queries a
+        # causal one leaves keys out, and operators differ on what they do with those.
         _, rectangles = all_rectangles(shape, schedule.decomposition)
         sizes = [(rectangle.n_queries, rectangle.n_keys) for rectangle in rectangles]
         return sizes == [(shape.n_queries, shape.n_keys)]
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
-        """The workspace, copies of inputs, and results that are not the kernel's own."""
+        """The workspace, copies of inputs, and results that are not the kernel's
+        own."""
         shape = problem.shape
         extent = replace(schedule.extent(shape), direct=True)
         workspace = problem.workspace(extent)
@@ -84,7 +90,8 @@ class Whole(InPlace):
                 lse_bytes = item.n_bytes(shape)
                 accumulators += [lse_bytes, lse_bytes, item.count(shape)]
         if problem.scaled:
-            # If the kernel's gradients are not finite, they are computed again head by head.
+            # If the kernel's gradients are not finite, they are computed again head by
+            # head.
             head_by_head = replace(schedule, group=GroupSize(1, 1))
             accumulators += allocated_bytes(problem, head_by_head.group)
             head_workspace = problem.workspace(head_by_head.extent(shape))
@@ -112,8 +119,8 @@ class Whole(InPlace):
     def groups(self, job: PassJob, schedule: Schedule) -> list[Group]:
         """One for each kernel call.
 
-        Those of several batch dimensions, if they are not one call, have entries along the last of
-        these dimensions: such a run is a view.
+        Those of several batch dimensions, if they are not one call, have entries along
+        the last of these dimensions: such a run is a view.
         """
         shape = job.shape
         size = schedule.group
@@ -125,7 +132,8 @@ class Whole(InPlace):
         return list(head_groups(shape, size))
 
     def compute(self, job: PassJob, schedule: Schedule, group: Group) -> int:
-        """One kernel call; the scaled backward, head by head, where its gradients overflow."""
+        """One kernel call; the scaled backward, head by head, where its gradients
+        overflow."""
         task, (rectangle,) = all_rectangles(job.shape, schedule.decomposition)
         one_call = _is_one_call(schedule, job.problem)
         if one_call:
@@ -155,15 +163,16 @@ class Whole(InPlace):
 
 
 def single_kernel_call(job: PassJob) -> tuple[torch.Tensor, ...] | None:
-    """Computes a call by one kernel call without a schedule, for calls so short that making one
-    would take longer.
+    """Computes a call by one kernel call without a schedule, for calls so short that
+    making one would take longer.
 
     Args:
-        job: with at most one batch dimension, and an upstream gradient in the inputs' dtype.
+        job: with at most one batch dimension, and an upstream gradient in the inputs'
+            dtype.
 
     Returns:
-        The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
-        to rows of their own.
+        The results; None if gradients of 16 bits are not finite, and may have to be
+        scaled or kept to rows of their own.
     """
     parts = _call_kernel(job, None, job.problem.shape.is_causal, _call_bias(job))
     return None if parts is None else job.store_results(parts)
@@ -172,11 +181,13 @@ def single_kernel_call(job: PassJob) -> tuple[torch.Tensor, ...] | None:
 def single_call_with_bias_gradient(
     job: PassJob, grad_bias: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Computes a backward by one kernel call that returns the gradient of the bias, too.
+    """Computes a backward by one kernel call that returns the gradient of the bias,
+    too.
 
     Args:
         job: as of ``single_kernel_call``; its backward is not scaled.
-        grad_bias: of the mask's shape; filled with that gradient, summed over what the mask spans.
+        grad_bias: of the mask's shape; filled with that gradient, summed over what the
+            mask spans.
 
     Returns:
         The gradients of query, key and value.
@@ -189,7 +200,8 @@ def single_call_with_bias_gradient(
 
 
 def _sum_into(total: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype) -> None:
-    """Write ``scores`` (b, h, n, m) to a tensor that broadcasts to them, summed in ``dtype``."""
+    """Write ``scores`` (b, h, n, m) to a tensor that broadcasts to them, summed in
+    ``dtype``."""
     n_missing = scores.dim() - total.dim()
     sizes = (1,) * n_missing + tuple(total.shape)
     dims: list[int] = []
@@ -202,9 +214,9 @@ def _sum_into(total: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
-    """Whether a head group is the whole call, in one kernel call. Inputs that have no view
-    (b, heads, n, d) are copied, if that takes less than a call for each run of entries along the
-    last batch dimension."""
+    """Whether a head group is the whole call, in one kernel call. Inputs that have no
+    view (b, heads, n, d) are copied, if that takes less than a call for each run of
+    entries along the last batch dimension."""
     shape = problem.shape
     if not schedule.is_all(shape):
         return False
@@ -229,8 +241,8 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def _result_bytes(schedule: Schedule, problem: Problem) -> tuple[int, ...]:
-    """Bytes of the results. The kernel's own tensors take nothing more where they are returned:
-    those of all head groups in one call, in the right dtype."""
+    """Bytes of the results. The kernel's own tensors take nothing more where they are
+    returned: those of all head groups in one call, in the right dtype."""
     shape = problem.shape
     results = result_bytes(problem)
     if not schedule.is_all(shape):
@@ -241,7 +253,8 @@ def _result_bytes(schedule: Schedule, problem: Problem) -> tuple[int, ...]:
 
 
 def _is_widened(problem: Problem) -> bool:
-    """Whether a kernel is asked for an output in the state's dtype, which is then rounded."""
+    """Whether a kernel is asked for an output in the state's dtype, which is then
+    rounded."""
     shape = problem.shape
     if problem.spec.backward or not shape.sinks:
         return False
@@ -251,8 +264,8 @@ def _is_widened(problem: Problem) -> bool:
 def _gives_results(problem: Problem) -> bool:
     """Whether the kernel's gradients can be the results as they are.
 
-    They cannot if the gradient is divided, or if a backward that has to be scaled returns more than
-    the kernel's 16 bits.
+    They cannot if the gradient is divided, or if a backward that has to be scaled
+    returns more than the kernel's 16 bits.
     """
     if problem.place.rescaled_grad_bytes is not None:
         return False
@@ -308,7 +321,9 @@ def _call_of(
         job.scale,
         bias,
         # Unrounded where the kernel can, because the sinks come after.
-        stored=job.problem.shape.state_dtype if joins_sinks else job.problem.place.result_dtype,
+        stored=job.problem.shape.state_dtype
+        if joins_sinks
+        else job.problem.place.result_dtype,
         dropout=job.dropout if group is None else job.group_dropout(group),
         first_entry=0 if group is None else group.entry_numbers.start,
     )
@@ -328,11 +343,12 @@ def _kernel_inputs(job: PassJob, group: Group | None) -> dict[str, torch.Tensor]
 
 
 def _saved_of(job: PassJob, inputs: dict[str, torch.Tensor]) -> Saved:
-    """The tensors of a backward after query, key and value, as its kernel reads them."""
+    """The tensors of a backward after query, key and value, as its kernel reads
+    them."""
     lse = inputs["lse"].to(job.device)
     if not job.problem.kernel.accepts_inf_lse:
-        # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score - lse) is
-        # 0, not NaN.
+        # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score
+        # - lse) is 0, not NaN.
         lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
     dtype = job.problem.shape.dtype
     grad_out = as_kernel_readable(inputs["grad_out"], dtype)

@@ -45,35 +45,40 @@ def register(
 ) -> str:
     """Make this attention known to Transformers, for ``attn_implementation=name``.
 
-    Any model that takes its attention by name can use it: in training, in ``generate``, with
-    gradient checkpointing. No tensor of queries times keys is made for causal masks, windows,
+    Any model that takes its attention by name can use it: in training, in ``generate``,
+    with gradient checkpointing. No tensor of queries times keys is made for causal
+    masks, windows,
     chunks, padding, packed documents and their combinations: they become a
-    ``quorum_attention.Mask``. If a model asks for something that is not supported, the error names
-    it.
+    ``quorum_attention.Mask``. If a model asks for something that is not supported, the
+    error names it.
 
-    Call it again to change the options of a name, or with another name for other options.
+    Call it again to change the options of a name, or with another name for other
+    options.
 
     Args:
         name: how models ask for it.
-        budget, kernel, depth, accumulator, report: of ``attention``, for every call of a model. The
-            budget covers one attention call, forward and backward each.
-        min_tokens: calls with fewer queries go to SDPA if they have no mask or a causal square;
-            None is 1,024, or 0 if budget, kernel or depth is given. One query (decoding) always
-            goes to SDPA, or to FlashAttention-2 on GPUs.
-        group: make the model's attention sequence-parallel over this process group. Each rank runs
-            the model on its contiguous rows, by ``distributed.attention``, with ``position_ids`` in
-            the whole sequence (your own, or from ``sharded_positions``). ``report`` is then a
-            ``ShardedReport``; accumulator and min_tokens cannot be given (docs/distributed.md).
-            After ``destroy_process_group`` the model's attention raises ``RuntimeError``.
-        ignore: keywords that a model gives its attention, and that change no result of it. Others
-            that are unknown, as of a newer Transformers, are refused by name.
+        budget, kernel, depth, accumulator, report: of ``attention``, for every call of
+            a model. The budget covers one attention call, forward and backward each.
+        min_tokens: calls with fewer queries go to SDPA if they have no mask or a causal
+            square; None is 1,024, or 0 if budget, kernel or depth is given. One query
+            (decoding) always goes to SDPA, or to FlashAttention-2 on GPUs.
+        group: make the model's attention sequence-parallel over this process group.
+            Each rank runs the model on its contiguous rows, by
+            ``distributed.attention``, with ``position_ids`` in the whole sequence (your
+            own, or from ``sharded_positions``). ``report`` is then a ``ShardedReport``;
+            accumulator and min_tokens cannot be given (docs/distributed.md). After
+            ``destroy_process_group`` the model's attention raises ``RuntimeError``.
+        ignore: keywords that a model gives its attention, and that change no result of
+            it. Others that are unknown, as of a newer Transformers, are refused by
+            name.
 
     Returns:
         ``name``.
 
     Raises:
         ImportError: Transformers is not installed, or its version is not supported.
-        ValueError, TypeError: the name is one of Transformers' own, or an option is wrong.
+        ValueError, TypeError: the name is one of Transformers' own, or an option is
+            wrong.
     """
     from transformers import AttentionInterface
 
@@ -96,13 +101,16 @@ def _add(name: str, options: ModelOptions) -> str:
     from transformers.masking_utils import AttentionMaskInterface
 
     sharded = options.group is not None
-    AttentionInterface.register(name, partial(attend_sharded if sharded else attend, options))
+    AttentionInterface.register(
+        name, partial(attend_sharded if sharded else attend, options)
+    )
     AttentionMaskInterface.register(name, sharded_mask if sharded else quorum_mask)
     return name
 
 
 def name_for(budget: int | str | None) -> tuple[str, int | str | None]:
-    """A name whose attention has that budget, and the budget. Other models' names stay as they are.
+    """A name whose attention has that budget, and the budget. Other models' names stay
+    as they are.
 
     What ``register`` was given for "quorum" holds for it too; None: so does its budget.
     """
@@ -110,9 +118,13 @@ def name_for(budget: int | str | None) -> tuple[str, int | str | None]:
         register()
     options = options_of(NAME)
     assert options is not None
-    if budget is None or (options.budget and parse_bytes(budget) == parse_bytes(options.budget)):
+    if budget is None or (
+        options.budget and parse_bytes(budget) == parse_bytes(options.budget)
+    ):
         return NAME, options.budget
-    return _add(f"{NAME}_{parse_bytes(budget)}", replace(options, budget=budget)), budget
+    return _add(
+        f"{NAME}_{parse_bytes(budget)}", replace(options, budget=budget)
+    ), budget
 
 
 __all__ = ["quorum_mask", "register", "sharded_positions"]

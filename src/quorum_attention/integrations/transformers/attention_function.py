@@ -1,7 +1,8 @@
 """The attention function that models of Transformers call by name.
 
-Models pass on whatever their ``forward`` was given, so there is more than an attention needs. What
-is neither honoured nor known to be without effect is refused: it may change results.
+Models pass on whatever their ``forward`` was given, so there is more than an attention
+needs. What is neither honoured nor known to be without effect is refused: it may change
+results.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from quorum_attention.kernels.one_query import attend_one_query
 from quorum_attention.mask import Mask
 from quorum_attention.units import counted
 
-# The attention's result is the same, whatever these are: hints for other kernels, what is in the
-# mask already (positions, lengths of documents), and what a model's other parts read.
+# The attention's result is the same, whatever these are: hints for other kernels, what
+# is in the mask already (positions, lengths of documents), and what a model's other
+# parts read.
 WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -53,11 +55,15 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
-def refuse_effects(keywords: Mapping[str, Any], module: Any, ignored: tuple[str, ...] = ()) -> None:
-    """Refuse keywords that may change a result, and weights asked for behind the attention's back.
+def refuse_effects(
+    keywords: Mapping[str, Any], module: Any, ignored: tuple[str, ...] = ()
+) -> None:
+    """Refuse keywords that may change a result, and weights asked for behind the
+    attention's back.
 
-    Transformers collects the weights that layers return, and some models (GPT-2, OPT) do not tell
-    their attention. Keywords named in ``ignored`` are taken to have no effect.
+    Transformers collects the weights that layers return, and some models (GPT-2, OPT)
+    do not tell their attention. Keywords named in ``ignored`` are taken to have no
+    effect.
 
     Raises:
         NotImplementedError: names the keyword, and what to use instead.
@@ -73,9 +79,10 @@ def refuse_effects(keywords: Mapping[str, Any], module: Any, ignored: tuple[str,
     if refused:
         name = refused[0]
         raise NotImplementedError(
-            f"quorum attention does not support {name!r}, asked by {type(module).__name__}: "
-            'use attn_implementation="sdpa" or "eager"; if it is new and changes no result of '
-            f"attention, register(ignore=({name!r},))"
+            f"quorum attention does not support {name!r}, asked by "
+            f"{type(module).__name__}: "
+            'use attn_implementation="sdpa" or "eager"; if it is new and changes no '
+            f"result of attention, register(ignore=({name!r},))"
         )
 
 
@@ -120,13 +127,16 @@ def _attend(
         module: the layer's attention.
         query: (batch, heads, queries, head_dim).
         key, value: (batch, kv_heads, keys, head_dim or value_dim), not repeated.
-        attention_mask: a ``DescribedMask``, which says everything about which pairs are kept; or a
-            tensor (batch, 1 or heads, queries, keys), boolean or additive, the same; or None.
+        attention_mask: a ``DescribedMask``, which says everything about which pairs are
+            kept; or a tensor (batch, 1 or heads, queries, keys), boolean or additive,
+            the same; or None.
         scaling, softcap, dropout: of scores, of scores, of weights.
-        is_causal, sliding_window: counted where there is no mask; None: the module's ``is_causal``.
+        is_causal, sliding_window: counted where there is no mask; None: the module's
+            ``is_causal``.
         s_aux: (heads,) sinks.
         position_bias: (1 or batch, heads, queries, keys), added to the scores.
-        cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) where packed documents begin, and the end.
+        cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) where packed documents begin, and
+            the end.
         compute: in place of ``attention``.
         keywords: refused if they may change results.
 
@@ -139,7 +149,9 @@ def _attend(
         pairs = cached_pairs(attention_mask, query, key.shape[2])
         has_extras = documents is not None or position_bias is not None or dropout > 0.0
         if pairs is not None and not has_extras:
-            return attend_cached(query, key, pairs, scaling=scaling, softcap=softcap, sinks=s_aux)
+            return attend_cached(
+                query, key, pairs, scaling=scaling, softcap=softcap, sinks=s_aux
+            )
         key, value = key.layer.concatenated()
     is_described = isinstance(attention_mask, (DescribedMask, BlockMask))
     if query.shape[2] == 1 and documents is None and not is_described:
@@ -195,7 +207,9 @@ def _compute(
     )
 
 
-def _with_softcap_and_sinks(mask: Mask, softcap: float | None, sinks: torch.Tensor | None) -> Mask:
+def _with_softcap_and_sinks(
+    mask: Mask, softcap: float | None, sinks: torch.Tensor | None
+) -> Mask:
     if softcap is None and sinks is None:
         return mask
     return replace(mask, softcap=softcap, sinks=sinks)
@@ -204,8 +218,11 @@ def _with_softcap_and_sinks(mask: Mask, softcap: float | None, sinks: torch.Tens
 def _seen_keys(
     mask: Mask, n_seen: int, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values without those that no query sees, if no tensor of the mask is for them."""
-    if n_seen == key.shape[2] or not has_only(mask, "causal", "offset", "window", "chunk"):
+    """Keys and values without those that no query sees, if no tensor of the mask is for
+    them."""
+    if n_seen == key.shape[2] or not has_only(
+        mask, "causal", "offset", "window", "chunk"
+    ):
         return key, value
     return key[:, :, :n_seen], value[:, :, :n_seen]
 
@@ -249,10 +266,13 @@ def _mask(
         causal = causal_of(module, is_causal)
         if causal and n_queries != n_keys:
             raise ValueError(
-                f"{name} asks for causal attention of {_lengths(n_queries, n_keys)} without a "
-                "mask: the position of the first query among the keys is unknown"
+                f"{name} asks for causal attention of {_lengths(n_queries, n_keys)} "
+                "without a mask: the position of the first query among the keys is "
+                "unknown"
             )
-        return Mask(causal=causal, window=_window(sliding_window, causal, query, key)), n_keys
+        return Mask(
+            causal=causal, window=_window(sliding_window, causal, query, key)
+        ), n_keys
     is_whole = attention_mask.dim() == 4 and attention_mask.shape[2] in (1, n_queries)
     if not is_whole or attention_mask.shape[3] < n_keys:
         raise ValueError(
@@ -280,21 +300,25 @@ def causal_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None:
         raise ValueError(
-            f"{type(module).__name__} gives its attention neither a mask nor is_causal, "
-            "so it is unknown whether it is causal"
+            f"{type(module).__name__} gives its attention neither a mask nor "
+            "is_causal, so it is unknown whether it is causal"
         )
     return bool(causal)
 
 
-def _document_ids(query: torch.Tensor, begin_q: Any, begin_k: Any) -> torch.Tensor | None:
-    """The ids of the documents that queries and keys are in; None if they are not packed."""
+def _document_ids(
+    query: torch.Tensor, begin_q: Any, begin_k: Any
+) -> torch.Tensor | None:
+    """The ids of the documents that queries and keys are in; None if they are not
+    packed."""
     if begin_q is None and begin_k is None:
         return None
     if begin_q is None or begin_k is None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given both")
     if query.shape[0] != 1:
         raise ValueError(
-            f"cu_seq_lens are for packed documents in one row, got a batch of {query.shape[0]}"
+            "cu_seq_lens are for packed documents in one row, got a batch of "
+            f"{query.shape[0]}"
         )
     if begin_q is not begin_k and not torch.equal(begin_q, begin_k):
         raise NotImplementedError(
@@ -343,7 +367,9 @@ def _decode(
         return _attend_by_formula(query, key, value, mask, scaling, dropout)
     is_bias_of_keys = bias is None or (bias.dim() == 4 and bias.shape[1] == 1)
     if is_bias_of_keys and position_bias is None:
-        return attend_one_query(query, key, value, bias=bias, scale=scaling, dropout=dropout)
+        return attend_one_query(
+            query, key, value, bias=bias, scale=scaling, dropout=dropout
+        )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     out: torch.Tensor = sdpa_attention_forward(
@@ -368,7 +394,8 @@ def _attend_by_formula(
     scaling: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attend by one query under a bias, a soft cap and sinks: (batch, heads, 1, value_dim)."""
+    """Attend by one query under a bias, a soft cap and sinks: (batch, heads, 1,
+    value_dim)."""
     batch, heads, _, head_dim = query.shape
     kv_heads, n_keys = key.shape[1:3]
     grouped = (batch, kv_heads, heads // kv_heads, -1)

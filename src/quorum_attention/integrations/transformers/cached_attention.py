@@ -52,7 +52,10 @@ def cached_pairs(
         return None
     if attention_mask is None:
         return CachedPairs(is_causal=True)
-    is_padding = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
+    is_padding = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (
+        1,
+        1,
+    )
     if not is_padding or attention_mask.shape[3] < n_keys:
         return None
     key_padding = attention_mask[:, 0, 0, :n_keys].expand(batch, n_keys)

@@ -1,12 +1,15 @@
-"""What a mask function of Transformers keeps: called with symbols, it tells what it compares.
+"""What a mask function of Transformers keeps: called with symbols, it tells what it
+compares.
 
-Transformers composes a mask of functions of (batch, head, query, key). Called with symbols of
-positions, a function that compares positions, or numbers that a tensor holds for each token, is
-described completely: causal masks, windows, chunks, padding, packed documents, and these joined by
-``&`` and ``|``. A function that does anything else stays a function.
+Transformers composes a mask of functions of (batch, head, query, key). Called with
+symbols of positions, a function that compares positions, or numbers that a tensor holds
+for each token, is described completely: causal masks, windows, chunks, padding, packed
+documents, and these joined by ``&`` and ``|``. A function that does anything else stays
+a function.
 
-Positions in a mask function count from the first token ever seen; a ``Mask`` counts from the first
-query and the first key of the call. With a cache the two differ, by the offsets.
+Positions in a mask function count from the first token ever seen; a ``Mask`` counts
+from the first query and the first key of the call. With a cache the two differ, by the
+offsets.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ MaskFunction = Callable[..., torch.Tensor]
 
 
 class MaskSizes(NamedTuple):
-    """The call that a mask is for, as Transformers hands it over; offsets are in tokens."""
+    """The call that a mask is for, as Transformers hands it over; offsets are in
+    tokens."""
 
     batch: int
     queries: int
@@ -82,8 +86,8 @@ class Near(NamedTuple):
 
 
 class Equal(NamedTuple):
-    """Pairs in the same chunk of so many tokens; or of the same number of ``ids`` (batch, tokens),
-    or in the same chunk by what those count."""
+    """Pairs in the same chunk of so many tokens; or of the same number of ``ids``
+    (batch, tokens), or in the same chunk by what those count."""
 
     ids: torch.Tensor | None
     chunk: int
@@ -99,7 +103,8 @@ class KeptPairs(_Symbol):
     """Pairs that meet all conditions; it answers like a tensor.
 
     Attributes:
-        conditions: ``Near``, ``Equal``, ``Either``; ``Numbers`` of bools: tokens that are kept.
+        conditions: ``Near``, ``Equal``, ``Either``; ``Numbers`` of bools: tokens that
+            are kept.
     """
 
     def __init__(self, *conditions: Any) -> None:
@@ -132,8 +137,8 @@ def _as_kept_pairs(symbol: Any) -> KeptPairs:
 
 @dataclass(eq=False)
 class Numbers(_Symbol):
-    """A number of each query, or of each key: ``(table[entry, token] + shift) // divisor``; without
-    a table its position."""
+    """A number of each query, or of each key: ``(table[entry, token] + shift) //
+    divisor``; without a table its position."""
 
     of_key: bool
     table: torch.Tensor | None = None
@@ -180,7 +185,8 @@ class Numbers(_Symbol):
         return KeptPairs(Equal(self.table, self.divisor))
 
     def _partner(self, operand: object) -> Numbers:
-        """``operand``, if it is numbers of the other side of pairs, of the same table."""
+        """``operand``, if it is numbers of the other side of pairs, of the same
+        table."""
         if not isinstance(operand, Numbers) or operand.of_key == self.of_key:
             raise UnknownError
         if self.table is not operand.table:
@@ -240,7 +246,8 @@ class Numbers(_Symbol):
 
 @dataclass(eq=False)
 class _Distance(_Symbol):
-    """The distance between two positions, of which only the absolute value is of use."""
+    """The distance between two positions, of which only the absolute value is of
+    use."""
 
     minuend: Numbers
     subtrahend: Any
@@ -258,10 +265,12 @@ class _Distance(_Symbol):
 
 
 class _Lookups(TorchFunctionMode):
-    """Symbols as indices of tensors: ``table[entry, token]``, and ``table[entry]`` of zeros (no
-    padding on the left)."""
+    """Symbols as indices of tensors: ``table[entry, token]``, and ``table[entry]`` of
+    zeros (no padding on the left)."""
 
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, _: Any, args: Any = (), named: Any = None
+    ) -> Any:
         if function is torch.Tensor.__getitem__:
             table, index = args
             entry, *tokens = index if isinstance(index, tuple) else (index,)
@@ -273,7 +282,8 @@ class _Lookups(TorchFunctionMode):
 
 
 def _look_up(table: torch.Tensor, tokens: list[Any]) -> Numbers | int | None:
-    """``table[entry, *tokens]``; None if it is of another number than the position itself."""
+    """``table[entry, *tokens]``; None if it is of another number than the position
+    itself."""
     if table.dim() != 1 + len(tokens):
         raise UnknownError
     if not tokens and not bool(table.any()):
@@ -341,7 +351,9 @@ def mask_of_conditions(
             else:
                 ids.append(_ids_of_chunks(condition, sizes))
         elif isinstance(condition, Either):
-            unions.append(tuple(mask_of_conditions(mask, sizes) for mask in condition.masks))
+            unions.append(
+                tuple(mask_of_conditions(mask, sizes) for mask in condition.masks)
+            )
         elif condition.of_key:
             tokens = condition.values(sizes).bool()
             padding = tokens if padding is None else padding & tokens
@@ -355,7 +367,9 @@ def mask_of_conditions(
     )
 
 
-def _position_fields(near: list[Near], chunk: int | None, sizes: MaskSizes) -> dict[str, Any]:
+def _position_fields(
+    near: list[Near], chunk: int | None, sizes: MaskSizes
+) -> dict[str, Any]:
     """The fields of a ``Mask`` for pairs that positions alone tell."""
     before, after = _sides(near, sizes)
     causal = after == 0
@@ -377,14 +391,18 @@ def _is_field_chunk(condition: Equal, chunk: int | None, sizes: MaskSizes) -> bo
     return sizes.key_offset % condition.chunk == 0
 
 
-def _ids_of_chunks(condition: Equal, sizes: MaskSizes) -> tuple[torch.Tensor, torch.Tensor]:
+def _ids_of_chunks(
+    condition: Equal, sizes: MaskSizes
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of queries and keys that are equal in one chunk."""
     queries = Numbers(False, condition.ids, 0, condition.chunk)
     keys = Numbers(True, condition.ids, 0, condition.chunk)
     return queries.values(sizes), keys.values(sizes)
 
 
-def _ids_of_queries(tokens: Numbers, sizes: MaskSizes) -> tuple[torch.Tensor, torch.Tensor]:
+def _ids_of_queries(
+    tokens: Numbers, sizes: MaskSizes
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of queries and keys that are equal for the queries that are kept."""
     is_kept = tokens.values(sizes).bool()
     keys = torch.zeros((1, sizes.keys), dtype=torch.int64, device=sizes.device)
@@ -428,13 +446,18 @@ def _check_counts(near: Near, pairs: KeptPairs, sizes: MaskSizes) -> None:
     for condition in pairs.conditions:
         if not isinstance(condition, Equal) or condition.ids is None:
             continue
-        if condition.chunk == 1 and not sizes.offset and _counts_up(counts, condition.ids):
+        if (
+            condition.chunk == 1
+            and not sizes.offset
+            and _counts_up(counts, condition.ids)
+        ):
             return
     raise UnknownError
 
 
 def _counts_up(counts: torch.Tensor, ids: torch.Tensor) -> bool:
-    """Whether counts go up by one within documents, which are numbered one after the other."""
+    """Whether counts go up by one within documents, which are numbered one after the
+    other."""
     if counts.shape != ids.shape:
         return False
     is_within = (ids.diff() == 0) & (counts.diff() == 1)

@@ -1,4 +1,5 @@
-"""What Transformers asks for masks, under this integration: a description, never N x N."""
+"""What Transformers asks for masks, under this integration: a description, never N x
+N."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from quorum_attention.units import counted
 class DescribedMask:
     """A ``Mask`` with the shape that Transformers asks masks for.
 
-    It is no ``BlockMask``, which Transformers would pass on as well: of one of those a model may
-    leave out what it adds to other masks.
+    It is no ``BlockMask``, which Transformers would pass on as well: of one of those a
+    model may leave out what it adds to other masks.
 
     Attributes:
         mask: what is kept.
@@ -48,9 +49,12 @@ class DescribedMask:
         self.is_checked = False
 
     def on(self, device: torch.device) -> Mask:
-        """The mask with its tensors on ``device``: layers of a model may lie on several."""
+        """The mask with its tensors on ``device``: layers of a model may lie on
+        several."""
         if device not in self._elsewhere:
-            self._elsewhere[device] = map_tensors(self.mask, lambda tensor, _: tensor.to(device))
+            self._elsewhere[device] = map_tensors(
+                self.mask, lambda tensor, _: tensor.to(device)
+            )
         return self._elsewhere[device]
 
     def dim(self) -> int:
@@ -90,7 +94,9 @@ class DescribedMask:
             at = parts.index(Ellipsis)
             parts[at : at + 1] = [slice(None)] * (self.ndim - len(parts) + 1)
         parts += [slice(None)] * (self.ndim - len(parts))
-        if len(parts) != self.ndim or not all(isinstance(part, slice) for part in parts):
+        if len(parts) != self.ndim or not all(
+            isinstance(part, slice) for part in parts
+        ):
             raise self._refusal("[...]")
         spans = []
         for part, size in zip(parts, self.shape, strict=True):
@@ -104,7 +110,11 @@ class DescribedMask:
     def _cut(self, block: CallBlock) -> Mask:
         """The mask of a block of pairs."""
         batch, heads, queries, keys = self.shape
-        sizes: dict[str, Any] = {"batch_shape": (batch,), "n_queries": queries, "n_keys": keys}
+        sizes: dict[str, Any] = {
+            "batch_shape": (batch,),
+            "n_queries": queries,
+            "n_keys": keys,
+        }
         shape = CallShape("cpu", torch.float32, heads, heads, 1, 1, **sizes)
         mask, _ = WholeCall(shape, self.mask).mask_of(block)
         assert mask is not None
@@ -118,8 +128,12 @@ class DescribedMask:
     def _computed(self, *_: Any) -> Any:
         raise self._refusal(" in an expression")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _computed
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __neg__ = _computed
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = (
+        _computed
+    )
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = (
+        __neg__
+    ) = _computed
     __lt__ = __le__ = __gt__ = __ge__ = _computed
 
     def __eq__(self, operand: object) -> bool:
@@ -139,8 +153,9 @@ class DescribedMask:
     @staticmethod
     def _refusal(expression: str) -> Exception:
         return DescriptionError(
-            f"this model computes with its attention mask (mask{expression}), which under quorum "
-            "attention is a description and not a tensor; give it a mask of four dimensions, or "
+            f"this model computes with its attention mask (mask{expression}), which "
+            "under quorum attention is a description and not a tensor; give it a mask "
+            "of four dimensions, or "
             'use attn_implementation="sdpa" or "eager"'
         )
 
@@ -165,13 +180,16 @@ def quorum_mask(
     Args:
         batch_size, q_length, kv_length: sizes of the call.
         q_offset, kv_offset: positions of its first query and its first key.
-        mask_function: (batch, head, query position, key position) -> keep; None is causal.
+        mask_function: (batch, head, query position, key position) -> keep; None is
+            causal.
         attention_mask: (batch, tokens) bool, True where a token is no padding.
-        device: of the description's tensors: ids of packed documents and padding, if there are any.
+        device: of the description's tensors: ids of packed documents and padding, if
+            there are any.
         options: what other kinds of masks need (dtype, config, ...).
 
     Returns:
-        A ``DescribedMask``; for one query what SDPA has: a tensor (batch, 1, 1, kv_length) or None.
+        A ``DescribedMask``; for one query what SDPA has: a tensor (batch, 1, 1,
+        kv_length) or None.
 
     Raises:
         ValueError: a mask of padding that is not of two dimensions.
@@ -185,8 +203,8 @@ def quorum_mask(
         attention_mask = prompt.padding
     if attention_mask is not None and attention_mask.ndim not in (2, 4):
         raise ValueError(
-            "attention_mask must be (batch, tokens), or (batch, heads, queries, keys), got shape "
-            f"{tuple(attention_mask.shape)}"
+            "attention_mask must be (batch, tokens), or (batch, heads, queries, "
+            f"keys), got shape {tuple(attention_mask.shape)}"
         )
     if isinstance(attention_mask, DescribedMask):
         return attention_mask  # made before, by ``generate`` for a static cache
@@ -237,15 +255,20 @@ def _mask_outside_graphs(
     padding = _padding(attention_mask, sizes)
     if padding is not None and capturing(padding.device):
         raise NotImplementedError(
-            "attention_mask cannot be given while a CUDA graph is captured: every replay would "
-            "mask by the values of now, because the host reads them; leave it out where nothing "
+            "attention_mask cannot be given while a CUDA graph is captured: every "
+            "replay would mask by the values of now, because the host reads them; "
+            "leave it out where nothing "
             'is padded, or capture the model with attn_implementation="sdpa"'
         )
-    padding = None if padding is None or bool(padding.all()) else padding.to(sizes.device)
+    padding = (
+        None if padding is None or bool(padding.all()) else padding.to(sizes.device)
+    )
     return _with_sizes(trace_mask(function, sizes, padding), sizes)
 
 
-def _padding(attention_mask: torch.Tensor | None, sizes: MaskSizes) -> torch.Tensor | None:
+def _padding(
+    attention_mask: torch.Tensor | None, sizes: MaskSizes
+) -> torch.Tensor | None:
     """(batch, keys) bool: the keys that are kept."""
     from transformers import masking_utils
 

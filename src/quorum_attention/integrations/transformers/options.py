@@ -1,7 +1,8 @@
 """How the attention calls of a model are made: what ``register`` was given.
 
 Raises:
-    ImportError: Transformers is not installed, or is a version that this was not written for.
+    ImportError: Transformers is not installed, or is a version that this was not
+        written for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from quorum_attention.integrations.transformers_private import attention_name
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 
-# From 5.6 on masks are described by lengths and offsets; before, by a tensor of positions.
+# From 5.6 on masks are described by lengths and offsets; before, by a tensor of
+# positions.
 _OLDEST = (5, 6)
 _NEXT = (6, 0)
 try:
@@ -36,8 +38,8 @@ except metadata.PackageNotFoundError:
 _numbers = re.match(r"(\d+)\.(\d+)", _installed)
 if _numbers is None or not _OLDEST <= (int(_numbers[1]), int(_numbers[2])) < _NEXT:
     raise ImportError(
-        f"this needs Hugging Face Transformers 5.6 or later, before 6; installed is {_installed}: "
-        f"{install_hint('transformers')}"
+        "this needs Hugging Face Transformers 5.6 or later, before 6; installed is "
+        f"{_installed}: {install_hint('transformers')}"
     )
 
 # Shorter calls take so little that a plan of any kind costs more than it saves.
@@ -46,8 +48,9 @@ _MIN_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GroupReference:
-    """A weak reference to a group, out of sight of torch's compiler: it looks through plain ones
-    among the arguments of what is registered, and keeps what it finds for good."""
+    """A weak reference to a group, out of sight of torch's compiler: it looks through
+    plain ones among the arguments of what is registered, and keeps what it finds for
+    good."""
 
     group: weakref.ref[dist.ProcessGroup]
 
@@ -58,8 +61,8 @@ class ModelOptions:
 
     Attributes:
         budget, kernel, depth, accumulator, report: as in ``attention``.
-        min_tokens: calls of fewer queries go to SDPA if their mask is none, or a causal square;
-            None: 1,024, or 0 where a budget, a kernel or a depth is given.
+        min_tokens: calls of fewer queries go to SDPA if their mask is none, or a causal
+            square; None: 1,024, or 0 where a budget, a kernel or a depth is given.
         group: over whose ranks the sequence is sharded; None: over none.
         ignore: keywords that models give their attention, and that change no result.
     """
@@ -75,7 +78,9 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         """Check the options here: the first call may be hours after ``register``."""
-        call_options = CallOptions(self.budget, None, self.depth, accumulator=self.accumulator)
+        call_options = CallOptions(
+            self.budget, None, self.depth, accumulator=self.accumulator
+        )
         check_call_options(call_options, torch.device("cpu"))
         if self.kernel != "auto":
             get_kernel(self.kernel)
@@ -83,18 +88,28 @@ class ModelOptions:
             whole_number(self.min_tokens, "min_tokens", 0)
         kind: type = Report if self.group is None else ShardedReport
         if self.report is not None and not isinstance(self.report, kind):
-            raise TypeError(f"report must be a {kind.__name__} or None, got {shown(self.report)}")
-        if self.group is not None and (self.accumulator != "auto" or self.min_tokens is not None):
+            raise TypeError(
+                f"report must be a {kind.__name__} or None, got {shown(self.report)}"
+            )
+        if self.group is not None and (
+            self.accumulator != "auto" or self.min_tokens is not None
+        ):
             raise ValueError("accumulator and min_tokens cannot be given with group")
-        if not isinstance(self.ignore, tuple) or not all(isinstance(n, str) for n in self.ignore):
-            raise TypeError(f"ignore must be a tuple of names, got {shown(self.ignore)}")
+        if not isinstance(self.ignore, tuple) or not all(
+            isinstance(n, str) for n in self.ignore
+        ):
+            raise TypeError(
+                f"ignore must be a tuple of names, got {shown(self.ignore)}"
+            )
 
     @property
     def shortest(self) -> int:
         """Queries from which on a simple call is ours."""
         if self.min_tokens is not None:
             return self.min_tokens
-        is_plain = self.budget is None and self.kernel == "auto" and self.depth == "auto"
+        is_plain = (
+            self.budget is None and self.kernel == "auto" and self.depth == "auto"
+        )
         return _MIN_TOKENS if is_plain and self.group is None else 0
 
     def of_call(self) -> dict[str, Any]:
@@ -111,7 +126,8 @@ class ModelOptions:
 
 
 def names_of(config: Any) -> Iterator[str]:
-    """Yield the names of the attention that a configuration and those within it ask for."""
+    """Yield the names of the attention that a configuration and those within it ask
+    for."""
     if not hasattr(config, "sub_configs"):  # no configuration of Transformers
         return
     name = attention_name(config)
@@ -122,10 +138,12 @@ def names_of(config: Any) -> Iterator[str]:
 
 
 def options_of(name: str) -> ModelOptions | None:
-    """The options that ``register`` was given for a name; None: it is somebody else's."""
+    """The options that ``register`` was given for a name; None: it is somebody
+    else's."""
     from transformers import AttentionInterface
 
-    # ``register`` gives Transformers a ``functools.partial`` that begins with the options.
+    # ``register`` gives Transformers a ``functools.partial`` that begins with the
+    # options.
     arguments = getattr(AttentionInterface().get(name), "args", ())
     if arguments and isinstance(arguments[0], ModelOptions):
         return arguments[0]

@@ -1,8 +1,9 @@
 """A warning of packed documents that see each other.
 
-Positions that begin anew within a row tell of packed documents. Transformers makes a mask of them
-if a call has neither an ``attention_mask`` nor a cache, in most models. In other calls the
-documents see each other, in each attention of Transformers that has no ``cu_seq_lens``.
+Positions that begin anew within a row tell of packed documents. Transformers makes a
+mask of them if a call has neither an ``attention_mask`` nor a cache, in most models. In
+other calls the documents see each other, in each attention of Transformers that has no
+``cu_seq_lens``.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from quorum_attention.mask import Mask
 
 _warned: set[str] = set()
 _WORDS = (
-    "position_ids begin anew within a row, as those of packed documents, and the mask of {model} "
-    "lets the documents see each other. Transformers keeps them apart in calls without an "
-    "attention_mask and without a cache (use_cache=False), and in some models never (gpt-oss). "
-    "cu_seq_lens_q and cu_seq_lens_k keep the documents of one row apart in any call"
+    "position_ids begin anew within a row, as those of packed documents, and the mask "
+    "of {model} lets the documents see each other. Transformers keeps them apart in "
+    "calls without an attention_mask and without a cache (use_cache=False), and in "
+    "some models never (gpt-oss). cu_seq_lens_q and cu_seq_lens_k keep the documents "
+    "of one row apart in any call"
 )
 
 
 def warn_of_packing(module: torch.nn.Module, described: Any, positions: Any) -> None:
-    """Warn once if ``positions`` tell of packed documents and the mask lets them see each other.
+    """Warn once if ``positions`` tell of packed documents and the mask lets them see
+    each other.
 
     Args:
         module: the layer's attention.
@@ -41,7 +44,9 @@ def warn_of_packing(module: torch.nn.Module, described: Any, positions: Any) -> 
     described.is_checked = True  # layers of a forward share the mask
     if _keeps_apart(described.mask) or not _tells_positions(positions, described):
         return
-    if bool((positions.diff() < 1).any()) and _begins_anew(described.mask, positions.cpu()):
+    if bool((positions.diff() < 1).any()) and _begins_anew(
+        described.mask, positions.cpu()
+    ):
         _warned.add("packing")
         warnings.warn(_WORDS.format(model=type(module).__name__), stacklevel=2)
 

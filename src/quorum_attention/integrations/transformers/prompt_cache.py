@@ -1,8 +1,8 @@
 """A cache of Transformers whose keys and values lie in segments, in several places.
 
-Layers of full attention keep their tokens in segments. All other layers (sliding windows, states of
-recurrences, compressed keys) are small or have a layout of their own; they stay what the model's
-configuration makes them.
+Layers of full attention keep their tokens in segments. All other layers (sliding
+windows, states of recurrences, compressed keys) are small or have a layout of their
+own; they stay what the model's configuration makes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from quorum_attention.integrations.transformers.saved_layers import (
     restore_layer,
     saved_layer,
 )
-from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer, SharedReader
+from quorum_attention.integrations.transformers.segmented_layer import (
+    SegmentedLayer,
+    SharedReader,
+)
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import load_layers, save_layers
 from quorum_attention.long_prompts.segments import SegmentedCache
@@ -30,11 +33,12 @@ from quorum_attention.units import counted, format_bytes
 
 
 class PromptCache(DynamicCache):  # type: ignore[misc]
-    """A cache for prompts of any length: on the device, then in host memory, then in files.
+    """A cache for prompts of any length: on the device, then in host memory, then in
+    files.
 
     It is given to ``model.generate`` or a model's forward as ``past_key_values``. With
-    ``attn_implementation="quorum"`` attention reads keys and values where they lie; other
-    implementations get copies of everything, for each token.
+    ``attn_implementation="quorum"`` attention reads keys and values where they lie;
+    other implementations get copies of everything, for each token.
 
     Args:
         config: the model's configuration.
@@ -84,7 +88,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
 
     def _link_layers(self) -> None:
         segmented = self._segmented_layers()
-        for layer, next_layer in zip(segmented, segmented[1:] + segmented[:1], strict=True):
+        for layer, next_layer in zip(
+            segmented, segmented[1:] + segmented[:1], strict=True
+        ):
             layer.next_tokens = weakref.ref(next_layer.tokens)
 
     def _segmented_layers(self) -> list[SegmentedLayer]:
@@ -116,7 +122,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
                 if not layer.tokens.prepare(key, value, Place.DEVICE):
                     return
 
-    def prepare_host(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def prepare_host(
+        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
         """Take host memory for the reserved tokens of a layer that has no memory yet.
 
         Args:
@@ -129,9 +137,11 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
                 layer.tokens.prepare(key, value, Place.HOST)
 
     def promote(self, n_bytes: int) -> None:
-        """Move layers from host memory to the device, as many as ``n_bytes`` of it hold.
+        """Move layers from host memory to the device, as many as ``n_bytes`` of it
+        hold.
 
-        A prompt was computed: the memory that this took may hold what is read for each token.
+        A prompt was computed: the memory that this took may hold what is read for each
+        token.
         """
         for layer in self._segmented_layers():
             taken = layer.tokens.taken_bytes
@@ -159,9 +169,11 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
             getattr(layer, method)(chosen)
 
     def fork(self) -> PromptCache:
-        """Return a second cache with the same tokens, for another question about the same text.
+        """Return a second cache with the same tokens, for another question about the
+        same text.
 
-        Tokens in segments are shared and not copied. Each of both caches goes on by itself.
+        Tokens in segments are shared and not copied. Each of both caches goes on by
+        itself.
         """
         forked = copy.copy(self)
         forked.layers = [
@@ -176,8 +188,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         return self.fork()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save the cache, for another day. What was saved in the folder before is replaced at the
-        end; an interrupted save leaves it.
+        """Save the cache, for another day. What was saved in the folder before is
+        replaced at the end; an interrupted save leaves it.
 
         Raises:
             NotImplementedError: a layer of a kind that cannot be saved.
@@ -191,8 +203,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a saved cache, which replaces what this one holds.
 
-        Keys and values of full attention stay in the folder's files, which are mapped: loading
-        takes no time. On a GPU as many of them are copied to it as places allow.
+        Keys and values of full attention stay in the folder's files, which are mapped:
+        loading takes no time. On a GPU as many of them are copied to it as places
+        allow.
 
         Raises:
             FileNotFoundError: there is no saved cache.
@@ -201,7 +214,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         saved = load_layers(folder, model=self._fingerprint)
         if len(saved) != len(self.layers):
             n_layers = counted(len(saved), "layer")
-            raise ValueError(f"{folder} holds a cache of {n_layers}, not of {len(self)}")
+            raise ValueError(
+                f"{folder} holds a cache of {n_layers}, not of {len(self)}"
+            )
         self.reset()
         for layer, saved_state in zip(self.layers, saved, strict=True):
             restore_layer(layer, saved_state, self.places)
@@ -231,8 +246,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
 def remove_tokens(layers: Iterable[Any]) -> None:
     """Remove the tokens of a cache's layers.
 
-    ``DynamicLayer.reset`` of older versions of Transformers sets keys and values to 0, and keeps
-    them as tokens.
+    ``DynamicLayer.reset`` of older versions of Transformers sets keys and values to 0,
+    and keeps them as tokens.
     """
     for layer in layers:
         if isinstance(layer, DynamicLayer):

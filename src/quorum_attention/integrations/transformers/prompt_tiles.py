@@ -1,7 +1,8 @@
-"""The cache that a model of Transformers is given while a prompt runs through it tile by tile.
+"""The cache that a model of Transformers is given while a prompt runs through it tile
+by tile.
 
-A tile is what Transformers calls a chunk of a prefill: some tokens whose past is in the cache. Each
-layer sees a cache that is as long as the tile's past.
+A tile is what Transformers calls a chunk of a prefill: some tokens whose past is in the
+cache. Each layer sees a cache that is as long as the tile's past.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from transformers.cache_utils import Cache
 
 
 class TileCache(Cache):  # type: ignore[misc]
-    """A cache for one tile at a time: keys and values go to ``cache``, and none come back.
+    """A cache for one tile at a time: keys and values go to ``cache``, and none come
+    back.
 
     Args:
         cache: the cache of the prompt, which is empty at first.
@@ -37,7 +39,8 @@ class TileCache(Cache):  # type: ignore[misc]
         *args: Any,
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a tile's keys and values, if they are to be stored, and return them."""
+        """Append a tile's keys and values, if they are to be stored, and return
+        them."""
         if self.is_storing:
             self._cache.update(key_states, value_states, layer_idx, *args, **named)
         return key_states, value_states
@@ -51,5 +54,6 @@ class TileCache(Cache):  # type: ignore[misc]
         return self.past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The number of keys, and the position of the first: masks are those of the prompt."""
+        """The number of keys, and the position of the first: masks are those of the
+        prompt."""
         return self.past + query_length, 0

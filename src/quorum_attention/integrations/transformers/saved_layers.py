@@ -28,7 +28,8 @@ _VOLATILE = frozenset(
 
 
 def fingerprint(config: Any) -> str:
-    """Return a checksum of what a configuration says about keys and values, and their dtype."""
+    """Return a checksum of what a configuration says about keys and values, and their
+    dtype."""
     decoder_config = config.get_text_config(decoder=True)
     entries = decoder_config.to_dict()
     for name in _VOLATILE:
@@ -61,7 +62,9 @@ def _kind_of(layer: Any) -> str:
         return "sliding"
     if type(layer).__name__ == "DummyLayer":  # which older versions do not have
         return "none"
-    raise NotImplementedError(f"a cache with a {type(layer).__name__} cannot be saved or loaded")
+    raise NotImplementedError(
+        f"a cache with a {type(layer).__name__} cannot be saved or loaded"
+    )
 
 
 def restore_layer(layer: Any, saved: SavedLayer, places: CachePlaces) -> None:
@@ -70,14 +73,17 @@ def restore_layer(layer: Any, saved: SavedLayer, places: CachePlaces) -> None:
     Args:
         layer: of the same kind.
         saved: its segments lie in files.
-        places: on a GPU, tokens are copied to it and to host memory as far as these have room.
+        places: on a GPU, tokens are copied to it and to host memory as far as these
+            have room.
 
     Raises:
         ValueError: the layer is of another kind.
     """
     kind = _kind_of(layer)
     if kind != saved.kind:
-        raise ValueError(f"the saved cache has a layer {saved.kind!r} where this has {kind!r}")
+        raise ValueError(
+            f"the saved cache has a layer {saved.kind!r} where this has {kind!r}"
+        )
     if not saved.segments:
         return
     if kind == "full":
@@ -93,7 +99,9 @@ def restore_layer(layer: Any, saved: SavedLayer, places: CachePlaces) -> None:
         layer.cumulative_length = saved.numbers["cumulative_length"]
 
 
-def _restore_segment(tokens: SegmentedCache, segment: Segment, places: CachePlaces) -> None:
+def _restore_segment(
+    tokens: SegmentedCache, segment: Segment, places: CachePlaces
+) -> None:
     n_bytes_free = max(places.remaining(Place.DEVICE), places.remaining(Place.HOST))
     is_copied = not on_host(places.device) and segment.nbytes < n_bytes_free
     if is_copied and segment.entries is None:

@@ -21,9 +21,9 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
     Attributes:
         tokens: its keys and values.
         shared: what the layers of a model share.
-        next_tokens: the tokens of the layer of full attention behind it, weakly; behind the last
-            layer comes the first. A cycle of strong references would keep the memory of a cache
-            that nobody uses.
+        next_tokens: the tokens of the layer of full attention behind it, weakly; behind
+            the last layer comes the first. A cycle of strong references would keep the
+            memory of a cache that nobody uses.
     """
 
     is_sliding = False
@@ -36,25 +36,33 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.device = shared.places.device
         super().__init__()
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> None:
         """Note where attention is computed."""
         self.device = key_states.device
         self.dtype = key_states.dtype
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values (b, h_kv, n, d), and return all: tensors where they lie in one
-        piece, else tensors that stand for them (``SegmentedTensor``).
+        """Append keys and values (b, h_kv, n, d), and return all: tensors where they
+        lie in one piece, else tensors that stand for them (``SegmentedTensor``).
 
         Raises:
             NotImplementedError: keys or values need gradients.
         """
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        if torch.is_grad_enabled() and (
+            key_states.requires_grad or value_states.requires_grad
+        ):
             raise NotImplementedError(
-                "a PromptCache keeps no gradients of keys and values: call the model under "
-                "torch.no_grad(), or give another cache, such as DynamicCache"
+                "a PromptCache keeps no gradients of keys and values: call the model "
+                "under torch.no_grad(), or give another cache, such as DynamicCache"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -78,7 +86,8 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys (b, h_kv, n, d), as a tensor that stands for them; None if there are none."""
+        """All keys (b, h_kv, n, d), as a tensor that stands for them; None if there are
+        none."""
         segments = self.tokens.segments()
         return self._standing_for(segments).tensors()[0] if segments else None
 
@@ -98,10 +107,13 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _refuse(self, tensor: torch.Tensor | None) -> None:
         if tensor is not None:
-            raise TypeError("keys and values of this cache cannot be replaced: use update()")
+            raise TypeError(
+                "keys and values of this cache cannot be replaced: use update()"
+            )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys there will be after ``query_length`` more, and the first's place."""
+        """Return how many keys there will be after ``query_length`` more, and the
+        first's place."""
         return self.tokens.n_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -127,11 +139,13 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove ``-tokens_to_remove`` tokens; a positive number is how many are kept, as in older
-        versions of Transformers."""
+        """Remove ``-tokens_to_remove`` tokens; a positive number is how many are kept,
+        as in older versions of Transformers."""
         self.shared.forget_copies()
         n_tokens = self.tokens.n_tokens
-        n_kept = tokens_to_remove if tokens_to_remove > 0 else n_tokens + tokens_to_remove
+        n_kept = (
+            tokens_to_remove if tokens_to_remove > 0 else n_tokens + tokens_to_remove
+        )
         self.tokens.crop(max(0, n_kept))
 
     def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
@@ -153,7 +167,8 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.tokens.select(indices)
 
     def fork(self) -> SegmentedLayer:
-        """Return a second layer cache with the same tokens, which shares their memory."""
+        """Return a second layer cache with the same tokens, which shares their
+        memory."""
         forked = SegmentedLayer(self.tokens.fork(), self.shared)
         forked.device = self.device
         forked.is_initialized = self.is_initialized
@@ -174,7 +189,8 @@ class SharedReader:
         self._sharing: HostSharing | None = None
 
     def sharing_of(self, segments: Sequence[Segment]) -> HostSharing | None:
-        """Return how segments in host memory are shared; None if none is there, or no GPU."""
+        """Return how segments in host memory are shared; None if none is there, or no
+        GPU."""
         if all(segment.place is not Place.HOST for segment in segments):
             return None
         if self._sharing is None:
@@ -183,6 +199,7 @@ class SharedReader:
         return self._sharing
 
     def forget_copies(self) -> None:
-        """Forget copies that were made ahead of attention: tokens are about to change."""
+        """Forget copies that were made ahead of attention: tokens are about to
+        change."""
         if self._sharing is not None:
             self._sharing.forget()

@@ -1,7 +1,8 @@
 """A tensor that stands for all keys or all values of a cache in segments.
 
-It has their shape, dtype and device, and no memory. The attention of this package takes the
-segments from it. Any other operation gets a copy of all segments as one tensor: right and slow.
+It has their shape, dtype and device, and no memory. The attention of this package takes
+the segments from it. Any other operation gets a copy of all segments as one tensor:
+right and slow.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class LayerSegments:
     Attributes:
         segments: in order of position, at least one.
         device: where attention is computed.
-        sharing: how keys in host memory are shared between the device and the cores, or None.
+        sharing: how keys in host memory are shared between the device and the cores, or
+            None.
         next_segments: returns the segments that the next layer will attend over.
     """
 
@@ -58,10 +60,11 @@ class LayerSegments:
 @cache
 def _warn_of_copies() -> None:
     warnings.warn(
-        "this model computes with the keys of its cache outside of attention, or its attention is "
-        "not quorum_attention's: each layer copies its whole cache for every token. With "
-        'attn_implementation="quorum" (quorum_attention.integrations.transformers.register) '
-        "attention reads the cache where it lies",
+        "this model computes with the keys of its cache outside of attention, or its "
+        "attention is not quorum_attention's: each layer copies its whole cache for "
+        'every token. With attn_implementation="quorum" '
+        "(quorum_attention.integrations.transformers.register) attention reads the "
+        "cache where it lies",
         stacklevel=4,
     )
 

@@ -1,13 +1,15 @@
-"""A model whose sequence is sharded over the ranks of a group: its masks and its attention.
+"""A model whose sequence is sharded over the ranks of a group: its masks and its
+attention.
 
-Each rank runs the model on its own rows. Transformers makes masks of these rows alone; what they
-mean for the whole sequence is found when the first layer calls its attention: the ranks tell each
-other what their masks ask for, then positions and padding, a number or two for each token. Other
-layers of that forward use what was found.
+Each rank runs the model on its own rows. Transformers makes masks of these rows alone;
+what they mean for the whole sequence is found when the first layer calls its attention:
+the ranks tell each other what their masks ask for, then positions and padding, a number
+or two for each token. Other layers of that forward use what was found.
 
-Where a rank's rows are in the whole sequence ``position_ids`` say. Most models count from 0 where
-they are given none, and each rank's would: ``sharded_positions`` fills them in. Models that count
-otherwise, by padding, by their input, or by images, are refused there.
+Where a rank's rows are in the whole sequence ``position_ids`` say. Most models count
+from 0 where they are given none, and each rank's would: ``sharded_positions`` fills
+them in. Models that count otherwise, by padding, by their input, or by images, are
+refused there.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ from quorum_attention.integrations.transformers.mask_symbols import (
     mask_of_conditions,
 )
 from quorum_attention.integrations.transformers.masks import DescribedMask
-from quorum_attention.integrations.transformers.options import ModelOptions, names_of, options_of
+from quorum_attention.integrations.transformers.options import (
+    ModelOptions,
+    names_of,
+    options_of,
+)
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
@@ -51,7 +57,8 @@ Conditions = tuple[Near | Equal, ...] | None
 
 
 def mask_conditions(function: MaskFunction) -> tuple[Conditions, bool]:
-    """The conditions of a mask function, and whether these rows are of several documents."""
+    """The conditions of a mask function, and whether these rows are of several
+    documents."""
     try:
         conditions = conditions_of(function).conditions
     except UnknownError:
@@ -92,7 +99,8 @@ class ShardedMask(DescribedMask):
         self.lengths: tuple[int, ...] | None = None
 
     def _cut(self, block: CallBlock) -> Mask:
-        """Refuse a part: the whole is not known until all ranks have told each other."""
+        """Refuse a part: the whole is not known until all ranks have told each
+        other."""
         raise self._refusal("[...]")
 
 
@@ -121,17 +129,20 @@ def sharded_mask(
     conditions, packed = None, False
     if has_empty_cache and fits:
         conditions, packed = mask_conditions(function)
-    return ShardedMask(conditions, packed, padding, (batch_size, 1, q_length, kv_length))
+    return ShardedMask(
+        conditions, packed, padding, (batch_size, 1, q_length, kv_length)
+    )
 
 
 def _mask_of_group(
     mask: ShardedMask, group: dist.ProcessGroup, positions: Any, device: torch.device
 ) -> tuple[Mask, tuple[int, ...]]:
-    """The mask of the whole sequence, and the rows of every rank; all ranks ask together.
+    """The mask of the whole sequence, and the rows of every rank; all ranks ask
+    together.
 
     Raises:
-        NotImplementedError, ValueError: a mask that cannot be honoured; ranks that do not agree: on
-            all ranks.
+        NotImplementedError, ValueError: a mask that cannot be honoured; ranks that do
+            not agree: on all ranks.
     """
     batch = mask.shape[0]
     conditions = mask.conditions or ()
@@ -139,16 +150,19 @@ def _mask_of_group(
     lengths, packed, refusals, rank_positions, paddings = zip(*answers, strict=True)
     if any(refusals):
         raise NotImplementedError(
-            "attention over a group supports causal masks, windows, chunks, padding and documents "
-            "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
-            "left padding, positions of another shape, or a cache with keys"
+            "attention over a group supports causal masks, windows, chunks, padding "
+            "and documents packed by position_ids (batch, rows); this model asks for "
+            "another mask, chunks behind left padding, positions of another shape, or "
+            "a cache with keys"
         )
-    may_have_documents = _is_causal(conditions) and not any(p is not None for p in paddings)
+    may_have_documents = _is_causal(conditions) and not any(
+        p is not None for p in paddings
+    )
     if may_have_documents and not has_positions:
         raise NotImplementedError(
-            "this model does not hand position_ids to its attention, so packed documents cannot be "
-            "told apart: give attention_mask (batch, rows), of ones if there is no padding, which "
-            "says that there are none"
+            "this model does not hand position_ids to its attention, so packed "
+            "documents cannot be told apart: give attention_mask (batch, rows), of "
+            "ones if there is no padding, which says that there are none"
         )
     is_token = [
         torch.ones((batch, length), dtype=torch.bool) if padding is None else padding
@@ -156,8 +170,8 @@ def _mask_of_group(
     ]
     if has_positions:
         _check_places(rank_positions, is_token)
-        # As Transformers: a mask of padding says that there is one document, and a mask in both
-        # directions does not ask.
+        # As Transformers: a mask of padding says that there is one document, and a mask
+        # in both directions does not ask.
         if may_have_documents:
             conditions = _with_documents(conditions, rank_positions, any(packed))
     n_tokens = sum(lengths)
@@ -173,12 +187,14 @@ def _compare_masks(
     """Tell the other ranks what this rank's mask asks for.
 
     Returns:
-        For each rank its (rows, whether they are packed, whether its mask is refused, positions,
-        padding); and whether ranks have positions.
+        For each rank its (rows, whether they are packed, whether its mask is refused,
+        positions, padding); and whether ranks have positions.
     """
     batch, _, rows, _ = mask.shape
     has_positions = _is_of_rows(positions, batch, rows)
-    is_refused = mask.conditions is None or (positions is not None and not has_positions)
+    is_refused = mask.conditions is None or (
+        positions is not None and not has_positions
+    )
     conditions = mask.conditions or ()
     answers = compare(
         group,
@@ -208,12 +224,16 @@ def _is_of_rows(positions: Any, batch: int, rows: int) -> bool:
     return positions.shape in ((rows,), (1, rows), (batch, rows))
 
 
-def _on_host(numbers: torch.Tensor | None, batch: int, rows: int) -> torch.Tensor | None:
+def _on_host(
+    numbers: torch.Tensor | None, batch: int, rows: int
+) -> torch.Tensor | None:
     return None if numbers is None else numbers.expand(batch, rows).cpu()
 
 
 def _with_documents(
-    conditions: tuple[Near | Equal, ...], rank_positions: tuple[torch.Tensor, ...], packed: bool
+    conditions: tuple[Near | Equal, ...],
+    rank_positions: tuple[torch.Tensor, ...],
+    packed: bool,
 ) -> tuple[Near | Equal, ...]:
     """Conditions within packed documents, if there are any (``_documents``)."""
     documents = _documents(rank_positions, packed)
@@ -227,16 +247,20 @@ def _with_documents(
     return (*within_documents, Equal(documents, 1))
 
 
-def _documents(rank_positions: tuple[torch.Tensor, ...], packed: bool) -> torch.Tensor | None:
-    """Ids of documents, which begin where positions do not go up by one; None: one only.
+def _documents(
+    rank_positions: tuple[torch.Tensor, ...], packed: bool
+) -> torch.Tensor | None:
+    """Ids of documents, which begin where positions do not go up by one; None: one
+    only.
 
     Args:
         rank_positions: of each rank's rows.
-        packed: whether a rank's mask says that there are some among its rows. If none does
-            though there are, the model (or its cache) does not ask for documents.
+        packed: whether a rank's mask says that there are some among its rows. If none
+            does though there are, the model (or its cache) does not ask for documents.
 
     Raises:
-        ValueError: documents begin with the rows of ranks alone, of which masks say nothing.
+        ValueError: documents begin with the rows of ranks alone, of which masks say
+            nothing.
     """
     begins = torch.cat(rank_positions, dim=1).diff() != 1
     if not bool(begins.any()):
@@ -245,17 +269,22 @@ def _documents(rank_positions: tuple[torch.Tensor, ...], packed: bool) -> torch.
         if any(bool((positions.diff() != 1).any()) for positions in rank_positions):
             return None
         raise ValueError(
-            "position_ids go up by one within each rank's rows, but not from one rank to the next, "
-            "so it is unknown whether documents begin there: give attention_mask (batch, rows) of "
-            "ones if there is one document, or cut the sequence elsewhere"
+            "position_ids go up by one within each rank's rows, but not from one rank "
+            "to the next, so it is unknown whether documents begin there: give "
+            "attention_mask (batch, rows) of ones if there is one document, or cut "
+            "the sequence elsewhere"
         )
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
-def _check_places(rank_positions: tuple[torch.Tensor, ...], is_token: list[torch.Tensor]) -> None:
-    """Refuse positions that begin at 0 on every rank and go up by one: their places are missing.
+def _check_places(
+    rank_positions: tuple[torch.Tensor, ...], is_token: list[torch.Tensor]
+) -> None:
+    """Refuse positions that begin at 0 on every rank and go up by one: their places are
+    missing.
 
-    The positions of padding mean nothing (``generate`` has 0 there), and are not looked at.
+    The positions of padding mean nothing (``generate`` has 0 there), and are not looked
+    at.
 
     Raises:
         ValueError: they do.
@@ -267,9 +296,9 @@ def _check_places(rank_positions: tuple[torch.Tensor, ...], is_token: list[torch
     ]
     if len(begins_at_zero) > 1 and all(begins_at_zero):
         raise ValueError(
-            "position_ids begin at 0 on every rank: give each rank its own positions in the "
-            "sequence, or call sharded_positions(model, group=...) once (if each rank holds a "
-            "document of its own, attention needs no group)"
+            "position_ids begin at 0 on every rank: give each rank its own positions "
+            "in the sequence, or call sharded_positions(model, group=...) once (if "
+            "each rank holds a document of its own, attention needs no group)"
         )
 
 
@@ -287,15 +316,17 @@ def attend_sharded(
     position_ids: Any = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One attention of a layer over the sequence of all ranks; arguments as in ``attend``."""
+    """One attention of a layer over the sequence of all ranks; arguments as in
+    ``attend``."""
     refuse_effects({name: keywords.pop(name, None) for name in _IN_ONE_PROCESS}, module)
     if substitutes.attention is not None:
         raise NotImplementedError("a layer of ranks is never computed in tiles")
     name = type(module).__name__
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(
-            f"attention over a group takes as many queries as keys on each rank; {name} gives "
-            f"{query.shape[2]} and {key.shape[2]}, from a cache: generate in one process"
+            "attention over a group takes as many queries as keys on each rank; "
+            f"{name} gives {query.shape[2]} and {key.shape[2]}, from a cache: generate "
+            "in one process"
         )
     if attention_mask is None:
         side = None if sliding_window is None else sliding_window - 1
@@ -304,23 +335,30 @@ def attend_sharded(
         attention_mask = ShardedMask((near,), False, None, (batch, 1, rows, rows))
     if not isinstance(attention_mask, ShardedMask):
         raise NotImplementedError(
-            f"attention over a group makes its masks itself; {name} was given one of shape "
-            f"{tuple(attention_mask.shape)}"
+            f"attention over a group makes its masks itself; {name} was given one of "
+            f"shape {tuple(attention_mask.shape)}"
         )
     assert options.group is not None
     group = deref_group(options.group.group)
     if attention_mask.lengths is None:
-        mask, lengths = _mask_of_group(attention_mask, group, position_ids, query.device)
+        mask, lengths = _mask_of_group(
+            attention_mask, group, position_ids, query.device
+        )
         _check_layers(module, sum(lengths))
         attention_mask.mask = mask
         attention_mask.lengths = lengths
-    compute = partial(distributed.attention, group=group, lengths=attention_mask.lengths)
-    return attend(options, module, query, key, value, attention_mask, compute=compute, **keywords)
+    compute = partial(
+        distributed.attention, group=group, lengths=attention_mask.lengths
+    )
+    return attend(
+        options, module, query, key, value, attention_mask, compute=compute, **keywords
+    )
 
 
 _IN_ONE_PROCESS = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
-# Kinds of layers, as configurations name them, in which tokens meet in attention alone: others are
-# recurrences, convolutions, and keys that are chosen or compressed beside the attention.
+# Kinds of layers, as configurations name them, in which tokens meet in attention alone:
+# others are recurrences, convolutions, and keys that are chosen or compressed beside
+# the attention.
 _ATTENTION_ALONE = frozenset(
     {
         "attention",
@@ -337,47 +375,57 @@ _ATTENTION_ALONE = frozenset(
 
 
 def _check_layers(module: torch.nn.Module, n_tokens: int) -> None:
-    """Refuse a model that mixes tokens elsewhere than in attention, given one of its attentions.
+    """Refuse a model that mixes tokens elsewhere than in attention, given one of its
+    attentions.
 
     Raises:
-        NotImplementedError: it has layers of another kind, which see this rank's rows alone; or it
-            scales queries by a count of these (Llama 4, which begins to at ``floor_scale``).
+        NotImplementedError: it has layers of another kind, which see this rank's rows
+            alone; or it scales queries by a count of these (Llama 4, which begins to at
+            ``floor_scale``).
     """
     config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = getattr(config, "layer_types", None) or getattr(
+        config, "layers_block_type", None
+    )
     refused = sorted({str(kind) for kind in kinds or ()} - _ATTENTION_ALONE)
     if refused:
         raise NotImplementedError(
-            f"only attention reaches other ranks, and this model has layers {', '.join(refused)}, "
-            "which mix tokens too: each rank's rows would see only each other there"
+            "only attention reaches other ranks, and this model has layers "
+            f"{', '.join(refused)}, which mix tokens too: each rank's rows would see "
+            "only each other there"
         )
-    scales_queries = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    scales_queries = (
+        getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    )
     if scales_queries and n_tokens >= getattr(module, "floor_scale", 0):
         raise NotImplementedError(
-            f"{type(module).__name__} scales queries by a count of tokens, which would begin at 0 "
-            f"on each rank: it can be sharded below {module.floor_scale} of them"
+            f"{type(module).__name__} scales queries by a count of tokens, which would "
+            f"begin at 0 on each rank: it can be sharded below {module.floor_scale} of "
+            "them"
         )
 
 
 def sharded_positions(
     model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
 ) -> torch.utils.hooks.RemovableHandle:
-    """Give a model's forwards ``position_ids`` of this rank's place, where a call has none.
+    """Give a model's forwards ``position_ids`` of this rank's place, where a call has
+    none.
 
-    Each such forward begins with the ranks telling each other their rows, for which the host waits.
-    It raises ``ValueError`` if the model's attention is not over the group; and, on all ranks, if
-    one has no rows.
+    Each such forward begins with the ranks telling each other their rows, for which the
+    host waits. It raises ``ValueError`` if the model's attention is not over the group;
+    and, on all ranks, if one has no rows.
 
     Args:
-        model: called with ``input_ids`` or ``inputs_embeds`` (batch, rows, ...) by name.
+        model: called with ``input_ids`` or ``inputs_embeds`` (batch, rows, ...) by
+            name.
         group: over which the sequence is sharded; None is the default one.
 
     Returns:
         A handle; its ``remove()`` takes it back.
 
     Raises:
-        ValueError: the model takes no ``position_ids``, or counts them otherwise than from 0 up: by
-            its inputs, padding or images.
+        ValueError: the model takes no ``position_ids``, or counts them otherwise than
+            from 0 up: by its inputs, padding or images.
     """
     reference = None if group is None else weakref.ref(group)
     del group  # the function below would keep it
@@ -392,7 +440,9 @@ def sharded_positions(
         if ids is None:
             ids = keywords.get("inputs_embeds")
         if ids is None:
-            raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
+            raise TypeError(
+                "a sharded model must be given input_ids or inputs_embeds by name"
+            )
         everyone = dist.group.WORLD if reference is None else deref_group(reference)
         assert everyone is not None
         _check_is_over_group(model, everyone)
@@ -412,16 +462,22 @@ def _check_is_over_group(model: torch.nn.Module, group: dist.ProcessGroup) -> No
     names = sorted(set(names_of(config)))
     for name in names:
         options = options_of(name)
-        if options is not None and options.group is not None and options.group.group() is group:
+        if (
+            options is not None
+            and options.group is not None
+            and options.group.group() is group
+        ):
             return
     raise ValueError(
-        f"the model's attention {', '.join(map(repr, names))} is not over this group: each "
-        "rank's rows would see only each other; "
+        f"the model's attention {', '.join(map(repr, names))} is not over this group: "
+        "each rank's rows would see only each other; "
         "model.set_attn_implementation(register(name, group=...)) makes it so"
     )
 
 
-def _positions_of_rank(n_rows: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+def _positions_of_rank(
+    n_rows: int, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
     """(1, n_rows) positions of this rank's rows, which the ranks tell each other.
 
     Raises:
@@ -430,7 +486,8 @@ def _positions_of_rank(n_rows: int, group: dist.ProcessGroup, device: torch.devi
     rows_of_ranks = [n for (n,) in all_gather_objects(group, (n_rows,))]
     if not all(rows_of_ranks):
         raise ValueError(
-            f"models of Transformers need at least one row on each rank, got {rows_of_ranks}"
+            "models of Transformers need at least one row on each rank, got "
+            f"{rows_of_ranks}"
         )
     start = sum(rows_of_ranks[: group.rank()])
     return torch.arange(start, start + n_rows, device=device)[None]
@@ -457,20 +514,22 @@ def _check_counts_from_zero(model: torch.nn.Module) -> None:
     parameters = inspect.signature(transformer.forward).parameters
     if "input_ids" in parameters and "position_ids" not in parameters:
         raise ValueError(
-            f"{name} takes no position_ids: each rank would count its rows from 0, and the "
-            "sequence cannot be sharded"
+            f"{name} takes no position_ids: each rank would count its rows from 0, and "
+            "the sequence cannot be sharded"
         )
     for part in transformer.modules():
         if _counts_by_inputs(part):
             raise ValueError(
-                f"{name} counts positions by its inputs, its attention_mask or its images: give it "
-                "position_ids as it counts them"
+                f"{name} counts positions by its inputs, its attention_mask or its "
+                "images: give it position_ids as it counts them"
             )
 
 
 def _counts_by_inputs(part: torch.nn.Module) -> bool:
     """Whether a part of a model makes positions of what the model is given."""
-    if hasattr(part, "create_position_ids_from_input_ids") or hasattr(part, "get_rope_index"):
+    if hasattr(part, "create_position_ids_from_input_ids") or hasattr(
+        part, "get_rope_index"
+    ):
         return True
     if not isinstance(part, torch.nn.Embedding):
         return False

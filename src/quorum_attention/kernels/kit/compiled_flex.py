@@ -28,14 +28,14 @@ _NUMBERS = count()
 class FlexCall:
     """One call for a task, or for a rectangle of it.
 
-    All tensors are detached: torch.compile also looks at the base of a view, and would compile
-    again for every kind of view.
+    All tensors are detached: torch.compile also looks at the base of a view, and would
+    compile again for every kind of view.
 
     Attributes:
         inputs: query, key and value, each in a ``WordLayout``.
         lists: the block lists on the device (``block_lists.py``).
-        mask_mod: the mask of partial blocks, by local indices. There are few kinds, because each
-            is compiled.
+        mask_mod: the mask of partial blocks, by local indices. There are few kinds,
+            because each is compiled.
         score_mod: the score modification, by local indices; None: there is none.
         scale: the factor of the scores.
     """
@@ -48,7 +48,8 @@ class FlexCall:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether queries and keys are whole blocks, so that no row has to be tested."""
+        """Whether queries and keys are whole blocks, so that no row has to be
+        tested."""
         return all(tensor.shape[2] % BLOCK == 0 for tensor in self.inputs)
 
     def kind(self, needs_grad: bool) -> Hashable:
@@ -60,7 +61,9 @@ class FlexCall:
         partial_counts = self.lists[0]
         partial_counts_by_key = self.lists[4]
         size_is_one = tuple(
-            size == 1 for counts in (partial_counts, partial_counts_by_key) for size in counts.shape
+            size == 1
+            for counts in (partial_counts, partial_counts_by_key)
+            for size in counts.shape
         )
         return (
             query.device,
@@ -83,7 +86,8 @@ class FlexCall:
         from torch.nn.attention.flex_attention import BlockMask
 
         query, key, _ = self.inputs
-        # Not BlockMask.from_kv_blocks, which makes the lists by key from a matrix of all blocks.
+        # Not BlockMask.from_kv_blocks, which makes the lists by key from a matrix of
+        # all blocks.
         make: Any = BlockMask
         return make(
             (query.shape[2], key.shape[2]),
@@ -94,15 +98,17 @@ class FlexCall:
 
 
 def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
-    """Compile ``flex(query, key, value, block_mask, score_mod=, scale=) -> (out, lse)``.
+    """Compile ``flex(query, key, value, block_mask, score_mod=, scale=) -> (out,
+    lse)``.
 
     Args:
-        in_blocks: queries and keys are whole blocks. For dynamic sizes FlexAttention cannot know
-            that, and would test every row.
+        in_blocks: queries and keys are whole blocks. For dynamic sizes FlexAttention
+            cannot know that, and would test every row.
 
-    torch.compile caches by code object, up to a limit for each. Beyond the limit FlexAttention
-    would silently fall back to computing every score. So each compiled call has a code object of
-    its own; beyond the limit it raises an error here, and is then given another code object.
+    torch.compile caches by code object, up to a limit for each. Beyond the limit
+    FlexAttention would silently fall back to computing every score. So each compiled
+    call has a code object of its own; beyond the limit it raises an error here, and is
+    then given another code object.
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch.fx.experimental import _config
@@ -113,16 +119,17 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         nonlocal current
         options["sixteenths"] = tuple(map(head_stride_sixteenth, args[:3]))
-        # Without this, torch assumes that sizes that are equal once always are (also a size and the
-        # number of heads), and compiles again for tasks where they differ. It is set by hand,
-        # because torch's context manager for it takes as long as all guards.
+        # Without this, torch assumes that sizes that are equal once always are (also a
+        # size and the number of heads), and compiles again for tasks where they differ.
+        # It is set by hand, because torch's context manager for it takes as long as all
+        # guards.
         duck_shape = fx_config.use_duck_shape
         fx_config.use_duck_shape = False
         try:
             return current(*args, **options)
         except FailOnRecompileLimitHit:
-            # Functions with one code may close over values for which torch compiles again (strings,
-            # lists of other lengths).
+            # Functions with one code may close over values for which torch compiles
+            # again (strings, lists of other lengths).
             current = _compile_once(in_blocks=in_blocks)
             return current(*args, **options)
         finally:
@@ -135,7 +142,8 @@ def _compile_once(*, in_blocks: bool) -> Callable[..., Any]:
     """Compile FlexAttention under a code object of its own."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # ``patched_flex_attention`` may have put its own function around torch's, which calls this.
+    # ``patched_flex_attention`` may have put its own function around torch's, which
+    # calls this.
     flex_attention = inspect.unwrap(flex_attention)
 
     # Forced, because torch's kernel for few queries has other limits.

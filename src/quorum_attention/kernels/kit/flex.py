@@ -1,8 +1,9 @@
-"""FlexAttention's score modifications and masks as an inner kernel, in global positions.
+"""FlexAttention's score modifications and masks as an inner kernel, in global
+positions.
 
-By default on CUDA compiled FlexAttention runs them, one call for a whole task (``FlexKernel``).
-Otherwise the reference does, on any device (``score_mod.py``). Block lists (``block_table.py``) say
-which blocks of the task are run.
+By default on CUDA compiled FlexAttention runs them, one call for a whole task
+(``FlexKernel``). Otherwise the reference does, on any device (``score_mod.py``). Block
+lists (``block_table.py``) say which blocks of the task are run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.kernel import entries_of
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
-from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, whole_task
+from quorum_attention.kernels.operator_call import (
+    Call,
+    OutLse,
+    Saved,
+    Three,
+    whole_task,
+)
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES
 from quorum_attention.kernels.protocol import Launches
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
@@ -48,17 +55,19 @@ from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import as_it_is, no_torch_modes
 from quorum_attention.keywords import helps_with_names
 
-# Device bytes for evaluating a mask's blocks, unless there are more heads than fit them.
+# Device bytes for evaluating a mask's blocks, unless there are more heads than fit
+# them.
 _EVALUATED_BYTES = 96 << 20
 # Tensors alive at once, each of which may be a block that the allocator does not split.
 _UNSPLIT_TENSORS = 12
 # Host memory for cached lists, and the number of compiled calls that are cached.
 _CACHE_BYTES = 256 << 20
 _CACHED_CALLS = 128
-# Compiled calls, by their kind and the code of the modifications: masks that are created again for
-# every batch are compiled once.
+# Compiled calls, by their kind and the code of the modifications: masks that are
+# created again for every batch are compiled once.
 _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS)
-# Whether the backward of a kind takes the rows' results (flex_backward.py); empty: not known yet.
+# Whether the backward of a kind takes the rows' results (flex_backward.py); empty: not
+# known yet.
 _TAKES_ROWS: Cache[list[bool]] = Cache(_CACHED_CALLS)
 
 
@@ -72,18 +81,27 @@ class FlexKernel(CallsKernel, ScoreModKernel):
     _compiled = _COMPILED
     _takes_rows = _TAKES_ROWS
 
-    def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
+    def __init__(
+        self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str
+    ) -> None:
         super().__init__(score_mod, mask_mod, name)
         self._lists: Cache[list[torch.Tensor]] = Cache(_CACHE_BYTES, _lists_bytes)
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
         if shape.bias is None and shape.dtype == torch.float64:
             return "compiled FlexAttention takes no float64: compiled=False"
         if shape.bias is None and shape.device_type == "cpu":
-            return "compiled FlexAttention has no lse and no backward on the CPU: compiled=False"
+            return (
+                "compiled FlexAttention has no lse and no backward on the CPU: "
+                "compiled=False"
+            )
         if shape.heads > GRID_BLOCKS:
-            return f"compiled FlexAttention takes {GRID_BLOCKS} heads at most: compiled=False"
+            return (
+                f"compiled FlexAttention takes {GRID_BLOCKS} heads at most: "
+                "compiled=False"
+            )
         return super().refusal(shape)
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
@@ -100,7 +118,8 @@ class FlexKernel(CallsKernel, ScoreModKernel):
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         item = shape.dtype.itemsize
-        # The part's own output, its gradient, a contiguous copy of that; and grad_query.
+        # The part's own output, its gradient, a contiguous copy of that; and
+        # grad_query.
         query_row_bytes = item * (3 * shape.value_dim + shape.head_dim)
         # The forms of lse, its gradient, and delta: in fp32.
         query_row_bytes += 5 * 8
@@ -112,9 +131,15 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         )
 
     def _workspace_bytes(
-        self, shape: CallShape, extent: Extent, *, query_row_bytes: int, key_row_bytes: int
+        self,
+        shape: CallShape,
+        extent: Extent,
+        *,
+        query_row_bytes: int,
+        key_row_bytes: int,
     ) -> int:
-        """Bytes of a pass: rows, copies of the inputs, lists, evaluating a mask, and merging.
+        """Bytes of a pass: rows, copies of the inputs, lists, evaluating a mask, and
+        merging.
 
         Args:
             query_row_bytes: the pass's bytes for each query of a head.
@@ -124,12 +149,16 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             item = shape.dtype.itemsize
             query_row_bytes += shape.head_dim * item
             key_row_bytes += (shape.head_dim + shape.value_dim) * item
-        token_bytes = extent.query_heads * query_row_bytes + extent.key_heads * key_row_bytes
+        token_bytes = (
+            extent.query_heads * query_row_bytes + extent.key_heads * key_row_bytes
+        )
         # Positions are there once for all batch entries.
         total = (extent.batch * token_bytes + 16) * extent.n_tokens
         total += self._list_bytes(extent)
         if self.geometry.functions:
-            total += 32 * extent.n_tokens + evaluated_bytes(extent.lanes, _EVALUATED_BYTES)
+            total += 32 * extent.n_tokens + evaluated_bytes(
+                extent.lanes, _EVALUATED_BYTES
+            )
         return total + MERGE_WORKSPACE_BYTES + _UNSPLIT_TENSORS * UNSPLIT_BYTES
 
     def _list_bytes(self, extent: Extent) -> int:
@@ -141,17 +170,20 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         return lanes * (indices + counts)
 
     def _longest_list(self, blocks: int) -> int:
-        """The most listed blocks of a line; a task's gaps bring distant tokens closer together."""
+        """The most listed blocks of a line; a task's gaps bring distant tokens closer
+        together."""
         band = self.geometry.band
         if band.low is None or band.high is None:
             return blocks
         return min(blocks, (band.high - band.low) // BLOCK + 3)
 
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
+    def task_calls(
+        self, task: TaskTensors, *, backward: bool
+    ) -> Iterator[tuple[TaskCall]]:
         """Yield the calls of a task, each alone in its turn (``regions``).
 
-        Rows that keep nothing come back as out 0 and lse -inf. A call has no more batch entries
-        than a grid has blocks.
+        Rows that keep nothing come back as out 0 and lse -inf. A call has no more batch
+        entries than a grid has blocks.
         """
         for entries in runs(slice(0, task.query.shape[0]), self.entries_limit):
             part = entries_of(task, entries)
@@ -160,7 +192,9 @@ class FlexKernel(CallsKernel, ScoreModKernel):
                 if flex_call is not None:
                     yield (self._task_call(flex_call, entries, region),)
 
-    def _task_call(self, flex_call: FlexCall, entries: slice, region: Rectangle) -> TaskCall:
+    def _task_call(
+        self, flex_call: FlexCall, entries: slice, region: Rectangle
+    ) -> TaskCall:
         query_side, key_side = sides(region)
         heads = slice(None)
         return TaskCall(
@@ -171,7 +205,8 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         )
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
-        """All heads and entries are needed, because the modifications are given their numbers."""
+        """All heads and entries are needed, because the modifications are given their
+        numbers."""
         return all_heads and shape.bias is None and shape.batch <= self.entries_limit
 
     def whole_forward(self, call: Call) -> OutLse:
@@ -209,9 +244,12 @@ class FlexKernel(CallsKernel, ScoreModKernel):
                 return gradients
 
         def run(*inputs: torch.Tensor) -> OutLse:
-            # The caller's hooks see none of its tensors, which a checkpoint would count. Without
-            # its graph: a saved output would hold the graph that has it, for good.
-            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, as_it_is):
+            # The caller's hooks see none of its tensors, which a checkpoint would
+            # count. Without its graph: a saved output would hold the graph that has it,
+            # for good.
+            with torch.autograd.graph.saved_tensors_hooks(
+                torch.Tensor.detach, as_it_is
+            ):
                 out, lse = attend(*inputs, block_mask)
             return out, lse
 
@@ -223,7 +261,8 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         return gradients
 
     def _attend(self, flex_call: FlexCall, *, needs_grad: bool) -> Callable[..., Any]:
-        """The compiled ``attend(query, key, value, block_mask) -> (out, lse)`` of a call."""
+        """The compiled ``attend(query, key, value, block_mask) -> (out, lse)`` of a
+        call."""
         make = partial(compiled_flex, in_blocks=flex_call.in_blocks)
         compiled = self._compiled.get(flex_call.kind(needs_grad), make)
         return partial(compiled, score_mod=flex_call.score_mod, scale=flex_call.scale)
@@ -236,7 +275,9 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             return None
         geometry = self.geometry_under(is_causal=task.is_causal)
         key = (task.is_causal, region, *blocks_key(geometry, task, rectangles))
-        lists = self._lists.get(key, partial(_lists_of, geometry, task, region, rectangles))
+        lists = self._lists.get(
+            key, partial(_lists_of, geometry, task, region, rectangles)
+        )
         if not lists:
             return None
         device = task.query.device
@@ -259,8 +300,8 @@ class FlexKernel(CallsKernel, ScoreModKernel):
 def regions(task: TaskTensors) -> list[tuple[Rectangle, tuple[Rectangle, ...]]]:
     """The regions of a task that are one call each, with their rectangles.
 
-    The whole task is one region, unless rectangles end within blocks. Rectangles are counted from
-    their region's first query and key.
+    The whole task is one region, unless rectangles end within blocks. Rectangles are
+    counted from their region's first query and key.
     """
     rectangles = tuple(task.rectangles)
     task_region = whole_region(task)
@@ -273,10 +314,13 @@ def regions(task: TaskTensors) -> list[tuple[Rectangle, tuple[Rectangle, ...]]]:
 
 
 def _ends_at_blocks(rectangle: Rectangle, task_region: Rectangle) -> bool:
-    """Whether all four edges of a rectangle are edges of blocks, or the end of the task."""
+    """Whether all four edges of a rectangle are edges of blocks, or the end of the
+    task."""
     return all(
         edge % BLOCK == 0 or edge == n_tokens
-        for side, (_, n_tokens) in zip(sides(rectangle), sides(task_region), strict=True)
+        for side, (_, n_tokens) in zip(
+            sides(rectangle), sides(task_region), strict=True
+        )
         for edge in side
     )
 
@@ -339,7 +383,8 @@ def _in_global_numbers(
 
 @lru_cache(maxsize=64)
 def _numbers_on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """``numbers`` on the device; cached, because every task of a head group needs them."""
+    """``numbers`` on the device; cached, because every task of a head group needs
+    them."""
     # A backward may use them, so they must not be a tensor of inference mode.
     with no_torch_modes():
         return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)
@@ -360,17 +405,19 @@ def from_score_mod(
     """An inner kernel from FlexAttention's score modification and mask.
 
     Args:
-        score_mod: ``score_mod(score, batch, head, query, key)`` -> score, positions global.
-        mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
-            A mask from ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
-            ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) knows which blocks it keeps.
-            Any other mask is evaluated for every pair of a task. Neither function may change while
-            the kernel lives (docs/kit.md): to change a value that they read, make another kernel,
-            which compiles nothing again.
+        score_mod: ``score_mod(score, batch, head, query, key)`` -> score, positions
+            global.
+        mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept,
+            positions global. A mask from ``quorum_attention.kernels.kit.masks``
+            (``sliding_window``, ``document``, ``prefix_lm``, ``causal``, combined with
+            ``&`` and ``|``) knows which blocks it keeps. Any other mask is evaluated
+            for every pair of a task. Neither function may change while the kernel lives
+            (docs/kit.md): to change a value that they read, make another kernel, which
+            compiles nothing again.
         name: for messages and reports.
-        compiled: whether to use FlexAttention with torch.compile, one call for a task; default
-            True if there is CUDA. Otherwise torch's operators compute it tile by tile, on any
-            device and in float64 too.
+        compiled: whether to use FlexAttention with torch.compile, one call for a task;
+            default True if there is CUDA. Otherwise torch's operators compute it tile
+            by tile, on any device and in float64 too.
 
     A call's own ``is_causal`` applies in addition.
 
@@ -397,4 +444,6 @@ def from_score_mod(
 
 def _check_callable(modification: object, name: str) -> None:
     if modification is not None and not callable(modification):
-        raise TypeError(f"{name} must be callable or None, got {type(modification).__name__}")
+        raise TypeError(
+            f"{name} must be callable or None, got {type(modification).__name__}"
+        )

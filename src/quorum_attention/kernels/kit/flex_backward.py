@@ -1,9 +1,11 @@
-"""FlexAttention's backward of a part, given the results of the whole rows, without its forward.
+"""FlexAttention's backward of a part, given the results of the whole rows, without its
+forward.
 
-torch has no function for that backward alone. So the forward runs on lists that name no block,
-which costs next to nothing. As the backward reads what torch saved, it gets the real counts of the
-lists and the rows' out and lse. What torch saves is its own affair: the first gradients of each
-kind of call are held against those of a forward that runs again.
+torch has no function for that backward alone. So the forward runs on lists that name no
+block, which costs next to nothing. As the backward reads what torch saved, it gets the
+real counts of the lists and the rows' out and lse. What torch saves is its own affair:
+the first gradients of each kind of call are held against those of a forward that runs
+again.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from quorum_attention.kernels.kit.function import recordable
 from quorum_attention.kernels.operator_call import Saved, Three
 
 _LOG2_E = math.log2(math.e)
-# The share of a gradient's norm by which the two ways may differ: far above rounding, far below
-# what a wrong exchange gives.
+# The share of a gradient's norm by which the two ways may differ: far above rounding,
+# far below what a wrong exchange gives.
 _TOLERANCE = 0.03
 
 
@@ -30,7 +32,8 @@ _TOLERANCE = 0.03
 def gradients_of_rows(
     attend: Callable[..., Any], inputs: Three, block_mask: Any, saved: Saved
 ) -> Three | None:
-    """Gradients of query, key and value; None if torch saved something else than expected.
+    """Gradients of query, key and value; None if torch saved something else than
+    expected.
 
     Args:
         attend: ``attend(query, key, value, block_mask) -> (out, lse)``, compiled.
@@ -39,8 +42,8 @@ def gradients_of_rows(
         saved: the results of the whole rows.
     """
     exchange = _SavedTensorSwap(block_mask, saved)
-    # The caller's hooks see none of its tensors. Without its graph: a saved output would hold the
-    # graph that has it, for good.
+    # The caller's hooks see none of its tensors. Without its graph: a saved output
+    # would hold the graph that has it, for good.
     hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, exchange)
     with torch.enable_grad(), hooks:
         leaves = [recordable(tensor).detach().requires_grad_() for tensor in inputs]
@@ -78,7 +81,8 @@ class _SavedTensorSwap:
 
     @property
     def is_complete(self) -> bool:
-        """Whether both counts, out and lse have been exchanged; out and lse once each."""
+        """Whether both counts, out and lse have been exchanged; out and lse once
+        each."""
         return list(self._n_exchanged.values()) == [1, 1, 1, 1]
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +115,8 @@ class _SavedTensorSwap:
         return copied.copy_(out)
 
     def _lse_in_base_2(self) -> torch.Tensor:
-        """The rows' lse as torch saves it, in a new tensor, which compiled code may overwrite.
+        """The rows' lse as torch saves it, in a new tensor, which compiled code may
+        overwrite.
 
         Rows without a key get 0 in place of -inf, which would give NaN.
         """
@@ -130,7 +135,8 @@ def takes_rows(
     saved: Saved,
     expected: Three,
 ) -> bool | None:
-    """Whether ``gradients_of_rows`` gives the ``expected`` gradients; None if one of these is 0.
+    """Whether ``gradients_of_rows`` gives the ``expected`` gradients; None if one of
+    these is 0.
 
     A gradient of 0 says nothing. The arguments are those of ``gradients_of_rows``.
     """
@@ -149,8 +155,8 @@ def takes_rows(
     )
     if not is_right:
         warnings.warn(
-            "this torch's FlexAttention takes no results of another forward: its backward runs the "
-            "forward again, which is as exact and slower",
+            "this torch's FlexAttention takes no results of another forward: its "
+            "backward runs the forward again, which is as exact and slower",
             RuntimeWarning,
             stacklevel=2,
         )

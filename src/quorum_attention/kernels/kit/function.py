@@ -1,9 +1,9 @@
 """Any function that returns an output and its log-sum-exp, as an inner kernel.
 
-Results over disjoint sets of keys can be merged if each comes with its lse (paper, section 3). So a
-function that returns (out, lse) for a rectangle can be called for one rectangle after another. Its
-gradient needs no second function: with the whole row's O and lse, a rectangle has the weight
-``w = exp(lse_i - lse)`` in the row, and
+Results over disjoint sets of keys can be merged if each comes with its lse (paper,
+section 3). So a function that returns (out, lse) for a rectangle can be called for one
+rectangle after another. Its gradient needs no second function: with the whole row's O
+and lse, a rectangle has the weight ``w = exp(lse_i - lse)`` in the row, and
 
     O = sum_i w_i O_i   =>   dL/dO_i = w_i dO,   dL/dlse_i = w_i (dO . (O_i - O)),
 
@@ -41,24 +41,26 @@ class FunctionKernel(CallsKernel):
     """An inner kernel from a function; pass it as ``kernel=``, or register it.
 
     Args:
-        function: ``function(query, key, value, *, is_causal, scale, ...) -> (out, lse)`` for a
-            plain rectangle, or with ``is_causal`` a square whose keys after the query are masked.
-            query (b, h, lq, d), key (b, h, lk, d), value (b, h, lk, dv) are strided views. out
-            (b, h, lq, dv) is normalised; lse (b, h, lq) is the natural log of the sum of
-            exponentials, -inf (with any out) in rows without keys. If it has parameters with these
-            names, it also gets ``query_positions`` (lq,), ``key_positions`` (lk,), ``head_indices``
-            (h,) of the query heads and ``batch_indices`` (b,): int64, counted in the whole call. It
-            must not change while the kernel lives, and runs without autocast.
+        function: ``function(query, key, value, *, is_causal, scale, ...) -> (out,
+            lse)`` for a plain rectangle, or with ``is_causal`` a square whose keys
+            after the query are masked. query (b, h, lq, d), key (b, h, lk, d), value
+            (b, h, lk, dv) are strided views. out (b, h, lq, dv) is normalised; lse (b,
+            h, lq) is the natural log of the sum of exponentials, -inf (with any out) in
+            rows without keys. If it has parameters with these names, it also gets
+            ``query_positions`` (lq,), ``key_positions`` (lk,), ``head_indices`` (h,) of
+            the query heads and ``batch_indices`` (b,): int64, counted in the whole
+            call. It must not change while the kernel lives, and runs without autocast.
         name: for messages and reports; default the function's.
-        backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale, ...)``
-            -> gradients of query, key and value, given the whole row's out and lse (as in
-            FlashAttention). Default: autograd through ``function``, whose out and lse must then be
-            differentiable.
+        backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale,
+            ...)`` -> gradients of query, key and value, given the whole row's out and
+            lse (as in FlashAttention). Default: autograd through ``function``, whose
+            out and lse must then be differentiable.
         grouped: whether the function takes fewer key heads than query heads.
-        workspace: ``workspace(call, extent)`` -> upper bound of the bytes that a call allocates.
-            Default: four score matrices in fp32, enough for a function that materialises scores.
-        positive_scale: True if the function needs a scale above 0, as torch's operator for CPUs
-            does in causal calls; calls with other scales are then refused.
+        workspace: ``workspace(call, extent)`` -> upper bound of the bytes that a call
+            allocates. Default: four score matrices in fp32, enough for a function that
+            materialises scores.
+        positive_scale: True if the function needs a scale above 0, as torch's operator
+            for CPUs does in causal calls; calls with other scales are then refused.
 
     Raises:
         TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
@@ -67,7 +69,8 @@ class FunctionKernel(CallsKernel):
         >>> def mine(query, key, value, *, is_causal, scale):
         ...     scores = scale * (query @ key.mT)
         ...     if is_causal:
-        ...         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        ...         later = torch.ones_like(scores).triu(1).bool()
+        ...         scores = scores.masked_fill(later, -torch.inf)
         ...     lse = torch.logsumexp(scores, -1)
         ...     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
         >>> q = torch.randn(1, 2, 300, 16, requires_grad=True)
@@ -90,9 +93,14 @@ class FunctionKernel(CallsKernel):
     ) -> None:
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}")
-        for argument_name, argument in (("backward", backward), ("workspace", workspace)):
+        for argument_name, argument in (
+            ("backward", backward),
+            ("workspace", workspace),
+        ):
             if argument is not None and not callable(argument):
-                raise TypeError(f"{argument_name} must be callable or None, got {shown(argument)}")
+                raise TypeError(
+                    f"{argument_name} must be callable or None, got {shown(argument)}"
+                )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str or None, got {shown(name)}")
         class_name = type(function).__name__
@@ -132,16 +140,22 @@ class FunctionKernel(CallsKernel):
         return results
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
         if shape.bias is not None:
-            return "it takes no attention mask: let the function itself apply it, by positions"
+            return (
+                "it takes no attention mask: let the function itself apply it, by "
+                "positions"
+            )
         if self.positive_scale and not shape.positive_scale:
             return "its function is for a scale above 0"
         return None
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        return (self.workspace or quadratic_workspace)(shape, extent) + MERGE_WORKSPACE_BYTES
+        return (self.workspace or quadratic_workspace)(
+            shape, extent
+        ) + MERGE_WORKSPACE_BYTES
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
@@ -149,7 +163,9 @@ class FunctionKernel(CallsKernel):
         workspace = self.workspace or quadratic_workspace
         return 2 * workspace(shape, extent) + MERGE_WORKSPACE_BYTES
 
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
+    def task_calls(
+        self, task: TaskTensors, *, backward: bool
+    ) -> Iterator[tuple[TaskCall]]:
         """Yield a call for each rectangle and each of the heads that one call takes."""
         names = self._optional_names
         if backward and self.explicit_backward is not None:
@@ -161,7 +177,11 @@ class FunctionKernel(CallsKernel):
                 yield (self._task_call(task, rectangle, heads, numbers),)
 
     def _task_call(
-        self, task: TaskTensors, rectangle: Rectangle, heads: slice, numbers: dict[str, Any]
+        self,
+        task: TaskTensors,
+        rectangle: Rectangle,
+        heads: slice,
+        numbers: dict[str, Any],
     ) -> TaskCall:
         options = {"is_causal": rectangle.causal, "scale": task.scale, **numbers}
         query_rows = slice(rectangle.query_start, rectangle.query_stop)
@@ -185,7 +205,9 @@ class FunctionKernel(CallsKernel):
     def _gradients(self, inputs: Three, options: dict[str, Any], saved: Saved) -> Three:
         if self.explicit_backward is None:
             recorded = {name: recordable(value) for name, value in options.items()}
-            return gradients_by_autograd(partial(self._called, **recorded), inputs, saved)
+            return gradients_by_autograd(
+                partial(self._called, **recorded), inputs, saved
+            )
         return self.explicit_backward(
             saved.grad_out,
             *inputs,
@@ -195,25 +217,36 @@ class FunctionKernel(CallsKernel):
         )
 
     def _called(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,
     ) -> OutLse:
         """Call the function, and check what it returns."""
         results = self.function(query, key, value, **options)
         if not isinstance(results, tuple) or len(results) != 2:
-            raise TypeError(f"kernel {self.name!r} must return (out, lse), got {type(results)}")
+            raise TypeError(
+                f"kernel {self.name!r} must return (out, lse), got {type(results)}"
+            )
         out, lse = results
         rows = tuple(query.shape[:3])
         self._check_result("out", out, (*rows, value.shape[-1]))
         self._check_result("lse", lse, rows)
         return out, lse
 
-    def _check_result(self, result_name: str, result: object, shape: tuple[int, ...]) -> None:
+    def _check_result(
+        self, result_name: str, result: object, shape: tuple[int, ...]
+    ) -> None:
         must_return = f"kernel {self.name!r} must return"
         if not isinstance(result, torch.Tensor):
-            raise TypeError(f"{must_return} a tensor as {result_name}, got {shown(result)}")
+            raise TypeError(
+                f"{must_return} a tensor as {result_name}, got {shown(result)}"
+            )
         if result.shape != shape:
             raise ValueError(
-                f"{must_return} {result_name} of shape {shape}, got {tuple(result.shape)}"
+                f"{must_return} {result_name} of shape {shape}, got "
+                f"{tuple(result.shape)}"
             )
 
 
@@ -242,8 +275,8 @@ def gradients_by_autograd(
         if not (part_out.requires_grad and part_lse.requires_grad):
             which = "an lse" if part_out.requires_grad else "an out"
             raise TypeError(
-                f"the kernel's function returns {which} without a gradient: both must be "
-                "differentiable, or give backward="
+                f"the kernel's function returns {which} without a gradient: both must "
+                "be differentiable, or give backward="
             )
         grads = torch.autograd.grad(
             (part_out, part_lse),
@@ -259,7 +292,8 @@ def gradients_by_autograd(
 
 
 def recordable(value: Any) -> Any:
-    """A copy of a tensor of inference mode, which autograd refuses; anything else as it is."""
+    """A copy of a tensor of inference mode, which autograd refuses; anything else as it
+    is."""
     is_refused = isinstance(value, torch.Tensor) and value.is_inference()
     return value.clone() if is_refused else value
 
@@ -269,7 +303,8 @@ def upstream_of(
     part_lse: torch.Tensor,
     saved: Saved,
 ) -> OutLse:
-    """Gradients with respect to a part's out and lse (module docstring), in their dtypes.
+    """Gradients with respect to a part's out and lse (module docstring), in their
+    dtypes.
 
     Args:
         part_out, part_lse: (b, h, rows, dv) and (b, h, rows).
@@ -286,24 +321,29 @@ def upstream_of(
             block_out = part_out[block]
             block_lse = part_lse[block]
             has_no_key = block_lse == -torch.inf
-            # A row without keys in this part has no weight; -inf - -inf would make it NaN.
+            # A row without keys in this part has no weight; -inf - -inf would make it
+            # NaN.
             weight = torch.exp(block_lse.to(dtype) - saved.lse[block])
             weight = weight.masked_fill_(has_no_key, 0.0)
             upstream = saved.grad_out[block].to(dtype) * weight.unsqueeze(-1)
             difference = block_out.to(dtype) - saved.out[block].to(dtype)
-            # Where a part is the whole row and its output, rounded, is the row's, the difference is
-            # rounding alone. It would be a gradient of scores that have none.
+            # Where a part is the whole row and its output, rounded, is the row's, the
+            # difference is rounding alone. It would be a gradient of scores that have
+            # none.
             is_row = block_out.to(saved.out.dtype) == saved.out[block]
             is_row &= (block_lse.to(dtype) == saved.lse[block]).unsqueeze(-1)
             is_zero = is_row.logical_or_(has_no_key.unsqueeze(-1))
             difference.masked_fill_(is_zero, 0.0)
             grad_part_out[block] = upstream.to(part_out.dtype)
-            grad_part_lse[block] = (upstream * difference).sum(dim=-1).to(part_lse.dtype)
+            grad_part_lse[block] = (
+                (upstream * difference).sum(dim=-1).to(part_lse.dtype)
+            )
     return grad_part_out, grad_part_lse
 
 
 def quadratic_workspace(shape: CallShape, extent: Extent) -> int:
-    """Bytes of four score matrices in fp32 (fp64 for fp64 inputs), and of copies of the rows."""
+    """Bytes of four score matrices in fp32 (fp64 for fp64 inputs), and of copies of the
+    rows."""
     item = max(4, shape.dtype.itemsize)
     n_pairs = extent.rows * extent.max_keys
     n_rows = extent.lanes * (extent.max_queries + extent.max_keys)
@@ -312,7 +352,9 @@ def quadratic_workspace(shape: CallShape, extent: Extent) -> int:
     return score_bytes + row_bytes
 
 
-def _optional_parameters(function: Callable[..., Any], argument_name: str) -> tuple[str, ...]:
+def _optional_parameters(
+    function: Callable[..., Any], argument_name: str
+) -> tuple[str, ...]:
     """The names in ``_OPTIONAL`` that a function has as parameters.
 
     Raises:
@@ -324,8 +366,9 @@ def _optional_parameters(function: Callable[..., Any], argument_name: str) -> tu
     for required in ("is_causal", "scale"):
         if required not in parameters:
             raise TypeError(
-                f"{argument_name} {shown(function)} must have a parameter {required!r}: it is "
-                f"called as f(query, key, value, *, is_causal, scale), and has {list(parameters)}"
+                f"{argument_name} {shown(function)} must have a parameter "
+                f"{required!r}: it is called as f(query, key, value, *, is_causal, "
+                f"scale), and has {list(parameters)}"
             )
     return tuple(name for name in _OPTIONAL if name in parameters)
 

@@ -1,11 +1,13 @@
-"""Dilated attention (LongNet) as an inner kernel, exact relative to the same call in one piece.
+"""Dilated attention (LongNet) as an inner kernel, exact relative to the same call in
+one piece.
 
-A setting (segment w, dilation r) keeps a pair of head h when both tokens lie in the same segment
-of w tokens and both positions are congruent to h modulo r. Results of several settings are weighted
-by their softmax denominators. So a pair that m settings keep counts m times in numerator and
-denominator, which is what merging the settings one after the other gives. Within a setting, the
-kept tokens of a segment are a strided view, on which an ordinary kernel runs without a mask.
-Positions are global: a task's tokens belong to segments by their positions in the whole sequence.
+A setting (segment w, dilation r) keeps a pair of head h when both tokens lie in the
+same segment of w tokens and both positions are congruent to h modulo r. Results of
+several settings are weighted by their softmax denominators. So a pair that m settings
+keep counts m times in numerator and denominator, which is what merging the settings one
+after the other gives. Within a setting, the kept tokens of a segment are a strided
+view, on which an ordinary kernel runs without a mask. Positions are global: a task's
+tokens belong to segments by their positions in the whole sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from typing import NamedTuple
 import torch
 
 from quorum_attention.argument_checks import shown, switch, whole_number
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
+from quorum_attention.decomposition import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Pairs,
+    Ranges,
+    Rows,
+    Verdict,
+)
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.protocol import Kernel
@@ -40,9 +50,11 @@ class LongNetKernel(CallsKernel):
     """Dilated attention, causal or not, forward and backward.
 
     Args:
-        settings: (segment, dilation) pairs; a segment is a positive multiple of its dilation.
-        full_precision: whether 16-bit tokens are computed in fp32, by torch's operators. Then no
-            partial result is rounded to 16 bits: slower, and more exact.
+        settings: (segment, dilation) pairs; a segment is a positive multiple of its
+            dilation.
+        full_precision: whether 16-bit tokens are computed in fp32, by torch's
+            operators. Then no partial result is rounded to 16 bits: slower, and more
+            exact.
 
     Raises:
         ValueError: no settings, or one that makes no sense.
@@ -69,7 +81,8 @@ class LongNetKernel(CallsKernel):
         """The pairs of a call that lie within a segment of any setting."""
         n_tokens = max(n_queries, n_keys, 1)
         share = sum(
-            min(segment, n_tokens) / (n_tokens * dilation**2) for segment, dilation in self.settings
+            min(segment, n_tokens) / (n_tokens * dilation**2)
+            for segment, dilation in self.settings
         )
         return Pairs(n_queries, n_keys, is_causal, self._verdict, share)
 
@@ -90,12 +103,19 @@ class LongNetKernel(CallsKernel):
         return verdict
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
         if shape.bias is not None:
             return "it takes no attention mask"
         if shape.heads != shape.kv_heads:
-            return "it takes as many key heads as query heads: a head's offset is its own"
-        return None if self._operator(shape) is not None else "no kernel can run its rectangles"
+            return (
+                "it takes as many key heads as query heads: a head's offset is its own"
+            )
+        return (
+            None
+            if self._operator(shape) is not None
+            else "no kernel can run its rectangles"
+        )
 
     def _operator(self, shape: CallShape) -> Kernel | None:
         """The kernel that runs the rectangles of such calls; None if none can."""
@@ -117,14 +137,19 @@ class LongNetKernel(CallsKernel):
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         inner = self._operator(shape) or TiledKernel()
         lse_without_inf = 9 * extent.token_rows
-        return lse_without_inf + inner.backward_workspace_bytes(shape, self._inside(extent))
+        return lse_without_inf + inner.backward_workspace_bytes(
+            shape, self._inside(extent)
+        )
 
     def _inside(self, extent: Extent) -> Extent:
         """The extent of the calls of the inner kernel."""
         return replace(extent, direct=extent.direct or self.full_precision)
 
-    def task_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[tuple[TaskCall]]:
-        """Yield the task as plain or causal calls of a kernel, each alone in its turn."""
+    def task_calls(
+        self, task: TaskTensors, *, backward: bool
+    ) -> Iterator[tuple[TaskCall]]:
+        """Yield the task as plain or causal calls of a kernel, each alone in its
+        turn."""
         inner = self._operator(task.shape(is_causal=task.is_causal))
         assert inner is not None, "refused before"
         stored = torch.float32 if isinstance(inner, TiledKernel) else None
@@ -151,7 +176,8 @@ class LongNetKernel(CallsKernel):
     def _kept_rows(
         self, task: TaskTensors, queries: Rows, keys: Rows
     ) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield the (query rows, key rows, heads) that are kept together, in local positions.
+        """Yield the (query rows, key rows, heads) that are kept together, in local
+        positions.
 
         Heads that are ``dilation`` apart keep the same rows.
         """
@@ -168,13 +194,17 @@ class LongNetKernel(CallsKernel):
 
 
 def _contiguous_parts(task: TaskTensors) -> Iterator[tuple[Rows, Rows, bool]]:
-    """Yield the task's rectangles in parts whose queries and keys are consecutive tokens."""
+    """Yield the task's rectangles in parts whose queries and keys are consecutive
+    tokens."""
     for rectangle in task.rectangles:
         yield from task.task.contiguous(rectangle)
 
 
-def _shared_segments(queries: Rows, keys: Rows, segment: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last token (exclusive) of the segments that both may have tokens of."""
+def _shared_segments(
+    queries: Rows, keys: Rows, segment: int
+) -> Iterator[tuple[int, int]]:
+    """Yield first and last token (exclusive) of the segments that both may have tokens
+    of."""
     first_token = max(queries.start, keys.start)
     stop_token = min(queries.stop, keys.stop)
     first_start = first_token // segment * segment
@@ -208,7 +238,8 @@ def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:
 def _congruent_rows(
     rows: Rows, bounds: tuple[int, int], remainder: int, dilation: int
 ) -> slice | None:
-    """Local positions of the rows within bounds that are ``remainder`` modulo ``dilation``."""
+    """Local positions of the rows within bounds that are ``remainder`` modulo
+    ``dilation``."""
     inside = rows.within(*bounds)
     if inside is None:
         return None

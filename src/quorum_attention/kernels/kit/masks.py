@@ -1,7 +1,9 @@
-"""Masks that know of a whole block whether it is empty or full, so that no pair is evaluated.
+"""Masks that know of a whole block whether it is empty or full, so that no pair is
+evaluated.
 
-Each is a FlexAttention ``mask_mod``: called with the numbers of batch entry and head and the
-positions of query and key, it returns which pairs are kept. Combine them with ``&`` and ``|``.
+Each is a FlexAttention ``mask_mod``: called with the numbers of batch entry and head
+and the positions of query and key, it returns which pairs are kept. Combine them with
+``&`` and ``|``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def sliding_window(left: int, right: int = 0) -> Geometry:
 
 
 def prefix_lm(prefix: int) -> Geometry:
-    """Keep the first ``prefix`` keys for every query, and the others at or before it."""
+    """Keep the first ``prefix`` keys for every query, and the others at or before
+    it."""
     blocks = np.array([[0, _FAR, 0, prefix]], dtype=np.int64)
     within = FunctionRule(lambda b, h, q, k: k < prefix)
     return Geometry(blocks=Blocks(blocks), block_rules=(within,)) | causal()
@@ -45,8 +48,8 @@ def document(ids: torch.Tensor) -> Geometry:
     """Keep pairs within one document.
 
     Args:
-        ids: (n,) integers: the document of every token. They are copied, once to every device on
-            which the mask is used.
+        ids: (n,) integers: the document of every token. They are copied, once to every
+            device on which the mask is used.
 
     Raises:
         ValueError: not one dimension of integers; in a call: a token has no id.

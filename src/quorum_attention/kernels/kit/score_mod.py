@@ -1,7 +1,7 @@
 """A score modification and a mask in FlexAttention's form, computed by the reference.
 
-The functions get the positions of a task's tokens in the whole sequence. The reference computes
-the task tile by tile, on any device and in any floating dtype.
+The functions get the positions of a task's tokens in the whole sequence. The reference
+computes the task tile by tile, on any device and in any floating dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class ScoreModKernel(UserModKernel):
         geometry: the pairs that the mask keeps.
     """
 
-    def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
+    def __init__(
+        self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str
+    ) -> None:
         self.score_mod = score_mod
         self.mask_mod = mask_mod
         self.name = name
@@ -51,11 +53,13 @@ class ScoreModKernel(UserModKernel):
         self._causal_kernel = PartwiseKernel(self._causal_geometry, tiled, transform)
 
     def geometry_under(self, *, is_causal: bool) -> Geometry:
-        """Return the pairs that the mask keeps, and with ``is_causal`` the causal rule too."""
+        """Return the pairs that the mask keeps, and with ``is_causal`` the causal rule
+        too."""
         return self._causal_geometry if is_causal else self.geometry
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
         if shape.bias is not None:
             return "it takes no attention mask: give it as mask_mod or score_mod"
         return None
@@ -93,12 +97,14 @@ def _modify_tile(
     keys: slice,
     derivative: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A ``score_tiles.ScoreFunction``: the modified scores of a tile, and their derivative.
+    """A ``score_tiles.ScoreFunction``: the modified scores of a tile, and their
+    derivative.
 
     Autograd computes the derivative, if it is asked for.
     """
     modify = over_pairs(score_mod, scored=True)
-    # Autograd refuses tensors of inference mode: those of this tile are made without it.
+    # Autograd refuses tensors of inference mode: those of this tile are made without
+    # it.
     with torch.inference_mode(False), torch.set_grad_enabled(derivative):
         indices = block.indices(keys)
         if scores.is_inference():
@@ -116,7 +122,8 @@ def _modify_tile(
 
 
 def _derivative(modified: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Return the derivative of ``modified`` scores by the scores ``leaf``, element by element."""
+    """Return the derivative of ``modified`` scores by the scores ``leaf``, element by
+    element."""
     if not modified.requires_grad:
         return torch.zeros_like(leaf)
     (slope,) = torch.autograd.grad(modified, leaf, torch.ones_like(modified))

@@ -1,1 +1,2 @@
-"""Attention under a ``Mask``: its geometry, and the kernel that runs it on another one."""
+"""Attention under a ``Mask``: its geometry, and the kernel that runs it on another
+one."""

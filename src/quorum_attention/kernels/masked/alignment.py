@@ -11,18 +11,22 @@ Ids = NDArray[np.int64]
 def offsets_from_last(by_query: Ids, by_key: Ids) -> Ids:
     """The place of each query among the keys, less its own number: (n_queries,).
 
-    The last query of a document stands at the last key of the document, the query before at the key
-    before, and so on. Queries that no key is left for stand before the first key, one by one.
+    The last query of a document stands at the last key of the document, the query
+    before at the key before, and so on. Queries that no key is left for stand before
+    the first key, one by one.
 
     Args:
         by_query, by_key: (n_queries,) and (n_keys,), the ids of documents.
     """
-    query_order, key_order = (np.argsort(ids, kind="stable") for ids in (by_query, by_key))
+    query_order, key_order = (
+        np.argsort(ids, kind="stable") for ids in (by_query, by_key)
+    )
     sorted_queries, sorted_keys = by_query[query_order], by_key[key_order]
     # How many queries of the document follow.
     stops = np.searchsorted(sorted_queries, sorted_queries, side="right")
     following = stops - 1 - np.arange(len(by_query))
-    # Among the sorted keys: the first of the document, and the one with as many that follow.
+    # Among the sorted keys: the first of the document, and the one with as many that
+    # follow.
     first = np.searchsorted(sorted_keys, sorted_queries, side="left")
     partner = np.searchsorted(sorted_keys, sorted_queries, side="right") - 1 - following
     has_keys = first < partner + 1 + following

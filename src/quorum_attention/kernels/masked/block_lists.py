@@ -36,16 +36,17 @@ def block_lists(
     lanes: tuple[int, int] = (1, 1),
     pinned: bool = False,
 ) -> list[torch.Tensor]:
-    """A region's block lists, of nodes with no block in common, int32 on the host; none where
-    nothing is kept.
+    """A region's block lists, of nodes with no block in common, int32 on the host; none
+    where nothing is kept.
 
-    They are counts and indices of partial blocks by query, of full blocks by query, then both by
-    key.
+    They are counts and indices of partial blocks by query, of full blocks by query,
+    then both by key.
 
     Args:
         region: see ``classify``.
-        full, partial: the nodes (``listed_blocks``). A full block that reaches beyond the last
-            query or key is listed as partial, because FlexAttention expects that.
+        full, partial: the nodes (``listed_blocks``). A full block that reaches beyond
+            the last query or key is listed as partial, because FlexAttention expects
+            that.
         lanes: number of batch entries and of heads that have lists of their own
             (lane = entry * heads + head).
         pinned: whether they are in page-locked memory.
@@ -69,7 +70,8 @@ def block_lists(
 
 
 def _split_at_edge(nodes: Nodes) -> tuple[Nodes, Nodes]:
-    """Whole blocks of ``nodes``, which begin at blocks, and those that end within one."""
+    """Whole blocks of ``nodes``, which begin at blocks, and those that end within
+    one."""
     at = NodeColumns.of(nodes)
     bottom = at.query_stop // BLOCK * BLOCK
     right = at.key_stop // BLOCK * BLOCK
@@ -118,10 +120,12 @@ def _ceil_blocks(stops: Ints) -> Ints:
     return blocks
 
 
-def _tables(kinds: list[_Lists], n_rows: int, lanes: tuple[int, int]) -> list[NDArray[np.int32]]:
+def _tables(
+    kinds: list[_Lists], n_rows: int, lanes: tuple[int, int]
+) -> list[NDArray[np.int32]]:
     """The counts (*lanes, rows) and the indices (*lanes, rows, width) of each kind."""
-    # All tables have the width of the longest line, because torch's kernel uses the row stride of
-    # the first for both.
+    # All tables have the width of the longest line, because torch's kernel uses the row
+    # stride of the first for both.
     width = _MIN_WIDTH
     for lists in kinds:
         width = max(width, int(lists.counts.max(initial=0)))

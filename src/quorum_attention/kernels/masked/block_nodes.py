@@ -1,4 +1,5 @@
-"""Nodes of the quadtree over the blocks of a task: rectangles of pairs, as rows of an array."""
+"""Nodes of the quadtree over the blocks of a task: rectangles of pairs, as rows of an
+array."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ BLOCK = 128
 
 Ints = NDArray[np.int64]
 Nodes = Ints
-"""Parts of rectangles, (k, 5): lane, query_start, query_stop, key_start, key_stop. What is cut is
-cut at multiples of BLOCK, counted from the first query and the first key of a region."""
+"""Parts of rectangles, (k, 5): lane, query_start, query_stop, key_start, key_stop. What
+is cut is cut at multiples of BLOCK, counted from the first query and the first key of a
+region."""
 
 
 class NodeColumns(NamedTuple):
@@ -100,8 +102,12 @@ def quarters(nodes: Nodes) -> Nodes:
     at = NodeColumns.of(nodes)
     rows, columns = blocks_along(nodes)
     # Beyond the first block: what touches several is cut.
-    middle = np.minimum((at.query_start // BLOCK + (rows + 1) // 2) * BLOCK, at.query_stop)
-    centre = np.minimum((at.key_start // BLOCK + (columns + 1) // 2) * BLOCK, at.key_stop)
+    middle = np.minimum(
+        (at.query_start // BLOCK + (rows + 1) // 2) * BLOCK, at.query_stop
+    )
+    centre = np.minimum(
+        (at.key_start // BLOCK + (columns + 1) // 2) * BLOCK, at.key_stop
+    )
     upper = NodeColumns.of(at.nodes(query_stop=middle))
     lower = NodeColumns.of(at.nodes(query_start=middle))
     parts = [

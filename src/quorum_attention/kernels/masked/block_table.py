@@ -1,9 +1,11 @@
-"""Which blocks of a task, 128 queries by 128 keys, a mask keeps: FULL, PARTIAL or EMPTY.
+"""Which blocks of a task, 128 queries by 128 keys, a mask keeps: FULL, PARTIAL or
+EMPTY.
 
-A quadtree over the blocks is followed down as far as its nodes are partial, so its cost is that of
-the border between full and empty blocks, and there is no grid of all blocks. Blocks that only a
-user's function can tell are UNKNOWN until a ``BlockEvaluator`` has called it for each of their
-pairs, on the device. The native kernel makes its runs of the nodes, FlexAttention gets their lists.
+A quadtree over the blocks is followed down as far as its nodes are partial, so its cost
+is that of the border between full and empty blocks, and there is no grid of all blocks.
+Blocks that only a user's function can tell are UNKNOWN until a ``BlockEvaluator`` has
+called it for each of their pairs, on the device. The native kernel makes its runs of
+the nodes, FlexAttention gets their lists.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.torch_private import no_torch_modes
 
 UNKNOWN = 3
-"""The code of a block beside those of verdicts: a function has to be called for its pairs."""
+"""The code of a block beside those of verdicts: a function has to be called for its
+pairs."""
 MOST_NODES = 1 << 14
 """More nodes of a level than this, and what is left is evaluated on the device."""
 
@@ -43,11 +46,12 @@ def classify(
 ) -> dict[int, Nodes]:
     """The FULL, the PARTIAL and the UNKNOWN nodes; all other blocks are EMPTY.
 
-    Where the functions of the geometry that say nothing of blocks decide, and where they might
-    empty a block that is partial anyway, it is UNKNOWN.
+    Where the functions of the geometry that say nothing of blocks decide, and where
+    they might empty a block that is partial anyway, it is UNKNOWN.
 
     Args:
-        region: queries and keys of the task, whose first ones nodes and rectangles count from.
+        region: queries and keys of the task, whose first ones nodes and rectangles
+            count from.
         rectangles: disjoint; the geometry has their causal rule.
     """
     tokens = np.concatenate([np.arange(first, last) for first, last, _ in task.runs])
@@ -79,7 +83,9 @@ def classify(
 
 def _nodes_of(rectangles: Sequence[Rectangle]) -> Nodes:
     """Rectangles as nodes of the first lane."""
-    rows = [(0, r.query_start, r.query_stop, r.key_start, r.key_stop) for r in rectangles]
+    rows = [
+        (0, r.query_start, r.query_stop, r.key_start, r.key_stop) for r in rectangles
+    ]
     return without_empty(np.array(rows, np.int64).reshape(-1, 5))
 
 
@@ -91,15 +97,17 @@ def _is_single(nodes: Nodes) -> NDArray[np.bool_]:
 
 
 def _verdicts(geometry: Geometry, nodes: Nodes, queries: Ints, keys: Ints) -> Codes:
-    """The verdict on each node. Between its first and its last position there may be tokens of
-    others."""
+    """The verdict on each node. Between its first and its last position there may be
+    tokens of others."""
     at = NodeColumns.of(nodes)
     query_starts = queries[at.query_start].tolist()
     query_stops = (queries[at.query_stop - 1] + 1).tolist()
     key_starts = keys[at.key_start].tolist()
     key_stops = (keys[at.key_stop - 1] + 1).tolist()
     bounds = zip(query_starts, query_stops, key_starts, key_stops, strict=True)
-    return np.array([geometry.verdict(Ranges.from_bounds(*block)) for block in bounds], np.int8)
+    return np.array(
+        [geometry.verdict(Ranges.from_bounds(*block)) for block in bounds], np.int8
+    )
 
 
 @no_torch_modes()
@@ -116,8 +124,9 @@ def listed_blocks(
 
     Args:
         nbytes: for evaluating functions.
-        by_lane: whether entries and heads in which a function differs have blocks of their own
-            (of a geometry that is no more than a function); otherwise these are PARTIAL for all.
+        by_lane: whether entries and heads in which a function differs have blocks of
+            their own (of a geometry that is no more than a function); otherwise these
+            are PARTIAL for all.
     """
     by_code = classify(task.task, region, rectangles, geometry)
     unknown = single_blocks(by_code[UNKNOWN])
@@ -160,7 +169,8 @@ def sides(region: Rectangle) -> tuple[tuple[int, int], tuple[int, int]]:
 def blocks_key(
     geometry: Geometry, task: TaskTensors, rectangles: tuple[Rectangle, ...]
 ) -> tuple[Hashable, ...]:
-    """All that the blocks of rectangles of a task depend on, as far as it can be seen."""
+    """All that the blocks of rectangles of a task depend on, as far as it can be
+    seen."""
     device = task.query.device
     differs_by_entry, differs_by_head = geometry.depends(device)
     entries = task.entries if differs_by_entry else ()

@@ -31,15 +31,18 @@ class Blocks:
     """Blocks of which no two overlap.
 
     Args:
-        bounds: (n, 4): query_start, query_stop, key_start, key_stop, by ascending queries.
-        bands: the pairs of each block lie in its band, too. Blocks of the same queries have the
-            same band. None: all pairs of the blocks.
+        bounds: (n, 4): query_start, query_stop, key_start, key_stop, by ascending
+            queries.
+        bands: the pairs of each block lie in its band, too. Blocks of the same queries
+            have the same band. None: all pairs of the blocks.
 
     Attributes:
         distinct_bands: each of the bands once.
     """
 
-    def __init__(self, bounds: NDArray[np.int64], bands: Sequence[Band] | None = None) -> None:
+    def __init__(
+        self, bounds: NDArray[np.int64], bands: Sequence[Band] | None = None
+    ) -> None:
         self._bounds = bounds
         self._bands = [Band()] * len(bounds) if bands is None else bands
         self.distinct_bands = tuple(dict.fromkeys(self._bands if bands else [Band()]))
@@ -61,7 +64,8 @@ class Blocks:
         return int(n_queries.max(initial=0)), int(n_keys.max(initial=0))
 
     def within(self, block: Ranges, band: Band) -> Iterator[tuple[Ranges, Band]]:
-        """The parts of ``block`` that lie in these blocks, each with its band within ``band``."""
+        """The parts of ``block`` that lie in these blocks, each with its band within
+        ``band``."""
         narrowed = cache(band.__and__)
         sides = _Sides(*self._bounds.T)
         queries, keys = block

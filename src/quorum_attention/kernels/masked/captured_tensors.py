@@ -1,8 +1,9 @@
 """The tensors that users' functions read, and whether they have been written to.
 
-The contract is FlexAttention's: a function stays what it is as long as its kernel lives. But the
-tensors that it closes over may be written to: autograd saves them, so that writing before the
-backward is an error, and a table of blocks is made anew (``versions``).
+The contract is FlexAttention's: a function stays what it is as long as its kernel
+lives. But the tensors that it closes over may be written to: autograd saves them, so
+that writing before the backward is an error, and a table of blocks is made anew
+(``versions``).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _Names = frozenset[str]
 
 
 class TensorVersion:
-    """A tensor as it is now: no longer equal once the tensor has been written to or replaced.
+    """A tensor as it is now: no longer equal once the tensor has been written to or
+    replaced.
 
-    torch counts what is written, but not through ``.data`` or NumPy. The tensor is not kept alive.
+    torch counts what is written, but not through ``.data`` or NumPy. The tensor is not
+    kept alive.
     """
 
     __slots__ = ("reference", "state")
@@ -50,8 +53,8 @@ class TensorVersion:
 
 
 def tensors(functions: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in closures, default arguments, arguments of ``functools.partial`` and named
-    attributes of ``functions``, each once."""
+    """The tensors in closures, default arguments, arguments of ``functools.partial``
+    and named attributes of ``functions``, each once."""
     return [value for value in _reachable(functions) if isinstance(value, torch.Tensor)]
 
 
@@ -67,7 +70,8 @@ def codes(value: Any) -> tuple[Hashable, ...]:
 
 
 class _Contents(NamedTuple):
-    """The values that a value holds, and the names by which their attributes may be read."""
+    """The values that a value holds, and the names by which their attributes may be
+    read."""
 
     values: list[Any]
     names: _Names
@@ -130,7 +134,9 @@ def _call_of(value: Any) -> Any:
 def _named_attributes(value: Any, names: _Names) -> list[Any]:
     """The attributes of an object, or of a module, that have one of ``names``."""
     attributes = vars(value)
-    of_module = [attributes.get(name) or {} for name in ("_buffers", "_parameters", "_modules")]
+    of_module = [
+        attributes.get(name) or {} for name in ("_buffers", "_parameters", "_modules")
+    ]
     places = [attributes, *of_module]
     return [place[name] for place in places for name in sorted(names & place.keys())]
 

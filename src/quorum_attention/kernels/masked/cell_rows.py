@@ -1,5 +1,5 @@
-"""Rows of tensors (b, h, n, width) by the parts of a call: read for a kernel call, and written
-back."""
+"""Rows of tensors (b, h, n, width) by the parts of a call: read for a kernel call, and
+written back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class CellPlaces:
     Attributes:
         entries: of each cell, counted from the call's first one, (cells,).
         tokens: positions, (cells, longest).
-        run: the entries, if the cells are whole entries one after the other; otherwise None.
+        run: the entries, if the cells are whole entries one after the other; otherwise
+            None.
         is_all: whether the cells are whole entries.
         is_copy: which tokens are copies of a cell's last one, (cells, longest).
     """
@@ -127,6 +128,8 @@ class Results:
         if self._tensor is None:
             shape = self._like.shape[:3]
             size = (shape.numel() + 1, self._width)
-            self._flat = torch.full(size, self._fill, dtype=dtype, device=self._like.device)
+            self._flat = torch.full(
+                size, self._fill, dtype=dtype, device=self._like.device
+            )
             self._tensor = self._flat[:-1].view(*shape, self._width)
         return self._tensor

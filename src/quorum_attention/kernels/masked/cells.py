@@ -1,9 +1,10 @@
 """Cells: tokens of a batch entry that may meet, wherever they lie.
 
-A cell is an entry's queries of one document and the keys that they may meet; without documents it
-is all queries and the keys that are there. No token is in two cells. Cells of similar sizes are
-the batch entries of one call: shorter ones are filled up with copies of their own last token, of
-which keys are masked and queries are left out of the results.
+A cell is an entry's queries of one document and the keys that they may meet; without
+documents it is all queries and the keys that are there. No token is in two cells. Cells
+of similar sizes are the batch entries of one call: shorter ones are filled up with
+copies of their own last token, of which keys are masked and queries are left out of the
+results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class CellSide:
     """The tokens of one side of several cells.
 
     Attributes:
-        tokens: positions, (cells, longest); after the last token of a cell it is repeated.
+        tokens: positions, (cells, longest); after the last token of a cell it is
+            repeated.
         counts: how many tokens a cell has, (cells,).
         n_tokens: of this side of an entry.
     """
@@ -71,7 +73,8 @@ class Bucket:
         entries: the batch entry of each cell, ascending.
         queries, keys: their tokens.
         rule: what else masks pairs; None: nothing, or a plain causal rule.
-        causal: whether each cell is a square of which exactly the later keys are masked.
+        causal: whether each cell is a square of which exactly the later keys are
+            masked.
     """
 
     entries: Ids
@@ -82,7 +85,8 @@ class Bucket:
 
     @property
     def bias_shape(self) -> BiasShape | None:
-        """The mask that a call of its cells has beside the caller's own; None if it has none."""
+        """The mask that a call of its cells has beside the caller's own; None if it has
+        none."""
         if self.rule is not None:
             return BiasShape(batch=True, heads=False, rows=True)
         # In a causal square copies of the last key come after all queries.
@@ -127,8 +131,8 @@ class Bucket:
         )
 
     def cell_bytes(self, shape: CallShape, heads: int, kv_heads: int) -> int:
-        """Bytes of a cell's gathered rows and results in a backward, of their indices, and of its
-        mask."""
+        """Bytes of a cell's gathered rows and results in a backward, of their indices,
+        and of its mask."""
         n_queries = self.queries.longest
         n_keys = self.keys.longest
         widths = shape.head_dim + shape.value_dim
@@ -222,7 +226,8 @@ class _TokenGroups:
         self.counts = counts[is_there]
 
     def codes(self, names: Ids) -> Ids:
-        """A number for each group, by its entry and its id, which is among ``names``."""
+        """A number for each group, by its entry and its id, which is among
+        ``names``."""
         codes: Ids = self.entries * len(names) + np.searchsorted(names, self.names)
         return codes
 
@@ -230,6 +235,8 @@ class _TokenGroups:
         """The tokens of some groups."""
         counts = self.counts[groups]
         numbers = np.arange(int(counts.max()))
-        places = np.minimum(numbers, counts[:, None] - 1)  # after the last one: the last one
+        places = np.minimum(
+            numbers, counts[:, None] - 1
+        )  # after the last one: the last one
         tokens = self._order[self._starts[groups][:, None] + places]
         return CellSide(tokens, counts, self._n_tokens)

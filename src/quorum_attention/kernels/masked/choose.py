@@ -40,7 +40,8 @@ def kernel_for_mask(
         tried: whether kernels have to pass their test on the device.
 
     Returns:
-        The call, causal or not, and its kernel: ``wanted`` where nothing else is masked.
+        The call, causal or not, and its kernel: ``wanted`` where nothing else is
+            masked.
 
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
@@ -63,8 +64,8 @@ def kernel_for_mask(
         resolved = resolved.without_bias()
     base = choose_base(resolved)
     packs = _takes_packed_calls(base, resolved, shape, needs_grad=needs_grad)
-    # The kernel holds its base, so that the id stays the base's own. All else that the kernel
-    # depends on is in the mask.
+    # The kernel holds its base, so that the id stays the base's own. All else that the
+    # kernel depends on is in the mask.
     key = (id(base), packs)
     if key not in resolved.kernels:
         resolved.kernels[key] = _kernel_of(resolved, base, packs=packs)
@@ -74,7 +75,8 @@ def kernel_for_mask(
 def _kernel_with_bias(
     mask: ResolvedMask, wanted: str | Kernel, choose_base: partial[Kernel]
 ) -> Kernel | None:
-    """The kernel of a mask that becomes a bias; None where no vendor's kernel takes that.
+    """The kernel of a mask that becomes a bias; None where no vendor's kernel takes
+    that.
 
     Args:
         choose_base: ``_base`` of the call, of a mask.
@@ -82,7 +84,9 @@ def _kernel_with_bias(
     pair_bias, shape = mask.pair_bias, choose_base.keywords["shape"]
     if pair_bias is None or shape.dropout:
         return None
-    biased = replace(shape, bias=pair_bias.shape(shape.bias), is_causal=pair_bias.is_causal)
+    biased = replace(
+        shape, bias=pair_bias.shape(shape.bias), is_causal=pair_bias.is_causal
+    )
     select = partial(select_kernel, **{**choose_base.keywords, "shape": biased})
     try:
         kernel = select()
@@ -96,9 +100,21 @@ def _kernel_with_bias(
     if shape.dtype in base.scaled_backward:
         # Tasks are scaled if whole calls are.
         choose_base = partial(choose_base, wanted=base)
-    # The kernel by blocks is chosen for this call's sizes, and one mask serves calls of many.
-    sizes = (shape.dtype, shape.head_dim, shape.value_dim, shape.kv_heads, shape.needs_grad)
-    key = (id(base), wanted if isinstance(wanted, str) else id(wanted), sizes, shape.bias)
+    # The kernel by blocks is chosen for this call's sizes, and one mask serves calls of
+    # many.
+    sizes = (
+        shape.dtype,
+        shape.head_dim,
+        shape.value_dim,
+        shape.kv_heads,
+        shape.needs_grad,
+    )
+    key = (
+        id(base),
+        wanted if isinstance(wanted, str) else id(wanted),
+        sizes,
+        shape.bias,
+    )
     if key not in mask.kernels:
         by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, choose_base))
         biased_kernel = BiasedKernel(
@@ -116,8 +132,8 @@ def _kernel_with_bias(
 def _takes_packed_calls(
     base: Kernel, mask: ResolvedMask, shape: CallShape, *, needs_grad: bool
 ) -> bool:
-    """Tell whether a mask has packed calls, and ``base`` takes their biases in such a call: one
-    mask serves calls of many dtypes and widths."""
+    """Tell whether a mask has packed calls, and ``base`` takes their biases in such a
+    call: one mask serves calls of many dtypes and widths."""
     if mask.packing is None:
         return False
     for bias in mask.packing.bias_shapes:
@@ -151,14 +167,20 @@ def _kernel_of(mask: ResolvedMask, base: Kernel, *, packs: bool) -> Kernel:
 
 
 def _kernel_by_blocks(
-    resolve_blocks: Callable[[], ResolvedMask], choose_base: Callable[[ResolvedMask], Kernel]
+    resolve_blocks: Callable[[], ResolvedMask],
+    choose_base: Callable[[ResolvedMask], Kernel],
 ) -> Kernel:
     mask = resolve_blocks()
     return MaskedKernel(mask, choose_base(mask))
 
 
 def _base(
-    mask: ResolvedMask, *, wanted: str | Kernel, shape: CallShape, device: torch.device, tried: bool
+    mask: ResolvedMask,
+    *,
+    wanted: str | Kernel,
+    shape: CallShape,
+    device: torch.device,
+    tried: bool,
 ) -> Kernel:
     """Choose the kernel for the parts of a mask, with the mask's soft cap.
 
@@ -173,9 +195,9 @@ def _base(
     kernel = select(wanted)
     if not _runs_parts(kernel):
         raise NotImplementedError(
-            f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of plain "
-            "attention that can be called by rectangles do (native without options of its own, "
-            "cudnn, flash, efficient, cpu and dense)"
+            f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of "
+            "plain attention that can be called by rectangles do (native without "
+            "options of its own, cudnn, flash, efficient, cpu and dense)"
         )
     capped = _with_softcap(kernel, mask.softcap)
     if capped is None:
@@ -186,14 +208,20 @@ def _base(
 
 
 def _preferred_base(
-    mask: ResolvedMask, shape: CallShape, device: torch.device, select: Callable[..., Kernel]
+    mask: ResolvedMask,
+    shape: CallShape,
+    device: torch.device,
+    select: Callable[..., Kernel],
 ) -> Kernel:
-    """Choose the kernel for a call that asked for none: the first that can run the parts."""
+    """Choose the kernel for a call that asked for none: the first that can run the
+    parts."""
     if mask.few_bands:
         # The preferred kernel of a call that keeps so many pairs, if it takes bands.
         pairs = mask.kept_pairs * shape.batch * shape.heads
         with suppress(NotImplementedError):
-            kernel = select("auto", flops=2.0 * (shape.head_dim + shape.value_dim) * pairs)
+            kernel = select(
+                "auto", flops=2.0 * (shape.head_dim + shape.value_dim) * pairs
+            )
             capped = _with_softcap(kernel, mask.softcap)
             if isinstance(capped, RectangleKernel) and capped.bands:
                 return capped
@@ -201,24 +229,29 @@ def _preferred_base(
     for name in ("native", "auto") if device.type == "cuda" else ("auto",):
         with suppress(NotImplementedError):
             kernel = select(name)
-            capped = _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
+            capped = (
+                _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
+            )
             if capped is not None:
                 return capped
     return _tiles(mask.softcap)
 
 
 def _runs_parts(kernel: Kernel) -> bool:
-    """Tell whether a kernel computes plain attention and can be called by rectangles."""
+    """Tell whether a kernel computes plain attention and can be called by
+    rectangles."""
     return kernel.operator and kernel.plain_variant is None
 
 
 @lru_cache(maxsize=16)
 def _with_softcap(kernel: Kernel, softcap: float | None) -> Kernel | None:
-    """Return a kernel under a soft cap: one object for each; None if the kernel has none."""
+    """Return a kernel under a soft cap: one object for each; None if the kernel has
+    none."""
     return kernel if softcap is None else kernel.with_softcap(softcap)
 
 
 @lru_cache(maxsize=16)
 def _tiles(softcap: float | None) -> Kernel:
-    """Return the kernel that runs any call tile by tile: one object for each soft cap."""
+    """Return the kernel that runs any call tile by tile: one object for each soft
+    cap."""
     return TiledKernel(capped(softcap))

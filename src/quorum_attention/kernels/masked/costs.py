@@ -1,4 +1,5 @@
-"""What the ways to run a mask of tokens cost: by blocks, by packed calls, or with a bias.
+"""What the ways to run a mask of tokens cost: by blocks, by packed calls, or with a
+bias.
 
 Costs are in pairs of a query and a key of one head, as far as the device computes them.
 """
@@ -12,16 +13,18 @@ import numpy as np
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.token_rules import Ids
 
-# Pairs of one head that take as long as a kernel call takes the host: of a call of blocks, whose
-# results are merged, and of a packed one.
+# Pairs of one head that take as long as a kernel call takes the host: of a call of
+# blocks, whose results are merged, and of a packed one.
 _BLOCK_CALL, _PACKED_CALL = 1 << 16, 1 << 14
-# The same on a GPU (an H200's): 2**26 pairs take about a third of a millisecond in both passes. For
-# blocks and packed calls the host makes tables of tokens, and copies them to the device.
+# The same on a GPU (an H200's): 2**26 pairs take about a third of a millisecond in both
+# passes. For blocks and packed calls the host makes tables of tokens, and copies them
+# to the device.
 _DEVICE_BLOCK_CALL, _DEVICE_PACKED_CALL = 1 << 27, 1 << 29
 _DEVICE_BIAS_CALL = 1 << 26
 # Pairs of one head that take as long as a row's copies.
 _PAIRS_OF_A_ROW = 16
-# Finding the blocks of a mask that is tested pair by pair takes as long as so many calls.
+# Finding the blocks of a mask that is tested pair by pair takes as long as so many
+# calls.
 _CALLS_OF_A_TEST = 64
 # Runs of a document above which its blocks are short.
 _MANY_RUNS = 8
@@ -43,7 +46,8 @@ def blocks_of(by_query: Ids, by_key: Ids, shape: CallShape) -> BlockCounts:
     """About what blocks of neighbouring tokens take.
 
     Args:
-        by_query, by_key: ids, (1 or batch, n); of keys ``NO_KEY`` in those that no query keeps.
+        by_query, by_key: ids, (1 or batch, n); of keys ``NO_KEY`` in those that no
+            query keeps.
     """
     query_runs, key_runs = _count_runs(by_query), _count_runs(by_key)
     names = _count_names(by_query)

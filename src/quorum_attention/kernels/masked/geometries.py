@@ -14,13 +14,18 @@ from quorum_attention.kernels.masked.block_nodes import consecutive
 from quorum_attention.kernels.masked.blocks import Blocks
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
 from quorum_attention.kernels.masked.mask_fields import relative_band
-from quorum_attention.kernels.masked.mask_numbers import document_ids, kept_key_ids, query_offsets
+from quorum_attention.kernels.masked.mask_numbers import (
+    document_ids,
+    kept_key_ids,
+    query_offsets,
+)
 from quorum_attention.kernels.masked.rules import EqualIds, PlacesInBand, Rule
 from quorum_attention.kernels.masked.token_rules import Ids
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask
 
-# Ids whose runs make more blocks than this many times the runs are compared pair by pair instead.
+# Ids whose runs make more blocks than this many times the runs are compared pair by
+# pair instead.
 _BLOCKS_PER_RUN = 8
 _FEW_BLOCKS = 4096
 
@@ -74,13 +79,20 @@ def _geometries_of_fields(mask: Mask, shape: CallShape, is_causal: bool) -> _ByE
         numbers = [table[entry % len(table)] for table in tables]
         contents = b"".join(row.tobytes() for row in numbers)
         if contents not in by_numbers:
-            by_numbers[contents] = _geometry_of_numbers(mask, shape, is_causal, *numbers)
+            by_numbers[contents] = _geometry_of_numbers(
+                mask, shape, is_causal, *numbers
+            )
         by_entry.append(by_numbers[contents])
     return by_entry if len(by_numbers) > 1 else by_entry[:1]
 
 
 def _geometry_of_numbers(
-    mask: Mask, shape: CallShape, is_causal: bool, by_query: Ids, by_key: Ids, offsets: Ids
+    mask: Mask,
+    shape: CallShape,
+    is_causal: bool,
+    by_query: Ids,
+    by_key: Ids,
+    offsets: Ids,
 ) -> Geometry:
     """The geometry of a batch entry.
 
@@ -120,8 +132,8 @@ _NO_OFFSET = np.zeros(1, np.int64)
 def _equal_ids(
     by_query: Ids, by_key: Ids, band: Band = _ALL_PAIRS, offsets: Ids = _NO_OFFSET
 ) -> Geometry:
-    """Pairs of equal ids for which ``key - query - offset`` lies in a band, as blocks; as rules
-    where there would be too many blocks."""
+    """Pairs of equal ids for which ``key - query - offset`` lies in a band, as blocks;
+    as rules where there would be too many blocks."""
     rules: list[Rule] = [EqualIds(by_query, by_key)]
     query_runs = _runs(by_query)
     if not band.keeps_all:
@@ -141,7 +153,9 @@ def _equal_ids(
     table = np.stack(bounds, axis=1)
     bands: list[Band] | None = None
     if not band.keeps_all:
-        run_bands = [band.moved(offset) for offset in offsets[query_runs.starts].tolist()]
+        run_bands = [
+            band.moved(offset) for offset in offsets[query_runs.starts].tolist()
+        ]
         bands = [run_bands[run] for run in pairs.queries.tolist()]
     elif np.array_equal(table, [[0, len(by_query), 0, len(by_key)]]):
         return Geometry()
@@ -149,8 +163,8 @@ def _equal_ids(
 
 
 class _RunPairs(NamedTuple):
-    """The runs of queries and the runs of keys that have equal ids, by ascending queries; their
-    numbers, (pairs,) each."""
+    """The runs of queries and the runs of keys that have equal ids, by ascending
+    queries; their numbers, (pairs,) each."""
 
     queries: Ids
     keys: Ids

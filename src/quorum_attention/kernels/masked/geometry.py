@@ -1,4 +1,5 @@
-"""Which pairs one batch entry keeps under a ``Mask``: a band, blocks, and rules of single pairs."""
+"""Which pairs one batch entry keeps under a ``Mask``: a band, blocks, and rules of
+single pairs."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ from quorum_attention.kernels.task_tensors import Indices
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The kept pairs of a batch entry; as a ``mask_mod`` one that knows of a block of positions
-    whether it is empty or full.
+    """The kept pairs of a batch entry; as a ``mask_mod`` one that knows of a block of
+    positions whether it is empty or full.
 
     Attributes:
         band: pairs have to lie in it.
@@ -46,7 +47,9 @@ class Geometry:
     blocks: Blocks | None = None
     rules: tuple[Rule, ...] = ()
     block_rules: tuple[Rule, ...] = ()
-    _differ: Cache[tuple[bool, bool]] = field(default_factory=lambda: Cache(16), repr=False)
+    _differ: Cache[tuple[bool, bool]] = field(
+        default_factory=lambda: Cache(16), repr=False
+    )
 
     @property
     def is_band(self) -> bool:
@@ -65,8 +68,8 @@ class Geometry:
 
     @property
     def seen(self) -> Hashable:
-        """A key that changes when a tensor that its functions read changes, as far as can be
-        seen."""
+        """A key that changes when a tensor that its functions read changes, as far as
+        can be seen."""
         return versions(*self.functions)
 
     def depends(self, device: torch.device) -> tuple[bool, bool]:
@@ -133,13 +136,17 @@ class Geometry:
         return verdict
 
     def within(self, block: Ranges) -> Iterator[tuple[Ranges, Band]]:
-        """The parts of ``block`` that lie in the blocks of the geometry, and the band of each."""
+        """The parts of ``block`` that lie in the blocks of the geometry, and the band
+        of each."""
         if self.blocks is None:
             return iter([(block, self.band)])
         return self.blocks.within(block, self.band)
 
-    def largest_part(self, n_queries: int, n_keys: int, *, bands: bool = False) -> tuple[int, int]:
-        """The most queries and keys of a part of a block of so many; ``bands`` as of ``parts``."""
+    def largest_part(
+        self, n_queries: int, n_keys: int, *, bands: bool = False
+    ) -> tuple[int, int]:
+        """The most queries and keys of a part of a block of so many; ``bands`` as of
+        ``parts``."""
         if self.blocks is not None:
             block_queries, block_keys = self.blocks.longest
             n_queries = min(n_queries, block_queries)
@@ -150,9 +157,11 @@ class Geometry:
         widest = max(widths)
         return min(n_queries, widest), min(n_keys, widest)
 
-    def parts(self, block: Ranges, *, bands: bool = False) -> Iterator[tuple[BandPart, Band]]:
-        """Parts that hold each kept pair of a block once, and the band of each; of a geometry
-        without rules.
+    def parts(
+        self, block: Ranges, *, bands: bool = False
+    ) -> Iterator[tuple[BandPart, Band]]:
+        """Parts that hold each kept pair of a block once, and the band of each; of a
+        geometry without rules.
 
         Args:
             bands: parts may be bands.
@@ -168,16 +177,20 @@ class Geometry:
                 yield part, band
 
     def keeps(self, at: Indices) -> torch.Tensor:
-        """Which pairs of a tile are kept: bool, (b or 1, h or 1, q, k); of several tiles, without
-        functions, (tiles, 1, 1, q, k)."""
+        """Which pairs of a tile are kept: bool, (b or 1, h or 1, q, k); of several
+        tiles, without functions, (tiles, 1, 1, q, k)."""
         mask_mod = self.mask_mod(at.keys.device)
-        if not self.functions:  # our own rules broadcast, which takes less time than torch.vmap
+        if (
+            not self.functions
+        ):  # our own rules broadcast, which takes less time than torch.vmap
             rows = at.queries[..., None, None, :, None]  # (tiles, 1, 1, q, 1)
             columns = at.keys[..., None, None, None, :]  # (tiles, 1, 1, 1, k)
             is_kept = mask_mod(at.entries[:1], at.heads[:1], rows, columns)
             shape = torch.broadcast_shapes(rows.shape, columns.shape)
             return is_kept.expand(shape)
-        is_kept = over_pairs(mask_mod)(at.entries, at.heads, at.queries, at.keys)  # (b, h, q, k)
+        is_kept = over_pairs(mask_mod)(
+            at.entries, at.heads, at.queries, at.keys
+        )  # (b, h, q, k)
         # Where a dimension is expanded, one of its entries is enough.
         for dim in (0, 1):
             if is_kept.shape[dim] > 1 and is_kept.stride(dim) == 0:
@@ -194,7 +207,8 @@ class Geometry:
         return all_of(mask_mods)
 
     def count(self, n_queries: int, n_keys: int) -> int:
-        """How many pairs it keeps; those that the rules leave out are counted as well."""
+        """How many pairs it keeps; those that the rules leave out are counted as
+        well."""
         n_pairs = 0
         for part, band in self.within(Ranges.from_bounds(0, n_queries, 0, n_keys)):
             n_pairs += band.count(*part.queries, *part.keys)

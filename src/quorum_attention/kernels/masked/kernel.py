@@ -1,4 +1,5 @@
-"""A call under a ``Mask`` by blocks: each task in one launch of the native kernel, or part by part.
+"""A call under a ``Mask`` by blocks: each task in one launch of the native kernel, or
+part by part.
 
 Batch entries of different geometry are computed one after the other.
 """
@@ -32,8 +33,8 @@ class MaskedKernel(UserModKernel):
     """Attention under a mask.
 
     Args:
-        mask: for the sizes of the calls it is for; torch.vmap may add entries, which are those of
-            the batch over and over.
+        mask: for the sizes of the calls it is for; torch.vmap may add entries, which
+            are those of the batch over and over.
         base: what computes the parts: an operator, whose scores are capped already.
     """
 
@@ -49,19 +50,23 @@ class MaskedKernel(UserModKernel):
         self._scores = capped(mask.softcap)
         self._share = mask.kept_pairs / max(1, mask.shape.n_queries * mask.shape.n_keys)
         self._verdict = partial(_verdict, self._distinct)
-        self._partwise = {g: PartwiseKernel(g, base, self._scores) for g in self._distinct}
+        self._partwise = {
+            g: PartwiseKernel(g, base, self._scores) for g in self._distinct
+        }
         # One launch of these runs a whole task, or some do where there are rules.
         self._native: dict[Geometry, Kernel] = {}
         if isinstance(base, NativeKernel):
             self._native = {g: base.under(g) for g in self._distinct}
-        # Several calls take no turns on streams, but two of them in flight may be faster.
+        # Several calls take no turns on streams, but two of them in flight may be
+        # faster.
         self.launches = Launches.ONE if self._native else Launches.CALLS_ON_STREAMS
         self.compute_like(base)
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
         """The kernel of batch entries of a geometry.
 
-        Tables of blocks know no dropout, nor do those of windows that blocks have of their own.
+        Tables of blocks know no dropout, nor do those of windows that blocks have of
+        their own.
         """
         takes_no_dropout = bool(geometry.rules) or geometry.has_block_windows
         if not self._native or (drops and takes_no_dropout):
@@ -69,7 +74,8 @@ class MaskedKernel(UserModKernel):
         return self._native[geometry]
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
         return self.base.refusal(replace(shape, is_causal=True))
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
@@ -86,7 +92,9 @@ class MaskedKernel(UserModKernel):
         pairs = block.indices(keys)
         numbers = pairs.entries % self.batch
         parts: list[torch.Tensor] = []
-        for run, geometry in self._runs_of_geometries(block.task.entries[block.entries]):
+        for run, geometry in self._runs_of_geometries(
+            block.task.entries[block.entries]
+        ):
             is_kept = geometry.keeps(replace(pairs, entries=numbers[run]))
             parts.append(is_kept.expand(run.stop - run.start, -1, -1, -1))
         if len(parts) == 1:
@@ -106,14 +114,19 @@ class MaskedKernel(UserModKernel):
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         return self._workspace_bytes(shape, extent, backward=True)
 
-    def _workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+    def _workspace_bytes(
+        self, shape: CallShape, extent: Extent, *, backward: bool
+    ) -> int:
         largest = 0
         for geometry in self._distinct:
             kernel = self._kernel(geometry, drops=shape.dropout)
-            largest = max(largest, workspace_bytes(kernel, shape, extent, backward=backward))
+            largest = max(
+                largest, workspace_bytes(kernel, shape, extent, backward=backward)
+            )
         has_rules = any(geometry.rules for geometry in self._distinct)
         if extent.direct and self._native and not self._is_uniform and not has_rules:
-            # Results are computed in fp32 first, and the native kernel's bound has one of each.
+            # Results are computed in fp32 first, and the native kernel's bound has one
+            # of each.
             return 2 * largest
         return largest
 
@@ -128,7 +141,8 @@ class MaskedKernel(UserModKernel):
             kernel.backward(part, _gradients_of(grads, run))
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[slice, Kernel, TaskTensors]]:
-        """The task for each run of entries, with numbers of entries that functions know."""
+        """The task for each run of entries, with numbers of entries that functions
+        know."""
         entries = tuple(entry % self.batch for entry in task.entries)
         task = replace(task, entries=entries)
         for run, geometry in self._runs_of_geometries(entries):
@@ -150,8 +164,8 @@ class MaskedKernel(UserModKernel):
         return kernel.whole_backward(self._under_band(call, kernel), saved)
 
     def _kernel_of_whole_call(self, call: Call) -> Kernel | None:
-        """The kernel that runs a call as one of its own: the native kernel, or an operator that
-        takes bands. None: the call is run as a task."""
+        """The kernel that runs a call as one of its own: the native kernel, or an
+        operator that takes bands. None: the call is run as a task."""
         geometry = self._distinct[0]
         if not self._is_uniform or geometry.rules:
             return None
@@ -166,9 +180,15 @@ class MaskedKernel(UserModKernel):
 
     def _under_band(self, call: Call, kernel: Kernel) -> Call:
         """The call with its band, unless its kernel knows the geometry."""
-        return replace(call, causal=self._distinct[0].band) if kernel is self.base else call
+        return (
+            replace(call, causal=self._distinct[0].band)
+            if kernel is self.base
+            else call
+        )
 
-    def _runs_of_geometries(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
+    def _runs_of_geometries(
+        self, entries: tuple[int, ...]
+    ) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
         n_geometries = len(self.geometries)
         by_entry = [self.geometries[entry % n_geometries] for entry in entries]

@@ -1,4 +1,5 @@
-"""The fields of a mask and of the masks that it holds: their tensors, and what is not a tensor."""
+"""The fields of a mask and of the masks that it holds: their tensors, and what is not a
+tensor."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def fields_key(mask: Mask) -> Hashable:
 
 
 def is_of_tokens(mask: Mask, allowed: frozenset[str] = POSITIONS | SCORES) -> bool:
-    """Whether a mask has ids, lengths or padding, and no other fields than those ``allowed``.
+    """Whether a mask has ids, lengths or padding, and no other fields than those
+    ``allowed``.
 
     The fields that are understood are listed, so that a new one is not ignored.
     """

@@ -1,4 +1,5 @@
-"""The numbers in a mask's tensors, checked, on the host: ids, lengths, padding and offsets."""
+"""The numbers in a mask's tensors, checked, on the host: ids, lengths, padding and
+offsets."""
 
 from __future__ import annotations
 
@@ -33,17 +34,22 @@ def document_ids(mask: Mask, shape: CallShape) -> tuple[Ids, Ids]:
         return np.zeros((1, n_queries), np.int64), np.zeros((1, n_keys), np.int64)
     if not isinstance(documents, tuple) and n_queries != n_keys:
         raise ValueError(
-            f"Mask.documents must be two tensors, of {counted(n_queries, 'query', 'queries')} and "
-            f"of {counted(n_keys, 'key')}, where these differ, got one"
+            "Mask.documents must be two tensors, of "
+            f"{counted(n_queries, 'query', 'queries')} and of "
+            f"{counted(n_keys, 'key')}, where these differ, got one"
         )
-    of_query, of_key = documents if isinstance(documents, tuple) else (documents, documents)
+    of_query, of_key = (
+        documents if isinstance(documents, tuple) else (documents, documents)
+    )
     by_query = _token_rows(of_query, "Mask.documents", batch, n_queries, "queries")
     by_key = by_query
     if of_key is not of_query or n_queries != n_keys:
         by_key = _token_rows(of_key, "Mask.documents", batch, n_keys, "keys")
     for ids in (by_query, by_key):
         if ids.size and int(ids.min()) <= _NO_QUERY:
-            raise ValueError(f"Mask.documents must be above {_NO_QUERY}, got {int(ids.min())}")
+            raise ValueError(
+                f"Mask.documents must be above {_NO_QUERY}, got {int(ids.min())}"
+            )
     return by_query, by_key
 
 
@@ -62,7 +68,9 @@ def kept_keys(mask: Mask, shape: CallShape) -> NDArray[np.bool_]:
     Raises:
         ValueError: they do not fit the call.
     """
-    is_kept: NDArray[np.bool_] = np.arange(shape.n_keys) < key_lengths(mask, shape)[:, None]
+    is_kept: NDArray[np.bool_] = (
+        np.arange(shape.n_keys) < key_lengths(mask, shape)[:, None]
+    )
     if mask.key_padding is None:
         return is_kept
     name = "Mask.key_padding"
@@ -81,17 +89,20 @@ def key_lengths(mask: Mask, shape: CallShape) -> Ids:
         return np.full(1, shape.n_keys, np.int64)
     lengths: Ids = mask.key_lengths.detach().cpu().numpy().astype(np.int64)
     if lengths.shape != (shape.batch,):
-        raise ValueError(f"Mask.key_lengths must have shape {(shape.batch,)}, got {lengths.shape}")
+        raise ValueError(
+            f"Mask.key_lengths must have shape {(shape.batch,)}, got {lengths.shape}"
+        )
     if shape.batch and (lengths.min() < 0 or lengths.max() > shape.n_keys):
         raise ValueError(
-            f"Mask.key_lengths must be from 0 to the {counted(shape.n_keys, 'key')}, got "
-            f"{int(lengths.min())} to {int(lengths.max())}"
+            f"Mask.key_lengths must be from 0 to the {counted(shape.n_keys, 'key')}, "
+            f"got {int(lengths.min())} to {int(lengths.max())}"
         )
     return lengths
 
 
 def query_offsets(mask: Mask, shape: CallShape) -> Ids:
-    """The place of queries among the keys, less their own numbers, (1 or batch, 1 or n_queries).
+    """The place of queries among the keys, less their own numbers, (1 or batch, 1 or
+    n_queries).
 
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
@@ -116,7 +127,8 @@ def query_offsets(mask: Mask, shape: CallShape) -> Ids:
 
 
 def with_offsets(mask: Mask, shape: CallShape) -> Mask:
-    """The mask with numbers in place of each "lower_right", also in the masks that it holds.
+    """The mask with numbers in place of each "lower_right", also in the masks that it
+    holds.
 
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
@@ -148,15 +160,17 @@ def _offset_rows(tensor: torch.Tensor, shape: CallShape) -> Ids:
     n_rows, n_columns = offsets.shape
     if n_rows not in (1, batch) or n_columns not in (1, n_queries):
         raise ValueError(
-            f"Mask.offset must have shape ({n_queries},), ({batch}, {n_queries}) or ({batch}, 1) "
-            f"for {counted(batch, 'batch entry', 'batch entries')} of "
+            f"Mask.offset must have shape ({n_queries},), ({batch}, {n_queries}) or "
+            f"({batch}, 1) for {counted(batch, 'batch entry', 'batch entries')} of "
             f"{counted(n_queries, 'query', 'queries')}, got {tuple(tensor.shape)}"
         )
     if not offsets.size:
         return offsets
     smallest, largest = int(offsets.min()), int(offsets.max())
     if max(-smallest, largest) > FAR:
-        raise ValueError(f"Mask.offset must be from {-FAR} to {FAR}, got {smallest} to {largest}")
+        raise ValueError(
+            f"Mask.offset must be from {-FAR} to {FAR}, got {smallest} to {largest}"
+        )
     return offsets
 
 
@@ -165,13 +179,15 @@ def spans_tokens(tensor: torch.Tensor, batch: int, n_tokens: int) -> bool:
     return tensor.shape in ((n_tokens,), (1, n_tokens), (batch, n_tokens))
 
 
-def _token_rows(tensor: torch.Tensor, name: str, batch: int, n_tokens: int, tokens: str) -> Ids:
+def _token_rows(
+    tensor: torch.Tensor, name: str, batch: int, n_tokens: int, tokens: str
+) -> Ids:
     """A tensor with a number for each token, (1 or batch, n_tokens)."""
     if not spans_tokens(tensor, batch, n_tokens):
         raise ValueError(
-            f"{name} must have shape ({n_tokens},) or ({batch}, {n_tokens}) for {batch} batch "
-            f"entries (all batch dimensions as one) of {n_tokens} {tokens}, got "
-            f"{tuple(tensor.shape)}"
+            f"{name} must have shape ({n_tokens},) or ({batch}, {n_tokens}) for "
+            f"{batch} batch entries (all batch dimensions as one) of {n_tokens} "
+            f"{tokens}, got {tuple(tensor.shape)}"
         )
     numbers: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
     return numbers

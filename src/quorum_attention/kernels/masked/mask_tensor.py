@@ -1,7 +1,9 @@
-"""The mask of a short call as a tensor, made on the device from ids, lengths and padding there.
+"""The mask of a short call as a tensor, made on the device from ids, lengths and
+padding there.
 
-A call with such a tensor is one like any other with ``attn_mask``: the host reads no ids, resolves
-no mask and makes no kernel for it. That would take longer than many calls take a GPU.
+A call with such a tensor is one like any other with ``attn_mask``: the host reads no
+ids, resolves no mask and makes no kernel for it. That would take longer than many calls
+take a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ import torch
 from quorum_attention.arithmetic import round_up
 from quorum_attention.kernels.masked import ways
 from quorum_attention.kernels.masked.costs import cost_of_bias
-from quorum_attention.kernels.masked.mask_fields import POSITIONS, is_of_tokens, relative_band
+from quorum_attention.kernels.masked.mask_fields import (
+    POSITIONS,
+    is_of_tokens,
+    relative_band,
+)
 from quorum_attention.kernels.masked.mask_numbers import spans_tokens
 from quorum_attention.kernels.masked.token_rules import PlaceRule, tables_on
 from quorum_attention.kernels.torch_private import no_torch_modes
@@ -29,7 +35,8 @@ class MaskTensor(NamedTuple):
     """The additive mask that a call is given instead of a ``Mask``.
 
     Attributes:
-        bias: 0 where a pair is kept, else -inf, (batch or 1, 1, n_queries or 1, n_keys).
+        bias: 0 where a pair is kept, else -inf, (batch or 1, 1, n_queries or 1,
+            n_keys).
         is_causal: whether keys after a query's own number are masked as well.
     """
 
@@ -45,12 +52,15 @@ class _Sizes(NamedTuple):
     n_keys: int
 
 
-def short_mask_tensor(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> MaskTensor | None:
-    """The tensor of a mask; None where the mask has other fields or tensors elsewhere, where one
-    does not fit, or where the call is too long.
+def short_mask_tensor(
+    mask: Mask, query: torch.Tensor, key: torch.Tensor
+) -> MaskTensor | None:
+    """The tensor of a mask; None where the mask has other fields or tensors elsewhere,
+    where one does not fit, or where the call is too long.
 
     Args:
-        query, key: (batch, heads, n, head_dim), on one device. No mode of torch is active.
+        query, key: (batch, heads, n, head_dim), on one device. No mode of torch is
+            active.
     """
     device = query.device
     if device.type not in ways.DEVICES_FOR_BIAS or not _is_of_tokens_alone(mask):
@@ -77,7 +87,8 @@ def short_mask_tensor(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> Mas
 def _kept_pairs(
     mask: Mask, places: PlaceRule | None, sizes: _Sizes, device: torch.device
 ) -> torch.Tensor:
-    """Which pairs ids, lengths, padding and ``places`` keep, (batch or 1, queries or 1, keys)."""
+    """Which pairs ids, lengths, padding and ``places`` keep, (batch or 1, queries or 1,
+    keys)."""
     is_kept = tables_on(device, mask, sizes.n_keys).kept_pairs()
     assert is_kept is not None  # a mask of tokens has ids, lengths or padding
     if places is None:
@@ -111,7 +122,9 @@ def _as_bias(is_kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _bias_values(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _bias_values(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """0 and -inf on a device."""
     with no_torch_modes():
         zero = torch.zeros((), dtype=dtype, device=device)
@@ -119,14 +132,16 @@ def _bias_values(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor
 
 
 def _is_of_tokens_alone(mask: Mask) -> bool:
-    """Whether a mask has ids, lengths or padding, and no more than simple positions beside them."""
+    """Whether a mask has ids, lengths or padding, and no more than simple positions
+    beside them."""
     if isinstance(mask.offset, torch.Tensor) or mask.counts_from_last:
         return False
     return is_of_tokens(mask, allowed=POSITIONS)
 
 
 def _fits(mask: Mask, sizes: _Sizes, device: torch.device) -> bool:
-    """Whether the tensors of a mask are on a device, of the right sizes, and in range."""
+    """Whether the tensors of a mask are on a device, of the right sizes, and in
+    range."""
     of_query, of_key = _documents(mask)
     padding = mask.key_padding
     for tensor in (of_query, of_key, mask.key_lengths, padding):
@@ -161,7 +176,8 @@ def _documents(mask: Mask) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def _lengths_fit(mask: Mask, sizes: _Sizes) -> bool:
-    """Whether each batch entry has a length, and as many keys. The host waits for the device."""
+    """Whether each batch entry has a length, and as many keys. The host waits for the
+    device."""
     lengths = mask.key_lengths
     if lengths is None:
         return True

@@ -1,5 +1,5 @@
-"""Runs whole calls by the cells of a ``Packing``: gathered rows are the batch entries of kernel
-calls."""
+"""Runs whole calls by the cells of a ``Packing``: gathered rows are the batch entries
+of kernel calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from quorum_attention.kernels.operator_inputs import four_dims
 
 
 class PackedKernel(WholeCallKernel):
-    """Attention under a mask with a ``Packing``; other arguments as of ``WholeCallKernel``."""
+    """Attention under a mask with a ``Packing``; other arguments as of
+    ``WholeCallKernel``."""
 
     def __init__(self, packing: Packing, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -31,7 +32,9 @@ class PackedKernel(WholeCallKernel):
         for cells in self.packing.chunks(shape, heads, entries):
             yield _PackedCells(cells, call)
 
-    def parts_workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+    def parts_workspace_bytes(
+        self, shape: CallShape, extent: Extent, *, backward: bool
+    ) -> int:
         """See ``WholeCallKernel``."""
         return self.packing.workspace_bytes(self.base, shape, extent, backward=backward)
 
@@ -46,7 +49,8 @@ class _PackedCells(WholeCallPart):
         self.keys: CellPlaces = CellPlaces(cells, cells.keys, call)
 
     def bias(self, call: Call) -> torch.Tensor | None:
-        """See ``WholeCallPart``: it masks copies of keys, and pairs the rule does not keep."""
+        """See ``WholeCallPart``: it masks copies of keys, and pairs the rule does not
+        keep."""
         masked = self._masked_pairs()
         if call.bias is not None:
             bias = _bias_at(four_dims(call.bias), self.queries, self.keys)
@@ -57,20 +61,23 @@ class _PackedCells(WholeCallPart):
         return bias.masked_fill_(masked, -torch.inf)
 
     def _masked_pairs(self) -> torch.Tensor | None:
-        """Which pairs of cells are masked, (cells, 1, queries or 1, keys); None: none."""
+        """Which pairs of cells are masked, (cells, 1, queries or 1, keys); None:
+        none."""
         cells = self._cells
         if cells.bias_shape is None:
             return None
         masked = self.keys.is_copy[:, None]
         if cells.rule is not None:
             entries = torch.from_numpy(cells.entries).to(masked.device)
-            masked = masked | ~cells.rule.keeps(entries, self.queries.tokens, self.keys.tokens)
+            masked = masked | ~cells.rule.keeps(
+                entries, self.queries.tokens, self.keys.tokens
+            )
         return masked.unsqueeze(1)
 
 
 def _bias_at(bias: torch.Tensor, queries: CellPlaces, keys: CellPlaces) -> torch.Tensor:
-    """The part of a mask (b or 1, h or 1, n or 1, m or 1) for the pairs of cells, (cells, h or 1,
-    n or 1, m or 1)."""
+    """The part of a mask (b or 1, h or 1, n or 1, m or 1) for the pairs of cells,
+    (cells, h or 1, n or 1, m or 1)."""
     n_entries, n_heads, n_rows, n_columns = bias.shape
     entries = queries.entries
     rows = queries.tokens

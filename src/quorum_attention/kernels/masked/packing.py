@@ -1,5 +1,5 @@
-"""Packed calls: tokens that may meet are gathered, and many small groups of them go to one kernel
-call.
+"""Packed calls: tokens that may meet are gathered, and many small groups of them go to
+one kernel call.
 
 The groups are ``cells.py``'s. So a key that no query keeps is not read.
 """
@@ -19,7 +19,8 @@ from quorum_attention.kernels.masked.costs import cost_of_packed_calls
 from quorum_attention.kernels.masked.token_rules import Ids, PlaceRule
 from quorum_attention.kernels.protocol import Kernel, workspace_bytes
 
-# Bytes of the tensors of one call: on a CPU a cache's, elsewhere what keeps the device busy.
+# Bytes of the tensors of one call: on a CPU a cache's, elsewhere what keeps the device
+# busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
 # Most pairs of a cell whose pairs are kept by their positions: they make a mask.
 _MOST_PAIRS = 1 << 24
@@ -52,7 +53,8 @@ class Packing:
 
     @cached_property
     def bias_shapes(self) -> frozenset[BiasShape | None]:
-        """The shapes of the biases of kernel calls, each once; None is that of a call without."""
+        """The shapes of the biases of kernel calls, each once; None is that of a call
+        without."""
         return frozenset(bucket.bias_shape for bucket in self.buckets)
 
     @property
@@ -72,7 +74,9 @@ class Packing:
             n_calls += ceil_div(len(bucket.entries), limit)
         return n_calls
 
-    def chunks(self, shape: CallShape, heads: tuple[int, int], entries: slice) -> Iterator[Bucket]:
+    def chunks(
+        self, shape: CallShape, heads: tuple[int, int], entries: slice
+    ) -> Iterator[Bucket]:
         """The cells of some entries, by the calls that compute them.
 
         Args:
@@ -86,7 +90,9 @@ class Packing:
                 stop = min(start + limit, last)
                 yield bucket.part(slice(start, stop))
 
-    def cells_of_a_call(self, bucket: Bucket, shape: CallShape, heads: tuple[int, int]) -> int:
+    def cells_of_a_call(
+        self, bucket: Bucket, shape: CallShape, heads: tuple[int, int]
+    ) -> int:
         """The most cells of a bucket that are computed at a time."""
         most_bytes = _HOST_BYTES if shape.device_type == "cpu" else _DEVICE_BYTES
         n_cells: int = max(1, most_bytes // bucket.cell_bytes(shape, *heads))
@@ -95,7 +101,8 @@ class Packing:
     def workspace_bytes(
         self, kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
-        """Upper bound of the device bytes of a whole call whose parts ``kernel`` computes."""
+        """Upper bound of the device bytes of a whole call whose parts ``kernel``
+        computes."""
         largest = 0
         for bucket in self.buckets:
             n_bytes = self._bucket_bytes(bucket, kernel, shape, extent, backward)
@@ -110,7 +117,12 @@ class Packing:
         return largest + numbers * itemsize
 
     def _bucket_bytes(
-        self, bucket: Bucket, kernel: Kernel, shape: CallShape, extent: Extent, backward: bool
+        self,
+        bucket: Bucket,
+        kernel: Kernel,
+        shape: CallShape,
+        extent: Extent,
+        backward: bool,
     ) -> int:
         """Bytes of the largest call of a bucket."""
         heads = extent.query_heads, extent.key_heads
@@ -120,7 +132,9 @@ class Packing:
         if shape.bias is not None:
             bias = replace(shape.bias, batch=True, rows=True)
         call = replace(shape, bias=bias, is_causal=bucket.causal)
-        computed = workspace_bytes(kernel, call, bucket.extent(extent, n_cells), backward=backward)
+        computed = workspace_bytes(
+            kernel, call, bucket.extent(extent, n_cells), backward=backward
+        )
         gathered = n_cells * bucket.cell_bytes(shape, *heads)
         return gathered + computed
 
@@ -128,11 +142,13 @@ class Packing:
 def packing_of(
     by_query: Ids, by_key: Ids, rule: PlaceRule, shape: CallShape, cost: float
 ) -> Packing | None:
-    """The packing of a mask that keeps pairs of equal ids, as far as a rule of positions keeps
-    them; None where it would not be clearly cheaper than ``cost`` (``costs.py``).
+    """The packing of a mask that keeps pairs of equal ids, as far as a rule of
+    positions keeps them; None where it would not be clearly cheaper than ``cost``
+    (``costs.py``).
 
     Args:
-        by_query, by_key: (1 or batch, n); of keys ``NO_KEY`` in those that no query keeps.
+        by_query, by_key: (1 or batch, n); of keys ``NO_KEY`` in those that no query
+            keeps.
     """
     buckets = buckets_of(
         np.broadcast_to(by_query, (shape.batch, shape.n_queries)),
@@ -142,5 +158,7 @@ def packing_of(
     packing = Packing(buckets, shape.n_queries, shape.n_keys)
     if packing.makes_large_masks:
         return None
-    packed_cost = cost_of_packed_calls(packing.count_calls(shape), packing.computed_pairs, shape)
+    packed_cost = cost_of_packed_calls(
+        packing.count_calls(shape), packing.computed_pairs, shape
+    )
     return packing if packed_cost * _CLEARLY <= cost else None

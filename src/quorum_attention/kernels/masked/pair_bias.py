@@ -1,9 +1,9 @@
-"""Pairs as a bias: a mask becomes a tensor of 0 and -inf on the device, beside which a vendor's
-kernel computes a whole call.
+"""Pairs as a bias: a mask becomes a tensor of 0 and -inf on the device, beside which a
+vendor's kernel computes a whole call.
 
-On a GPU that takes one or a few kernel calls, and the host makes no tables of tokens or blocks. It
-is for calls whose pairs are few enough: each of them is computed, and takes an element of the bias,
-unless all queries keep the same keys.
+On a GPU that takes one or a few kernel calls, and the host makes no tables of tokens or
+blocks. It is for calls whose pairs are few enough: each of them is computed, and takes
+an element of the bias, unless all queries keep the same keys.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class PairBias:
 
     Attributes:
         rules: the pairs that the mask keeps.
-        is_causal: whether the kernel leaves out the keys after a query's own number, in which case
-            the bias does not know of places.
+        is_causal: whether the kernel leaves out the keys after a query's own number, in
+            which case the bias does not know of places.
         has_rows: whether queries of an entry keep different keys.
         has_entries: whether batch entries keep different pairs.
     """
@@ -80,14 +80,17 @@ class PairBias:
         return ceil_div(n_entries, entries_of_a_call)
 
     def of(self, call: Call, run: slice) -> torch.Tensor:
-        """The bias of some entries of a call, with the call's own: (b or 1, h or 1, n or 1, m).
+        """The bias of some entries of a call, with the call's own: (b or 1, h or 1, n
+        or 1, m).
 
         Args:
             run: the entries, counted from the call's first one.
         """
         query = call.query
         entries = slice(call.first_entry + run.start, call.first_entry + run.stop)
-        is_kept = self.rules.kept(entries, _ALL, _ALL, query.device, by_places=not self.is_causal)
+        is_kept = self.rules.kept(
+            entries, _ALL, _ALL, query.device, by_places=not self.is_causal
+        )
         bias = torch.zeros((), dtype=query.dtype, device=query.device)
         if call.bias is not None:
             bias = four_dims(call.bias)
@@ -139,14 +142,16 @@ class _BiasedEntries(WholeCallPart):
 
 
 class BiasedKernel(WholeCallKernel):
-    """Attention under a mask that becomes a bias; other arguments as of ``WholeCallKernel``."""
+    """Attention under a mask that becomes a bias; other arguments as of
+    ``WholeCallKernel``."""
 
     def __init__(self, pair_bias: PairBias, **options: Any) -> None:
         super().__init__(pair_bias.rules, share=1.0, **options)
         self.pair_bias = pair_bias
 
     def remember_prices(self) -> None:
-        """Share what is found out about short calls with kernels of other such masks."""
+        """Share what is found out about short calls with kernels of other such
+        masks."""
         bias = self.pair_bias
         self.priced_as = _priced_kernel(
             self.base,
@@ -164,16 +169,21 @@ class BiasedKernel(WholeCallKernel):
             run = slice(start, min(start + step, n_entries))
             yield _BiasedEntries(self.pair_bias, run)
 
-    def parts_workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+    def parts_workspace_bytes(
+        self, shape: CallShape, extent: Extent, *, backward: bool
+    ) -> int:
         """See ``WholeCallKernel``."""
-        return self.pair_bias.workspace_bytes(self.base, shape, extent, backward=backward)
+        return self.pair_bias.workspace_bytes(
+            self.base, shape, extent, backward=backward
+        )
 
 
 @lru_cache(maxsize=64)
 def _priced_kernel(
     base: Kernel, shape: CallShape, is_causal: bool, has_rows: bool, has_entries: bool
 ) -> BiasedKernel:
-    """A kernel of an empty mask, with the costs of the masks whose bias has this shape."""
+    """A kernel of an empty mask, with the costs of the masks whose bias has this
+    shape."""
     numbers = np.zeros((1, shape.n_queries), np.int64)
     places = PlaceRule(Band(), numbers)
     rules = TokenRules(Mask(), shape.n_keys, places)

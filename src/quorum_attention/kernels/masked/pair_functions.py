@@ -19,21 +19,27 @@ ScoreMod = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 """The score of a pair: of score, batch, head, query and key."""
 
 
-def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[..., torch.Tensor]:
-    """``function`` of batch, head, query, key mapped over (b, h, q, k); ``scored``: of score, too.
+def over_pairs(
+    function: Callable[..., Any], scored: bool = False
+) -> Callable[..., torch.Tensor]:
+    """``function`` of batch, head, query, key mapped over (b, h, q, k); ``scored``: of
+    score, too.
 
-    Where its result does not depend on a dimension, the dimension is expanded (stride 0).
+    Where its result does not depend on a dimension, the dimension is expanded (stride
+    0).
 
     Raises:
-        TypeError: when it is called, for a mask that returns anything but booleans: numbers would
-            be joined with others bit by bit.
+        TypeError: when it is called, for a mask that returns anything but booleans:
+            numbers would be joined with others bit by bit.
     """
     if scored:
         return _mapped(function, scored=True)
     return _mapped(boolean(function), scored=False)
 
 
-def _mapped(function: Callable[..., Any], *, scored: bool) -> Callable[..., torch.Tensor]:
+def _mapped(
+    function: Callable[..., Any], *, scored: bool
+) -> Callable[..., torch.Tensor]:
     mapped = indexing(function)
     # From the innermost dimension outwards.
     for axis in (3, 2, 1, 0):
@@ -46,8 +52,8 @@ def _mapped(function: Callable[..., Any], *, scored: bool) -> Callable[..., torc
 
 
 def indexing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which may read a tensor at a number that torch.vmap maps over, as in
-    ``slopes[h]``; torch 2.10 and before would ask for the number."""
+    """``function``, which may read a tensor at a number that torch.vmap maps over, as
+    in ``slopes[h]``; torch 2.10 and before would ask for the number."""
 
     def call(*at: torch.Tensor) -> Any:
         with _Indexing():
@@ -78,17 +84,21 @@ def boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         result = mask_mod(*at)
         if isinstance(result, torch.Tensor) and result.dtype == torch.bool:
             return result
-        got = result.dtype if isinstance(result, torch.Tensor) else type(result).__name__
+        got = (
+            result.dtype if isinstance(result, torch.Tensor) else type(result).__name__
+        )
         raise TypeError(
-            "a mask function (mask_mod, Mask.keeps) must return a tensor of torch.bool from the "
-            f"tensors it gets, got {got}"
+            "a mask function (mask_mod, Mask.keeps) must return a tensor of "
+            f"torch.bool from the tensors it gets, got {got}"
         )
 
     return checked
 
 
 @no_torch_modes()
-def depends_on_batch_head(function: Callable[..., Any], device: torch.device) -> tuple[bool, bool]:
+def depends_on_batch_head(
+    function: Callable[..., Any], device: torch.device
+) -> tuple[bool, bool]:
     """Whether a mask differs between batch entries, and between heads."""
     mapped = over_pairs(function)
     # Entries and heads have size 2: the stride of a dimension of size 1 tells nothing.

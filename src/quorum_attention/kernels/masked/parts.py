@@ -1,5 +1,5 @@
-"""The pairs that a mask keeps of a task's rectangles, as a short list of parts for kernels that
-know only plain and causal rectangles."""
+"""The pairs that a mask keeps of a task's rectangles, as a short list of parts for
+kernels that know only plain and causal rectangles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LEAF = 256
 WIDEST = 4096
 """The most keys of a ragged part with partial blocks side by side."""
 EVALUATED_BYTES = 8 << 20
-"""Device bytes for evaluating users' functions block by block, unless there are many heads."""
+"""Device bytes for evaluating users' functions block by block, unless there are many
+heads."""
 
 Rectangles = tuple[Rectangle, ...]
 
@@ -38,13 +39,18 @@ class Parts(NamedTuple):
     ragged: Rectangles
 
 
-def parts_by_blocks(task: TaskTensors, rectangles: Rectangles, geometry: Geometry) -> Parts:
-    """The parts of a geometry with rules: full blocks, and partial ones side by side as ragged."""
+def parts_by_blocks(
+    task: TaskTensors, rectangles: Rectangles, geometry: Geometry
+) -> Parts:
+    """The parts of a geometry with rules: full blocks, and partial ones side by side as
+    ragged."""
     clear: list[Rectangle] = []
     ragged: list[Rectangle] = []
     region = whole_region(task)
     for rectangle in rectangles:
-        full, partial, _ = listed_blocks(geometry, task, region, (rectangle,), EVALUATED_BYTES)
+        full, partial, _ = listed_blocks(
+            geometry, task, region, (rectangle,), EVALUATED_BYTES
+        )
         clear += _rectangles_of(full)
         for row in _rectangles_of(joined_along_rows(partial)):
             ragged += cut([row], row.n_queries, WIDEST)
@@ -56,7 +62,10 @@ def _rectangles_of(nodes: Nodes) -> list[Rectangle]:
 
 
 def parts_by_bands(
-    task: TaskTensors, rectangles: Rectangles, geometry: Geometry, kinds: frozenset[Kind]
+    task: TaskTensors,
+    rectangles: Rectangles,
+    geometry: Geometry,
+    kinds: frozenset[Kind],
 ) -> Parts:
     """The parts of a geometry without rules.
 
@@ -97,7 +106,9 @@ def _cut_triangle(triangle: BandPart) -> Iterator[BandPart]:
         yield BandPart(*rows, first_key + start, first_key + stop, "ragged")
         kept_keys = range(stop, side) if triangle.kind == "upper" else range(start)
         if kept_keys:
-            yield BandPart(*rows, first_key + kept_keys.start, first_key + kept_keys.stop)
+            yield BandPart(
+                *rows, first_key + kept_keys.start, first_key + kept_keys.stop
+            )
 
 
 def _local(part: BandPart, queries: Rows, keys: Rows, band: Band) -> Rectangle:

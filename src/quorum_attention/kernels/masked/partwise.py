@@ -1,8 +1,9 @@
-"""A task under a mask part by part, by a kernel that knows only plain and causal rectangles.
+"""A task under a mask part by part, by a kernel that knows only plain and causal
+rectangles.
 
-The parts (``parts.py``) are plain rectangles, squares whose lower or upper triangle is kept, and
-ragged ones, which are given an additive mask, made for them alone. An upper triangle is a causal
-call with the orders of queries and keys turned round.
+The parts (``parts.py``) are plain rectangles, squares whose lower or upper triangle is
+kept, and ragged ones, which are given an additive mask, made for them alone. An upper
+triangle is a causal call with the orders of queries and keys turned round.
 """
 
 from __future__ import annotations
@@ -59,15 +60,21 @@ class PartwiseKernel(Kernel):
 
     name = "parts"
 
-    def __init__(self, geometry: Geometry, base: Kernel, scores: ScoreTransform) -> None:
+    def __init__(
+        self, geometry: Geometry, base: Kernel, scores: ScoreTransform
+    ) -> None:
         self._geometry = geometry
         self._tiles = TiledKernel(scores)
         keeps_blocks = all(band.keeps_all for band in geometry.block_bands)
         self._has_ragged = bool(geometry.rules) or not keeps_blocks
         self._operator = copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
-        shared = CallShape("cpu", torch.float32, heads=2, kv_heads=1, head_dim=1, value_dim=1)
-        self._operator.grouped = base.grouped or base.takes_whole(shared, 1, all_heads=True)
+        shared = CallShape(
+            "cpu", torch.float32, heads=2, kv_heads=1, head_dim=1, value_dim=1
+        )
+        self._operator.grouped = base.grouped or base.takes_whole(
+            shared, 1, all_heads=True
+        )
         self._upper = copy.copy(self._operator)
         self._calls_rectangles = False
         self._has_bands = False
@@ -78,7 +85,8 @@ class PartwiseKernel(Kernel):
         self._parts: Cache[Parts] = Cache(_MOST_TASKS)
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
         return self._operator.refusal(shape)
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
@@ -99,7 +107,9 @@ class PartwiseKernel(Kernel):
             n_bytes += rows * 2 * shape.state_dtype.itemsize
         is_scaled = shape.dtype in self._operator.scaled_backward
         if is_scaled and self._ragged_kernel(shape) is self._tiles:
-            n_bytes += rows * 4 * shape.value_dim  # an upstream gradient that is not scaled
+            n_bytes += (
+                rows * 4 * shape.value_dim
+            )  # an upstream gradient that is not scaled
         if extent.direct:
             key_rows = extent.batch * extent.key_heads * extent.n_tokens
             numbers = rows * shape.head_dim
@@ -108,11 +118,14 @@ class PartwiseKernel(Kernel):
         return n_bytes
 
     def _calls_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
-        """Bytes of the largest call: of a clear part, or of a ragged one with its mask."""
+        """Bytes of the largest call: of a clear part, or of a ragged one with its
+        mask."""
         largest = self._limited(extent, shape)
         n_bytes = self._clear_bytes(shape, largest, backward=backward)
         if self._has_ragged:
-            n_bytes = max(n_bytes, self._ragged_bytes(shape, largest, backward=backward))
+            n_bytes = max(
+                n_bytes, self._ragged_bytes(shape, largest, backward=backward)
+            )
         if self._geometry.functions:
             lanes = extent.batch * extent.query_heads
             n_bytes = max(n_bytes, evaluated_bytes(lanes, EVALUATED_BYTES))
@@ -146,7 +159,9 @@ class PartwiseKernel(Kernel):
         masked = replace(shape, bias=_ragged_mask(shape), is_causal=False)
         lanes = extent.batch * extent.query_heads
         pair_bytes = lanes * (2 + 2 * masked.bias_dtype.itemsize) + test_bytes
-        computed = workspace_bytes(self._kernel_for(masked), masked, part, backward=backward)
+        computed = workspace_bytes(
+            self._kernel_for(masked), masked, part, backward=backward
+        )
         return computed + pair_bytes * queries * keys
 
     def _limited(self, extent: Extent, shape: CallShape) -> Extent:
@@ -155,12 +170,15 @@ class PartwiseKernel(Kernel):
         return replace(extent, max_queries=queries, max_keys=keys, direct=False)
 
     def _limits(self, n_queries: int, n_keys: int, shape: CallShape) -> tuple[int, int]:
-        """The most queries and keys of one call: of the largest part, or of parts joined."""
+        """The most queries and keys of one call: of the largest part, or of parts
+        joined."""
         joined_queries = min(n_queries, _JOINED)
         joined_keys = min(n_keys, _JOINED)
         if not self._geometry.rules:
             takes_bands = self._takes_bands(shape)
-            n_queries, n_keys = self._geometry.largest_part(n_queries, n_keys, bands=takes_bands)
+            n_queries, n_keys = self._geometry.largest_part(
+                n_queries, n_keys, bands=takes_bands
+            )
         return max(n_queries, joined_queries), max(n_keys, joined_keys)
 
     def _takes_bands(self, shape: CallShape) -> bool:
@@ -174,7 +192,9 @@ class PartwiseKernel(Kernel):
     def _ragged_kernel(self, shape: CallShape) -> Kernel:
         """The kernel of ragged parts."""
         masked = replace(shape, bias=_ragged_mask(shape))
-        return self._operator if refusal(self._operator, masked) is None else self._tiles
+        return (
+            self._operator if refusal(self._operator, masked) is None else self._tiles
+        )
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -184,7 +204,9 @@ class PartwiseKernel(Kernel):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         for kernel, part in self._tasks(task):
-            kernel.backward(part, _unscaled(grads) if isinstance(kernel, TiledKernel) else grads)
+            kernel.backward(
+                part, _unscaled(grads) if isinstance(kernel, TiledKernel) else grads
+            )
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors]]:
         """The parts of the task: for the operator, upper triangles, and ragged ones."""
@@ -209,12 +231,17 @@ class PartwiseKernel(Kernel):
             ragged = replace(inside, rectangles=parts.ragged, bias=masks.of)
             yield self._ragged_kernel(shape), ragged
 
-    def _parts_of(self, task: TaskTensors, rectangles: Rectangles, shape: CallShape) -> Parts:
-        """The parts of rectangles that the geometry keeps; it has the call's own causal rule."""
+    def _parts_of(
+        self, task: TaskTensors, rectangles: Rectangles, shape: CallShape
+    ) -> Parts:
+        """The parts of rectangles that the geometry keeps; it has the call's own causal
+        rule."""
         geometry = self._geometry
         if geometry.rules:
             key = blocks_key(geometry, task, rectangles)
-            return self._parts.get(key, lambda: parts_by_blocks(task, rectangles, geometry))
+            return self._parts.get(
+                key, lambda: parts_by_blocks(task, rectangles, geometry)
+            )
         kinds: set[Kind] = {"plain", "ragged"}
         # Kernels that compute a whole task take no triangles off its diagonal.
         if task.dropout is None and self._calls_rectangles:
@@ -232,7 +259,8 @@ class PartwiseKernel(Kernel):
 class _PartMasks:
     """The additive masks of the ragged parts of a task.
 
-    The last one is kept, where it is the same for other parts at such a distance and size.
+    The last one is kept, where it is the same for other parts at such a distance and
+    size.
     """
 
     def __init__(self, geometry: Geometry, task: TaskTensors) -> None:
@@ -253,7 +281,9 @@ class _PartMasks:
         query = self._position(part.query_start)
         key = self._position(part.key_start)
         # A part lies in a block of the geometry: its band is all that is left.
-        block = Ranges.from_bounds(query, query + part.n_queries, key, key + part.n_keys)
+        block = Ranges.from_bounds(
+            query, query + part.n_queries, key, key + part.n_keys
+        )
         ((_, band),) = self._geometry.within(block)
         place = (band.moved(query - key), part.n_queries, part.n_keys)
         if self._mask is None or place != self._place:
@@ -275,7 +305,8 @@ class _PartMasks:
 
 
 def _ragged_mask(shape: CallShape) -> BiasShape:
-    """The mask of a ragged part: it has all dimensions, and is as wide as the call's own."""
+    """The mask of a ragged part: it has all dimensions, and is as wide as the call's
+    own."""
     is_wide = shape.bias is not None and shape.bias.wide
     return replace(_ANY_MASK, wide=is_wide)
 

@@ -24,7 +24,11 @@ from quorum_attention.kernels.masked.mask_fields import (
     relative_band,
     tensors_of,
 )
-from quorum_attention.kernels.masked.mask_numbers import document_ids, kept_key_ids, query_offsets
+from quorum_attention.kernels.masked.mask_numbers import (
+    document_ids,
+    kept_key_ids,
+    query_offsets,
+)
 from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.pair_bias import PairBias
 from quorum_attention.kernels.masked.pair_functions import MaskMod
@@ -54,11 +58,11 @@ class ResolvedMask:
         pair_bias: of a mask that becomes a bias for whole calls; None: of others.
         packing: of a mask whose kept pairs are gathered for few calls; None: of others.
         without_bias: of a mask with a bias, the mask without it.
-        by_blocks: of a mask with a bias or a packing, the mask without both, for calls that are cut
-            into tasks.
+        by_blocks: of a mask with a bias or a packing, the mask without both, for calls
+            that are cut into tasks.
         functions: the user's, in the geometries.
-        is_causal: whether no query keeps a later key (counted from the first query and the first
-            key), so that tasks need not have them.
+        is_causal: whether no query keeps a later key (counted from the first query and
+            the first key), so that tasks need not have them.
         keeps_all: whether nothing else is masked.
     """
 
@@ -81,7 +85,8 @@ class ResolvedMask:
             self._find_geometries(mask)
 
     def _find_whole_calls(self, mask: Mask, *, biases: bool) -> None:
-        """Find the way to run whole calls: with a bias, packed, or (neither) by blocks."""
+        """Find the way to run whole calls: with a bias, packed, or (neither) by
+        blocks."""
         shape = self.shape
         # The caller's tensors may have changed when they are read again.
         copied = map_tensors(replace(mask, bias=None, sinks=None), _copy)
@@ -97,7 +102,9 @@ class ResolvedMask:
         elif isinstance(way, Packing):
             self.packing = way
         if self.is_whole:
-            self.without_bias = cache(partial(ResolvedMask, copied, shape, biases=False))
+            self.without_bias = cache(
+                partial(ResolvedMask, copied, shape, biases=False)
+            )
             self.by_blocks = cache(partial(ResolvedMask, copied, shape, packs=False))
 
     def _find_geometries(self, mask: Mask) -> None:
@@ -127,7 +134,8 @@ class ResolvedMask:
 
     @property
     def kept_pairs(self) -> float:
-        """Pairs of a head that a batch entry keeps, with those that rules leave out; the mean."""
+        """Pairs of a head that a batch entry keeps, with those that rules leave out;
+        the mean."""
         n_queries, n_keys = self.shape.n_queries, self.shape.n_keys
         if self.packing is not None:
             return self.packing.pairs / self.shape.batch
@@ -168,8 +176,8 @@ _OF_MANY_ENTRIES: Cache[_Resolution] = Cache(4)
 
 
 def resolve(mask: Mask, shape: CallShape) -> ResolvedMask:
-    """``mask`` for a call, without its bias and its sinks; remembered as long as none of its
-    tensors changes, and shared by masks of the same tensors.
+    """``mask`` for a call, without its bias and its sinks; remembered as long as none
+    of its tensors changes, and shared by masks of the same tensors.
 
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
@@ -180,7 +188,9 @@ def resolve(mask: Mask, shape: CallShape) -> ResolvedMask:
     # Before they are read: what another thread writes meanwhile is a change.
     contents = list(map(_contents, tensors))
     resolutions = _resolutions_of(mask, shape)
-    resolution = resolutions.get(key, lambda: _Resolution(contents, ResolvedMask(mask, shape)))
+    resolution = resolutions.get(
+        key, lambda: _Resolution(contents, ResolvedMask(mask, shape))
+    )
     if resolution.contents != contents:  # an id may be used again, too
         resolution = _Resolution(contents, ResolvedMask(mask, shape))
         resolutions.put(key, resolution)
@@ -198,8 +208,9 @@ def _resolutions_of(mask: Mask, shape: CallShape) -> Cache[_Resolution]:
 def _contents(tensor: torch.Tensor) -> Hashable:
     """A key of the numbers in a tensor, as far as they can be told.
 
-    On a GPU that is its version: the host would have to wait for its numbers. torch counts what is
-    written, but not through ``.data``, nor by NumPy or another library in memory that it shares. In
+    On a GPU that is its version: the host would have to wait for its numbers. torch
+    counts what is written, but not through ``.data``, nor by NumPy or another library
+    in memory that it shares. In
     host memory numbers are compared: 0.2 ms for the ids of 262,144 tokens.
     """
     if tensor.is_cpu or tensor.is_inference():  # which has no version

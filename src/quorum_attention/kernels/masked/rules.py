@@ -33,7 +33,8 @@ class Rule(ABC):
 
     @abstractmethod
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """The rule as FlexAttention's ``mask_mod`` over tensors on ``device``; can be traced."""
+        """The rule as FlexAttention's ``mask_mod`` over tensors on ``device``; can be
+        traced."""
 
 
 class FunctionRule(Rule):
@@ -96,7 +97,9 @@ class EqualIds(Rule):
 
 def _some(ids: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
     if stop > len(ids):
-        raise ValueError(f"there are ids of {counted(len(ids), 'token')}, not of token {stop - 1}")
+        raise ValueError(
+            f"there are ids of {counted(len(ids), 'token')}, not of token {stop - 1}"
+        )
     return ids[start:stop]
 
 
@@ -123,7 +126,8 @@ class GroupBits(EqualIds):
 
 
 class PlacesInBand(EqualIds):
-    """The rule that ``key - place`` lies in a band, where queries stand at places of their own.
+    """The rule that ``key - place`` lies in a band, where queries stand at places of
+    their own.
 
     Args:
         places: (n,) int64, of the queries, in numbers of keys.
@@ -135,7 +139,8 @@ class PlacesInBand(EqualIds):
         self._band = band
 
     def verdict(self, block: Ranges) -> Verdict:
-        """FULL or EMPTY where the band is at every place between the first and the last."""
+        """FULL or EMPTY where the band is at every place between the first and the
+        last."""
         places, keys = self._ids_of(block)
         first_place, last_place = int(places.min()), int(places.max())
         ranges = Ranges.from_bounds(

@@ -1,4 +1,5 @@
-"""Which pairs are kept by what is known of their tokens: ids, whether a key is there, and places.
+"""Which pairs are kept by what is known of their tokens: ids, whether a key is there,
+and places.
 
 ``TokenRules`` evaluates the rules for tensors of positions, on the device of the call.
 """
@@ -18,7 +19,8 @@ from quorum_attention.mask import Mask
 Ids = NDArray[np.int64]
 _FAR = (1 << 63) - 1
 Tokens = torch.Tensor | slice
-"""Numbers of batch entries (cells,), or positions (cells, tokens); a slice: those for all cells."""
+"""Numbers of batch entries (cells,), or positions (cells, tokens); a slice: those for
+all cells."""
 _ALL = slice(None)
 
 
@@ -58,12 +60,15 @@ class PlaceRule:
         """Whether a causal call of so many keys masks the same pairs."""
         return self.places.shape[1] == n_keys and self.is_plain_causal
 
-    def keeps(self, entries: Tokens, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def keeps(
+        self, entries: Tokens, queries: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
         """Which pairs are kept, (cells or 1, queries, keys).
 
         Args:
             entries: the batch entries of the cells.
-            queries, keys: positions, (cells or 1, queries) and (cells or 1, keys), on one device.
+            queries, keys: positions, (cells or 1, queries) and (cells or 1, keys), on
+                one device.
         """
         places = self._places(entries, queries)[..., None]  # (cells or 1, queries, 1)
         columns = keys[:, None]  # (cells or 1, 1, keys)
@@ -75,7 +80,9 @@ class PlaceRule:
             is_kept &= columns <= _moved(places, self.band.high)
         if self.chunk is not None:
             chunk_of_keys = torch.div(columns, self.chunk, rounding_mode="floor")
-            is_kept &= chunk_of_keys == torch.div(places, self.chunk, rounding_mode="floor")
+            is_kept &= chunk_of_keys == torch.div(
+                places, self.chunk, rounding_mode="floor"
+            )
         if self.is_causal:
             is_kept &= columns <= queries[..., None]
         return is_kept
@@ -93,8 +100,8 @@ class PlaceRule:
 def _moved(places: torch.Tensor, bound: int) -> torch.Tensor:
     """Places plus a bound of a band, as far as both fit into 64 bits.
 
-    Sums beyond all positions stay beyond them: users say "no limit" with numbers such as
-    ``sys.maxsize``.
+    Sums beyond all positions stay beyond them: users say "no limit" with numbers such
+    as ``sys.maxsize``.
     """
     bound = max(-_FAR, min(bound, _FAR))
     lowest, highest = (-_FAR - bound, _FAR) if bound < 0 else (-_FAR, _FAR - bound)
@@ -177,8 +184,8 @@ class TokenTables:
         return TokenTables(query_ids, key_ids, is_there)
 
     def kept_pairs(self) -> torch.Tensor | None:
-        """Which pairs have equal ids, and a key that is there, (entries, queries or 1, keys); None:
-        all."""
+        """Which pairs have equal ids, and a key that is there, (entries, queries or 1,
+        keys); None: all."""
         is_kept: torch.Tensor | None = None
         if self.query_ids is not None and self.key_ids is not None:
             is_kept = self.query_ids[..., None] == self.key_ids[:, None]
@@ -194,7 +201,9 @@ def tables_on(device: torch.device, mask: Mask, n_keys: int) -> TokenTables:
     key_ids: torch.Tensor | None = None
     if mask.documents is not None:
         documents = mask.documents
-        of_query, of_key = documents if isinstance(documents, tuple) else (documents, documents)
+        of_query, of_key = (
+            documents if isinstance(documents, tuple) else (documents, documents)
+        )
         query_ids = _with_entries(of_query, device)
         key_ids = query_ids if of_key is of_query else _with_entries(of_key, device)
     is_there: torch.Tensor | None = None
@@ -209,15 +218,19 @@ def tables_on(device: torch.device, mask: Mask, n_keys: int) -> TokenTables:
 
 
 def _with_entries(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor (n,) or (batch, n) of numbers or bool on a device, with a dimension of entries."""
+    """A tensor (n,) or (batch, n) of numbers or bool on a device, with a dimension of
+    entries."""
     placed = tensor.to(device)
     if placed.dtype not in (torch.bool, torch.int64):
-        placed = placed.to(torch.int64)  # torch compares no unsigned numbers with others
+        placed = placed.to(
+            torch.int64
+        )  # torch compares no unsigned numbers with others
     return placed.unsqueeze(0) if placed.dim() == 1 else placed
 
 
 def _rows_at(table: torch.Tensor, entries: Tokens, tokens: Tokens) -> torch.Tensor:
-    """The values in a table (1 or batch, n) of the tokens of cells: (cells or 1, tokens)."""
+    """The values in a table (1 or batch, n) of the tokens of cells: (cells or 1,
+    tokens)."""
     if isinstance(entries, slice):
         rows = table if len(table) == 1 else table[entries]
         if isinstance(tokens, slice):

@@ -35,7 +35,8 @@ class UserModKernel(Kernel):
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> list[torch.Tensor]:
-        """The results of the functions for the first pair of ``at`` and for the last."""
+        """The results of the functions for the first pair of ``at`` and for the
+        last."""
         mods: list[Callable[..., Any]] = list(self.mask_mods)
         if self.score_mod is not None:
             score = torch.zeros((), device=at.queries.device)

@@ -1,9 +1,14 @@
-"""Which way runs the whole calls of a mask of tokens: with a bias, packed, or by blocks."""
+"""Which way runs the whole calls of a mask of tokens: with a bias, packed, or by
+blocks."""
 
 from __future__ import annotations
 
 from quorum_attention.kernels.call_shape import CallShape
-from quorum_attention.kernels.masked.costs import blocks_of, cost_of_bias, cost_of_blocks
+from quorum_attention.kernels.masked.costs import (
+    blocks_of,
+    cost_of_bias,
+    cost_of_blocks,
+)
 from quorum_attention.kernels.masked.packing import Packing, packing_of
 from quorum_attention.kernels.masked.pair_bias import PairBias
 from quorum_attention.kernels.masked.token_rules import Ids, TokenRules
@@ -11,7 +16,8 @@ from quorum_attention.kernels.masked.token_rules import Ids, TokenRules
 DEVICES_FOR_BIAS = ("cuda",)
 """Where kernels take a bias as fast as anything else."""
 LITTLE = 1 << 27
-"""A bias that costs so little is made whatever the mask keeps: the host looks at no tokens."""
+"""A bias that costs so little is made whatever the mask keeps: the host looks at no
+tokens."""
 MOST_BYTES = 64 << 20
 """Most bytes of the bias of a batch entry."""
 # Blocks that take no more calls are not packed.
@@ -24,7 +30,8 @@ def fastest_way(
     """The way in which whole calls are run; None: blocks of neighbouring tokens.
 
     Args:
-        by_query, by_key: ids, (1 or batch, n); of keys ``NO_KEY`` in those that no query keeps.
+        by_query, by_key: ids, (1 or batch, n); of keys ``NO_KEY`` in those that no
+            query keeps.
         biases: whether it may be a bias.
     """
     pair_bias = _bias_of(rules, by_query, by_key, shape) if biases else None
@@ -45,7 +52,9 @@ def fastest_way(
     return fastest if packing is None else packing
 
 
-def _bias_of(rules: TokenRules, by_query: Ids, by_key: Ids, shape: CallShape) -> PairBias | None:
+def _bias_of(
+    rules: TokenRules, by_query: Ids, by_key: Ids, shape: CallShape
+) -> PairBias | None:
     """The bias of a mask; None where it would be too large, or slow."""
     if shape.device_type not in DEVICES_FOR_BIAS:
         return None

@@ -1,5 +1,5 @@
-"""A kernel that computes uncut calls under a mask by a few kernel calls, and all others by
-blocks."""
+"""A kernel that computes uncut calls under a mask by a few kernel calls, and all others
+by blocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.decomposition import PARTIAL, Pairs, Ranges, Verdict
-from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent, state_dtype
-from quorum_attention.kernels.masked.cell_rows import CellPlaces, Places, Results, RowReader
+from quorum_attention.kernels.call_shape import (
+    BiasShape,
+    CallShape,
+    Extent,
+    state_dtype,
+)
+from quorum_attention.kernels.masked.cell_rows import (
+    CellPlaces,
+    Places,
+    Results,
+    RowReader,
+)
 from quorum_attention.kernels.masked.token_rules import TokenRules
 from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
@@ -45,9 +55,11 @@ class WholeCallKernel(Kernel):
 
     Args:
         rules: the pairs that the mask keeps.
-        shape: of the calls; torch.vmap may add entries, which are those of the batch over and over.
+        shape: of the calls; torch.vmap may add entries, which are those of the batch
+            over and over.
         base: computes the calls.
-        by_blocks: makes the kernel for all that is no whole call: tasks, and calls with dropout.
+        by_blocks: makes the kernel for all that is no whole call: tasks, and calls with
+            dropout.
         scores: what is done to scores beside the mask.
         share: of pairs, that calls compute.
     """
@@ -77,18 +89,22 @@ class WholeCallKernel(Kernel):
 
     @abstractmethod
     def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
-        """The kernel calls of a call without dropout, of entries from ``call.first_entry`` on.
+        """The kernel calls of a call without dropout, of entries from
+        ``call.first_entry`` on.
 
         Args:
             shape: of the call.
         """
 
     @abstractmethod
-    def parts_workspace_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
+    def parts_workspace_bytes(
+        self, shape: CallShape, extent: Extent, *, backward: bool
+    ) -> int:
         """Upper bound of the device bytes of a whole call."""
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
         return self.base.refusal(replace(shape, is_causal=True))
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
@@ -134,7 +150,9 @@ class WholeCallKernel(Kernel):
             lse.write(part.queries, part_lse.unsqueeze(-1))
             del part_out, part_lse  # before the next part's are made
         dtype = call.query.dtype
-        return out.tensor(call.stored or dtype), lse.tensor(state_dtype(dtype)).squeeze(-1)
+        return out.tensor(call.stored or dtype), lse.tensor(state_dtype(dtype)).squeeze(
+            -1
+        )
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``."""
@@ -160,7 +178,11 @@ class WholeCallKernel(Kernel):
             grad_value.write(part.keys, grads[2])
             del grads  # before the next part's are made
         dtype = call.stored or call.query.dtype
-        return grad_query.tensor(dtype), grad_key.tensor(dtype), grad_value.tensor(dtype)
+        return (
+            grad_query.tensor(dtype),
+            grad_key.tensor(dtype),
+            grad_value.tensor(dtype),
+        )
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -201,7 +223,8 @@ def _call_of(part: WholeCallPart, call: Call, readers: Sequence[RowReader]) -> C
 
 
 def _without_copies(rows: torch.Tensor, places: Places) -> torch.Tensor:
-    """Rows with zeros for copies of a query, which have no part in the gradients of keys."""
+    """Rows with zeros for copies of a query, which have no part in the gradients of
+    keys."""
     if isinstance(places, CellPlaces) and places.is_filled:
         return rows.masked_fill(places.is_copy[:, None, :, None], 0.0)
     return rows

@@ -1,15 +1,17 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""The backward of a whole task: by blocks of queries (dQ), then by blocks of keys (dK, dV).
+"""The backward of a whole task: by blocks of queries (dQ), then by blocks of keys (dK,
+dV).
 
 With the global lse, P = exp(S - lse) and delta = rowsum(dO * O) (paper, section 3):
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
-P is computed twice, so that no two programs add to the same number: the result is bit-for-bit
-repeatable. For fp16, P is computed times 2**p_exponent, and dS times a power of two for each key
-head, its ``ds_scale``, which follows from the largest norms of its rows. So both stay in fp16's
-normal range and cannot overflow (design, section 2).
+P is computed twice, so that no two programs add to the same number: the result is
+bit-for-bit repeatable. For fp16, P is computed times 2**p_exponent, and dS times a
+power of two for each key head, its ``ds_scale``, which follows from the largest norms
+of its rows. So both stay in fp16's normal range and cannot overflow (design, section
+2).
 """
 
 import triton
@@ -73,8 +75,8 @@ def delta_kernel(
 def _ds_scale(norms, key_lane, key_lanes, p_exponent, rescale, K: tl.constexpr):
     """A key head's power of two for dS.
 
-    It keeps 2**p_exponent |dS| <= 2**(p_exponent + 1) g v near 2**14. With dropout dS is larger by
-    ``rescale``.
+    It keeps 2**p_exponent |dS| <= 2**(p_exponent + 1) g v near 2**14. With dropout dS
+    is larger by ``rescale``.
     """
     ds_scale = 1.0
     if K.SCALE_DS:
@@ -95,8 +97,8 @@ def _ds_scale(norms, key_lane, key_lanes, p_exponent, rescale, K: tl.constexpr):
 
 @triton.jit
 def _lse_in_base_2(lse, p_exponent):
-    """An lse to base 2, less ``p_exponent``. In a row without any key, +inf in place of -inf makes
-    its probabilities 0 instead of NaN."""
+    """An lse to base 2, less ``p_exponent``. In a row without any key, +inf in place of
+    -inf makes its probabilities 0 instead of NaN."""
     has_no_key = lse == float("-inf")
     return tl.where(has_no_key, float("inf"), lse * LOG2_E - p_exponent)
 
@@ -201,7 +203,9 @@ def query_kernel(
     live = rows < n_queries
     wide_rows = rows.to(tl.int64)
     q = load_rows(query, query_strides, lane, rows, n_queries, K.HEAD_DIM, K.PADDED)
-    do = load_rows(grad_out, grad_out_strides, lane, rows, n_queries, K.VALUE_DIM, K.PADDED)
+    do = load_rows(
+        grad_out, grad_out_strides, lane, rows, n_queries, K.VALUE_DIM, K.PADDED
+    )
     row_lse = lse_pointers(lse, lse_strides, lane, rows)
     row_lse = tl.load(row_lse, mask=live, other=float("-inf"))
     lse2 = _lse_in_base_2(row_lse, p_exponent)
@@ -243,7 +247,9 @@ def _key_tile(state, staying, moving, tile, K: tl.constexpr, MASKED: tl.constexp
     do = load_block(grad_outs, tile, K.VALUE_DIM, K, MASKED)
     wide_rows = tl.cast(first_row, tl.int64) + tl.arange(0, K.BLOCK_M)
     if MASKED:
-        row_lse = tl.load(lse + wide_rows * lse_stride, mask=inside, other=float("-inf"))
+        row_lse = tl.load(
+            lse + wide_rows * lse_stride, mask=inside, other=float("-inf")
+        )
         row_delta = tl.load(delta + wide_rows, mask=inside, other=0.0)
     else:
         row_lse = tl.load(lse + wide_rows * lse_stride)
@@ -380,4 +386,6 @@ def key_kernel(
     if K.DROPOUT:
         dv = dv * rescale
     store_rows(grad_key, grad_key_strides, key_lane, keys, n_keys, dk, K.HEAD_DIM, K)
-    store_rows(grad_value, grad_value_strides, key_lane, keys, n_keys, dv, K.VALUE_DIM, K)
+    store_rows(
+        grad_value, grad_value_strides, key_lane, keys, n_keys, dv, K.VALUE_DIM, K
+    )

@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages by head dimension and element size.
 
-They are few and fixed, because a search at run time would cost every first call more than it gains.
-docs/native.md says how they were measured.
+They are few and fixed, because a search at run time would cost every first call more
+than it gains. docs/native.md says how they were measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Config:
     Attributes:
         block_m, block_n: queries and keys of a tile.
         warps, stages: warps and pipeline stages of a program.
-        descriptors: whether blocks are read by tensor descriptors, if device and tensors allow it.
+        descriptors: whether blocks are read by tensor descriptors, if device and
+            tensors allow it.
     """
 
     block_m: int
@@ -59,18 +60,20 @@ class Tiling(NamedTuple):
 
 
 def padded(width: int) -> int:
-    """Columns of a tile: the smallest power of two from 16 (a matrix unit's) that holds ``width``.
+    """Columns of a tile: the smallest power of two from 16 (a matrix unit's) that holds
+    ``width``.
 
-    Never 32: the one case that failed on a GPU had a tile of 32 columns (docs/native.md).
+    Never 32: the one case that failed on a GPU had a tile of 32 columns
+    (docs/native.md).
     """
     if width <= 16:
         return 16
     return max(64, 1 << (width - 1).bit_length())
 
 
-# For 16-bit inputs, by the largest padded head dimension; above 256 there is only the forward.
-# The configs for 64 and 128 are the fastest of some forty on an H200, the others have the fewest
-# spills.
+# For 16-bit inputs, by the largest padded head dimension; above 256 there is only the
+# forward. The configs for 64 and 128 are the fastest of some forty on an H200, the
+# others have the fewest spills.
 _NARROW: dict[KernelKind, dict[int, Config]] = {
     "forward": {
         64: Config(128, 64, 4, 3),
@@ -91,7 +94,8 @@ _NARROW: dict[KernelKind, dict[int, Config]] = {
 }
 # Used instead without descriptors: four warps would spill registers.
 _WITHOUT_DESCRIPTORS = {("forward", 128): Config(128, 64, 8, 3)}
-# With dropout, whose random words take registers: four warps would spill hundreds of bytes.
+# With dropout, whose random words take registers: four warps would spill hundreds of
+# bytes.
 _WITH_DROPOUT: dict[tuple[KernelKind, int], Config] = {
     ("forward", 64): Config(128, 64, 8, 3),
     ("forward", 128): Config(128, 64, 8, 2, descriptors=True),
@@ -129,7 +133,8 @@ def choose_config(
         config = _WITHOUT_DESCRIPTORS.get((kind, size), config)
         config = replace(config, descriptors=False)
     while (
-        config.stages > 1 and _shared_bytes(kind, config, size, itemsize, wide_mask) > device_bytes
+        config.stages > 1
+        and _shared_bytes(kind, config, size, itemsize, wide_mask) > device_bytes
     ):
         config = replace(config, stages=config.stages - 1)
     return config
@@ -138,7 +143,8 @@ def choose_config(
 def _shared_bytes(
     kind: KernelKind, config: Config, width: int, itemsize: int, wide_mask: bool
 ) -> int:
-    """Estimate a program's shared memory: the block that stays, and the tiles of all stages.
+    """Estimate a program's shared memory: the block that stays, and the tiles of all
+    stages.
 
     Tiles of an fp32 mask are among them.
     """

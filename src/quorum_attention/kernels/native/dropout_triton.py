@@ -8,27 +8,38 @@ import triton.language as tl
 
 @triton.jit
 def dropout_params(dropout, lane, K: tl.constexpr):
-    """The numbers that a program's tiles need of a dropout; neutral ones without dropout.
+    """The numbers that a program's tiles need of a dropout; neutral ones without
+    dropout.
 
     Args:
-        dropout: what ``launch._dropout_words`` returns: halves of the seed, threshold, first head
-            and first entry, all int32; and 1 / (1 - p) and 1 - p, fp32.
+        dropout: what ``launch._dropout_words`` returns: halves of the seed, threshold,
+            first head and first entry, all int32; and 1 / (1 - p) and 1 - p, fp32.
         lane: batch entry and query head, numbered in the launch.
 
     Returns:
-        (head, entry, key_low, key_high, threshold): words of 32 bits; head and entry, numbered
-        in the whole call, are the third and the fourth word of the counter; and (rescale, share):
-        1 / (1 - p) and 1 - p.
+        (head, entry, key_low, key_high, threshold): words of 32 bits; head and entry,
+        numbered in the whole call, are the third and the fourth word of the counter;
+        and (rescale, share): 1 / (1 - p) and 1 - p.
     """
     params = (0, 0, 0, 0, 0, 1.0, 1.0)
     if K.DROPOUT:
-        seed_low, seed_high, threshold, first_head, first_entry, rescale, share = dropout
+        seed_low, seed_high, threshold, first_head, first_entry, rescale, share = (
+            dropout
+        )
         entry, head = lane
         head = (first_head + head).to(tl.uint32)
         entry = (first_entry + entry).to(tl.uint32)
         key_low = seed_low.to(tl.uint32)
         key_high = seed_high.to(tl.uint32)
-        params = (head, entry, key_low, key_high, threshold.to(tl.uint32), rescale, share)
+        params = (
+            head,
+            entry,
+            key_low,
+            key_high,
+            threshold.to(tl.uint32),
+            rescale,
+            share,
+        )
     return params
 
 
@@ -36,8 +47,8 @@ def dropout_params(dropout, lane, K: tl.constexpr):
 def philox(c0, c1, c2, c3, key_low, key_high):
     """The four words of Philox4x32-7; counters and key are uint32 and broadcast."""
     for _ in tl.static_range(7):
-        # One multiplication gives both halves. What does not differ by row or by key yet is
-        # multiplied once: the first rounds are nearly free.
+        # One multiplication gives both halves. What does not differ by row or by key
+        # yet is multiplied once: the first rounds are nearly free.
         product_0 = c0.to(tl.uint64) * 0xD2511F53
         product_2 = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (product_2 >> 32).to(tl.uint32) ^ c1 ^ key_low
@@ -51,7 +62,8 @@ def philox(c0, c1, c2, c3, key_low, key_high):
 
 @triton.jit
 def _dropped_in_groups(rows, groups, params):
-    """Whether the first, second, third and fourth key of each group is dropped, int8 each."""
+    """Whether the first, second, third and fourth key of each group is dropped, int8
+    each."""
     head, entry, key_low, key_high, threshold, _, _ = params
     w0, w1, w2, w3 = philox(groups, rows, head, entry, key_low, key_high)
     return (
@@ -79,8 +91,8 @@ def dropped_pairs(rows, first_key, params, BY_KEY: tl.constexpr, K: tl.constexpr
 
     Args:
         rows: (BLOCK_M,) int32, global positions of the queries.
-        first_key: int32, global position of the first of BLOCK_N neighbouring keys; with DROPOUT 2
-            a multiple of four, with 1 anything (twice the work).
+        first_key: int32, global position of the first of BLOCK_N neighbouring keys;
+            with DROPOUT 2 a multiple of four, with 1 anything (twice the work).
         params: as ``dropout_params`` returns them.
 
     Returns:

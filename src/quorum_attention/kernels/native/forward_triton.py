@@ -2,14 +2,14 @@
 # mypy: ignore-errors
 """The forward of a whole task, in one launch.
 
-A program takes a block of query rows and walks its runs of key blocks. It holds (acc, m, l) in
-registers: the running output before division, the running maximum in units of ln 2, and the running
-sum (paper, section 3; the recurrence is FlashAttention-2's). It starts from the statistics that the
-rows already have, which merges the task into them.
+A program takes a block of query rows and walks its runs of key blocks. It holds (acc,
+m, l) in registers: the running output before division, the running maximum in units of
+ln 2, and the running sum (paper, section 3; the recurrence is FlashAttention-2's). It
+starts from the statistics that the rows already have, which merges the task into them.
 
-P is rounded to 16 bits where it meets the value, and not in l. That cancels in the largest P of a
-row only if this is a power of two, but it is that times two to the rounding of m: where m is
-thousands, a row of one key is one last place off its value.
+P is rounded to 16 bits where it meets the value, and not in l. That cancels in the
+largest P of a row only if this is a power of two, but it is that times two to the
+rounding of m: where m is thousands, a row of one key is one last place off its value.
 """
 
 import triton
@@ -50,7 +50,8 @@ def _forward_tile(state, q, moving, tile, K: tl.constexpr, MASKED: tl.constexpr)
     row_max = tl.max(s, 1)
     m_new = tl.maximum(m, row_max * log2_scale)
     if MASKED or K.BIAS:
-        # The maximum of a row without keys so far is -inf, and its differences would be NaN.
+        # The maximum of a row without keys so far is -inf, and its differences would be
+        # NaN.
         has_no_key = m_new == float("-inf")
         minus_m = K.P_EXPONENT - tl.where(has_no_key, 0.0, m_new)
     else:
@@ -108,8 +109,8 @@ def forward_kernel(
     """Merge a task's runs into (out, lse), or write them there (ADD False).
 
     Args:
-        query, key, value: (b, h, n, d), (b, hk, m, d), (b, hk, m, dv), or descriptors of key and
-            value; the last dimension contiguous.
+        query, key, value: (b, h, n, d), (b, hk, m, d), (b, hk, m, dv), or descriptors
+            of key and value; the last dimension contiguous.
         out: (b, h, n, dv), any floating dtype; the last dimension contiguous.
         lse: (b, h, n), fp32.
         query_strides, ...: in elements, by batch entry, head and row.
@@ -117,7 +118,8 @@ def forward_kernel(
         bias: additive mask, read with BIAS.
         slopes: (h,), fp32, read with ALIBI.
         mask_bits: the bits of partial blocks (``kept_by_bits``), read with BITS. Then
-            ``window_left`` and ``window_right`` are their strides by batch entry and head.
+            ``window_left`` and ``window_right`` are their strides by batch entry and
+            head.
         group: query heads of a key head.
         seed_low, ..., share: see ``dropout_params``; read with DROPOUT.
         bias_strides: in elements, by batch entry, head, row and column.
@@ -138,7 +140,8 @@ def forward_kernel(
     if K.ADD:
         lse_so_far = tl.load(row_lse, mask=live, other=float("-inf"))
         m = lse_so_far * LOG2_E
-        # P is computed times 2**P_EXPONENT, so that small ones do not underflow in 16 bits.
+        # P is computed times 2**P_EXPONENT, so that small ones do not underflow in 16
+        # bits.
         l = tl.where(lse_so_far == float("-inf"), 0.0, P_FACTOR)
         out_so_far = tl.load(out_pointers, mask=out_live, other=0.0)
         acc = out_so_far.to(tl.float32) * P_FACTOR
@@ -158,7 +161,9 @@ def forward_kernel(
     lanes = (lane, key_lane)
     moving = (key, key_strides, value, value_strides)
     table = (block, starts, entries, n_queries)
-    acc, m, l = walk_keys(state, q, lanes, moving, params, table, dropout, _forward_tile, K)
+    acc, m, l = walk_keys(
+        state, q, lanes, moving, params, table, dropout, _forward_tile, K
+    )
 
     fully_masked = l == 0.0
     total = tl.where(fully_masked, 1.0, l)
@@ -167,7 +172,8 @@ def forward_kernel(
         acc = acc * rescale
     result = (m + tl.log2(total) - K.P_EXPONENT) * LN_2
     result = tl.where(fully_masked, float("-inf"), result)
-    # Warps share rows: all must have read the old state before one of them overwrites it.
+    # Warps share rows: all must have read the old state before one of them overwrites
+    # it.
     tl.debug_barrier()
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=out_live)
     tl.store(row_lse, result, mask=live)

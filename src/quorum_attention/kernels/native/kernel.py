@@ -30,9 +30,20 @@ from quorum_attention.kernels.native.pieces import (
     pieces_of,
 )
 from quorum_attention.kernels.native.rule_blocks import EvaluationBudget, RuledTask
-from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, uncut, whole_task
+from quorum_attention.kernels.operator_call import (
+    Call,
+    OutLse,
+    Saved,
+    Three,
+    uncut,
+    whole_task,
+)
 from quorum_attention.kernels.operator_inputs import operator_refusal
-from quorum_attention.kernels.operator_sizes import SLACK_BYTES, UNSPLIT_BYTES, bias_bytes
+from quorum_attention.kernels.operator_sizes import (
+    SLACK_BYTES,
+    UNSPLIT_BYTES,
+    bias_bytes,
+)
 from quorum_attention.kernels.protocol import Kernel, Launches
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
@@ -44,8 +55,8 @@ from quorum_attention.mask import Mask
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_FORWARD = 576
 _LARGEST_BACKWARD = 256
-# The workspace bound allows for this many runs for each block of this many rows (at depth 1 there
-# are one or two).
+# The workspace bound allows for this many runs for each block of this many rows (at
+# depth 1 there are one or two).
 _RUNS_OF_A_BLOCK = 4
 _SMALLEST_BLOCK = 64
 # Bytes of host memory in which a kernel's tables, and the pieces of rules, are cached.
@@ -54,16 +65,19 @@ _RULED_PIECES_BYTES = 256 << 20
 
 
 class NativeKernel(Kernel):
-    """Triton attention of whole tasks, for many shapes and masks that other kernels refuse.
+    """Triton attention of whole tasks, for many shapes and masks that other kernels
+    refuse.
 
-    It reads and writes fp32 statistics, so partial results are not rounded in between; gradients
-    are deterministic. It takes head dimensions up to 256 (forward alone: 576), not only powers of
-    two; fp16, bf16 and fp32 (IEEE, not TF32); grouped heads; additive and boolean masks.
+    It reads and writes fp32 statistics, so partial results are not rounded in between;
+    gradients are deterministic. It takes head dimensions up to 256 (forward alone:
+    576), not only powers of two; fp16, bf16 and fp32 (IEEE, not TF32); grouped heads;
+    additive and boolean masks.
 
     Args:
         window: sliding window: tokens to each side, or (left, right); -1 is no limit.
         softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
-        alibi_slopes: (query heads,): ``slope * |i - j|`` is subtracted from the score. Copied.
+        alibi_slopes: (query heads,): ``slope * |i - j|`` is subtracted from the score.
+            Copied.
         allow_tf32: for fp32 inputs, faster and less exact products.
 
     Raises:
@@ -109,11 +123,14 @@ class NativeKernel(Kernel):
             self.plain_variant = _plain_kernel(self.allow_tf32)
 
     def _make_caches(self) -> None:
-        self._tables: Cache[tuple[LaunchTables, ...]] = Cache(_TABLE_BYTES, _tables_bytes)
+        self._tables: Cache[tuple[LaunchTables, ...]] = Cache(
+            _TABLE_BYTES, _tables_bytes
+        )
         self._ruled_pieces: Cache[Ints] = Cache(_RULED_PIECES_BYTES, _pieces_bytes)
 
     def under(self, geometry: Geometry) -> NativeKernel:
-        """The kernel for pairs of a geometry; one with rules is for tasks without dropout."""
+        """The kernel for pairs of a geometry; one with rules is for tasks without
+        dropout."""
         kernel = copy.copy(self)
         kernel.geometry = geometry
         kernel._make_caches()
@@ -127,7 +144,8 @@ class NativeKernel(Kernel):
         return capped
 
     def by_bits(self, bits: Sequence[torch.Tensor], is_causal: bool) -> NativeKernel:
-        """The kernel for pairs without a group bit in common, of queries and of keys; copied."""
+        """The kernel for pairs without a group bit in common, of queries and of keys;
+        copied."""
         with no_torch_modes():
             rule = GroupBits(*(side.detach().cpu().numpy().copy() for side in bits))
         band = Band(None, 0 if is_causal else None)
@@ -142,7 +160,8 @@ class NativeKernel(Kernel):
 
     @property
     def _window(self) -> Window | None:
-        """How far before and after a query its keys are, if the kernel has to test both.
+        """How far before and after a query its keys are, if the kernel has to test
+        both.
 
         Beside rules the mask bits say it.
         """
@@ -157,7 +176,8 @@ class NativeKernel(Kernel):
         return -band.low, right
 
     def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
         device = shape.device_type if interpreted() else "cuda"
         if (reason := operator_refusal(shape, device, _DTYPES)) is not None:
             return reason
@@ -166,9 +186,14 @@ class NativeKernel(Kernel):
         limit = _LARGEST_BACKWARD if shape.needs_grad else _LARGEST_FORWARD
         if shape.width > limit:
             kind = "with gradients" if shape.needs_grad else "without gradients"
-            return f"it takes head dimensions from 1 to {limit} {kind}, not {shape.width}"
+            return (
+                f"it takes head dimensions from 1 to {limit} {kind}, not {shape.width}"
+            )
         if self.slopes is not None and self.slopes.numel() != shape.heads:
-            return f"it has {self.slopes.numel()} alibi_slopes for {shape.heads} query heads"
+            return (
+                f"it has {self.slopes.numel()} alibi_slopes for {shape.heads} query "
+                "heads"
+            )
         return None if triton_available() else "it needs Triton, which is not installed"
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
@@ -208,7 +233,8 @@ class NativeKernel(Kernel):
 
     @property
     def _result_copies(self) -> int:
-        """How often results of a whole call exist: with rules there are some in fp32 beside."""
+        """How often results of a whole call exist: with rules there are some in fp32
+        beside."""
         return 2 if self.geometry.rules else 1
 
     def _rule_bytes(self, shape: CallShape, extent: Extent) -> int:
@@ -226,13 +252,15 @@ class NativeKernel(Kernel):
         return budget.device_bytes + geometry.placed_bytes
 
     def _table_bytes(self, extent: Extent) -> int:
-        # A single rectangle cannot be launched in parts: it has one run for every block.
+        # A single rectangle cannot be launched in parts: it has one run for every
+        # block.
         n_blocks = ceil_div(extent.n_tokens, 16) + 2
         n_entries = max(self._max_entries(extent.n_tokens), n_blocks)
         return 4 * (n_blocks + n_entries * len(EntryColumn)) + SLACK_BYTES
 
     def _max_entries(self, n_tokens: int) -> int:
-        """Entries of a table that the bound allows for; larger ones are launched in parts."""
+        """Entries of a table that the bound allows for; larger ones are launched in
+        parts."""
         n_row_blocks = ceil_div(n_tokens, _SMALLEST_BLOCK) + 2
         n_mask_blocks = 0 if self.geometry.blocks is None else len(self.geometry.blocks)
         return n_row_blocks * _RUNS_OF_A_BLOCK + 5 * n_mask_blocks // 2
@@ -272,7 +300,9 @@ class NativeKernel(Kernel):
             for tensor in call.inputs
         )
         grads = (grad_query, grad_key, grad_value)
-        (launch,) = self.task_launches(whole_task(call), "query", "key", is_whole_call=True)
+        (launch,) = self.task_launches(
+            whole_task(call), "query", "key", is_whole_call=True
+        )
         launch.backward(saved, grads, add=False)
         return grads
 
@@ -281,8 +311,8 @@ class NativeKernel(Kernel):
     ) -> Iterator[NativeLaunch]:
         """Yield the launches of a task, or the one of a whole call.
 
-        All rectangles are one launch, and each is one where they have masks. There are more where
-        a table or the bits of rules would exceed the workspace bound.
+        All rectangles are one launch, and each is one where they have masks. There are
+        more where a table or the bits of rules would exceed the workspace bound.
 
         Args:
             kinds: "forward"; or "query" and "key", a backward.
@@ -320,8 +350,12 @@ class NativeKernel(Kernel):
             dropout=task.dropout,
         )
         slopes = self._slopes_on(device)
-        ruled = RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
-        launches = self.launch_tables(task, rectangles, tilings, ruled, is_whole_call=is_whole_call)
+        ruled = (
+            RuledTask(self.geometry, task, rectangles) if self.geometry.rules else None
+        )
+        launches = self.launch_tables(
+            task, rectangles, tilings, ruled, is_whole_call=is_whole_call
+        )
         for tables, blocks in launches:
             # No name here keeps the bits alive: the next launch has others.
             yield NativeLaunch(
@@ -368,7 +402,8 @@ class NativeKernel(Kernel):
         else:
             positions = task.task
             if self._ignores_positions(task):
-                # The tasks of a level have the same rectangles, so most of them share one table.
+                # The tasks of a level have the same rectangles, so most of them share
+                # one table.
                 positions = uncut(max(n_queries, n_keys))
             pieces_key = (positions, rectangles)
             make_pieces = partial(pieces_of, rectangles, positions, self.geometry)
@@ -396,7 +431,9 @@ def tilings_of(kinds: Sequence[KernelKind], task: TaskTensors) -> tuple[Tiling, 
     return tuple(
         Tiling(
             "key" if kind == "key" else "query",
-            choose_config(kind, task.query, task.value, has_dropout, wide_mask=wide_mask),
+            choose_config(
+                kind, task.query, task.value, has_dropout, wide_mask=wide_mask
+            ),
         )
         for kind in kinds
     )
@@ -423,7 +460,9 @@ def _checked_slopes(slopes: torch.Tensor) -> torch.Tensor:
         TypeError, ValueError: they are none.
     """
     if not isinstance(slopes, torch.Tensor):
-        raise TypeError(f"alibi_slopes must be a tensor or None, got {type(slopes).__name__}")
+        raise TypeError(
+            f"alibi_slopes must be a tensor or None, got {type(slopes).__name__}"
+        )
     if slopes.ndim != 1 or not slopes.is_floating_point():
         raise ValueError(
             "alibi_slopes must be floating-point, one for each query head, got "

@@ -17,8 +17,8 @@ from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.scaling import usual_shift
 from quorum_attention.kernels.triton_launch import launch_norms
 
-# In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does not overflow,
-# and P stays normal down to 2**-22.
+# In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does
+# not overflow, and P stays normal down to 2**-22.
 _FORWARD_EXPONENT = 8
 # The most elements from row to row: offsets inside a tile of 128 rows then fit 32 bits.
 _LARGEST_STRIDE = 2**24 - 2**9
@@ -37,7 +37,8 @@ class KernelConstants(NamedTuple):
         SOFTCAP, ALIBI, BIAS, WINDOW, BITS: what there is of these; BITS are mask bits.
         DESCRIBED: rows are read by descriptors.
         PRECISION: of products of fp32 inputs.
-        DROPOUT: 0: none; 2: runs begin at multiples of four keys (``dropped_pairs``); 1: anywhere.
+        DROPOUT: 0: none; 2: runs begin at multiples of four keys (``dropped_pairs``);
+            1: anywhere.
         RAGGED: pipeline stages of ragged parts.
         P_EXPONENT: a forward's P is computed times 2**P_EXPONENT.
         SCALE_DS: a backward's dS is computed times a power of two.
@@ -72,15 +73,17 @@ class NativeLaunch:
         call: the inputs of all, with what a launch reads of a call.
         tables: the runs, by blocks of queries; for a backward also by blocks of keys.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
-        slopes: (h,) fp32 on the device, ALiBi: ``slope * |i - j|`` is subtracted; or None.
-        window: a query at position i sees keys from ``i - window[0]`` to ``i + window[1]``, either
-            may be below 0; None is no window.
+        slopes: (h,) fp32 on the device, ALiBi: ``slope * |i - j|`` is subtracted; or
+            None.
+        window: a query at position i sees keys from ``i - window[0]`` to ``i +
+            window[1]``, either may be below 0; None is no window.
         bias_at: local positions of the additive mask's first row and column.
-        mask_bits: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of
-            partial blocks are kept (``kept_by_bits``), where the table's last column says. Not
-            together with a window, slopes or dropout.
+        mask_bits: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which
+            pairs of partial blocks are kept (``kept_by_bits``), where the table's last
+            column says. Not together with a window, slopes or dropout.
         tf32: whether products of fp32 inputs use TF32 on tensor cores.
-        n_keys: keys of a row in the whole call, which say how small its probabilities are.
+        n_keys: keys of a row in the whole call, which say how small its probabilities
+            are.
     """
 
     call: Call
@@ -118,13 +121,17 @@ class NativeLaunch:
             )
 
     def backward(self, saved: Saved, grads: Three, *, add: bool) -> None:
-        """Add the gradients of the runs to ``grads``, or with ``add`` False write them there.
+        """Add the gradients of the runs to ``grads``, or with ``add`` False write them
+        there.
 
         Args:
             saved: with the global lse, natural log, -inf in rows without keys.
             grads: the gradients of query, key and value, any floating dtype.
         """
-        from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
+        from quorum_attention.kernels.native.backward_triton import (
+            key_kernel,
+            query_kernel,
+        )
 
         query, key, value = map(_as_kernel_readable, self.call.inputs)
         if query.shape[0] * query.shape[1] == 0:
@@ -136,7 +143,8 @@ class NativeLaunch:
         by_query, by_key = self.tables
         scales_ds = query.dtype == torch.float16
         exponent = usual_shift(self.n_keys or key.shape[2]) if scales_ds else 0
-        # The exponent is no compile-time constant: it would compile again for other lengths.
+        # The exponent is no compile-time constant: it would compile again for other
+        # lengths.
         numbers = (key.shape[0] * key.shape[1], float(exponent), 2.0**-exponent)
         constants = {"SCALE_DS": scales_ds, "ADD": add}
         with torch.cuda.device_of(query):
@@ -152,7 +160,9 @@ class NativeLaunch:
                 DESCRIBED=described,
                 **constants,
             )
-            (moving_query, moving_grad_out), described = self._moving(by_key, query, grad_out)
+            (moving_query, moving_grad_out), described = self._moving(
+                by_key, query, grad_out
+            )
             self._launch(
                 key_kernel,
                 by_key,
@@ -191,7 +201,9 @@ class NativeLaunch:
         """
         batch, heads, n_queries, _ = self.call.query.shape
         _, key_heads, n_keys, _ = self.call.key.shape
-        programs_of_a_block = batch * (heads if runs.tiling.axis == "query" else key_heads)
+        programs_of_a_block = batch * (
+            heads if runs.tiling.axis == "query" else key_heads
+        )
         n_programs = runs.n_blocks * programs_of_a_block
         if n_programs == 0:
             return
@@ -218,15 +230,18 @@ class NativeLaunch:
     def _tile_width(self) -> int:
         """Columns of a tile: the same for queries and values.
 
-        With tiles of 64 and 32 columns the compiled forward read outside its memory on an H200
-        (docs/native.md).
+        With tiles of 64 and 32 columns the compiled forward read outside its memory on
+        an H200 (docs/native.md).
         """
         head_dim = self.call.query.shape[-1]
         value_dim = self.call.value.shape[-1]
         return max(padded(head_dim), padded(value_dim))
 
-    def _moving(self, runs: Runs, *tensors: torch.Tensor) -> tuple[tuple[Any, ...], bool]:
-        """The tensors that a kernel walks, as it reads them; and whether by descriptors."""
+    def _moving(
+        self, runs: Runs, *tensors: torch.Tensor
+    ) -> tuple[tuple[Any, ...], bool]:
+        """The tensors that a kernel walks, as it reads them; and whether by
+        descriptors."""
         if not runs.tiling.config.descriptors:
             return tensors, False
         block = [1, 1, runs.tiling.step, self._tile_width]
@@ -275,8 +290,8 @@ class NativeLaunch:
     def _ragged_stages(self, runs: Runs) -> int:
         """``KernelConstants.RAGGED``.
 
-        Ragged parts are pipelined under a window, where they are much of all, and where it has been
-        measured (docs/native.md).
+        Ragged parts are pipelined under a window, where they are much of all, and where
+        it has been measured (docs/native.md).
         """
         if self.window is None or self._tile_width > _WIDEST_RAGGED:
             return 1
@@ -300,9 +315,9 @@ class NativeLaunch:
     def _score_arguments(self) -> tuple[Any, ...]:
         """The arguments of a kernel from ``seed_low`` to ``window_right``.
 
-        They are the dropout; the strides of the mask, 0 where it broadcasts, and its place; the
-        factor of the scores and the soft cap; the bounds of the window, or the strides of the mask
-        bits by batch entry and head.
+        They are the dropout; the strides of the mask, 0 where it broadcasts, and its
+        place; the factor of the scores and the soft cap; the bounds of the window, or
+        the strides of the mask bits by batch entry and head.
         """
         call = self.call
         bias_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -337,7 +352,8 @@ def _dropout_words(dropout: Dropout | None) -> tuple[int | float, ...]:
 
 
 def _as_int32(word: int) -> int:
-    """A word of 32 bits as a signed number; a larger one is of another type, and compiles again."""
+    """A word of 32 bits as a signed number; a larger one is of another type, and
+    compiles again."""
     return word - (word >> 31 << 32)
 
 
@@ -348,8 +364,8 @@ def _delta_and_norms(
 
     Returns:
         delta: (b * h * n,), rowsum(grad_out * out).
-        norms: (2 * b * hk,), the largest squared norm of a row of grad_out and of value for each
-            key head; set only ``with_norms``.
+        norms: (2 * b * hk,), the largest squared norm of a row of grad_out and of value
+            for each key head; set only ``with_norms``.
     """
     from quorum_attention.kernels.native.backward_triton import delta_kernel
 
@@ -358,7 +374,9 @@ def _delta_and_norms(
     n_delta = batch * heads * n_queries
     key_lanes = batch * key_heads
     # One allocation for both.
-    numbers = torch.empty(n_delta + 2 * key_lanes, dtype=torch.float32, device=value.device)
+    numbers = torch.empty(
+        n_delta + 2 * key_lanes, dtype=torch.float32, device=value.device
+    )
     delta = numbers[:n_delta]
     norms = numbers[n_delta:]
     width = padded(value_dim)
@@ -386,7 +404,8 @@ def _delta_and_norms(
 
 
 def _descriptors(block: list[int], *tensors: torch.Tensor) -> tuple[Any, ...] | None:
-    """Descriptors of tensors, by blocks; None if the copy engine cannot read one of them."""
+    """Descriptors of tensors, by blocks; None if the copy engine cannot read one of
+    them."""
     if not all(_is_describable(tensor) for tensor in tensors):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -398,7 +417,8 @@ def _descriptors(block: list[int], *tensors: torch.Tensor) -> tuple[Any, ...] | 
 
 
 def _is_describable(tensor: torch.Tensor) -> bool:
-    """Whether nothing is empty or broadcast, and every row begins at a multiple of 16 bytes."""
+    """Whether nothing is empty or broadcast, and every row begins at a multiple of 16
+    bytes."""
     strides = tensor.stride()[:3]
     if 0 in tensor.shape or 0 in strides:
         return False
@@ -420,7 +440,8 @@ def _strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def _as_kernel_readable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, copied unless its last dimension is contiguous and rows are not too far apart."""
+    """``tensor``, copied unless its last dimension is contiguous and rows are not too
+    far apart."""
     is_contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
     if is_contiguous and tensor.stride(2) <= _LARGEST_STRIDE:
         return tensor

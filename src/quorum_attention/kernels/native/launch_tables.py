@@ -24,7 +24,8 @@ class LaunchTables(NamedTuple):
 
     Attributes:
         tables: in the order of the tilings.
-        blocks: rows and columns of the partial blocks of rules, (2, blocks); None without rules.
+        blocks: rows and columns of the partial blocks of rules, (2, blocks); None
+            without rules.
     """
 
     tables: tuple[Runs, ...]
@@ -47,8 +48,8 @@ class TableMaker:
         window: of the launches.
         pinned: whether tables are in page-locked memory.
         has_rules: whether pieces may be partial blocks of rules.
-        max_entries: the most entries of all tables of a launch. A task with more is launched in
-            parts.
+        max_entries: the most entries of all tables of a launch. A task with more is
+            launched in parts.
         max_partial_blocks: the most partial blocks of rules of a launch.
     """
 
@@ -83,9 +84,13 @@ class TableMaker:
             pieces = pieces.copy()
             bit_starts = np.arange(is_partial.sum()) * (BIT_BYTES // 4)
             pieces[is_partial, PieceColumn.SHIFT] = bit_starts
-            corners = pieces[is_partial][:, [PieceColumn.QUERY_START, PieceColumn.KEY_START]]
+            corners = pieces[is_partial][
+                :, [PieceColumn.QUERY_START, PieceColumn.KEY_START]
+            ]
             blocks = self._on_host(corners.T // BLOCK)
-        return LaunchTables(tuple(self._table(pieces, tiling) for tiling in self.tilings), blocks)
+        return LaunchTables(
+            tuple(self._table(pieces, tiling) for tiling in self.tilings), blocks
+        )
 
     def _table(self, pieces: Ints, tiling: Tiling) -> Runs:
         n_rows = self.n_queries if tiling.axis == "query" else self.n_keys

@@ -1,4 +1,5 @@
-"""Pieces: the pairs that a mask keeps of a task's rectangles, as bands within bounds."""
+"""Pieces: the pairs that a mask keeps of a task's rectangles, as bands within
+bounds."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ def pieces_of(rectangles: Sequence[Rectangle], task: Task, geometry: Geometry) -
     Args:
         rectangles: local positions.
         task: the task whose tokens these are.
-        geometry: the kept pairs. If its band has a lower bound, it is a window: its bounds are
-            tested by the kernel, not by ``diagonal``. Where blocks have windows of their own, a
-            piece's lower bound is in ``distance``, for a window that ends at the query
-            (``BLOCK_WINDOW``).
+        geometry: the kept pairs. If its band has a lower bound, it is a window: its
+            bounds are tested by the kernel, not by ``diagonal``. Where blocks have
+            windows of their own, a piece's lower bound is in ``distance``, for a window
+            that ends at the query (``BLOCK_WINDOW``).
 
     Returns:
         (n, ``len(PieceColumn)``), disjoint.
@@ -44,7 +45,9 @@ def pieces_of(rectangles: Sequence[Rectangle], task: Task, geometry: Geometry) -
     n_positions = task.spans[-1].stop if task.spans else 0
     for rectangle in rectangles:
         for queries, keys, is_causal in task.contiguous(rectangle):
-            pieces += _contiguous_pieces(queries, keys, is_causal, geometry, n_positions)
+            pieces += _contiguous_pieces(
+                queries, keys, is_causal, geometry, n_positions
+            )
     table = np.array(pieces, dtype=np.int64)
     return table.reshape(-1, len(PieceColumn))
 

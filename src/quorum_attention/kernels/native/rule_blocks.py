@@ -1,8 +1,9 @@
-"""Rules that have to be evaluated: the blocks of a task that they keep, and the bits of pairs.
+"""Rules that have to be evaluated: the blocks of a task that they keep, and the bits of
+pairs.
 
-Which blocks are full and which are partial (``masked/block_table.py``) is found out once. In each
-call rules are evaluated on the partial blocks, as many at a time as there is memory for: the kernel
-is given a bit for each of their pairs.
+Which blocks are full and which are partial (``masked/block_table.py``) is found out
+once. In each call rules are evaluated on the partial blocks, as many at a time as there
+is memory for: the kernel is given a bit for each of their pairs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.device_copies import to_device
-from quorum_attention.kernels.masked.block_evaluator import PAIR_BYTES, SENT, BlockEvaluator
+from quorum_attention.kernels.masked.block_evaluator import (
+    PAIR_BYTES,
+    SENT,
+    BlockEvaluator,
+)
 from quorum_attention.kernels.masked.block_nodes import BLOCK
-from quorum_attention.kernels.masked.block_table import blocks_key, listed_blocks, whole_region
+from quorum_attention.kernels.masked.block_table import (
+    blocks_key,
+    listed_blocks,
+    whole_region,
+)
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.columns import EntryColumn, PieceColumn
 from quorum_attention.kernels.native.pieces import NO_DIAGONAL, Ints
@@ -49,8 +58,11 @@ class EvaluationBudget(NamedTuple):
     n_keys: int
 
     @classmethod
-    def for_rows(cls, rows_bytes: int, lanes: int, n_queries: int, n_keys: int) -> EvaluationBudget:
-        """The budget for a task whose rows of queries and values have so many bytes together."""
+    def for_rows(
+        cls, rows_bytes: int, lanes: int, n_queries: int, n_keys: int
+    ) -> EvaluationBudget:
+        """The budget for a task whose rows of queries and values have so many bytes
+        together."""
         nbytes = min(max(rows_bytes // 2, _MIN_BYTES), _MAX_BYTES)
         return cls(nbytes, max(1, lanes), n_queries, n_keys)
 
@@ -82,11 +94,13 @@ class EvaluationBudget(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """Upper bound of the device bytes that evaluating takes, bits and tables among them."""
+        """Upper bound of the device bytes that evaluating takes, bits and tables among
+        them."""
         n_tokens = self.n_queries + self.n_keys
         evaluated = self.n_evaluated * _EVALUATION_BYTES * self.lanes
         bits = self.n_partial * BIT_BYTES * self.lanes
-        # Positions and pieces of every token, made and padded; the blocks that are sent.
+        # Positions and pieces of every token, made and padded; the blocks that are
+        # sent.
         tokens = 4 * 8 * (n_tokens + 2 * BLOCK)
         tokens += 3 * 8 * SENT * self.n_evaluated
         unsplit = 4 * min(evaluated, UNSPLIT_BYTES)
@@ -122,11 +136,13 @@ class RuledTask:
         lanes *= heads if by_head else 1
         row_bytes = (head_dim + value_dim) * task.query.element_size()
         n_rows = batch * heads * max(n_queries, n_keys)
-        self.budget = EvaluationBudget.for_rows(n_rows * row_bytes, lanes, n_queries, n_keys)
+        self.budget = EvaluationBudget.for_rows(
+            n_rows * row_bytes, lanes, n_queries, n_keys
+        )
 
     def pieces(self) -> Ints:
-        """Full nodes and parts of partial blocks as ``pieces_of`` has them, by ascending queries;
-        the partial ones are mixed."""
+        """Full nodes and parts of partial blocks as ``pieces_of`` has them, by
+        ascending queries; the partial ones are mixed."""
         full, partial, _ = listed_blocks(
             self._geometry,
             self._task,
@@ -156,8 +172,11 @@ class RuledTask:
         return bits_of(evaluator, blocks_on_device, self.budget.n_evaluated)
 
 
-def bits_of(evaluator: BlockEvaluator, blocks: torch.Tensor, n_evaluated: int) -> torch.Tensor:
-    """Which pairs of blocks are kept: (entries, heads, blocks, 128, 4) int32, a bit for a key.
+def bits_of(
+    evaluator: BlockEvaluator, blocks: torch.Tensor, n_evaluated: int
+) -> torch.Tensor:
+    """Which pairs of blocks are kept: (entries, heads, blocks, 128, 4) int32, a bit for
+    a key.
 
     Args:
         blocks: (2, blocks) int64, their rows and columns, on the device.

@@ -1,8 +1,9 @@
-"""Tables for a launch: the runs of keys for each block of queries, or of queries for each of keys.
+"""Tables for a launch: the runs of keys for each block of queries, or of queries for
+each of keys.
 
-The table lists, for every block of rows, the runs of kept pairs that touch it; neighbouring pieces
-are joined to runs. Within a run, pairs have to be tested only at its ragged ends and on its
-diagonal.
+The table lists, for every block of rows, the runs of kept pairs that touch it;
+neighbouring pieces are joined to runs. Within a run, pairs have to be tested only at
+its ragged ends and on its diagonal.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ def table(pieces: Ints, n_rows: int, block: int, axis: Axis) -> tuple[Ints, Ints
         pieces: disjoint pieces.
         n_rows: rows along ``axis``.
         block: rows of a block.
-        axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
+        axis: "query": runs of keys by blocks of queries; "key": runs of queries by
+            blocks of keys.
 
     Returns:
-        (starts, runs): runs have the columns of pieces; those of block b are rows ``starts[b]`` to
-        ``starts[b + 1]``. Bounds along ``axis`` are clipped to the block.
+        (starts, runs): runs have the columns of pieces; those of block b are rows
+        ``starts[b]`` to ``starts[b + 1]``. Bounds along ``axis`` are clipped to the
+        block.
 
     Raises:
         NotImplementedError: a position or a distance does not fit 32 bits.
@@ -65,14 +68,17 @@ def table(pieces: Ints, n_rows: int, block: int, axis: Axis) -> tuple[Ints, Ints
     largest = int(np.abs(runs).max(initial=0))
     if largest > _LARGEST_INT32:
         raise NotImplementedError(
-            "kernel 'native' counts positions, and the distances of a window or of ALiBi, in 32 "
-            f"bits: up to {_LARGEST_INT32}, got {largest}"
+            "kernel 'native' counts positions, and the distances of a window or of "
+            f"ALiBi, in 32 bits: up to {_LARGEST_INT32}, got {largest}"
         )
     return starts, runs
 
 
-def _cut_by_blocks(pieces: Ints, n_rows: int, block: int, along: _SideColumns) -> tuple[Ints, Ints]:
-    """The parts of pieces within blocks of rows: (the number of each part's block, parts)."""
+def _cut_by_blocks(
+    pieces: Ints, n_rows: int, block: int, along: _SideColumns
+) -> tuple[Ints, Ints]:
+    """The parts of pieces within blocks of rows: (the number of each part's block,
+    parts)."""
     first_blocks = pieces[:, along.start] // block
     stop_rows = np.minimum(pieces[:, along.stop], n_rows)
     stop_blocks = -(-stop_rows // block)
@@ -95,7 +101,8 @@ def _cut_by_blocks(pieces: Ints, n_rows: int, block: int, along: _SideColumns) -
 def _begins_run(
     blocks: Ints, parts: Ints, along: _SideColumns, across: _SideColumns
 ) -> NDArray[np.bool_]:
-    """True for the parts that begin a run, False for those joined to the part before."""
+    """True for the parts that begin a run, False for those joined to the part
+    before."""
     before = parts[:-1]
     after = parts[1:]
     joins = blocks[1:] == blocks[:-1]
@@ -109,8 +116,9 @@ def _begins_run(
     )
     for column in equal_columns:
         joins &= before[:, column] == after[:, column]
-    # Only the part at the end of a run (keys) or at its start (queries) may have a diagonal, and
-    # the other lies below it. (Blocks with bands of their own may lie otherwise.)
+    # Only the part at the end of a run (keys) or at its start (queries) may have a
+    # diagonal, and the other lies below it. (Blocks with bands of their own may lie
+    # otherwise.)
     inner = before if across is _KEYS else after
     outer = after if across is _KEYS else before
     joins &= inner[:, PieceColumn.DIAGONAL] == NO_DIAGONAL
@@ -130,7 +138,8 @@ def _joined(parts: Ints, firsts: Ints, across: _SideColumns) -> Ints:
         return runs
     lasts = np.append(firsts[1:], len(parts)) - 1
     runs[:, across.stop] = parts[lasts, across.stop]
-    # Along keys only the last part of a run may be causal; along queries, only the first.
+    # Along keys only the last part of a run may be causal; along queries, only the
+    # first.
     diagonals = parts[:, PieceColumn.DIAGONAL]
     runs[:, PieceColumn.DIAGONAL] = np.minimum.reduceat(diagonals, firsts)
     return runs
@@ -141,8 +150,8 @@ class _Bounds(NamedTuple):
 
     Attributes:
         start, stop: outside of them no pair is kept.
-        begin, clear_stop: between them every pair is kept, if the run has all rows of its block;
-            ``begin`` is whole tiles after ``start``.
+        begin, clear_stop: between them every pair is kept, if the run has all rows of
+            its block; ``begin`` is whole tiles after ``start``.
     """
 
     start: torch.Tensor
@@ -151,8 +160,11 @@ class _Bounds(NamedTuple):
     clear_stop: torch.Tensor
 
 
-def bounded(runs: torch.Tensor, n_rows: int, tiling: Tiling, window: Window | None) -> torch.Tensor:
-    """Runs with the columns of pieces as entries of a table, (n, ``len(EntryColumn)``) int32.
+def bounded(
+    runs: torch.Tensor, n_rows: int, tiling: Tiling, window: Window | None
+) -> torch.Tensor:
+    """Runs with the columns of pieces as entries of a table, (n, ``len(EntryColumn)``)
+    int32.
 
     Args:
         n_rows: rows along the axis.
@@ -193,7 +205,9 @@ def bounded(runs: torch.Tensor, n_rows: int, tiling: Tiling, window: Window | No
 def _bounds_of_keys(runs: torch.Tensor, window: Window, step: int) -> _Bounds:
     """Return the keys that blocks of queries walk."""
     window_left, window_right = window
-    first_query, query_stop, key_start, key_stop, diagonal, distance, _, _ = runs.unbind(1)
+    first_query, query_stop, key_start, key_stop, diagonal, distance, _, _ = (
+        runs.unbind(1)
+    )
     # No row keeps a key beyond the last row's diagonal.
     start = key_start.maximum(first_query + distance - window_left)
     stop = key_stop.minimum(query_stop + diagonal)
@@ -214,7 +228,9 @@ def _bounds_of_queries(
 ) -> _Bounds:
     """Return the queries that blocks of keys walk."""
     window_left, window_right = window
-    query_start, query_stop, first_key, key_stop, diagonal, distance, _, _ = runs.unbind(1)
+    query_start, query_stop, first_key, key_stop, diagonal, distance, _, _ = (
+        runs.unbind(1)
+    )
     last_key = key_stop - 1
     # Rows before the first key's diagonal keep no key.
     start = query_start.maximum(first_key - diagonal)
@@ -232,7 +248,8 @@ def _bounds_of_queries(
 
 
 def _at_tiles(start: torch.Tensor, n_rows: torch.Tensor, step: int) -> torch.Tensor:
-    """``start`` and the least number of whole tiles with so many rows, from there on."""
+    """``start`` and the least number of whole tiles with so many rows, from there
+    on."""
     n_tiles = -(-n_rows.clamp_min(0) // step)
     return start + n_tiles * step
 
@@ -241,11 +258,12 @@ class Runs(NamedTuple):
     """A table, in host memory or on a device.
 
     Attributes:
-        packed: starts (blocks + 1,) and entries (n, ``len(EntryColumn)``), int32, in one tensor.
+        packed: starts (blocks + 1,) and entries (n, ``len(EntryColumn)``), int32, in
+            one tensor.
         n_blocks: blocks of rows.
         tiling: of the kernel that reads it.
-        aligned: whether every run is known to begin at a key whose global position is a multiple of
-            four, as every fourth of its keys then is.
+        aligned: whether every run is known to begin at a key whose global position is a
+            multiple of four, as every fourth of its keys then is.
     """
 
     packed: torch.Tensor
@@ -255,7 +273,13 @@ class Runs(NamedTuple):
 
     @classmethod
     def of_pieces(
-        cls, pieces: Ints, n_rows: int, tiling: Tiling, window: Window | None, *, pinned: bool
+        cls,
+        pieces: Ints,
+        n_rows: int,
+        tiling: Tiling,
+        window: Window | None,
+        *,
+        pinned: bool,
     ) -> Runs:
         """The table of pieces on the host."""
         starts, runs = table(pieces, n_rows, tiling.block, tiling.axis)
@@ -286,7 +310,8 @@ class Runs(NamedTuple):
 
 
 def _begin_at_fours(runs: Ints) -> bool:
-    """Whether the first key of every run has a local and a global position divisible by four."""
+    """Whether the first key of every run has a local and a global position divisible by
+    four."""
     shifts = runs[:, PieceColumn.SHIFT]
     key_shifts = shifts - runs[:, PieceColumn.DISTANCE]
     key_starts = runs[:, PieceColumn.KEY_START]

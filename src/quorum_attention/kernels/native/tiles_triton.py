@@ -1,26 +1,29 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""What the forward and the backward of a task share: rows, scores, kept pairs, and the walk.
+"""What the forward and the backward of a task share: rows, scores, kept pairs, and the
+walk.
 
-A program has a block of rows that *stays*, and walks the runs of rows of the other side (of a table
-from ``runs.py``), which *move* past in tiles. A run has a clear part, whose pairs need no test, and
-ragged parts at its ends. Rows are read by pointers, or by descriptors where the config says that
-they are faster.
+A program has a block of rows that *stays*, and walks the runs of rows of the other side
+(of a table from ``runs.py``), which *move* past in tiles. A run has a clear part, whose
+pairs need no test, and ragged parts at its ends. Rows are read by pointers, or by
+descriptors where the config says that they are faster.
 
 Values that belong together are tuples, which functions unpack at their top:
 
 * ``strides``: of a tensor, by batch entry, head and row.
 * ``lane``: (batch entry, head), int64.
 * ``head_rows``: what ``rows_of_head`` returns: rows of a head that move past.
-* ``run``: (first, last) of the staying rows, exclusive; diagonal; distance (``EntryColumn``).
+* ``run``: (first, last) of the staying rows, exclusive; diagonal; distance
+  (``EntryColumn``).
 * ``part``: (first, last) of the moving rows of a part of a run, exclusive.
 * ``window``: (left, right).
 * ``scores``: (scale, scale / ln 2, soft cap, slope), of a head.
-* ``bias``: (pointer to a head, stride of rows, stride of columns, its first row and column).
+* ``bias``: (pointer to a head, stride of rows, stride of columns, its first row and
+  column).
 * ``dropout``: what ``dropout_params`` returns.
 * ``pairs``: of a tile, what ``pairs_of_tile`` returns.
-* ``tile``: (first moving row, moving rows (n,), which of them to read, which pairs to keep, pairs,
-  which pointers of the mask to read).
+* ``tile``: (first moving row, moving rows (n,), which of them to read, which pairs to
+  keep, pairs, which pointers of the mask to read).
 
 K is a ``launch.KernelConstants``.
 """
@@ -60,7 +63,8 @@ NOT_SPECIALIZED = [
     "first_head",
     "first_entry",
 ]
-"""Arguments of the kernels that would only make Triton compile again for other lengths."""
+"""Arguments of the kernels that would only make Triton compile again for other
+lengths."""
 
 
 @triton.jit
@@ -88,7 +92,9 @@ def cells_there_are(rows, n_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(source, strides, lane, rows, n_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def load_rows(
+    source, strides, lane, rows, n_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
     """Rows of a head, (rows, PADDED), and 0 where there are none."""
     live = cells_there_are(rows, n_rows, WIDTH, PADDED)
     pointers = row_pointers(source, strides, lane, rows, PADDED)
@@ -96,7 +102,9 @@ def load_rows(source, strides, lane, rows, n_rows, WIDTH: tl.constexpr, PADDED: 
 
 
 @triton.jit
-def store_rows(target, strides, lane, rows, n_rows, block, WIDTH: tl.constexpr, K: tl.constexpr):
+def store_rows(
+    target, strides, lane, rows, n_rows, block, WIDTH: tl.constexpr, K: tl.constexpr
+):
     """Write a block to rows of a head, or with ADD add it to them."""
     pointers = row_pointers(target, strides, lane, rows, K.PADDED)
     live = cells_there_are(rows, n_rows, WIDTH, K.PADDED)
@@ -112,13 +120,16 @@ def params_of_head(lane, scaling, bias, bits, K: tl.constexpr):
 
     Args:
         scaling: (scale, soft cap, slopes).
-        bias: (pointer, strides by entry, head, row and column, its first row and column).
+        bias: (pointer, strides by entry, head, row and column, its first row and
+            column).
         bits: (pointer, stride by entry, stride by head).
     """
     entry, head = lane
     scale, softcap, slopes = scaling
     bias, bias_strides, bias_row, bias_column = bias
-    bias_entry_stride, bias_head_stride, bias_row_stride, bias_column_stride = bias_strides
+    bias_entry_stride, bias_head_stride, bias_row_stride, bias_column_stride = (
+        bias_strides
+    )
     mask_bits, bits_entry_stride, bits_head_stride = bits
     slope = 0.0
     if K.ALIBI:
@@ -134,8 +145,8 @@ def params_of_head(lane, scaling, bias, bits, K: tl.constexpr):
 
 @triton.jit
 def rows_of_head(source, strides, lane, K: tl.constexpr):
-    """(where a head begins, lane, stride of rows), for ``load_block``; a descriptor is given the
-    head in each load."""
+    """(where a head begins, lane, stride of rows), for ``load_block``; a descriptor is
+    given the head in each load."""
     entry, head = lane
     entry_stride, head_stride, row_stride = strides
     if not K.DESCRIBED:
@@ -144,11 +155,13 @@ def rows_of_head(source, strides, lane, K: tl.constexpr):
 
 
 @triton.jit
-def load_block(head_rows, tile, WIDTH: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+def load_block(
+    head_rows, tile, WIDTH: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr
+):
     """The moving rows of a tile, (rows, PADDED); columns from WIDTH on are 0.
 
-    If MASKED, so are rows that the tile does not read. A descriptor does not know of these: only
-    rows beyond the tensor are 0.
+    If MASKED, so are rows that the tile does not read. A descriptor does not know of
+    these: only rows beyond the tensor are 0.
     """
     source, lane, stride = head_rows
     first, rows, live, _, _, _ = tile
@@ -206,8 +219,8 @@ def scores_of_products(s, scores, pairs, live, K: tl.constexpr):
 
 @triton.jit
 def kept_of_query_run(rows, columns, run, part, window, K: tl.constexpr):
-    """Which pairs of a tile belong to a part of a run of queries; rows are queries, columns
-    keys."""
+    """Which pairs of a tile belong to a part of a run of queries; rows are queries,
+    columns keys."""
     column_low, column_high, diagonal, distance = run
     row_low, row_high = part
     window_left, window_right = window
@@ -227,13 +240,15 @@ def kept_of_query_run(rows, columns, run, part, window, K: tl.constexpr):
 def kept_of_key_run(rows, columns, run, part, window, K: tl.constexpr):
     """Which pairs of rows (m, 1) and columns (1, n) belong to a part of a run of keys.
 
-    The first and the last key of each row are computed, so that a pair takes two comparisons. (With
-    the roles exchanged ``kept_of_query_run`` is quicker, docs/native.md.)
+    The first and the last key of each row are computed, so that a pair takes two
+    comparisons. (With the roles exchanged ``kept_of_query_run`` is quicker,
+    docs/native.md.)
     """
     row_low, row_high, diagonal, distance = run
     column_low, column_high = part
     window_left, window_right = window
-    # Sums with NO_DIAGONAL or UNLIMITED do not fit 32 bits; what they are cut off to does.
+    # Sums with NO_DIAGONAL or UNLIMITED do not fit 32 bits; what they are cut off to
+    # does.
     wide = rows.to(tl.int64)
     high = tl.minimum(wide + diagonal + 1, column_high)
     low = column_low
@@ -252,12 +267,12 @@ def kept_by_bits(keep, bits, entry, rows, columns, K: tl.constexpr):
     """Which of the pairs ``keep`` are kept by bits too.
 
     Args:
-        bits: the mask bits, int32, of all partial blocks of a lane: 128 rows of four words, a bit
-            for each key.
-        entry: the run's entry, which says whether it is a partial block, and where its mask bits
-            begin.
-        rows, columns: local positions of queries and keys as they lie in the tile. Blocks divide
-            them at multiples of 128.
+        bits: the mask bits, int32, of all partial blocks of a lane: 128 rows of four
+            words, a bit for each key.
+        entry: the run's entry, which says whether it is a partial block, and where its
+            mask bits begin.
+        rows, columns: local positions of queries and keys as they lie in the tile.
+            Blocks divide them at multiples of 128.
     """
     if K.BITS:
         mixed = tl.load(entry + MIXED)
@@ -273,8 +288,8 @@ def kept_by_bits(keep, bits, entry, rows, columns, K: tl.constexpr):
 
 @triton.jit
 def pairs_of_tile(place, bias, dropout, K: tl.constexpr, BY_KEY: tl.constexpr):
-    """(global distances, pointers to the additive mask, dropped pairs) of a tile (rows, keys); with
-    BY_KEY (keys, rows).
+    """(global distances, pointers to the additive mask, dropped pairs) of a tile (rows,
+    keys); with BY_KEY (keys, rows).
 
     Args:
         place: (first staying row, first moving row, distance, shift): local positions;
@@ -299,7 +314,9 @@ def pairs_of_tile(place, bias, dropout, K: tl.constexpr, BY_KEY: tl.constexpr):
     if K.DROPOUT:
         query_positions = first_row + tl.arange(0, K.BLOCK_M) + shift
         first_key_position = first_key + shift - distance
-        is_dropped = dropped_pairs(query_positions, first_key_position, dropout, BY_KEY, K)
+        is_dropped = dropped_pairs(
+            query_positions, first_key_position, dropout, BY_KEY, K
+        )
     distances = (first_row + rows) - (first_key + keys) + distance
     return distances, pointers, is_dropped
 
@@ -315,15 +332,17 @@ def walk(
     BY_KEY: tl.constexpr,
     K: tl.constexpr,
 ):
-    """``state`` after all runs of a block of queries, or with BY_KEY of a block of keys.
+    """``state`` after all runs of a block of queries, or with BY_KEY of a block of
+    keys.
 
     Args:
         staying: what TILE reads of the block's rows.
         moving: what TILE reads of the other side.
-        table: (block, starts, entries, n_rows): the block's number; the table, by blocks; rows of
-            the call along the blocks.
+        table: (block, starts, entries, n_rows): the block's number; the table, by
+            blocks; rows of the call along the blocks.
         masking: (window, mask bits, bias, dropout) of a head.
-        TILE: ``TILE(state, staying, moving, tile, K, MASKED)`` is the state after one more tile.
+        TILE: ``TILE(state, staying, moving, tile, K, MASKED)`` is the state after one
+            more tile.
     """
     block, starts, entries, n_rows = table
     window, bits, bias, dropout = masking
