@@ -179,6 +179,31 @@ def test_whom_the_patch_reaches() -> None:
     assert report.total.forwards == 1
 
 
+def test_both_functions_in_one_block() -> None:
+    """``patched_sdpa(flex=True)``, and ``patch_sdpa``, take over both; without ``flex``
+    one."""
+    tensors = [tensor.detach() for tensor in draw_tensors(50, 50)]
+    report = qa.Report()
+
+    def call_both() -> int:
+        before = report.total.forwards
+        flex.flex_attention(*tensors)
+        torch.nn.functional.scaled_dot_product_attention(*tensors)
+        return report.total.forwards - before
+
+    with qa.patched_sdpa(min_tokens=10, report=report):
+        assert call_both() == 1
+    with qa.patched_sdpa(min_tokens=10, flex=True, report=report):
+        assert call_both() == 2
+        with qa.patched_sdpa(enabled=False, flex=True):
+            assert call_both() == 0
+    qa.patch_sdpa(min_tokens=10, flex=True, report=report)
+    assert call_both() == 2
+    qa.unpatch_sdpa()
+    assert call_both() == 0
+    assert flex.flex_attention is torchs
+
+
 def test_what_a_score_modification_reads_gets_no_gradient() -> None:
     """A learned table is refused by name, before any work."""
     table = torch.zeros(100, dtype=torch.float64, requires_grad=True)

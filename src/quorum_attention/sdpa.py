@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quorum_attention.argument_checks import switch
 from quorum_attention.autograd import attend
 from quorum_attention.call.options import Arguments, SettingsKeywords
 from quorum_attention.call.settings import (
+    MIN_TOKENS,
     Settings,
     checked_settings,
     current_settings,
@@ -33,6 +35,8 @@ from quorum_attention.call.torch_modules import (
 )
 from quorum_attention.call.validation import is_causal_bias
 from quorum_attention.dispatch import checked_request
+from quorum_attention.flex import count_blocks
+from quorum_attention.flex.settings import LEAST_TOKENS_SETTING
 from quorum_attention.kernels.torch_private import PLAIN, capturing, is_fake, is_traced
 from quorum_attention.operator import as_operator
 
@@ -40,7 +44,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _Sdpa = Callable[..., torch.Tensor]
-MIN_TOKENS = 4096
 
 _lock = Lock()
 # ``min_tokens`` of all blocks that are open in any thread, and of the permanent patch;
@@ -70,6 +73,8 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
         min_tokens: calls with fewer go to torch's own; the longer of queries and keys
             counts.
         enabled: False leaves all calls inside to torch's own.
+        flex: True takes over FlexAttention's function too, as
+            ``patched_flex_attention`` does, for calls of ``min_tokens`` or more.
 
     Other arguments, and errors, as in ``using``.
 
@@ -88,11 +93,14 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
         *,
         min_tokens: int = MIN_TOKENS,
         enabled: bool = True,
+        flex: bool = False,
         **options: Unpack[SettingsKeywords],
     ) -> None:
         self._layer = checked_settings(
             "patched_sdpa", sdpa=enabled, min_tokens=min_tokens, **options
         )
+        if switch(flex, "flex"):
+            self._layer[LEAST_TOKENS_SETTING] = _min_tokens(self._layer)
 
     def __enter__(self) -> patched_sdpa:
         _count(opened=self._layer)
@@ -105,7 +113,10 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
 
 
 def patch_sdpa(
-    *, min_tokens: int = MIN_TOKENS, **options: Unpack[SettingsKeywords]
+    *,
+    min_tokens: int = MIN_TOKENS,
+    flex: bool = False,
+    **options: Unpack[SettingsKeywords],
 ) -> None:
     """Have ``attention`` in place of ``scaled_dot_product_attention`` in all threads,
     from now on.
@@ -118,9 +129,12 @@ def patch_sdpa(
         >>> qa.patch_sdpa(budget="2GiB")
         >>> qa.unpatch_sdpa()
     """
-    _replace_permanent(
-        checked_settings("patch_sdpa", sdpa=True, min_tokens=min_tokens, **options)
+    settings = checked_settings(
+        "patch_sdpa", sdpa=True, min_tokens=min_tokens, **options
     )
+    if switch(flex, "flex"):
+        settings[LEAST_TOKENS_SETTING] = min_tokens
+    _replace_permanent(settings)
 
 
 def unpatch_sdpa() -> None:
@@ -134,6 +148,10 @@ def _replace_permanent(settings: Settings | None) -> None:
 
 def _count(*, opened: Settings | None = None, closed: Settings | None = None) -> None:
     """Count who needs our functions, and have them in place while anybody does."""
+    if _takes_flex(opened):
+        count_blocks(+1)
+    if _takes_flex(closed):
+        count_blocks(-1)
     with _lock:
         if opened is not None:
             _open_min_tokens.append(_min_tokens(opened))
@@ -143,6 +161,11 @@ def _count(*, opened: Settings | None = None, closed: Settings | None = None) ->
             restore_fast_path()
         for name, replacement_of in _REPLACEMENTS.items():
             _replace(name, replacement_of, opened=opened is not None)
+
+
+def _takes_flex(settings: Settings | None) -> bool:
+    """Tell whether settings take over FlexAttention's function."""
+    return settings is not None and LEAST_TOKENS_SETTING in settings
 
 
 def _replace(

@@ -38,6 +38,9 @@ Settings = dict[str, Any]
 ``sdpa``, whether torch's own function is taken over, for calls of at least
 ``min_tokens``."""
 
+# Shorter calls of torch's own functions stay torch's, unless a block says otherwise.
+MIN_TOKENS = 4096
+
 _PINNED_BY_PLAN = ("budget", "depth", "kernel", "accumulator")
 _FREE = ("devices", "progress")
 

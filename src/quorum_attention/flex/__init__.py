@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from quorum_attention.argument_checks import whole_number
 from quorum_attention.call.options import SettingsKeywords
-from quorum_attention.call.settings import checked_settings, using
+from quorum_attention.call.settings import MIN_TOKENS, checked_settings, using
 from quorum_attention.flex.settings import LEAST_TOKENS_SETTING
-from quorum_attention.sdpa import MIN_TOKENS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,17 +67,19 @@ class patched_flex_attention(using):  # noqa: N801 (used as a function is, as to
         self._layer[LEAST_TOKENS_SETTING] = min_tokens if enabled else sys.maxsize
 
     def __enter__(self) -> patched_flex_attention:
-        _count_blocks(+1)
+        count_blocks(+1)
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        _count_blocks(-1)
+        count_blocks(-1)
 
 
-def _count_blocks(change: int) -> None:
+def count_blocks(change: int) -> None:
+    """Count a block that opens (1) or closes (-1), and have our function in place while
+    any is open."""
     # Imported here: torch's module imports its compiler.
-    from quorum_attention.flex.calls import count_blocks
+    from quorum_attention.flex import calls
 
-    count_blocks(change)
+    calls.count_blocks(change)
