@@ -1,5 +1,5 @@
-"""Small calls on a CPU against torch's own, side by side: what a call that fits costs
-beyond it.
+"""One small call at a time on a CPU against torch's own, side by side: what a call
+that fits costs beyond it.
 
 A forward without gradients, and a forward with its backward through autograd;
 microseconds, medians. The methods take turns, call by call, in all orders: each finds

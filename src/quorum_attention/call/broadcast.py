@@ -2,7 +2,7 @@
 broadcast.
 
 Only views and casts are made, by functions that autograd knows: gradients have the
-inputs' own shapes and dtypes.
+inputs' own shapes and dtypes. Autocast casts before dtypes are checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How fast devices are expected to be."""
+"""How fast devices are expected to be, to share a call among them.
+
+The planner predicts the time of one device by ``planner/rates.py``.
+"""
 
 from __future__ import annotations
 

@@ -101,6 +101,8 @@ class Total(InWords):
 class PassReport:
     """One pass, forward or backward.
 
+    ``devices/report.py`` sums each field over devices, ``Total`` some over calls.
+
     Attributes:
         kernel: the inner kernel's name.
         levels: chunk counts per level at the end of the pass (deeper than planned after

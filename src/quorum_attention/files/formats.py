@@ -4,6 +4,9 @@ The mappings are shared: they do not count against a process's data-size limit, 
 system pages them in and out, so inputs and outputs may be larger than memory. The
 libraries of the formats check the headers (safetensors' own mappings are private, which
 counts).
+
+A format is opened in ``inputs.py``, named in ``output.py``, and created and resumed in
+``run_folder.py``.
 """
 
 from __future__ import annotations

@@ -195,7 +195,10 @@ def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of states: of output, lse and gradients of inputs of ``dtype``
-    while they accumulate, and of the lse that a call returns."""
+    while they accumulate, and of the lse that a call returns.
+
+    The backward of vendors' operators reads an lse of float32.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

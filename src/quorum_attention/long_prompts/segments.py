@@ -46,7 +46,8 @@ class Segment:
     """Consecutive tokens of one layer.
 
     Attributes:
-        key: (rows, h_kv, n, d), a view of the cache's memory.
+        key: (rows, h_kv, n, d), a view of the cache's memory, of the model's
+            dtype: readers use it as it is.
         value: (rows, h_kv, n, d_v), the same.
         place: where both lie.
         entries: the row of each batch entry; None: entry i is row i. Rows that several

@@ -1,8 +1,9 @@
 """Rates that are assumed: those of a device until it is calibrated, and
 FlashAttention-4's.
 
-They are good enough to rank plans on machines like those measured. Sources:
-docs/planner.md.
+The rates of a GPU are those of one, the H200, whatever GPU is there;
+``devices/speeds.py`` has others by name. They are good enough to rank plans on machines
+like those measured. Sources: docs/planner.md.
 """
 
 from __future__ import annotations
