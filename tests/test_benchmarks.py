@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.docs import ROOT
+from matplotlib.text import Text
+from matplotlib.transforms import BboxBase
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import pictures
 import run
 
 
@@ -88,6 +91,28 @@ def test_help_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     for case in run.CASES:
         assert f"\n{case} " in text
         assert (ROOT / "benchmarks" / "cases" / f"{case}.py").is_file()
+
+
+@pytest.mark.parametrize("name", ["steps", "prompts"])
+def test_no_label_of_a_picture_lies_outside(name: str) -> None:
+    """A title or a number was cut off at the edge of the picture."""
+    figure = getattr(pictures, name)()
+    figure.draw_without_rendering()
+    assert figure.axes
+    for axes in figure.axes:
+        assert axes.get_title()
+        assert axes.get_xlabel()
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            assert lies_in(text, figure.bbox), text
+        assert axes.texts
+        for text in axes.texts:
+            assert lies_in(text, axes.bbox), text
+
+
+def lies_in(text: Text, frame: BboxBase) -> bool:
+    box = text.get_window_extent()
+    corners = ((box.x0, box.y0), (box.x1, box.y1))
+    return all(frame.contains(x, y) for x, y in corners)
 
 
 @pytest.mark.slow

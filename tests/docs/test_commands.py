@@ -41,7 +41,7 @@ MODULE = f"import torch\nfrom typing import Any\n\n{inspect.getsource(my_attenti
 def filled(text: str) -> list[str]:
     """The arguments of a command, with names in place of its placeholders."""
     text = re.sub(r"(?<= run)( IN OUT)?$", " in.safetensors out.safetensors", text)
-    text = re.sub(r"--tokens N\b", "--tokens 4096", text).replace(
+    text = re.sub(r"--(tokens|prompt) N\b", r"--\1 4096", text).replace(
         "NAME", "my_module:my_attention"
     )
     return shlex.split(text)[1:]

@@ -1,0 +1,180 @@
+"""The two pictures of README, from raw files alone.
+
+    python benchmarks/pictures.py            writes them into docs/images
+    python benchmarks/pictures.py FOLDER     writes them there
+
+Only what was run is drawn: benchmarks/results has the measurements.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MultipleLocator
+from runs import Row, newest_rows
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+GIB = 1 << 30
+# Bytes of the whole H200, and of a card of 24 GiB.
+WHOLE = 146_888_654_848
+CARD = 24 * GIB
+LONG_STEPS = ("262144", "393216", "524288")
+CARD_WAYS = {
+    "sdpa": "SDPA, as it comes",
+    "remedies": "SDPA, chunked loss,\ncheckpoints in host memory",
+    "everything": "long_context",
+}
+PLAIN = "tab:blue"
+OURS = "tab:red"
+# The ways of benchmarks/cases/prompt.py.
+PROMPT_WAYS = {
+    "sdpa": "SDPA, cache of Transformers on the device",
+    "offloaded": "SDPA, cache of Transformers in host memory",
+    "chunks": "the same, prompt in chunks",
+    "heads": "one head on the device at a time",
+    "long_context": "long_context, cache of Transformers in host memory",
+    "ours": "long_prompt",
+}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
+    for name, figure in {"train-long": steps(), "prompt-long": prompts()}.items():
+        figure.savefig(folder / f"{name}.png", dpi=150)
+
+
+def steps() -> Figure:
+    """Memory of a training step by length, and the longest text on a small card."""
+    rows = newest_rows("h200-step")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    whole, card = figure.subplots(1, 2)
+    draw_whole_steps(whole, rows)
+    draw_longest(card, rows)
+    return figure
+
+
+def draw_whole_steps(axes: Axes, rows: dict[str, Row]) -> None:
+    plain = rows[f"Qwen3-8B sdpa in {WHOLE}"].value["points"]
+    draw_memory(axes, plain, "SDPA, as it comes", PLAIN)
+    long = [rows[f"Qwen3-8B long {tokens}"].value for tokens in LONG_STEPS]
+    ours = [
+        {"tokens": step["tokens"], "peak": step["steps"][-1]["peak"]} for step in long
+    ]
+    draw_memory(axes, ours, "long_context", OURS)
+    for point, step in zip(ours, long, strict=True):
+        write_below(axes, point, f"{step['seconds']:.0f} s")
+    draw_limit(axes, WHOLE)
+    axes.set(
+        title="A training step of Qwen3-8B's shape,\nLoRA, all 36 layers, one H200",
+        xlabel="tokens of one text",
+        ylabel="peak memory of the device, GiB",
+        ylim=(0, WHOLE / GIB * 1.15),
+        xlim=(3000, 1_100_000),
+    )
+    scale_tokens(axes)
+    axes.legend(loc="lower center")
+
+
+def draw_longest(axes: Axes, rows: dict[str, Row]) -> None:
+    longest = {
+        label: rows[f"Qwen3-4B {way} in {CARD}"].value
+        for way, label in CARD_WAYS.items()
+    }
+    tokens = [row["tokens"] for row in longest.values()]
+    bars = axes.barh(list(longest), tokens, color=[PLAIN, "tab:green", OURS])
+    axes.bar_label(bars, [f"{count:,}" for count in tokens], padding=4)
+    axes.invert_yaxis()
+    layers = next(iter(longest.values()))
+    axes.set(
+        title="The longest text in 24 GiB, Qwen3-4B's shape,\n"
+        f"{layers['layers']} of {layers['of_layers']} layers",
+        xlabel="tokens of one text",
+        xlim=(0, max(tokens) * 1.3),
+    )
+    axes.xaxis.set_major_locator(MultipleLocator(128 * 1024))
+    axes.xaxis.set_major_formatter(token_label)
+
+
+def prompts() -> Figure:
+    """Memory of a prompt by length, each way that was run."""
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for way, points in prompt_points().items():
+        colour = OURS if way == "ours" else None
+        draw_memory(axes, points, PROMPT_WAYS[way], colour)
+        for point in points:
+            if way == "ours":
+                write_below(axes, point, f"{point['seconds']:.2g} s")
+    draw_limit(axes, CARD)
+    axes.set(
+        title="A prompt of Qwen3-4B's shape, all 36 layers, in 24 GiB\n"
+        "(seconds: long_prompt, until the first token)",
+        xlabel="tokens of the prompt",
+        ylabel="peak memory of the device, GiB",
+        ylim=(0, CARD / GIB * 1.15),
+        xlim=(5500, 400_000),
+    )
+    scale_tokens(axes)
+    axes.legend(loc="lower right")
+    return figure
+
+
+def prompt_points() -> dict[str, list[dict[str, Any]]]:
+    """Length, memory and seconds by way, of all layers on a card of 24 GiB."""
+    points: dict[str, list[dict[str, Any]]] = {}
+    for name, row in newest_rows("h200-prompt", "prefill_seconds").items():
+        shape, tokens, memory, _, way = name.split(" ", 4)
+        if (shape, memory) != ("Qwen3-4B", "24.00") or way not in PROMPT_WAYS:
+            continue
+        point = {
+            "tokens": int(tokens),
+            "peak": row.value["peak_bytes"],
+            "seconds": row.value["prefill_seconds"],
+        }
+        points.setdefault(way, []).append(point)
+    return points
+
+
+def draw_memory(
+    axes: Axes, points: list[dict[str, Any]], label: str, colour: str | None
+) -> None:
+    ordered = sorted(points, key=lambda point: point["tokens"])
+    tokens = [point["tokens"] for point in ordered]
+    sizes = [point["peak"] / GIB for point in ordered]
+    axes.plot(tokens, sizes, "o-", label=label, color=colour)
+
+
+def draw_limit(axes: Axes, size: int) -> None:
+    """A line at the memory that the device has."""
+    axes.axhline(size / GIB, color="black", linewidth=0.8)
+    axes.text(
+        0.02,
+        size / GIB * 1.01,
+        "memory of the device",
+        transform=axes.get_yaxis_transform(),
+    )
+
+
+def write_below(axes: Axes, point: dict[str, Any], label: str) -> None:
+    place = (point["tokens"], point["peak"] / GIB)
+    axes.annotate(
+        label, place, (4, -8), textcoords="offset points", rotation=-60, va="top"
+    )
+
+
+def token_label(tokens: float, _: int | None) -> str:
+    return f"{tokens / 1024:g}K" if tokens else "0"
+
+
+def scale_tokens(axes: Axes) -> None:
+    """Tokens by powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(token_label)
+
+
+if __name__ == "__main__":
+    main()
