@@ -68,16 +68,27 @@ def reference(
 ) -> torch.Tensor:
     """The formula with all scores at once. torch's function has no gradients on
     CPUs."""
-    n_repeats = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(n_repeats, 1)
-    value = value.repeat_interleave(n_repeats, 1)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    scores = reference_scores(query, key, score_mod, mask_mod, scale)
+    return scores.softmax(-1).nan_to_num() @ value
+
+
+def reference_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    mask_mod: Callable[..., torch.Tensor] | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """All scores, modified and masked."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
     places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
     if score_mod is not None:
         scores = score_mod(scores, *places)
     if mask_mod is not None:
         scores = scores.masked_fill(~mask_mod(*places), -torch.inf)
-    return scores.softmax(-1).nan_to_num() @ value
+    return scores
 
 
 @settings(max_examples=25, deadline=None)
@@ -204,16 +215,84 @@ def test_both_functions_in_one_block() -> None:
     assert flex.flex_attention is torchs
 
 
-def test_what_a_score_modification_reads_gets_no_gradient() -> None:
-    """A learned table is refused by name, before any work."""
-    table = torch.zeros(100, dtype=torch.float64, requires_grad=True)
+GLOBAL_SCALES = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("mask", ["none", "causal", "nothing for some"])
+@pytest.mark.parametrize("trains_inputs", [True, False])
+def test_learned_tables_get_their_gradients(
+    kv_heads: int, mask: str, trains_inputs: bool
+) -> None:
+    """Tables of one dimension and two, made by other operators or read by a name of the
+    module, get the formula's gradients, those of the lse among them."""
+    weights = torch.randn(4, 300, dtype=torch.float64, requires_grad=True)
+    tensors = draw_tensors(150, 140, kv_heads)
+    mask_mod = MASKS[mask]
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, 2, 4, 150, 140, "cpu", BLOCK_SIZE=32)
+
+    def gradients(call: Callable[..., Any]) -> list[torch.Tensor]:
+        table = weights * 2
+
+        def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return score * (1 + GLOBAL_SCALES[h] / 8) + table[h, q - k + 150]
+
+        leaves = [t.detach().clone().requires_grad_(trains_inputs) for t in tensors]
+        out, lse = call(*leaves, score_mod)
+        loss = out.sin().sum() + lse.clamp(min=-50.0).cos().sum()
+        learned = [weights, GLOBAL_SCALES, *(leaves if trains_inputs else ())]
+        return [out.detach(), *torch.autograd.grad(loss, learned)]
+
+    def exact(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = reference_scores(query, key, score_mod, mask_mod)
+        out = reference(query, key, value, score_mod, mask_mod)
+        return out, scores.logsumexp(-1)
+
+    def ours(*arguments: Any) -> Any:
+        call: Any = flex.flex_attention
+        return call(*arguments, block_mask, enable_gqa=kv_heads < 4, return_lse=True)
+
+    expected = gradients(exact)
+    with qa.patched_flex_attention(min_tokens=0, depth=1):
+        assert_close(gradients(ours), expected, 1e-9)
+
+
+def test_a_learned_table_and_its_caller() -> None:
+    """A table that no score reads gets no gradient. Without gradients the call is as
+    any other."""
+    table = torch.zeros(100, requires_grad=True)
+    unused = torch.zeros(100, requires_grad=True)
+    tensors = [tensor.detach().float() for tensor in draw_tensors(50, 50)]
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        assert unused is not None
+        return score + table[q - k + 50]
+
+    with qa.patched_flex_attention(min_tokens=0):
+        out: Any = flex.flex_attention(*tensors, score_mod)
+        out.sum().backward()
+        with torch.no_grad():
+            assert not flex.flex_attention(*tensors, score_mod).requires_grad  # type: ignore[union-attr]
+    assert table.grad is not None
+    assert unused.grad is None
+
+
+def test_a_table_that_cannot_be_found_is_refused() -> None:
+    """It would get no gradient without a word."""
+    model = torch.nn.Module()
+    model.table = torch.nn.Parameter(torch.zeros(100, dtype=torch.float64))
+    name = "tab" + "le"
     tensors = draw_tensors(50, 50)
     with (
         qa.patched_flex_attention(min_tokens=0),
         pytest.raises(NotImplementedError, match="gradient"),
     ):
         flex.flex_attention(
-            *tensors, lambda score, b, h, q, k: score + table[q - k + 50]
+            *tensors, lambda score, b, h, q, k: score + getattr(model, name)[q - k + 50]
         )
 
 

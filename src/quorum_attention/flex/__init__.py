@@ -42,9 +42,12 @@ class patched_flex_attention(using):  # noqa: N801 (used as a function is, as to
     Other arguments, and errors, as in ``using``. ``kernel`` holds for calls without a
     ``score_mod``.
 
+    Tensors that ``score_mod`` reads get their gradients (docs/programs.md).
+
     Raises:
         NotImplementedError: in a call whose ``score_mod`` reads a tensor that requires
-            a gradient: such a tensor gets none.
+            a gradient, and that is neither in its closure, its defaults or attributes,
+            nor a global variable.
 
     Examples:
         >>> from torch.nn.attention import flex_attention as flex

@@ -22,6 +22,11 @@ from quorum_attention.api import attention_with_lse
 from quorum_attention.call.settings import current_settings
 from quorum_attention.flex.settings import LEAST_TOKENS_SETTING
 from quorum_attention.kernels.kit import from_score_mod
+from quorum_attention.kernels.kit.learned import (
+    LearnedScoreModKernel,
+    with_table_gradients,
+)
+from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 from quorum_attention.kernels.torch_private import PLAIN
 from quorum_attention.mask import Mask
 
@@ -96,14 +101,31 @@ def _flex_attention(
         )
     pair_test = None if block_mask is None else _pair_test_of(block_mask)
     named: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    kernel = None
     if score_mod is not None:
-        named["kernel"] = from_score_mod(score_mod, pair_test)
+        kernel = _kernel_of(score_mod, pair_test)
+        named["kernel"] = kernel
     elif pair_test is not None:
         named["attn_mask"] = Mask(keeps=pair_test)
     out, lse = attention_with_lse(query, key, value, **named)
+    if isinstance(kernel, LearnedScoreModKernel):
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        inputs = (query, key, value)
+        out, lse = with_table_gradients(kernel, inputs, factor, (out, lse))
     if return_aux is not None:
         return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def _kernel_of(
+    score_mod: Callable[..., torch.Tensor], pair_test: _PairTest | None
+) -> ScoreModKernel:
+    """Return the kernel of a call with a score modification."""
+    if torch.is_grad_enabled():
+        learned = LearnedScoreModKernel(score_mod, pair_test, "flex, learned")
+        if learned.tables:
+            return learned
+    return from_score_mod(score_mod, pair_test)
 
 
 def _is_taken(

@@ -32,6 +32,7 @@ class ScoreModKernel(UserModKernel):
         score_mod: the score modification, or None.
         mask_mod: the mask, or None.
         geometry: the pairs that the mask keeps.
+        transform: what is done to the scores of a tile.
     """
 
     def __init__(
@@ -43,14 +44,16 @@ class ScoreModKernel(UserModKernel):
         self.geometry = geometry_of(mask_mod)
         self.mask_mods = self.geometry.functions
         self._causal_geometry = Geometry(Band(None, 0)) & self.geometry
-        transform = score_tiles.ScoreTransform(
+        self.transform = score_tiles.ScoreTransform(
             None if score_mod is None else partial(_modify_tile, score_mod),
             tiles=score_tiles.LARGE,
             matrices=_MATRICES,
         )
-        tiled = TiledKernel(transform)
-        self._plain_kernel = PartwiseKernel(self.geometry, tiled, transform)
-        self._causal_kernel = PartwiseKernel(self._causal_geometry, tiled, transform)
+        tiled = TiledKernel(self.transform)
+        self._plain_kernel = PartwiseKernel(self.geometry, tiled, self.transform)
+        self._causal_kernel = PartwiseKernel(
+            self._causal_geometry, tiled, self.transform
+        )
 
     def geometry_under(self, *, is_causal: bool) -> Geometry:
         """Return the pairs that the mask keeps, and with ``is_causal`` the causal rule
@@ -102,23 +105,31 @@ def _modify_tile(
 
     Autograd computes the derivative, if it is asked for.
     """
-    modify = over_pairs(score_mod, scored=True)
     # Autograd refuses tensors of inference mode: those of this tile are made without
     # it.
     with torch.inference_mode(False), torch.set_grad_enabled(derivative):
-        indices = block.indices(keys)
         if scores.is_inference():
             scores = scores.clone()
         leaf = scores.requires_grad_(derivative)
-        modified = modify(
-            leaf,
-            indices.entries,
-            indices.heads,
-            indices.queries,
-            indices.keys,
-        ).to(scores.dtype)
+        modified = modified_scores(score_mod, leaf, block, keys)
         slope = _derivative(modified, leaf) if derivative else None
         return modified.detach().contiguous(), slope
+
+
+def modified_scores(
+    score_mod: ScoreMod,
+    scores: torch.Tensor,
+    block: score_tiles.QueryBlock,
+    keys: slice,
+) -> torch.Tensor:
+    """Return the modified scores of a tile (b, h, rows, keys), in the dtype of
+    ``scores``."""
+    modify = over_pairs(score_mod, scored=True)
+    indices = block.indices(keys)
+    modified = modify(
+        scores, indices.entries, indices.heads, indices.queries, indices.keys
+    )
+    return modified.to(scores.dtype)
 
 
 def _derivative(modified: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
