@@ -30,13 +30,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     monkeypatch.setattr(ways, "LITTLE", 1 << 62)
     monkeypatch.setattr(dispatch, "short_mask_tensor", lambda *_: None)
     biases: list[torch.Tensor] = []
-    make = pair_bias.PairBias.of
+    make = pair_bias.PairBias.bias_of
 
     def counted(self: Any, *arguments: Any) -> torch.Tensor:
         biases.append(make(self, *arguments))
         return biases[-1]
 
-    monkeypatch.setattr(pair_bias.PairBias, "of", counted)
+    monkeypatch.setattr(pair_bias.PairBias, "bias_of", counted)
     return biases
 
 

@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
 
 # Lower a limit when the code falls below it. Nobody has to: a limit is no target.
 LIMITS = {
-    "packed functions": 14,
-    "tangled functions": 4,
-    "vague names": 45,
-    "riddles": 4,
+    "packed functions": 0,
+    "tangled functions": 0,
+    "vague names": 5,
+    "riddles": 0,
     "tuples assigned to tuples": 23,
     "formatter switched off": 0,
     "class names defined twice": 0,

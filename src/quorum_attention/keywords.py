@@ -109,10 +109,15 @@ def check_names(function: str, named: Iterable[str], options: Collection[str]) -
 
 def names_of(function: Callable[..., Any]) -> dict[str, None]:
     """Return the names of the arguments that a function takes by keyword, in order."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
-    return dict.fromkeys(name for name in names if name != "self")
+    names: dict[str, None] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        is_keyword = parameter.kind in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        )
+        if is_keyword and parameter.name != "self":
+            names[parameter.name] = None
+    return names
 
 
 def helps_with_names(function: _Function) -> _Function:

@@ -292,23 +292,34 @@ def _is_long(
 ) -> bool:
     """Tell whether a call is of plain tensors, long enough, and has more than one
     query."""
-    attn_mask = arguments.attn_mask
     if min_tokens == sys.maxsize:
         return False
-    if attn_mask is not None and arguments.is_causal:
-        return False  # torch's own refuses it
-    tensors = [query, key, value]
-    if attn_mask is not None and not is_causal_bias(attn_mask):
-        tensors.append(attn_mask)
-    if not all(map(_is_plain_or_fake, tensors)):
-        return False
-    if any(tensor.is_nested or tensor.dim() < 2 for tensor in (query, key, value)):
+    if not _is_of_plain_tensors(query, key, value, arguments):
         return False
     n_queries = query.shape[-2]
     n_keys = key.shape[-2]
     if n_queries <= 1 or n_keys <= 0:
         return False
     return bool(n_queries >= min_tokens or n_keys >= min_tokens)
+
+
+def _is_of_plain_tensors(
+    query: Any, key: Any, value: Any, arguments: Arguments
+) -> bool:
+    """Tell whether a call is of plain tensors, of which torch's own function has no
+    complaint."""
+    attn_mask = arguments.attn_mask
+    if attn_mask is not None and arguments.is_causal:
+        return False
+    tensors = [query, key, value]
+    if attn_mask is not None and not is_causal_bias(attn_mask):
+        tensors.append(attn_mask)
+    if not all(map(_is_plain_or_fake, tensors)):
+        return False
+    for tensor in (query, key, value):
+        if tensor.is_nested or tensor.dim() < 2:
+            return False
+    return True
 
 
 def _is_plain_or_fake(tensor: Any) -> bool:

@@ -105,9 +105,12 @@ def format_least(n_bytes: int) -> str:
     less."""
     power = max(0, n_bytes.bit_length() - 1) // 10
     unit = 1024 ** min(4, power)
-    step = Fraction(unit, 100) if unit > 1 else Fraction(1)
-    rounded_up = math.ceil(n_bytes / step) * step
-    return format_bytes(float(rounded_up)).replace(" ", "")
+    step = Fraction(1)
+    if unit > 1:
+        step = Fraction(unit, 100)
+    n_steps = math.ceil(n_bytes / step)
+    text = format_bytes(float(n_steps * step))
+    return text.replace(" ", "")
 
 
 def format_seconds(seconds: float) -> str:

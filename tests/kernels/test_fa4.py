@@ -128,7 +128,7 @@ def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) ->
     )  # fmt: skip
     asked: list[object] = []
     monkeypatch.setattr(
-        "quorum_attention.kernels.masked.partwise._PartMasks.of",
+        "quorum_attention.kernels.masked.partwise._PartMasks.mask_of",
         lambda *at: asked.append(at),
     )
     shapes = ((4, n_queries), (2, n_keys), (2, n_keys), (4, n_queries))

@@ -147,32 +147,56 @@ def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
     Tensors that the block has completely stay the very tensors.
     """
     assert not mask.counts_from_last, "__post_init__ has put numbers there"
-    entries, heads, queries, keys = block
-    changes: dict[str, Any] = _cut_key_fields(call, mask, block)
     offset = _cut_offset(call, mask, block)
-    if isinstance(offset, torch.Tensor):
-        changes["offset"] = offset
-    if queries.start != keys.start:
-        changes["offset"] = offset + queries.start - keys.start
+    changes: dict[str, Any] = {
+        **_cut_key_fields(call, mask, block),
+        **_shift_positions(mask, offset, block),
+    }
     if mask.documents is not None:
         changes["documents"] = _cut_documents(call, mask.documents, block)
-    starts = (entries.start, heads.start, queries.start, keys.start)
-    if mask.keeps is not None and any(starts):
-        changes["keeps"] = _ShiftedKeeps(mask.keeps, *starts)
     changes["either"] = tuple(cut_mask(call, inner, block) for inner in mask.either)
     changes["every"] = tuple(cut_mask(call, inner, block) for inner in mask.every)
     if mask.bias is not None:
         changes["bias"] = call.cut_bias(mask.bias, block)
     if mask.sinks is not None:
-        changes["sinks"] = mask.sinks[slice(*heads)]
-    if mask.chunk is None or keys.start % mask.chunk == 0:
+        changes["sinks"] = mask.sinks[slice(*block.heads)]
+    if mask.chunk is None or block.keys.start % mask.chunk == 0:
         return replace(mask, **changes)
     # The mask's chunks are not counted from the block's first key.
-    places = torch.arange(*queries, device="cpu") + torch.as_tensor(offset).cpu()
-    query_chunks = places // mask.chunk
-    key_chunks = torch.arange(*keys, device="cpu") // mask.chunk
-    same_chunk = Mask(documents=(query_chunks, key_chunks))
+    same_chunk = _chunks_as_documents(mask.chunk, offset, block)
     return replace(mask, **changes, chunk=None) & same_chunk
+
+
+def _shift_positions(mask: Mask, offset: Any, block: CallBlock) -> dict[str, Any]:
+    """Return the fields that count positions, counted from the block's first ones.
+
+    Args:
+        offset: of the block's queries, by positions in the whole call.
+    """
+    entries, heads, queries, keys = block
+    fields: dict[str, Any] = {}
+    if isinstance(offset, torch.Tensor):
+        fields["offset"] = offset
+    if queries.start != keys.start:
+        fields["offset"] = offset + queries.start - keys.start
+    starts = (entries.start, heads.start, queries.start, keys.start)
+    if mask.keeps is not None and any(starts):
+        fields["keeps"] = _ShiftedKeeps(mask.keeps, *starts)
+    return fields
+
+
+def _chunks_as_documents(chunk: int, offset: Any, block: CallBlock) -> Mask:
+    """Return the mask of pairs in one chunk of ``chunk`` tokens of the whole call.
+
+    Args:
+        offset: of queries, as ``Mask.offset``.
+    """
+    queries = torch.arange(*block.rows, device="cpu")
+    places = queries + torch.as_tensor(offset).cpu()
+    keys = torch.arange(*block.keys, device="cpu")
+    query_chunks = places // chunk
+    key_chunks = keys // chunk
+    return Mask(documents=(query_chunks, key_chunks))
 
 
 def _cut_key_fields(call: WholeCall, mask: Mask, block: CallBlock) -> dict[str, Any]:

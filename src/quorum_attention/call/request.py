@@ -169,11 +169,8 @@ def request_of(
         check_plan(options.plan, shape)
     seed = arguments.dropout_seed
     dropout = draw_dropout(dropout_p, seed, device, draws=not is_backward)
-    if dropout is not None and seed is None and has_transforms():
-        # As torch draws: vmap says whether entries have one seed, or their own, or
-        # refuses.
-        drawn = torch.randint(LARGEST_SEED, (), dtype=torch.int64, device="cpu")
-        tensors = tensors._replace(seed=drawn)
+    if dropout is not None:
+        tensors = _with_vmapped_seed(tensors, seed)
     out = checked.out
     out_dtype = arguments.out_dtype if out is None else out.dtype
     mask_grad = _needs_grad(bias)
@@ -193,6 +190,19 @@ def request_of(
         dropout=dropout,
     )
     return tensors, request
+
+
+def _with_vmapped_seed(tensors: Tensors, seed: int | None) -> Tensors:
+    """Return the tensors with a drawn seed, if the call under transformations of
+    torch.func has none.
+
+    The seed is drawn as torch draws: vmap says whether entries have one seed, or their
+    own, or refuses.
+    """
+    if seed is not None or not has_transforms():
+        return tensors
+    drawn = torch.randint(LARGEST_SEED, (), dtype=torch.int64, device="cpu")
+    return tensors._replace(seed=drawn)
 
 
 def _bias_shape_of(tensors: Tensors) -> BiasShape | None:

@@ -191,13 +191,12 @@ def kept_share(pairs: Pairs) -> float:
         n_cut = 0
         for block, is_empty in level:
             verdict = EMPTY if is_empty else pairs.verdict(block)
-            is_uniform = verdict is not PARTIAL and not _reaches_above_diagonal(
-                pairs, block
-            )
-            if may_cut and not is_uniform and _longer_side(block) > finest:
+            is_mixed = _is_mixed(pairs, block, verdict)
+            if is_mixed and may_cut and _longer_side(block) > finest:
                 n_cut += 1
+                is_empty = verdict is EMPTY
                 parts = _parts_below_diagonal(pairs, block)
-                finer.extend((part, verdict is EMPTY) for part in parts)
+                finer.extend((part, is_empty) for part in parts)
                 continue
             n_pairs = _pairs_of_call(pairs, block)
             n_all += n_pairs
@@ -205,6 +204,11 @@ def kept_share(pairs: Pairs) -> float:
         level = finer
         may_cut = 4 * n_cut <= _MAX_BLOCKS
     return _as_share(n_kept / n_all)
+
+
+def _is_mixed(pairs: Pairs, block: Ranges, verdict: Verdict) -> bool:
+    """Tell whether a call may leave out some pairs of a block and keep others."""
+    return verdict is PARTIAL or _reaches_above_diagonal(pairs, block)
 
 
 def _pairs_of_call(pairs: Pairs, block: Ranges) -> float:

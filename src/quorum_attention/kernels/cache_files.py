@@ -77,7 +77,7 @@ def load(name: str) -> Any:
     """Return the content of the file of that name; None where there is none, or it is
     broken or not to be trusted (the log says so, once)."""
     try:
-        return _read(private_folder(cache_folder(), make=False) / name)
+        return _read_json(private_folder(cache_folder(), make=False) / name)
     except PermissionError as refused:
         _warn_once(str(refused))
     except OSError:
@@ -104,7 +104,7 @@ def store(name: str, change: Callable[[Any], object], *, durable: bool = False) 
         OSError: it cannot be written, or is not to be trusted (``PermissionError``).
     """
     path = private_folder(cache_folder()) / name
-    write_text(path, json.dumps(change(_read(path)), indent=1), durable=durable)
+    write_text(path, json.dumps(change(_read_json(path)), indent=1), durable=durable)
 
 
 def refusal() -> str | None:
@@ -118,7 +118,7 @@ def refusal() -> str | None:
     return None
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     """Return the content of a file of a private folder; None where there is none, or it
     is broken."""
     try:

@@ -36,7 +36,7 @@ def why_not(
 
 
 def select_kernel(
-    wanted: str | InnerKernel,
+    requested: str | InnerKernel,
     shape: CallShape,
     device: torch.device,
     *,
@@ -49,7 +49,7 @@ def select_kernel(
     order of preference that can run the call.
 
     Args:
-        wanted: the name of a kernel, a kernel, or "auto".
+        requested: the name of a kernel, a kernel, or "auto".
         tried: a kernel also has to pass a small test on the device; planning does
             without, because it may plan for a device that is not here.
         flops: operations of a forward. FlashAttention-4 takes the host longer to launch
@@ -68,8 +68,8 @@ def select_kernel(
     def reason_against(kernel: Kernel) -> str | None:
         return why_not(kernel, shape, device) if is_tested else refusal(kernel, shape)
 
-    if wanted != "auto":
-        kernel = get_kernel(wanted)
+    if requested != "auto":
+        kernel = get_kernel(requested)
         reason = reason_against(kernel)
         if reason is not None:
             raise NotImplementedError(

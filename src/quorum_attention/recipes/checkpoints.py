@@ -62,7 +62,7 @@ _MARGIN = 0.06
 
 
 @dataclass(frozen=True)
-class _Room:
+class _FreeBytes:
     """Free bytes for what layers keep.
 
     Attributes:
@@ -147,12 +147,13 @@ class LayerCheckpoints(ModelPiece):
         layers = _checkpointed_layers(model)
         if not layers:
             return "they were switched off"
-        others = [layer for layer in layers if not self._computes(layer)]
-        return (
-            f"other checkpoints run in {counted(len(others), 'layer')}"
-            if others
-            else None
-        )
+        n_foreign = 0
+        for layer in layers:
+            if not self._computes(layer):
+                n_foreign += 1
+        if not n_foreign:
+            return None
+        return f"other checkpoints run in {counted(n_foreign, 'layer')}"
 
     def _computes(self, layer: torch.nn.Module) -> bool:
         return getattr(layer_checkpoint(layer), "func", None) is self
@@ -170,18 +171,18 @@ class LayerCheckpoints(ModelPiece):
         hidden = inputs[0]
         step = self._step_of(number, hidden)
         step.number = number
-        kept = KeptLayer(step)
+        kept_layer = KeptLayer(step)
         tiled = self._tiled_layer(layer, inputs, step.tile)
         if tiled is not None:
             layer = tiled
             inputs = (hidden,)
-        run = partial(_run_with_results, kept, layer)
-        with saved_tensors_hooks(kept.keep, kept.unpack):
+        run = partial(_run_with_results, kept_layer, layer)
+        with saved_tensors_hooks(kept_layer.keep, kept_layer.unpack):
             output = checkpoint(run, *inputs, use_reentrant=False)
-        kept.finish_copies()
-        step.previous = ref(kept)
-        if 0 < step.result_bytes < kept.result_bytes:
-            self._plan_again(step, kept, hidden)
+        kept_layer.finish_copies()
+        step.previous = ref(kept_layer)
+        if 0 < step.result_bytes < kept_layer.result_bytes:
+            self._plan_again(step, kept_layer, hidden)
         return output
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,11 +212,11 @@ class LayerCheckpoints(ModelPiece):
         return None
 
     def _plan_again(
-        self, step: ForwardStep, kept: KeptLayer, hidden: torch.Tensor
+        self, step: ForwardStep, kept_layer: KeptLayer, hidden: torch.Tensor
     ) -> None:
         """Plan the rest of a step by what its layer took: ranks have results in
         float32, and rows that several blocks have."""
-        self._result_ratio *= kept.result_bytes / step.result_bytes
+        self._result_ratio *= kept_layer.result_bytes / step.result_bytes
         planned = self._begin_step(hidden)
         step.offload_bytes = planned.offload_bytes
         step.n_recomputed = planned.n_recomputed
@@ -228,25 +229,25 @@ class LayerCheckpoints(ModelPiece):
         host = host_room() if is_offloading else 0
         training = self._training_of(hidden)
         if training is None:
-            kept = KeptBytes(hidden.nbytes, 0)
-            room = _Room(0 if host else _UNLIMITED, host)
+            bytes_kept = KeptBytes(hidden.nbytes, 0)
+            free = _FreeBytes(0 if host else _UNLIMITED, host)
         else:
-            kept = self._kept_bytes(training, hidden)
-            room = self._room(training, kept, device, host)
-        device_bytes = room.device
+            bytes_kept = self._kept_bytes(training, hidden)
+            free = self._free_bytes(training, bytes_kept, device, host)
+        device_bytes = free.device
         # Layers come back from host memory, one used and one on its way, when those on
         # the device are done with: in their room.
-        if room.host and (self._place == "host" or device_bytes < 2 * kept.total):
+        if free.host and (self._place == "host" or device_bytes < 2 * bytes_kept.total):
             device_bytes = 0
         n_layers = len(_checkpointed_layers(self._model))
-        split = layer_bytes.split_offload(n_layers, kept, device_bytes, room.host)
+        split = layer_bytes.split_offload(n_layers, bytes_kept, device_bytes, free.host)
         return ForwardStep(
             split.host_bytes,
             split.n_recomputed,
-            kept.result,
+            bytes_kept.result,
             device,
-            room.tile,
-            HostStore(device) if room.host else None,
+            free.tile,
+            HostStore(device) if free.host else None,
         )
 
     def _training_of(self, hidden: torch.Tensor) -> Training | None:
@@ -268,32 +269,38 @@ class LayerCheckpoints(ModelPiece):
         assert self._shape is not None
         if not training.has(ATTENTION):
             return KeptBytes(hidden.nbytes, 0)
-        kept = layer_bytes.kept_bytes(self._shape, training)
-        return kept._replace(result=ceil(kept.result * self._result_ratio))
+        bytes_kept = layer_bytes.kept_bytes(self._shape, training)
+        result = ceil(bytes_kept.result * self._result_ratio)
+        return bytes_kept._replace(result=result)
 
-    def _room(
-        self, training: Training, kept: KeptBytes, device: torch.device, host: int
-    ) -> _Room:
-        """Return the room for what layers keep, beside the step's own peak."""
+    def _free_bytes(
+        self,
+        training: Training,
+        bytes_kept: KeptBytes,
+        device: torch.device,
+        host: int,
+    ) -> _FreeBytes:
+        """Return the free bytes for what layers keep, beside the step's own peak."""
         assert self._shape is not None
         free = int(backend_of(device).free_bytes(device) * (1 - _MARGIN))
         free -= self._later_gradient_bytes()
-        needs_tiles = host and kept.result
+        needs_tiles = host and bytes_kept.result
         if needs_tiles and not step_estimate.layer_fits(
-            self._shape, training, free - 2 * kept.total
+            self._shape, training, free - 2 * bytes_kept.total
         ):
-            return self._room_beside_tiles(training, host)
+            return self._free_beside_tiles(training, host)
         transient = step_estimate.transient_bytes(self._shape, training)
-        return _Room(max(0, free - transient), host)
+        return _FreeBytes(max(0, free - transient), host)
 
-    def _room_beside_tiles(self, training: Training, host: int) -> _Room:
-        """Return the room beside a layer in tiles, which leaves none on the device."""
+    def _free_beside_tiles(self, training: Training, host: int) -> _FreeBytes:
+        """Return the free bytes beside a layer in tiles, which leaves none on the
+        device."""
         assert self._shape is not None
         taken = layer_bytes.tiled_bytes(self._shape, training)
         newly_locked = max(0, taken.locked - self._locked_bytes)
         self._locked_bytes = max(taken.locked, self._locked_bytes)
         tile = max(1, step_estimate.MLP_TILE // training.batch)
-        return _Room(0, max(0, host - taken.pageable - newly_locked), tile)
+        return _FreeBytes(0, max(0, host - taken.pageable - newly_locked), tile)
 
     def _later_gradient_bytes(self) -> int:
         """Return the bytes of weights' gradients that are not there yet."""
@@ -301,10 +308,12 @@ class LayerCheckpoints(ModelPiece):
         return sum(w.nbytes for w in weights if w.requires_grad and w.grad is None)
 
 
-def _run_with_results(kept: KeptLayer, layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute a layer, once in the forward and again in the backward, whose attention
-    asks ``kept`` for its results."""
-    token = result_hook.set(kept.results)
+def _run_with_results(
+    kept_layer: KeptLayer, layer: Callable[..., Any], *inputs: Any
+) -> Any:
+    """Compute a layer whose attention asks ``kept_layer`` for its results: once in the
+    forward and again in the backward."""
+    token = result_hook.set(kept_layer.results)
     try:
         return layer(*inputs)
     finally:

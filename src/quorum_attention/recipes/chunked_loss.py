@@ -339,11 +339,20 @@ def _sum_of_chunks(
     """
     tokens = loss_tokens(vocab_size, states.dtype.itemsize)
 
-    def chunk_loss(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss_of(logits.compute(states[None]), shift_labels=targets)
+    def loss_of_chunk(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        chunk_logits = logits.compute(states[None])
+        return loss_of(chunk_logits, shift_labels=targets)
 
+    losses = []
     chunks = zip(states.split(tokens), targets.split(tokens), strict=True)
-    losses = [checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]
+    for chunk_states, chunk_targets in chunks:
+        loss = checkpoint(
+            loss_of_chunk,
+            chunk_states,
+            chunk_targets,
+            use_reentrant=False,
+        )
+        losses.append(loss)
     return torch.stack(losses).sum()
 
 

@@ -1,4 +1,5 @@
-"""What one layer keeps in one forward: its inputs, and the results of its attention."""
+"""The tensors that one layer keeps in one forward: its inputs, and the results of its
+attention."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class ForwardStep:
 
 
 class KeptLayer:
-    """What one layer keeps in one forward.
+    """The tensors that one layer keeps in one forward.
 
     Attributes:
         result_bytes: of attention's results so far.
@@ -61,9 +62,9 @@ class KeptLayer:
         """Keep a tensor, in host memory while some has to go there."""
         tensor = tensor.detach()  # its graph may hold this layer
         store = self._store_for(tensor)
-        kept = KeptTensor(tensor) if store is None else OffloadedTensor(tensor, store)
-        self._tensors.append(kept)
-        return kept
+        stored = KeptTensor(tensor) if store is None else OffloadedTensor(tensor, store)
+        self._tensors.append(stored)
+        return stored
 
     def _store_for(self, tensor: torch.Tensor) -> HostStore | None:
         """Return where a tensor goes; None: it stays."""
@@ -74,11 +75,11 @@ class KeptLayer:
         # The results of a layer in tiles are in host memory.
         return step.store if tensor.device == step.device else None
 
-    def unpack(self, kept: KeptTensor) -> torch.Tensor:
+    def unpack(self, stored: KeptTensor) -> torch.Tensor:
         """Return a kept tensor: the layer's backward begins. The tensors that are
         needed next set out: attention's results, and what the previous layer keeps."""
         self._n_replayed = 0
-        tensor = kept.get()
+        tensor = stored.get()
         previous = self._previous()
         upcoming = [] if previous is None else previous._tensors
         for needed in chain(*self._results, upcoming):
@@ -97,19 +98,23 @@ class KeptLayer:
             self._is_recomputed = self._step.n_recomputed > 0
             self._step.n_recomputed -= 1
         self.result_bytes += sum(tensor.nbytes for tensor in results)
-        kept = [] if self._is_recomputed else [self.keep(tensor) for tensor in results]
-        self._results.append(kept)
+        stored: list[KeptTensor] = []
+        if not self._is_recomputed:
+            stored = [self.keep(tensor) for tensor in results]
+        self._results.append(stored)
         return results
 
     def _replay(self, compute: Callable[[], Results]) -> Results:
         number = self._n_replayed
         self._n_replayed += 1
-        kept = self._results[number] if number < len(self._results) else []
-        if not kept:
+        if number >= len(self._results):
+            return compute()
+        stored = self._results[number]
+        if not stored:
             return compute()
         self._results[number] = []  # the graph has them from here on
-        self._tensors = [tensor for tensor in self._tensors if tensor not in kept]
-        out, lse = (tensor.get() for tensor in kept)
+        self._tensors = [tensor for tensor in self._tensors if tensor not in stored]
+        out, lse = (tensor.get() for tensor in stored)
         return out, lse
 
     def finish_copies(self) -> None:

@@ -72,18 +72,20 @@ def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> 
     return training.rows * heads * shape.head_dim * training.number_bytes
 
 
-def split_offload(layers: int, kept: KeptBytes, device: int, host: int) -> OffloadSplit:
+def split_offload(
+    layers: int, layer: KeptBytes, device: int, host: int
+) -> OffloadSplit:
     """Choose what goes to host memory, and what is computed again.
 
     Args:
         layers: how many there are.
-        kept: bytes of each.
+        layer: bytes of each.
         device, host: free bytes of both.
     """
-    total = layers * kept.total
+    total = layers * layer.total
     missing = max(0, total - device - host)
     n_recomputed = 0
-    if missing and kept.result:
-        n_recomputed = min(layers, ceil_div(missing, kept.result))
-    stored = total - n_recomputed * kept.result
+    if missing and layer.result:
+        n_recomputed = min(layers, ceil_div(missing, layer.result))
+    stored = total - n_recomputed * layer.result
     return OffloadSplit(min(host, max(0, stored - device)), n_recomputed)

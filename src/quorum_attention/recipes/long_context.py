@@ -49,6 +49,7 @@ from quorum_attention.recipes.attention import QuorumAttention
 from quorum_attention.recipes.changes import (
     Change,
     ChangeSet,
+    ModelPiece,
     base_model,
     changing,
     undo_changes,
@@ -165,24 +166,30 @@ def long_context(
     )  # with what ``register`` was given, if nothing is given here
     how = f"budget {budget or 'of the free memory'}"
     with changing(base, _OWNER) as changes:
-        made = [
-            changes.make(base, QuorumAttention(name, how))
-            if attention
-            else _off(ATTENTION),
-            changes.make(base, ChunkedLoss()) if chunked_loss else _off(LOSS),
-            changes.make(base, TiledMLPs(mlp_tile)) if mlp_tile else _off(MLP),
-            changes.make(base, FusedNorms()) if fused_norms else _off(NORMS),
-        ]
-        if checkpoints is None:
-            made.append(_off(CHECKPOINTS))
-        else:
+        pieces = {
+            ATTENTION: QuorumAttention(name, how) if attention else None,
+            LOSS: ChunkedLoss() if chunked_loss else None,
+            MLP: TiledMLPs(mlp_tile) if mlp_tile else None,
+            NORMS: FusedNorms() if fused_norms else None,
+        }
+        outcomes = []
+        for switch, piece in pieces.items():
+            outcomes.append(_make(changes, base, switch, piece))
+        layer_checkpoints = None
+        if checkpoints is not None:
             training = _training_of(base, budget, changes)
-            made.append(changes.make(base, LayerCheckpoints(checkpoints, training)))
-    return LongContext(base, tuple(made))
+            layer_checkpoints = LayerCheckpoints(checkpoints, training)
+        outcomes.append(_make(changes, base, CHECKPOINTS, layer_checkpoints))
+    return LongContext(base, tuple(outcomes))
 
 
-def _off(name: str) -> Change:
-    return Change(name, False, "switched off")
+def _make(
+    changes: ChangeSet, base: Any, switch: str, piece: ModelPiece | None
+) -> Change:
+    """Make a change of a model, or say that it is switched off."""
+    if piece is None:
+        return Change(switch, False, "switched off")
+    return changes.make(base, piece)
 
 
 def _training_of(model: Any, budget: int | str | None, changes: ChangeSet) -> Training:

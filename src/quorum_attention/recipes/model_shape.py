@@ -22,7 +22,7 @@ from quorum_attention.argument_checks import shown
 # embedding.
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
 _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
-# What configurations call the same size; the first that is there counts.
+# The names that configurations have for one size; the first that is there counts.
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",
@@ -90,7 +90,7 @@ def read_shape(
     contents = config if isinstance(config, Mapping) else _read_file(Path(config))
     inner = contents.get("text_config")
     sizes: Mapping[str, Any] = inner if isinstance(inner, Mapping) else contents
-    layers = _DecoderSizes.read(sizes)
+    layers = _DecoderSizes.of_config(sizes)
     if parameters is None:
         parameters = _count_built(sizes)
     if parameters is None:
@@ -148,7 +148,7 @@ def _count_built(config: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class _DecoderSizes:
-    """What the formula needs.
+    """The sizes that the formula counts parameters from.
 
     Attributes:
         kind: ``model_type``.
@@ -183,7 +183,7 @@ class _DecoderSizes:
     tied: bool
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> _DecoderSizes:
+    def of_config(cls, config: Mapping[str, Any]) -> _DecoderSizes:
         """The sizes that a configuration says.
 
         Raises:
@@ -240,18 +240,30 @@ class _DecoderSizes:
         )
 
     def _attention_parameters(self) -> int:
-        """Of one layer."""
-        if not self.kv_rank:
-            projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-            return projections + 2 * self.head_dim * (self.kind in _HEAD_NORMS)
+        """Count the parameters of one layer's attention."""
+        if self.kv_rank:
+            return self._latent_attention_parameters()
+        # A head of queries comes with one of the output, a head of keys with values.
+        n_heads = 2 * (self.heads + self.kv_heads)
+        projections = self.hidden * n_heads * self.head_dim
+        norms = 0
+        if self.kind in _HEAD_NORMS:
+            norms = 2 * self.head_dim
+        return projections + norms
+
+    def _latent_attention_parameters(self) -> int:
+        """Count the parameters of one layer's latent attention, with its norms."""
         query_width = self.heads * self.head_dim
         query = self.hidden * query_width
         if self.query_rank:
             query = self.query_rank * (self.hidden + query_width + 1)
-        compressed = self.hidden * (self.kv_rank + self.rotated_dim) + self.kv_rank
-        expanded = self.heads * (self.head_dim - self.rotated_dim + self.value_dim)
+        latent_width = self.kv_rank + self.rotated_dim
+        compressed = self.hidden * latent_width + self.kv_rank
+        plain_dim = self.head_dim - self.rotated_dim
+        expanded_width = self.heads * (plain_dim + self.value_dim)
+        expanded = self.kv_rank * expanded_width
         output = self.heads * self.value_dim * self.hidden
-        return query + compressed + self.kv_rank * expanded + output
+        return query + compressed + expanded + output
 
     def widest_mlp(self) -> int:
         """The width of the widest MLP that a token goes through."""
@@ -272,9 +284,9 @@ def _experts_per_token(config: Mapping[str, Any]) -> int:
 
 def _shared_width(config: Mapping[str, Any], expert_width: int) -> int:
     """The width of what all tokens go through, beside a layer's experts."""
-    own = config.get("shared_expert_intermediate_size")
-    if own is not None:
-        return int(own)
+    width = config.get("shared_expert_intermediate_size")
+    if width is not None:
+        return int(width)
     if config.get("model_type") == "llama4_text":  # has one, and does not say so
         return expert_width
     return _first(config, _SHARED_EXPERTS, 0) * expert_width

@@ -166,10 +166,13 @@ def host_room() -> int:
 
 def _free_bytes_of_group() -> int:
     """Return what the control group of this process may still take of memory."""
-    statistics = (_CGROUP / "memory.stat").read_text().splitlines()
-    sizes = dict(line.split() for line in statistics)
-    taken = int((_CGROUP / "memory.current").read_text()) - int(sizes["inactive_file"])
-    return int((_CGROUP / "memory.max").read_text()) - taken
+    statistics = (_CGROUP / "memory.stat").read_text()
+    sizes = dict(line.split() for line in statistics.splitlines())
+    # Cached pages of files that nobody uses are given up when memory is asked for.
+    reclaimable = int(sizes["inactive_file"])
+    used = int((_CGROUP / "memory.current").read_text())
+    limit = int((_CGROUP / "memory.max").read_text())
+    return limit - (used - reclaimable)
 
 
 def page_locked_share(host_bytes: int) -> int:

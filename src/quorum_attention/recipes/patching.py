@@ -147,8 +147,8 @@ def has_own_forward(module: torch.nn.Module) -> bool:
         return False
     forward = _forward_in_module(module)
     # Libraries that took their forward back left a method of the class behind.
-    written = (kind.forward, type(module).forward)
-    return forward is None or getattr(forward, "__func__", None) in written
+    class_forwards = (kind.forward, type(module).forward)
+    return forward is None or getattr(forward, "__func__", None) in class_forwards
 
 
 def _forward_in_module(module: torch.nn.Module) -> Any:

@@ -100,8 +100,8 @@ def _switch(
     """A step with these switches on; attention, where no budget is asked for, in the
     memory that a layer's other parts leave. It is off where it is not needed, or cannot
     work in its budget."""
-    others = tuple(name for name in on if name != ATTENTION)
-    without = step_memory(shape, replace(training, on=others))
+    on_without = tuple(name for name in on if name != ATTENTION)
+    without = step_memory(shape, replace(training, on=on_without))
     needed = ATTENTION in training.on or TILES in on or without.peak_bytes > limit
     if ATTENTION not in on or not needed:
         return without
@@ -118,16 +118,16 @@ def _budget_that_is_left(
     shape: ModelShape, training: Training, without: StepMemory, limit: int
 ) -> int:
     """The budget of attention in the memory that a layer's other parts leave."""
-    beside = 0
+    used = 0
     for part in without.parts:
         if part.when in ("always", "layer", "attention") and part.switch != ATTENTION:
-            beside += part.bytes
+            used += part.bytes
     returned = 0
     if TILES not in without.on:
         # The forward returns less than the backward, so neither takes more than is
         # left.
         returned = returned_bytes(shape, training, backward=False)
-    return max(0, limit - beside) + returned
+    return max(0, limit - used) + returned
 
 
 def advice(step: StepMemory, fits: bool, memory: int) -> str:

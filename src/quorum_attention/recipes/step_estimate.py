@@ -182,11 +182,15 @@ def _state_parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
 def _adapter_parameters(shape: ModelShape, rank: int) -> int:
     """Return the parameters of adapters of ``rank`` on every linear layer of every
     decoder layer."""
-    query = shape.heads * shape.head_dim
-    key = shape.kv_heads * shape.head_dim
-    attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
-    mlp = 3 * (shape.hidden + shape.intermediate) * max(shape.experts, 1)
-    return shape.layers * rank * (attention + mlp)
+    query_width = shape.heads * shape.head_dim
+    key_width = shape.kv_heads * shape.head_dim
+    # An adapter has rank times the widths of its layer's input and output.
+    query_and_output = 2 * (shape.hidden + query_width)
+    key_and_value = 2 * (shape.hidden + key_width)
+    mlp = 3 * (shape.hidden + shape.intermediate)
+    n_mlps = max(shape.experts, 1)
+    widths = query_and_output + key_and_value + n_mlps * mlp
+    return shape.layers * rank * widths
 
 
 def _loss_parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
@@ -222,12 +226,12 @@ def _has_fused_norms(shape: ModelShape, training: Training) -> bool:
 
 def _checkpoint_part(shape: ModelShape, training: Training) -> MemoryPart:
     """Return what the checkpoints of all layers take of the device."""
-    kept = kept_bytes(shape, training)
-    on_device = shape.layers * kept.checkpoint
+    layer = kept_bytes(shape, training)
+    on_device = shape.layers * layer.checkpoint
     if training.has(HOST):
         # One layer is used and the next one is on its way, with attention's results,
         # which tiles have in host memory.
-        moved = kept.checkpoint if training.has(TILES) else kept.total
+        moved = layer.checkpoint if training.has(TILES) else layer.total
         on_device = min(on_device, 2 * moved)
     return MemoryPart("layer checkpoints", on_device, switch=HOST)
 
@@ -320,11 +324,14 @@ def _workspace(shape: ModelShape, training: Training) -> int:
     """Return what attention works in, beyond q, k, v, o and their gradients: the larger
     of both passes. A layer in tiles has those in host memory."""
     on = (TILES,) if training.has(TILES) else ()
-    inputs = replace(training, on=on, lora=None)
-    n_bytes = _attention_peak(shape, replace(inputs, budget=_UNLIMITED))
+    budgeted = replace(training, on=on, lora=None)
+    unlimited = replace(budgeted, budget=_UNLIMITED)
+    n_bytes = _attention_peak(shape, unlimited)
     if training.has(ATTENTION) and training.budget is not None:
-        n_bytes = min(n_bytes, _attention_peak(shape, inputs))
-    return int(n_bytes * (_PEAK_OVER_PLAN if training.device == GPU else 1.0))
+        n_bytes = min(n_bytes, _attention_peak(shape, budgeted))
+    if training.device == GPU:
+        return int(n_bytes * _PEAK_OVER_PLAN)
+    return n_bytes
 
 
 @lru_cache(maxsize=256)

@@ -173,11 +173,15 @@ class TiledLayer:
     def empty_like_tile(self, tile: torch.Tensor, n_tokens: int) -> torch.Tensor:
         """Return an empty tensor shaped like ``tile`` but with ``n_tokens`` rows.
         TensorList with a head dimension are in host memory, page-locked for GPUs."""
-        shape = (*tile.shape[:-2], n_tokens, tile.shape[-1])
-        if not _has_heads(tile):
-            return torch.empty(shape, dtype=tile.dtype, device=self.modes.device)
-        is_locked = self.modes.device.type == "cuda"
-        return torch.empty(shape, dtype=tile.dtype, device="cpu", pin_memory=is_locked)
+        *outer, _, width = tile.shape
+        device = self.modes.device
+        is_on_host = _has_heads(tile)
+        return torch.empty(
+            (*outer, n_tokens, width),
+            dtype=tile.dtype,
+            device="cpu" if is_on_host else device,
+            pin_memory=is_on_host and device.type == "cuda",
+        )
 
     def tile_on_device(self, tensor: torch.Tensor, span: TileSpan) -> torch.Tensor:
         """Return the rows of a span, on the layer's device."""

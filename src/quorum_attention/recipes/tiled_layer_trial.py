@@ -120,27 +120,33 @@ def _is_same_in_tiles(
         torch.enable_grad(),
         saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach),
     ):
-        whole = small.run(attention, 0, x)
-        layer.weights = _learning_weights(layer.module, whole, x)
+        result = small.run(attention, 0, x)
+        layer.weights = _learning_weights(layer.module, result, x)
         small.weights = layer.weights
-        tiled = small(x)
+        tiled_result = small(x)
         learned = [x, *layer.weights]
         with without_hooks(layer.weights):
-            whole_grads = torch.autograd.grad(
-                whole, learned, upstream, allow_unused=True
+            grads = torch.autograd.grad(
+                result,
+                learned,
+                upstream,
+                allow_unused=True,
             )
             tiled_grads = torch.autograd.grad(
-                tiled, learned, upstream, allow_unused=True
+                tiled_result,
+                learned,
+                upstream,
+                allow_unused=True,
             )
     # One tile tells attention the same as all tokens.
     if arguments_when_whole != [_result_arguments(small.attention_call)]:
         return False
     tolerance = max(8 * torch.finfo(small.modes.dtype).eps, 1e-5)
-    if not _is_near(whole, tiled, tolerance):
+    if not _is_near(result, tiled_result, tolerance):
         return False
     # A token may meet other experts.
     tolerances = [tolerance, *(tolerance**0.5 for _ in layer.weights)]
-    return all(map(_is_near, whole_grads, tiled_grads, tolerances))
+    return all(map(_is_near, grads, tiled_grads, tolerances))
 
 
 def _learning_weights(
@@ -167,10 +173,15 @@ def _leaves_of(result: torch.Tensor) -> list[torch.Tensor]:
 
 def _attend_each_alone(heads: TensorList) -> torch.Tensor:
     """Compute something of each token alone, in place of attention."""
-    query, key, value = (tensor.requires_grad_() for tensor in heads)
+    for tensor in heads:
+        tensor.requires_grad_()
+    query, key, value = heads
     n_shared = query.shape[1] // key.shape[1]
-    scaled = value * (1 + key.mean(-1, True))
-    return scaled.repeat_interleave(n_shared, 1) * (1 + query.mean(-1, True))
+    key_factors = 1 + key.mean(-1, keepdim=True)
+    query_factors = 1 + query.mean(-1, keepdim=True)
+    scaled = value * key_factors
+    scaled = scaled.repeat_interleave(n_shared, dim=1)
+    return scaled * query_factors
 
 
 def _result_arguments(call: Any) -> list[Any]:

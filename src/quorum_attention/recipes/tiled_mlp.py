@@ -172,10 +172,10 @@ def _agreements(module: torch.nn.Module, tokens: torch.Tensor) -> Iterator[bool]
     for inputs in (tokens, tokens[None]):
         together = result_like(module, inputs)
         results = [result_like(module, token) for token in inputs.split(1, -2)]
-        alone = [result for result in results if result is not None]
-        if together is None or len(alone) < len(results):
+        by_token = [result for result in results if result is not None]
+        if together is None or len(by_token) < len(results):
             continue
-        distance = (together - torch.cat(alone, -2)).abs().max()
+        distance = (together - torch.cat(by_token, -2)).abs().max()
         tolerance = 100 * torch.finfo(tokens.dtype).eps * together.abs().max()
         yield bool(distance <= tolerance)
 

@@ -86,23 +86,25 @@ class BlockEvaluator:
         return np.concatenate(codes)
 
     def _codes(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        count = self.kept(rows, columns).sum(dim=(3, 4), dtype=torch.int64)
+        count = self.evaluate(rows, columns).sum(dim=(3, 4), dtype=torch.int64)
         codes = (count > 0).to(torch.int8) * PARTIAL
         return codes.masked_fill_(count == _BLOCK_PAIRS, FULL)
 
-    def kept(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Which pairs of blocks are kept: (blocks, entries, heads, 128, 128) bool."""
+    def evaluate(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Tell which pairs of blocks are kept, (blocks, entries, heads, 128, 128)."""
         queries = self._queries[rows]
         keys = self._keys[columns]
         if not self._geometry.functions:
-            return self._kept_pairs(
+            return self._evaluate_block(
                 queries, keys
             )  # our own rules take blocks as they are
-        is_kept: torch.Tensor = torch.vmap(self._kept_pairs)(queries, keys)
+        is_kept: torch.Tensor = torch.vmap(self._evaluate_block)(queries, keys)
         return is_kept
 
-    def _kept_pairs(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Which pairs are kept of one block (128,) or, without functions, of
+    def _evaluate_block(
+        self, queries: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Tell which pairs are kept of one block (128,) or, without functions, of
         several."""
         is_kept = self._geometry.keeps(
             Indices(self._entries, self._heads, queries, keys)

@@ -72,7 +72,7 @@ def block_lists(
 def _split_at_edge(nodes: Nodes) -> tuple[Nodes, Nodes]:
     """Whole blocks of ``nodes``, which begin at blocks, and those that end within
     one."""
-    at = NodeColumns.of(nodes)
+    at = NodeColumns.of_nodes(nodes)
     bottom = at.query_stop // BLOCK * BLOCK
     right = at.key_stop // BLOCK * BLOCK
     inner = at.nodes(query_stop=bottom, key_stop=right)
@@ -100,7 +100,7 @@ class _Lists(NamedTuple):
 
 def _lists_by_query(nodes: Nodes, n_rows: int, lanes: tuple[int, int]) -> _Lists:
     """The blocks of keys that each row of blocks lists, lane after lane."""
-    at = NodeColumns.of(nodes)
+    at = NodeColumns.of_nodes(nodes)
     first_row = at.query_start // BLOCK
     heights = _ceil_blocks(at.query_stop) - first_row
     lines = consecutive(at.lane * n_rows + first_row, heights)

@@ -28,7 +28,7 @@ class NodeColumns(NamedTuple):
     key_stop: Ints
 
     @classmethod
-    def of(cls, nodes: Nodes) -> NodeColumns:
+    def of_nodes(cls, nodes: Nodes) -> NodeColumns:
         """The columns of ``nodes``, as views."""
         return cls(*nodes.T)
 
@@ -44,7 +44,7 @@ def joined(parts: list[Nodes]) -> Nodes:
 
 def without_empty(nodes: Nodes) -> Nodes:
     """The nodes that hold a pair."""
-    at = NodeColumns.of(nodes)
+    at = NodeColumns.of_nodes(nodes)
     has_queries = at.query_start < at.query_stop
     has_keys = at.key_start < at.key_stop
     return nodes[has_queries & has_keys]
@@ -52,22 +52,26 @@ def without_empty(nodes: Nodes) -> Nodes:
 
 def joined_along_rows(nodes: Nodes) -> Nodes:
     """Single blocks of one lane and one rectangle, neighbours in a row joined."""
-    at = NodeColumns.of(nodes)
-    order = np.lexsort((at.key_start, at.query_start))
-    at = NodeColumns.of(nodes[order])
-    is_same_row = at.query_start[1:] == at.query_start[:-1]
-    follows = is_same_row & (at.key_start[1:] == at.key_stop[:-1])
-    begins_run = np.ones(len(nodes), dtype=bool)
-    begins_run[1:] = ~follows
-    ends_run = np.ones(len(nodes), dtype=bool)
-    ends_run[:-1] = ~follows
-    first = NodeColumns.of(nodes[order][begins_run])
-    return first.nodes(key_stop=at.key_stop[ends_run])
+    columns = NodeColumns.of_nodes(nodes)
+    order = np.lexsort((columns.key_start, columns.query_start))
+    blocks = nodes[order]
+    before = NodeColumns.of_nodes(blocks[:-1])
+    after = NodeColumns.of_nodes(blocks[1:])
+    is_same_row = before.query_start == after.query_start
+    touches = before.key_stop == after.key_start
+    is_apart = ~(is_same_row & touches)
+    begins_run = np.ones(len(blocks), dtype=bool)
+    begins_run[1:] = is_apart
+    ends_run = np.ones(len(blocks), dtype=bool)
+    ends_run[:-1] = is_apart
+    first_blocks = NodeColumns.of_nodes(blocks[begins_run])
+    last_blocks = NodeColumns.of_nodes(blocks[ends_run])
+    return first_blocks.nodes(key_stop=last_blocks.key_stop)
 
 
 def blocks_along(nodes: Nodes) -> tuple[Ints, Ints]:
     """How many rows and how many columns of blocks each node touches, (k,) each."""
-    at = NodeColumns.of(nodes)
+    at = NodeColumns.of_nodes(nodes)
     rows = _blocks_within(at.query_start, at.query_stop)
     columns = _blocks_within(at.key_start, at.key_stop)
     return rows, columns
@@ -86,20 +90,20 @@ def single_blocks(nodes: Nodes) -> Nodes:
     node = np.repeat(np.arange(len(nodes)), counts)
     number = consecutive(np.zeros_like(rows), counts)
     row, column = np.divmod(number, columns[node])
-    at = NodeColumns.of(nodes[node])
-    top = (row + at.query_start // BLOCK) * BLOCK
-    left = (column + at.key_start // BLOCK) * BLOCK
+    at = NodeColumns.of_nodes(nodes[node])
+    first_query = (row + at.query_start // BLOCK) * BLOCK
+    first_key = (column + at.key_start // BLOCK) * BLOCK
     return at.nodes(
-        query_start=np.maximum(top, at.query_start),
-        query_stop=np.minimum(top + BLOCK, at.query_stop),
-        key_start=np.maximum(left, at.key_start),
-        key_stop=np.minimum(left + BLOCK, at.key_stop),
+        query_start=np.maximum(first_query, at.query_start),
+        query_stop=np.minimum(first_query + BLOCK, at.query_stop),
+        key_start=np.maximum(first_key, at.key_start),
+        key_stop=np.minimum(first_key + BLOCK, at.key_stop),
     )
 
 
 def quarters(nodes: Nodes) -> Nodes:
     """Four parts of each node, without the empty ones."""
-    at = NodeColumns.of(nodes)
+    at = NodeColumns.of_nodes(nodes)
     rows, columns = blocks_along(nodes)
     # Beyond the first block: what touches several is cut.
     middle = np.minimum(
@@ -108,8 +112,8 @@ def quarters(nodes: Nodes) -> Nodes:
     centre = np.minimum(
         (at.key_start // BLOCK + (columns + 1) // 2) * BLOCK, at.key_stop
     )
-    upper = NodeColumns.of(at.nodes(query_stop=middle))
-    lower = NodeColumns.of(at.nodes(query_start=middle))
+    upper = NodeColumns.of_nodes(at.nodes(query_stop=middle))
+    lower = NodeColumns.of_nodes(at.nodes(query_start=middle))
     parts = [
         upper.nodes(key_stop=centre),
         upper.nodes(key_start=centre),

@@ -99,7 +99,7 @@ def _is_single(nodes: Nodes) -> NDArray[np.bool_]:
 def _verdicts(geometry: Geometry, nodes: Nodes, queries: Ints, keys: Ints) -> Codes:
     """The verdict on each node. Between its first and its last position there may be
     tokens of others."""
-    at = NodeColumns.of(nodes)
+    at = NodeColumns.of_nodes(nodes)
     query_starts = queries[at.query_start].tolist()
     query_stops = (queries[at.query_stop - 1] + 1).tolist()
     key_starts = keys[at.key_start].tolist()
@@ -133,7 +133,7 @@ def listed_blocks(
     if not len(unknown):
         return by_code[FULL], by_code[PARTIAL], (1, 1)
     evaluator = BlockEvaluator(geometry, task, region)
-    at = NodeColumns.of(unknown)
+    at = NodeColumns.of_nodes(unknown)
     blocks = np.stack([at.query_start // BLOCK, at.key_start // BLOCK])
     codes = evaluator.codes(blocks, nbytes).reshape(len(unknown), -1)
     lanes = evaluator.lanes
@@ -153,7 +153,7 @@ def _with_code(blocks: Nodes, codes: Codes, code: int) -> Nodes:
         codes: (blocks, lanes).
     """
     number, lane = np.nonzero(codes == code)
-    return NodeColumns.of(blocks[number]).nodes(lane=lane)
+    return NodeColumns.of_nodes(blocks[number]).nodes(lane=lane)
 
 
 def whole_region(task: TaskTensors) -> Rectangle:

@@ -100,7 +100,10 @@ class Blocks:
         for block, band in self.within(_ALL_PAIRS, Band()):
             parts.extend(blocks.within(block, band))
         parts.sort(key=itemgetter(0))
-        bounds = [(*part.queries, *part.keys) for part, _ in parts]
-        bands = [band for _, band in parts]
+        bounds = []
+        bands = []
+        for part, band in parts:
+            bounds.append((*part.queries, *part.keys))
+            bands.append(band)
         table = np.array(bounds, dtype=np.int64)
         return Blocks(table.reshape(-1, 4), bands)

@@ -54,9 +54,11 @@ class CellPlaces:
     def rows(self, heads: int, n_tokens: int) -> torch.Tensor:
         """The numbers (cells, heads, longest) of rows of (entries, heads, n_tokens)."""
         head_numbers = torch.arange(heads, device=self.entries.device)
-        lanes = self.entries[:, None] * heads + head_numbers  # (cells, heads)
-        first_rows = lanes[:, :, None] * n_tokens  # (cells, heads, 1)
-        return first_rows + self.tokens[:, None]
+        first_lanes = self.entries * heads
+        lanes = first_lanes.unsqueeze(1) + head_numbers  # (cells, heads)
+        first_rows = lanes.unsqueeze(2) * n_tokens  # (cells, heads, 1)
+        tokens = self.tokens.unsqueeze(1)  # (cells, 1, longest)
+        return first_rows + tokens
 
 
 Places = EntryRun | CellPlaces

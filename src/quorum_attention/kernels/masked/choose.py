@@ -25,7 +25,7 @@ from quorum_attention.mask import Mask
 
 def kernel_for_mask(
     mask: Mask,
-    wanted: str | Kernel,
+    requested: str | Kernel,
     shape: CallShape,
     device: torch.device,
     *,
@@ -35,12 +35,12 @@ def kernel_for_mask(
     """How a call under ``mask`` is computed, its bias and its sinks left aside.
 
     Args:
-        wanted: the kernel that the caller asked for.
+        requested: the kernel that the caller asked for.
         needs_grad: whether it has to have gradients.
         tried: whether kernels have to pass their test on the device.
 
     Returns:
-        The call, causal or not, and its kernel: ``wanted`` where nothing else is
+        The call, causal or not, and its kernel: ``requested`` where nothing else is
             masked.
 
     Raises:
@@ -49,16 +49,16 @@ def kernel_for_mask(
     """
     resolved = resolve(mask, shape)
     if resolved.keeps_all and mask.softcap is None:
-        return replace(shape, is_causal=resolved.is_causal), wanted
+        return replace(shape, is_causal=resolved.is_causal), requested
     choose_base = partial(
         _base,
-        wanted=wanted,
+        requested=requested,
         shape=replace(shape, needs_grad=needs_grad),
         device=device,
         tried=tried,
     )
     if resolved.pair_bias is not None:
-        biased = _kernel_with_bias(resolved, wanted, choose_base)
+        biased = _kernel_with_bias(resolved, requested, choose_base)
         if biased is not None:
             return replace(shape, is_causal=False), biased
         resolved = resolved.without_bias()
@@ -73,7 +73,7 @@ def kernel_for_mask(
 
 
 def _kernel_with_bias(
-    mask: ResolvedMask, wanted: str | Kernel, choose_base: partial[Kernel]
+    mask: ResolvedMask, requested: str | Kernel, choose_base: partial[Kernel]
 ) -> Kernel | None:
     """The kernel of a mask that becomes a bias; None where no vendor's kernel takes
     that.
@@ -99,7 +99,7 @@ def _kernel_with_bias(
         return None
     if shape.dtype in base.scaled_backward:
         # Tasks are scaled if whole calls are.
-        choose_base = partial(choose_base, wanted=base)
+        choose_base = partial(choose_base, requested=base)
     # The kernel by blocks is chosen for this call's sizes, and one mask serves calls of
     # many.
     sizes = (
@@ -111,7 +111,7 @@ def _kernel_with_bias(
     )
     key = (
         id(base),
-        wanted if isinstance(wanted, str) else id(wanted),
+        requested if isinstance(requested, str) else id(requested),
         sizes,
         shape.bias,
     )
@@ -177,7 +177,7 @@ def _kernel_by_blocks(
 def _base(
     mask: ResolvedMask,
     *,
-    wanted: str | Kernel,
+    requested: str | Kernel,
     shape: CallShape,
     device: torch.device,
     tried: bool,
@@ -188,11 +188,11 @@ def _base(
         NotImplementedError: the kernel asked for cannot run them.
     """
     select = partial(select_kernel, shape=shape, device=device, tried=tried)
-    if wanted == "auto":
+    if requested == "auto":
         return _preferred_base(mask, shape, device, select)
-    if wanted == "tiles" or isinstance(get_kernel(wanted), DenseKernel):
+    if requested == "tiles" or isinstance(get_kernel(requested), DenseKernel):
         return _tiles(mask.softcap)
-    kernel = select(wanted)
+    kernel = select(requested)
     if not _runs_parts(kernel):
         raise NotImplementedError(
             f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of "

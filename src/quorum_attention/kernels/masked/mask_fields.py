@@ -72,9 +72,9 @@ def is_of_tokens(mask: Mask, allowed: frozenset[str] = POSITIONS | SCORES) -> bo
 
 def relative_band(mask: Mask) -> Band:
     """The band of a mask's own causal rule and window, around the place of a query."""
-    left, right = mask.sides
-    low = -left if left >= 0 else None
-    high = right if right >= 0 else None
+    before, after = mask.sides
+    low = -before if before >= 0 else None
+    high = after if after >= 0 else None
     if mask.causal:
         high = 0 if high is None else min(high, 0)
     return Band(low, high)

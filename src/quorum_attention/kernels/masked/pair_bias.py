@@ -79,7 +79,7 @@ class PairBias:
         entries_of_a_call = max(1, _MOST_BYTES // bytes_of_entry)
         return ceil_div(n_entries, entries_of_a_call)
 
-    def of(self, call: Call, run: slice) -> torch.Tensor:
+    def bias_of(self, call: Call, run: slice) -> torch.Tensor:
         """The bias of some entries of a call, with the call's own: (b or 1, h or 1, n
         or 1, m).
 
@@ -88,7 +88,7 @@ class PairBias:
         """
         query = call.query
         entries = slice(call.first_entry + run.start, call.first_entry + run.stop)
-        is_kept = self.rules.kept(
+        is_kept = self.rules.kept_pairs(
             entries, _ALL, _ALL, query.device, by_places=not self.is_causal
         )
         bias = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -117,13 +117,16 @@ class PairBias:
 
 def _result_bytes(shape: CallShape, extent: Extent) -> int:
     """Bytes of the results of a call that is cut."""
-    rows = extent.batch * extent.query_heads * extent.max_queries + 1
-    key_rows = extent.batch * extent.key_heads * extent.max_keys + 1
-    widest = max(shape.head_dim, shape.value_dim)
-    numbers = rows * (widest + 1)
-    numbers += key_rows * (shape.head_dim + shape.value_dim)
+    query_lanes = extent.batch * extent.query_heads
+    key_lanes = extent.batch * extent.key_heads
+    query_rows = query_lanes * extent.max_queries + 1
+    key_rows = key_lanes * extent.max_keys + 1
+    # A query's output or gradient, with its lse; the gradients of a key and its value.
+    query_width = max(shape.head_dim, shape.value_dim) + 1
+    key_width = shape.head_dim + shape.value_dim
+    n_numbers = query_rows * query_width + key_rows * key_width
     itemsize = max(shape.dtype.itemsize, shape.state_dtype.itemsize)
-    return numbers * itemsize
+    return n_numbers * itemsize
 
 
 class _BiasedEntries(WholeCallPart):
@@ -138,7 +141,7 @@ class _BiasedEntries(WholeCallPart):
 
     def bias(self, call: Call) -> torch.Tensor:
         """See ``WholeCallPart``."""
-        return self._pair_bias.of(call, self._run)
+        return self._pair_bias.bias_of(call, self._run)
 
 
 class BiasedKernel(WholeCallKernel):

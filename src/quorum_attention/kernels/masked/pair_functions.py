@@ -102,7 +102,7 @@ def depends_on_batch_head(
     """Whether a mask differs between batch entries, and between heads."""
     mapped = over_pairs(function)
     # Entries and heads have size 2: the stride of a dimension of size 1 tells nothing.
-    two = torch.zeros(2, dtype=torch.int64, device=device)
-    one = torch.zeros(1, dtype=torch.int64, device=device)
-    result = mapped(two, two, one, one)
+    lanes = torch.zeros(2, dtype=torch.int64, device=device)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    result = mapped(lanes, lanes, token, token)
     return result.stride(0) != 0, result.stride(1) != 0

@@ -73,13 +73,19 @@ def parts_by_bands(
         kinds: those that parts may have; "plain" and "ragged" are among them.
     """
     clear: list[Rectangle] = []
-    by_kind: dict[str, list[Rectangle]] = {"upper": [], "ragged": []}
+    upper: list[Rectangle] = []
+    ragged: list[Rectangle] = []
     for rectangle in rectangles:
         for queries, keys, _ in task.task.contiguous(rectangle):
             for part, band in _parts_of_block(queries, keys, geometry, kinds):
-                parts = by_kind.get(part.kind, clear)
-                parts.append(_local(part, queries, keys, band))
-    return Parts(tuple(clear), tuple(by_kind["upper"]), tuple(by_kind["ragged"]))
+                local = _local(part, queries, keys, band)
+                if part.kind == "upper":
+                    upper.append(local)
+                elif part.kind == "ragged":
+                    ragged.append(local)
+                else:
+                    clear.append(local)
+    return Parts(tuple(clear), tuple(upper), tuple(ragged))
 
 
 def _parts_of_block(

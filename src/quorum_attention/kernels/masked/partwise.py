@@ -228,7 +228,7 @@ class PartwiseKernel(Kernel):
             yield self._upper, replace(inside, rectangles=parts.upper)
         if parts.ragged:
             masks = _PartMasks(self._geometry, task)
-            ragged = replace(inside, rectangles=parts.ragged, bias=masks.of)
+            ragged = replace(inside, rectangles=parts.ragged, bias=masks.mask_of)
             yield self._ragged_kernel(shape), ragged
 
     def _parts_of(
@@ -269,7 +269,7 @@ class _PartMasks:
         self._place: object = None
         self._mask: torch.Tensor | None = None
 
-    def of(self, part: Rectangle) -> torch.Tensor:
+    def mask_of(self, part: Rectangle) -> torch.Tensor:
         """The mask of a part, with the task's own mask, (b|1, h|1, q, k)."""
         mask = self._mask_at_place(part)
         bias = self._task.bias(part)

@@ -78,7 +78,9 @@ class EqualIds(Rule):
 
     def _ids_of(self, block: Ranges) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of a block's queries and of its keys."""
-        return _some(self._by_query, *block.queries), _some(self._by_key, *block.keys)
+        return _ids_within(self._by_query, *block.queries), _ids_within(
+            self._by_key, *block.keys
+        )
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids on a device."""
@@ -95,7 +97,7 @@ class EqualIds(Rule):
         return lambda b, h, q, k: by_query[q] == by_key[k]
 
 
-def _some(ids: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
+def _ids_within(ids: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
     if stop > len(ids):
         raise ValueError(
             f"there are ids of {counted(len(ids), 'token')}, not of token {stop - 1}"

@@ -126,7 +126,7 @@ class TokenRules:
         """Whether pairs have to have equal ids."""
         return self._mask.documents is not None
 
-    def kept(
+    def kept_pairs(
         self,
         entries: Tokens,
         queries: Tokens,

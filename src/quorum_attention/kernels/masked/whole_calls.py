@@ -126,7 +126,7 @@ class WholeCallKernel(Kernel):
         entries = pairs.entries % self.shape.batch
         rows = pairs.queries.unsqueeze(0)
         columns = pairs.keys.unsqueeze(0)
-        is_kept = self.rules.kept(entries, rows, columns, columns.device)
+        is_kept = self.rules.kept_pairs(entries, rows, columns, columns.device)
         return is_kept.unsqueeze(1)
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:

@@ -189,7 +189,7 @@ def bits_of(
     for start in range(0, n_blocks, n_evaluated):
         chosen = slice(start, start + n_evaluated)
         rows, columns = blocks[:, chosen]
-        keep = evaluator.kept(rows, columns)
+        keep = evaluator.evaluate(rows, columns)
         eighths = keep.unflatten(-1, (-1, 8)).to(torch.uint8)
         eighths = eighths.mul_(powers)
         bytes_of_keys = eighths.sum(-1, dtype=torch.uint8)
