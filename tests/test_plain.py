@@ -25,7 +25,7 @@ LIMITS = {
     "class names defined twice": 0,
     "records with several names": 1,
 }
-NODES_PER_LINE = 9.9
+NODES_PER_LINE = 9.5
 
 # A function of four lines and more is packed above this many syntax nodes a line.
 PACKED = 16

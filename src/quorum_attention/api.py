@@ -296,7 +296,15 @@ def attention_backward(
     backward_inputs = check_backward_inputs(
         tensors,
         request,
-        BackwardInputs(grad_out, out, lse, grads, grad_mask, grad_sinks, grad_lse),
+        BackwardInputs(
+            grad_out,
+            out,
+            lse,
+            grads,
+            grad_mask,
+            grad_sinks,
+            grad_lse,
+        ),
         originals,
     )
     results = run_backward(tensors, request, backward_inputs)

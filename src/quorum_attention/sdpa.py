@@ -223,7 +223,15 @@ def _replacement_of_sdpa(original: _Sdpa) -> _Sdpa:
             attn_mask._dispatch if is_causal_bias(attn_mask) else original
         )
         named = {"scale": scale, "enable_gqa": enable_gqa}
-        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, **named)
+        return torch_sdpa(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            **named,
+        )
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     return scaled_dot_product_attention

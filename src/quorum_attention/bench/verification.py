@@ -42,7 +42,14 @@ def sampled_errors(
     lse = lse.flatten(0, -2)
     group = len(query) // len(key)
     heads = [
-        _Head(query[h], key[h // group], value[h // group], out[h], lse[h], is_causal)
+        _Head(
+            query[h],
+            key[h // group],
+            value[h // group],
+            out[h],
+            lse[h],
+            is_causal,
+        )
         for h in range(len(query))
     ]
     sums = _ErrorSums()
@@ -53,11 +60,21 @@ def sampled_errors(
     grad_out = grad_out.flatten(0, -3)
     grad_query, grad_key, grad_value = (grad.flatten(0, -3) for grad in grads)
     for h, head in enumerate(heads):
-        _add_query_error(sums, head, grad_out[h], grad_query[h])
+        _add_query_error(
+            sums,
+            head,
+            grad_out[h],
+            grad_query[h],
+        )
     for key_head in range(len(key)):
         sharing = slice(key_head * group, (key_head + 1) * group)
         key_grads = (grad_key[key_head], grad_value[key_head])
-        _add_key_errors(sums, heads[sharing], grad_out[sharing], *key_grads)
+        _add_key_errors(
+            sums,
+            heads[sharing],
+            grad_out[sharing],
+            *key_grads,
+        )
     return sums.relative()
 
 
@@ -92,7 +109,12 @@ class _Head(NamedTuple):
         """The scores and the output of queries at positions ``rows``, (rows, m) and
         (rows, d_v)."""
         columns = torch.arange(len(self.key), device="cpu")
-        scores = self.scores(query, rows, self.key.double(), columns)
+        scores = self.scores(
+            query,
+            rows,
+            self.key.double(),
+            columns,
+        )
         return scores, scores.softmax(1) @ self.value.double()
 
 

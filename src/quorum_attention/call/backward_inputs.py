@@ -102,7 +102,13 @@ def _checked_upstream(
         shape = shapes[name]
         upstream[name] = request.add_heads(tensor, len(shape) - 1)
         dtype = request.shape.state_dtype if name == "lse" else None
-        check_tensor(upstream[name], shape, name, query.device, dtype)
+        check_tensor(
+            upstream[name],
+            shape,
+            name,
+            query.device,
+            dtype,
+        )
     return upstream
 
 

@@ -146,7 +146,12 @@ def with_columns(
         grad_lse=None,
         grads=_wider_grads(backward_inputs.grads, wide),
     )
-    wide_tensors = Tensors(query, key, value, *tensors[3:])
+    wide_tensors = Tensors(
+        query,
+        key,
+        value,
+        *tensors[3:],
+    )
     return wide_tensors, replace(request, shape=wide), backward_inputs
 
 
@@ -167,7 +172,12 @@ def _wider_grad(grad: torch.Tensor, width: int) -> torch.Tensor:
     """Return ``grad``, or an empty tensor like it of another width."""
     if grad.shape[-1] == width:
         return grad
-    return empty((*grad.shape[:-1], width), grad.dtype, grad.device, "a wider gradient")
+    return empty(
+        (*grad.shape[:-1], width),
+        grad.dtype,
+        grad.device,
+        "a wider gradient",
+    )
 
 
 def without_columns(

@@ -201,7 +201,12 @@ def _with_vmapped_seed(tensors: Tensors, seed: int | None) -> Tensors:
     """
     if seed is not None or not has_transforms():
         return tensors
-    drawn = torch.randint(LARGEST_SEED, (), dtype=torch.int64, device="cpu")
+    drawn = torch.randint(
+        LARGEST_SEED,
+        (),
+        dtype=torch.int64,
+        device="cpu",
+    )
     return tensors._replace(seed=drawn)
 
 
@@ -246,5 +251,11 @@ def _resolved_kernel(
     kernel = get_kernel(kernel)
     keep_for_replays(kernel, device)
     if torch.is_grad_enabled() or is_recorded():
-        refuse_learned(kernel, tensors.query, tensors.key, tensors.value, device)
+        refuse_learned(
+            kernel,
+            tensors.query,
+            tensors.key,
+            tensors.value,
+            device,
+        )
     return kernel

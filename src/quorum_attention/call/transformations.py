@@ -81,7 +81,12 @@ def refuse_learned(
     with no_torch_modes():
         rows = [_few_rows(tensor, device) for tensor in inputs]
         indices = _few_indices(query, key, device)
-    results = kernel.results_of_functions(rows[0], rows[1], rows[2], indices)
+    results = kernel.results_of_functions(
+        rows[0],
+        rows[1],
+        rows[2],
+        indices,
+    )
     captures_wrapper = any(
         map(torch._C._functorch.is_functorch_wrapped_tensor, kernel.captured())
     )
@@ -97,7 +102,14 @@ def refuse_learned(
 def _few_rows(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return zeros like at most two rows of each head of the first batch entry."""
     heads, n_rows, dim = tensor.shape[-3:]
-    return torch.zeros(1, heads, min(2, n_rows), dim, dtype=tensor.dtype, device=device)
+    return torch.zeros(
+        1,
+        heads,
+        min(2, n_rows),
+        dim,
+        dtype=tensor.dtype,
+        device=device,
+    )
 
 
 def _few_indices(

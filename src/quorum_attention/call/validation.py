@@ -137,7 +137,14 @@ def _checked_out(
         result = result.unsqueeze(0)
     query, key, value, bias = tensors[:4]
     shape = (*query.shape[:-1], value.shape[-1])
-    check_tensor(result, shape, "out", query.device, out_dtype, for_writing=True)
+    check_tensor(
+        result,
+        shape,
+        "out",
+        query.device,
+        out_dtype,
+        for_writing=True,
+    )
     inputs = {"query": query, "key": key, "value": value, "attn_mask": bias}
     check_no_overlap({"out": result}, inputs)
     return result

@@ -116,10 +116,21 @@ def check_kernel(
     if is_causal is not None:
         is_causal = switch(is_causal, "is_causal")
     levels = [_checked_levels(counts) for counts in levels]
-    seed = whole_number(seed, "seed", -(2**63), 2**64 - 1)
+    seed = whole_number(
+        seed,
+        "seed",
+        -(2**63),
+        2**64 - 1,
+    )
     factor = real_number(scale_of_inputs, "scale_of_inputs")
     with _progress_of(progress) as report_progress:
-        check = _Check(CheckResult(kernel.name), kernel, seed, factor, report_progress)
+        check = _Check(
+            CheckResult(kernel.name),
+            kernel,
+            seed,
+            factor,
+            report_progress,
+        )
         calls = check.accepted_kinds(sizes, is_causal)
         comparisons = [_Comparison("", call, levels) for call in calls]
         variants = check.variants(calls) if other_sizes else []
@@ -261,7 +272,12 @@ class _Check:
         inputs = sizes.inputs(self.seed, self.factor)
         copies = [tensor.clone() for tensor in inputs]
         expected = run_call(self.kernel, sizes, inputs)
-        limit = rounding_limit(inputs.query, inputs.key, expected["lse"], sizes.scale)
+        limit = rounding_limit(
+            inputs.query,
+            inputs.key,
+            expected["lse"],
+            sizes.scale,
+        )
         cases = self.result.cases
         label = f"checking {self.kernel.name}"
         for cut in comparison.cuts():

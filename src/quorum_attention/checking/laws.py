@@ -80,7 +80,12 @@ def views_give_the_same(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> st
     inputs = sizes.inputs(seed)
     expected = run_call(kernel, sizes, inputs)
     results = run_call(kernel, sizes, TrialInputs(*map(_as_view, inputs)))
-    limit = rounding_limit(inputs.query, inputs.key, expected["lse"], sizes.scale)
+    limit = rounding_limit(
+        inputs.query,
+        inputs.key,
+        expected["lse"],
+        sizes.scale,
+    )
     for name, result in results.items():
         if exceeds(result, expected[name], limit):
             return f"{name} of views of larger tensors in memory"
@@ -101,7 +106,12 @@ def scale_has_an_effect(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> st
     """Twice the scale changes the output where twice the query does."""
     inputs = sizes.inputs(seed)
     usual = run_forward(kernel, sizes, inputs)["out"]
-    rescaled = run_forward(kernel, sizes, inputs, scale=2 * sizes.scale)["out"]
+    rescaled = run_forward(
+        kernel,
+        sizes,
+        inputs,
+        scale=2 * sizes.scale,
+    )["out"]
     if not torch.equal(usual, rescaled):
         return ""
     larger_query = inputs._replace(query=2 * inputs.query)
@@ -118,7 +128,12 @@ def last_causal_row_sees_all(kernel: InnerKernel, sizes: CheckSizes, seed: int) 
     inputs = sizes.inputs(seed)
     causal = run_forward(kernel, sizes, inputs)
     plain = run_forward(kernel, plain_sizes, inputs)
-    limit = rounding_limit(inputs.query, inputs.key, plain["lse"], sizes.scale)
+    limit = rounding_limit(
+        inputs.query,
+        inputs.key,
+        plain["lse"],
+        sizes.scale,
+    )
     is_same = not exceeds(causal["out"][:, :, -1], plain["out"][:, :, -1], limit)
     return "" if is_same else "the last row of a causal call does not see all keys"
 
@@ -144,7 +159,13 @@ def backward_is_the_gradient(kernel: InnerKernel, sizes: CheckSizes, seed: int) 
             direction = torch.randn(
                 shape, generator=generator, dtype=torch.float64, device="cpu"
             )
-            slope = _Slope(kernel, sizes, inputs, index, direction.to(sizes.device))
+            slope = _Slope(
+                kernel,
+                sizes,
+                inputs,
+                index,
+                direction.to(sizes.device),
+            )
             error, limit = slope.error_of(grads[name])
             if error > limit:
                 return f"{name} is off by {format_error(error)} of its size"

@@ -107,7 +107,13 @@ class Band:
         if q0 >= q1 or k0 >= k1 or low > high:
             return 0
         n_up_to_high = _count_up_to(q0, q1, k0, k1, high)
-        n_below_low = _count_up_to(q0, q1, k0, k1, low - 1)
+        n_below_low = _count_up_to(
+            q0,
+            q1,
+            k0,
+            k1,
+            low - 1,
+        )
         return n_up_to_high - n_below_low
 
     def within(self, q0: int, q1: int, k0: int, k1: int) -> BandPart | None:
@@ -127,7 +133,13 @@ class Band:
             if q0 >= q1 or k0 >= k1:
                 return None
         is_full = self.verdict(Ranges.from_bounds(q0, q1, k0, k1)) is FULL
-        return BandPart(q0, q1, k0, k1, "plain" if is_full else "band")
+        return BandPart(
+            q0,
+            q1,
+            k0,
+            k1,
+            "plain" if is_full else "band",
+        )
 
     def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[BandPart]:
         """Parts, none a band, that hold each kept pair of the block exactly once."""

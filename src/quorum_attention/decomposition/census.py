@@ -65,7 +65,12 @@ def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
         counts += _tiles_of(task, pairs, tile)
     tiles = sum(counts.values())
     n = max(1, tiles)
-    return Census(counts[EMPTY] / n, counts[FULL] / n, counts[PARTIAL] / n, tiles)
+    return Census(
+        counts[EMPTY] / n,
+        counts[FULL] / n,
+        counts[PARTIAL] / n,
+        tiles,
+    )
 
 
 def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:

@@ -80,7 +80,14 @@ def cover(
     if not bits:
         return []
     if not is_causal and not any(bits):
-        return [Rectangle(starts[0], starts[-1], starts[0], starts[-1])]
+        return [
+            Rectangle(
+                starts[0],
+                starts[-1],
+                starts[0],
+                starts[-1],
+            )
+        ]
     plain = _joined(_halved(starts, _keys_by_span(bits, is_causal)), along_keys=True)
     plain = _joined(plain, along_keys=False)
     diagonal = [
@@ -128,7 +135,12 @@ def _halved(starts: Sequence[int], keys_by_span: list[int]) -> list[Rectangle]:
             common &= row
             in_any |= row
         for first, last in ones(common):
-            yield Rectangle(starts[low], starts[high], starts[first], starts[last])
+            yield Rectangle(
+                starts[low],
+                starts[high],
+                starts[first],
+                starts[last],
+            )
         remaining = keys & in_any & ~common
         if remaining:
             centre = (
@@ -158,7 +170,12 @@ def _joined(rectangles: list[Rectangle], *, along_keys: bool) -> list[Rectangle]
         side_after, (start_after, _) = sides(after)
         if side != side_after or stop != start_after:
             return None
-        return Rectangle(r.query_start, after.query_stop, r.key_start, after.key_stop)
+        return Rectangle(
+            r.query_start,
+            after.query_stop,
+            r.key_start,
+            after.key_stop,
+        )
 
     return _largest_first(joined(sorted(rectangles, key=sides), continued))
 

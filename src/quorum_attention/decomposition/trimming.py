@@ -155,7 +155,12 @@ def _span_pairs(
         intervals = ((span.start, span.stop) for span in (*queries, *keys))
         return EMPTY if marks.have(intervals) else PARTIAL
 
-    all_spans = Ranges.from_bounds(0, len(spans), 0, len(spans))
+    all_spans = Ranges.from_bounds(
+        0,
+        len(spans),
+        0,
+        len(spans),
+    )
     for block, block_verdict in walk(all_spans, verdict, quarters):
         if block_verdict is FULL:
             yield spans[block.queries.start], spans[block.keys.start]
@@ -167,7 +172,12 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
     def verdict(block: Ranges) -> Verdict:
         return EMPTY if marks.have(block) else pairs.verdict_of(block)
 
-    all_pairs = Ranges.from_bounds(query.start, query.stop, key.start, key.stop)
+    all_pairs = Ranges.from_bounds(
+        query.start,
+        query.stop,
+        key.start,
+        key.stop,
+    )
     for block, block_verdict in walk(
         all_pairs, verdict, lambda b: quarters(b, marks.cell)
     ):

@@ -190,7 +190,12 @@ class _OpenPass:
                 self._compute_forward(message.block, views, options)
                 return
             sums = {name: handle.open() for name, handle in message.sums.items()}
-            self._compute_backward(message.block, views, views | sums, options)
+            self._compute_backward(
+                message.block,
+                views,
+                views | sums,
+                options,
+            )
 
     def _untouched_results(self, views: NamedTensors) -> list[torch.Tensor]:
         """Return the results whose pages are made beside the call."""

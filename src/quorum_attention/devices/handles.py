@@ -86,7 +86,15 @@ class TensorHandle:
     ) -> TensorHandle:
         """Return the handle of a tensor that begins at a byte of a file."""
         shape = tuple(tensor.shape)
-        return cls(path, offset, shape, tensor.stride(), tensor.dtype, writable, file)
+        return cls(
+            path,
+            offset,
+            shape,
+            tensor.stride(),
+            tensor.dtype,
+            writable,
+            file,
+        )
 
     @property
     def is_shared_memory(self) -> bool:
@@ -151,7 +159,13 @@ def handle_in_open_file(tensor: torch.Tensor, file: int, offset: int) -> TensorH
         offset: the position of the tensor's first byte in the file.
     """
     path = f"/proc/{os.getpid()}/fd/{file}"
-    return TensorHandle.from_tensor(tensor, path, offset, True, file_id(file))
+    return TensorHandle.from_tensor(
+        tensor,
+        path,
+        offset,
+        True,
+        file_id(file),
+    )
 
 
 def handle_in_mapped_file(
@@ -177,4 +191,10 @@ def handle_in_mapped_file(
     device = f"{os.major(file.device):02x}:{os.minor(file.device):02x}"
     if (device, file.inode) != mapped.file:
         return None
-    return TensorHandle.from_tensor(tensor, mapped.path, offset, writable, file)
+    return TensorHandle.from_tensor(
+        tensor,
+        mapped.path,
+        offset,
+        writable,
+        file,
+    )

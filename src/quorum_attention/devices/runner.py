@@ -111,13 +111,23 @@ class PoolRunner:
             upstream["grad_lse"] = backward_inputs.grad_lse
         preallocated = backward_inputs.grads or (None, None, None)
         specs = {
-            name: _ResultSpec(grad, tuple(tensor.shape), tensor.dtype, tensor)
+            name: _ResultSpec(
+                grad,
+                tuple(tensor.shape),
+                tensor.dtype,
+                tensor,
+            )
             for name, grad, tensor in zip(
                 GRADIENTS, preallocated, tensors[:3], strict=True
             )
         }
         bias = None if backward_inputs.grad_mask is False else tensors.bias
-        sums = GradientSums(_whole_call(request), tensors.key, tensors.value, bias)
+        sums = GradientSums(
+            _whole_call(request),
+            tensors.key,
+            tensors.value,
+            bias,
+        )
         gradients = self._run(tensors, request, upstream, specs, sums)
         if bias is None or sums.bias is None:
             return gradients

@@ -49,7 +49,13 @@ def simulate(
         now, device = min((end, device) for device, end in item_ends.items())
         del item_ends[device]
         item = queue.running.pop(device)
-        timing = PartTiming(device, item.number, item.start, now, Report())
+        timing = PartTiming(
+            device,
+            item.number,
+            item.start,
+            now,
+            Report(),
+        )
         report.ran.append(timing)
     report.seconds = now
     return report

@@ -63,7 +63,14 @@ class BlockQueue:
         for owner, blocks in zip(speeds, shares, strict=True):
             items: list[WorkItem] = []
             for block in blocks:
-                items.append(WorkItem(self.count, owner, block, pairs(shape, block)))
+                items.append(
+                    WorkItem(
+                        self.count,
+                        owner,
+                        block,
+                        pairs(shape, block),
+                    )
+                )
                 self.count += 1
             self._waiting[owner] = items
 

@@ -223,7 +223,14 @@ class Assignment:
             for piece in pieces:
                 owner = bisect_right(starts, piece.start) - 1
                 is_shared = any(within(piece, shared_rows))
-                yield RowSlice(head_slice, piece, rank, stage, owner, not is_shared)
+                yield RowSlice(
+                    head_slice,
+                    piece,
+                    rank,
+                    stage,
+                    owner,
+                    not is_shared,
+                )
 
     @cached_property
     def keeps_inputs(self) -> bool:

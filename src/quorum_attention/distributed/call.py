@@ -177,7 +177,14 @@ class ShardedCall:
             grad_sinks=mask_grads.sinks is not None,
         )
         options = with_current_settings(self.options._replace(report=report))
-        return compute_block(self.whole_call, block, inputs, options, results, masked)
+        return compute_block(
+            self.whole_call,
+            block,
+            inputs,
+            options,
+            results,
+            masked,
+        )
 
     def _add_mask_grads(
         self, mask_grads: MaskParams, block: CallBlock, grads: Sequence[torch.Tensor]

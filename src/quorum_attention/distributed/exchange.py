@@ -162,7 +162,15 @@ class Exchange:
             shard = shards[part.operand]
             if shard.tensors:
                 specs = _specs_of(part, shard)
-                parcels.append(Parcel(part, part.owner, part.rank, specs, shard))
+                parcels.append(
+                    Parcel(
+                        part,
+                        part.owner,
+                        part.rank,
+                        specs,
+                        shard,
+                    )
+                )
         return cls(parcels, group, shards[Operand.QUERY].device)
 
     @classmethod
@@ -188,7 +196,15 @@ class Exchange:
                 dtype = None if part.is_exclusive else state_dtype
                 specs = _specs_of(part, target, dtype)
                 rows = computed.get(part.head_slice)
-                parcels.append(Parcel(part, part.rank, part.owner, specs, rows))
+                parcels.append(
+                    Parcel(
+                        part,
+                        part.rank,
+                        part.owner,
+                        specs,
+                        rows,
+                    )
+                )
         return cls(parcels, group, targets[Operand.QUERY].device)
 
     @property

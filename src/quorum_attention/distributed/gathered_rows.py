@@ -83,7 +83,12 @@ class GatheredRows:
             targets = self.at(part.heads, [run])
             sources = part.at(part.heads, [run])
             if "lse" in sources:
-                merge_(targets["out"], targets["lse"], sources["out"], sources["lse"])
+                merge_(
+                    targets["out"],
+                    targets["lse"],
+                    sources["out"],
+                    sources["lse"],
+                )
                 continue
             for name, target in targets.items():
                 add_(target, sources[name])

@@ -41,7 +41,12 @@ class ShardedReport:
 
     def fill(self, group: dist.ProcessGroup, **fields: Any) -> None:
         """Set the fields that are given; all others are emptied."""
-        ShardedReport.__init__(self, rank=group.rank(), ranks=group.size(), **fields)
+        ShardedReport.__init__(
+            self,
+            rank=group.rank(),
+            ranks=group.size(),
+            **fields,
+        )
 
     def __str__(self) -> str:
         received = f"{format_bytes(self.forward_bytes)} received"

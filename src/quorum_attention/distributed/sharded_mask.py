@@ -129,7 +129,12 @@ def _check_fits_whole_call(mask: Mask, n_tokens: int, tensors: Tensors) -> None:
         tensor.new_empty(()).expand(*tensor.shape[:-2], n_tokens, tensor.shape[-1])
         for tensor in tensors[:3]
     )
-    check_tensors(query, key, value, Arguments(mask, enable_gqa=True))
+    check_tensors(
+        query,
+        key,
+        value,
+        Arguments(mask, enable_gqa=True),
+    )
 
 
 def count_kept_pairs(mask: Mask, shape: CallShape) -> tuple[int, ...]:

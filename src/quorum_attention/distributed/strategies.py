@@ -271,7 +271,12 @@ def _blocks_of_rows(
 ) -> Iterator[ShardBlock]:
     """Yield the blocks of whole rows."""
     if shape.units != "pairs" or not shape.is_causal:
-        yield ShardBlock(heads, rows, (Interval(0, shape.n_tokens),), shape.is_causal)
+        yield ShardBlock(
+            heads,
+            rows,
+            (Interval(0, shape.n_tokens),),
+            shape.is_causal,
+        )
         return
     if rows.start:
         yield ShardBlock(heads, rows, (Interval(0, rows.start),))

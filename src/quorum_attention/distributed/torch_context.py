@@ -81,7 +81,12 @@ def context_parallel(
     start = sum(lengths[:rank])
     stop = sum(lengths[: rank + 1])
     with (
-        _sharded_in_place(sharded_buffers, dims, slice(start, stop), unrestored),
+        _sharded_in_place(
+            sharded_buffers,
+            dims,
+            slice(start, stop),
+            unrestored,
+        ),
         _sharded_functions(group, lengths or None, options),
     ):
         yield

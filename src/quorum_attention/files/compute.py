@@ -76,7 +76,13 @@ def _compute_part(run: FileRun, block: CallBlock, options: CallOptions) -> None:
     targets = results | _scratch_tensors(run, results)
     if call.backward:
         grads = (targets["dq"], targets["dk"], targets["dv"])
-        check_forward(call.whole_call, block, inputs, options, run.settings.parts)
+        check_forward(
+            call.whole_call,
+            block,
+            inputs,
+            options,
+            run.settings.parts,
+        )
         compute_block(
             call.whole_call, block, inputs, options, BlockResults(grads=grads)
         )

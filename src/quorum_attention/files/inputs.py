@@ -86,7 +86,12 @@ class FileStamp:
 
 def _status(file: int | Path) -> FileStatus:
     status = os.stat(file)
-    return FileStatus(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return FileStatus(
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+    )
 
 
 class NamedTensor(NamedTuple):

@@ -106,7 +106,13 @@ def run_call(
         call = replace(call, options=options)
         results = call.with_heads(folder.open())
         run = FileRun(call, settings, results, output.run, report)
-        _compute_parts(run, folder, set(inputs), compute, say)
+        _compute_parts(
+            run,
+            folder,
+            set(inputs),
+            compute,
+            say,
+        )
     return RunResult(settings, n_done if folder.resumed else None)
 
 

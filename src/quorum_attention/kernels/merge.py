@@ -71,7 +71,12 @@ def merge_(
     batch, heads, rows, width = out.shape
     row_bytes = max(1, width) * out.element_size()
     for block in row_blocks(batch, heads, rows, row_bytes):
-        _merge_block_(out[block], lse[block], out_i[block], lse_i[block])
+        _merge_block_(
+            out[block],
+            lse[block],
+            out_i[block],
+            lse_i[block],
+        )
 
 
 def _merge_block_(
@@ -123,7 +128,12 @@ def add_(
         if overflow is not None:
             _set_overflow_(overflow, part, block, heads)
         if unscale is not None:
-            factors = by_head(unscale, heads).expand(batch, heads, 1, 1)
+            factors = by_head(unscale, heads).expand(
+                batch,
+                heads,
+                1,
+                1,
+            )
             part = part * factors[block[:2]]
         target[block].add_(part, alpha=alpha)
 

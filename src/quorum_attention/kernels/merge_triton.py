@@ -116,8 +116,20 @@ def _merge_kernel(
     cells = _live_cells(row, rows, column, WIDTH)
     lane_out = b * out_b + h * out_h
     lane_out_i = b * out_i_b + h * out_i_h
-    out_at = _cells_at(out, lane_out, row * out_r, column, UNIT)
-    out_i_at = _cells_at(out_i, lane_out_i, row * out_i_r, column, UNIT)
+    out_at = _cells_at(
+        out,
+        lane_out,
+        row * out_r,
+        column,
+        UNIT,
+    )
+    out_i_at = _cells_at(
+        out_i,
+        lane_out_i,
+        row * out_i_r,
+        column,
+        UNIT,
+    )
     old_out = tl.load(out_at, mask=cells, other=0.0)
     new_out = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
     old_is_larger = old_is_larger[:, None]
@@ -183,8 +195,20 @@ def _add_kernel(
     cells = _live_cells(row, rows, column, WIDTH)
     lane_target = b * target_b + h * target_h
     lane_source = b * source_b + h * source_h
-    target_at = _cells_at(target, lane_target, row * target_r, column, UNIT)
-    source_at = _cells_at(source, lane_source, row * source_r, column, UNIT)
+    target_at = _cells_at(
+        target,
+        lane_target,
+        row * target_r,
+        column,
+        UNIT,
+    )
+    source_at = _cells_at(
+        source,
+        lane_source,
+        row * source_r,
+        column,
+        UNIT,
+    )
     part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
     factor = alpha
     key_lane = b * unscale_b + (h // shared) * unscale_h

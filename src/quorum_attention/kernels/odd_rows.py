@@ -70,7 +70,15 @@ def _computed_again(call: Call, start: int, stop: int, dtype: torch.dtype) -> Ou
         # The rows of a causal call are no causal call: ``kept`` says which pairs they
         # have.
         causal=False,
-        bias=part_of(call.bias, Rectangle(start, stop, 0, call.key.shape[2])),
+        bias=part_of(
+            call.bias,
+            Rectangle(
+                start,
+                stop,
+                0,
+                call.key.shape[2],
+            ),
+        ),
         stored=dtype,
     )
     return TiledKernel(transform).whole_forward(part)

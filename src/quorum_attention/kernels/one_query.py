@@ -59,11 +59,21 @@ def attend_one_query(
         return out
     batch, heads, _, head_dim = query.shape
     key_heads = key.shape[1]
-    grouped_query = query.reshape(batch, key_heads, heads // key_heads, head_dim)
+    grouped_query = query.reshape(
+        batch,
+        key_heads,
+        heads // key_heads,
+        head_dim,
+    )
     grouped_out = torch.nn.functional.scaled_dot_product_attention(
         grouped_query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
     )
-    return grouped_out.reshape(batch, heads, 1, value.shape[3])
+    return grouped_out.reshape(
+        batch,
+        heads,
+        1,
+        value.shape[3],
+    )
 
 
 def _is_for_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -195,7 +195,14 @@ def _largest_call(limits: CallLimits, shape: CallShape, extent: Extent) -> Exten
     queries = min(extent.max_queries, most_queries)
     keys = min(extent.max_keys, most_keys)
     group = extent.group
-    sizes = CallSizes(extent.batch, extent.key_heads, group, queries, keys, shape.width)
+    sizes = CallSizes(
+        extent.batch,
+        extent.key_heads,
+        group,
+        queries,
+        keys,
+        shape.width,
+    )
     entries, key_heads = part_sizes(limits, sizes)
     return replace(
         extent,

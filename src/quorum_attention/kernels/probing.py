@@ -203,8 +203,20 @@ def _compare(
     """Compare a kernel with the reference; return what is wrong with its results, or
     None."""
     call, grad_out = _random_call(shape, is_causal, scale)
-    references = _results(DenseKernel(), shape, call, grad_out, torch.Tensor.double)
-    results = _results(kernel, shape, call, grad_out, lambda tensor: tensor.to(device))
+    references = _results(
+        DenseKernel(),
+        shape,
+        call,
+        grad_out,
+        torch.Tensor.double,
+    )
+    results = _results(
+        kernel,
+        shape,
+        call,
+        grad_out,
+        lambda tensor: tensor.to(device),
+    )
     tolerance = _TOLERANCES.get(shape.dtype, 1e-1)
     for name, reference in references.items():
         result = results[name].to("cpu", torch.float64)

@@ -289,7 +289,14 @@ class RectangleKernel(CallsKernel):
         )
         yield Batch(first, count=n_runs, query_step=n_rows)
         if stop < r.query_stop:
-            yield Batch(Rectangle(stop, r.query_stop, r.key_start, r.key_stop))
+            yield Batch(
+                Rectangle(
+                    stop,
+                    r.query_stop,
+                    r.key_start,
+                    r.key_stop,
+                )
+            )
 
     def _can_be_cut_into_runs(self, task: TaskTensors, batch: Batch) -> bool:
         """Whether runs of rows can be further batch entries. Batch entries leave no
@@ -381,7 +388,12 @@ def _left_of_diagonal(r: Rectangle, n_runs: int) -> Iterator[Rectangle]:
         if covered < stop:
             first_query = r.query_start + covered
             stop_query = r.query_start + stop
-            yield Rectangle(first_query, stop_query, r.key_start, r.key_start + covered)
+            yield Rectangle(
+                first_query,
+                stop_query,
+                r.key_start,
+                r.key_start + covered,
+            )
 
 
 def _sizes_of(shape: CallShape, tokens: int = 0) -> CallSizes:
@@ -409,7 +421,14 @@ def _call_sizes(query: torch.Tensor, value: torch.Tensor) -> CallSizes:
     entries, heads, n_queries, head_dim = query.shape
     _, key_heads, n_keys, value_dim = value.shape
     width = max(head_dim, value_dim)
-    return CallSizes(entries, key_heads, heads // key_heads, n_queries, n_keys, width)
+    return CallSizes(
+        entries,
+        key_heads,
+        heads // key_heads,
+        n_queries,
+        n_keys,
+        width,
+    )
 
 
 def _part_of_call(call: Call, part: CallPart) -> Call:

@@ -52,7 +52,12 @@ def empty_like_input(
     if like.is_contiguous():
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     strides = result_strides(like, shape)
-    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
+    return torch.empty_strided(
+        tuple(shape),
+        strides,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def laid_out_like(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -163,7 +163,12 @@ class QueryBlock:
         """Return (b, hk, g * rows, keys) as (b, h, rows, keys), a view."""
         heads = self.heads.stop - self.heads.start
         rows = self.rows.stop - self.rows.start
-        return scores.view(scores.shape[0], heads, rows, scores.shape[-1])
+        return scores.view(
+            scores.shape[0],
+            heads,
+            rows,
+            scores.shape[-1],
+        )
 
     def indices(self, keys: slice) -> Indices:
         """Return the pairs of its queries and some keys, by their numbers in the whole
@@ -174,7 +179,12 @@ class QueryBlock:
         )
 
     def _pairs_with(self, keys: slice) -> Rectangle:
-        return Rectangle(self.rows.start, self.rows.stop, keys.start, keys.stop)
+        return Rectangle(
+            self.rows.start,
+            self.rows.stop,
+            keys.start,
+            keys.stop,
+        )
 
     def tiles(self) -> Iterator[slice]:
         """Yield its keys, by tiles: those that none of its queries sees are left
@@ -244,7 +254,12 @@ class QueryBlock:
             return None
         batch, heads, _, _ = self.by_head(like).shape
         dropout = task.dropout.at(self.heads.start, self.entries.start)
-        queries = positions(task.task, self.rows.start, self.rows.stop, like.device)
+        queries = positions(
+            task.task,
+            self.rows.start,
+            self.rows.stop,
+            like.device,
+        )
         runs_of_keys = task.task.segments(keys.start, keys.stop)
         is_dropped = dropped(dropout, batch, heads, queries, runs_of_keys)
         return is_dropped.view(like.shape)
@@ -427,4 +442,9 @@ class TileSizes:
     def _dropped_bytes(self) -> int:
         if not self._shape.dropout:
             return 0
-        return dropped_bytes(1, 1, self.rows, ceil_div(self.pairs, self.rows))
+        return dropped_bytes(
+            1,
+            1,
+            self.rows,
+            ceil_div(self.pairs, self.rows),
+        )

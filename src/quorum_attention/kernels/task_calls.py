@@ -55,7 +55,12 @@ class CallsKernel(Kernel):
         def run_and_merge(call: TaskCall, turn_number: int) -> None:
             out, lse = call.forward()
             with _merging(task, turn_number):
-                merge_(call.rows(state.out), call.rows(state.lse), out, lse)
+                merge_(
+                    call.rows(state.out),
+                    call.rows(state.lse),
+                    out,
+                    lse,
+                )
 
         self._run(task, run_and_merge, backward=False)
 
@@ -107,7 +112,13 @@ def _add_runs(total: torch.Tensor, part: torch.Tensor, scaling: Scaling) -> None
     n_runs = part.shape[0] // total.shape[0]
     unshift = 2.0**-scaling.shift
     for run in part.chunk(n_runs):
-        add_(total, run, unshift, scaling.unscale, scaling.overflow)
+        add_(
+            total,
+            run,
+            unshift,
+            scaling.unscale,
+            scaling.overflow,
+        )
 
 
 def _run_turn(

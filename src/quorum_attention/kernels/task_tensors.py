@@ -78,7 +78,14 @@ class TaskTensors:
 
     def _bias_of_first_pair(self, r: Rectangle) -> torch.Tensor | None:
         q, k = r.query_start, r.key_start
-        return self.bias(Rectangle(q, q + 1, k, k + 1))
+        return self.bias(
+            Rectangle(
+                q,
+                q + 1,
+                k,
+                k + 1,
+            )
+        )
 
     def shape(
         self, bias: BiasShape | None = None, *, is_causal: bool = False
@@ -121,8 +128,18 @@ class TaskTensors:
         return Indices(
             _on_device(self.entries[entries], device),
             torch.arange(first_head, stop_head, device=device),
-            positions(self.task, r.query_start, r.query_stop, device),
-            positions(self.task, r.key_start, r.key_stop, device),
+            positions(
+                self.task,
+                r.query_start,
+                r.query_stop,
+                device,
+            ),
+            positions(
+                self.task,
+                r.key_start,
+                r.key_stop,
+                device,
+            ),
         )
 
 

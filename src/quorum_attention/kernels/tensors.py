@@ -22,7 +22,12 @@ def query_rows(
     rows = slice(first.query_start, first.query_stop)
     if batch.count == 1:
         return tensor[:, heads, rows]
-    return _runs_as_entries(tensor[:, heads], rows, batch.query_step, batch.count)
+    return _runs_as_entries(
+        tensor[:, heads],
+        rows,
+        batch.query_step,
+        batch.count,
+    )
 
 
 def key_rows(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -38,9 +38,27 @@ def draw_bars(axes: Any, bars: Sequence[Bar], least_length: float = 0.0) -> None
     axes.set_xlim(0, longest * _MARGIN)
     axes.set_ylim(n_rows - 0.4, -0.6)
     for place, bar in enumerate(bars):
-        axes.barh(place, bar.length, height=_BAR_HEIGHT, color=[bar.colour], zorder=2)
-        _write(axes, place + _LABEL_OFFSET, bar.label, INK, 10.5)
-        _write(axes, place + _NOTE_OFFSET, bar.note, SOFT, 9.5)
+        axes.barh(
+            place,
+            bar.length,
+            height=_BAR_HEIGHT,
+            color=[bar.colour],
+            zorder=2,
+        )
+        _write(
+            axes,
+            place + _LABEL_OFFSET,
+            bar.label,
+            INK,
+            10.5,
+        )
+        _write(
+            axes,
+            place + _NOTE_OFFSET,
+            bar.note,
+            SOFT,
+            9.5,
+        )
 
 
 def _write(axes: Any, y: float, text: str, ink: str, points: float) -> None:

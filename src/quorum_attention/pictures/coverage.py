@@ -138,7 +138,14 @@ def draw_all_pairs(
     """Draw the score square in the left half of ``figure``, in about ``MAX_BLOCKS``
     blocks."""
     x = LEFT_HALF[0]
-    figure.text(x, 0.952, title, color=INK, size=15, weight="bold")
+    figure.text(
+        x,
+        0.952,
+        title,
+        color=INK,
+        size=15,
+        weight="bold",
+    )
     axes = figure.add_axes(LEFT_HALF)
     drawn = with_fewer_levels(decomposition, MAX_BLOCKS, pairs.is_causal)
     n_rows = max(1, min(pairs.n_queries, drawn.n_tokens))
@@ -264,14 +271,25 @@ class _TaskCells:
                 across = starts[column_number] - column.start
                 down = starts[row_number] - row.start
                 is_diagonal = row_number == column_number
-                self._add(row, column, (across, down), is_diagonal=is_diagonal)
+                self._add(
+                    row,
+                    column,
+                    (across, down),
+                    is_diagonal=is_diagonal,
+                )
 
     def _add(
         self, row: Span, column: Span, shift: tuple[int, int], *, is_diagonal: bool
     ) -> None:
         """Add the pairs of two spans, moved by ``shift``."""
         is_causal = self._pairs.is_causal and is_diagonal
-        block = Rectangle(row.start, row.stop, column.start, column.stop, is_causal)
+        block = Rectangle(
+            row.start,
+            row.stop,
+            column.start,
+            column.stop,
+            is_causal,
+        )
         cells = self.computed
         if row.bits & column.bits:
             cells = self.elsewhere
@@ -317,7 +335,12 @@ def _add_polygons(
     from matplotlib.collections import PolyCollection
 
     axes.add_collection(
-        PolyCollection(polygons, facecolors=[face], edgecolors=edge, linewidths=width)
+        PolyCollection(
+            polygons,
+            facecolors=[face],
+            edgecolors=edge,
+            linewidths=width,
+        )
     )
 
 

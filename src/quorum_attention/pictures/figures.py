@@ -91,7 +91,12 @@ def save(figure: Any, path: str | PathLike[str]) -> None:
     """
     picture_format = _picture_format(figure, path)
     with atomic_write(path) as file:
-        figure.savefig(file, format=picture_format, dpi=_DOTS_PER_INCH, facecolor=PAPER)
+        figure.savefig(
+            file,
+            format=picture_format,
+            dpi=_DOTS_PER_INCH,
+            facecolor=PAPER,
+        )
 
 
 def remove_frame(axes: Any) -> None:
@@ -102,7 +107,14 @@ def remove_frame(axes: Any) -> None:
 
 def write_heading(axes: Any, title: str, note: str = "") -> None:
     """Write a title and a note over the top left corner of ``axes``."""
-    axes.set_title(title, loc="left", pad=26, size=12, color=INK, weight="bold")
+    axes.set_title(
+        title,
+        loc="left",
+        pad=26,
+        size=12,
+        color=INK,
+        weight="bold",
+    )
     axes.annotate(
         note,
         (0, 1),
@@ -124,7 +136,15 @@ def write_explanation(
         columns: characters of a line.
     """
     lines = textwrap.fill(text, columns)
-    figure.text(x, top, lines, color=SOFT, size=9.5, va="top", linespacing=1.45)
+    figure.text(
+        x,
+        top,
+        lines,
+        color=SOFT,
+        size=9.5,
+        va="top",
+        linespacing=1.45,
+    )
 
 
 def colour_at(turn: float, lightness: float = 0.67) -> Colour:

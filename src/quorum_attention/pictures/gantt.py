@@ -65,7 +65,13 @@ def _draw_pass(axes: Any, title: str, pool_pass: Any) -> None:
     for part in pool_pass.ran:
         colour = colour_at(part.index / pool_pass.parts)
         seconds = part.stop - part.start
-        axes.barh(part.device, seconds, left=part.start, height=0.72, color=[colour])
+        axes.barh(
+            part.device,
+            seconds,
+            left=part.start,
+            height=0.72,
+            color=[colour],
+        )
     stops = [part.stop for part in pool_pass.ran]
     last_stop = max(stops, default=0.0)
     axes.axvline(last_stop, color=INK, lw=1)
@@ -74,4 +80,10 @@ def _draw_pass(axes: Any, title: str, pool_pass: Any) -> None:
     axes.set_yticks(range(n_devices), pool_pass.devices)
     axes.tick_params(length=0, labelcolor=INK, labelsize=8)
     text = f"{title}: {format_seconds(last_stop)}"
-    axes.set_title(text, loc="left", fontsize=10, color=INK, weight="bold")
+    axes.set_title(
+        text,
+        loc="left",
+        fontsize=10,
+        color=INK,
+        weight="bold",
+    )

@@ -39,7 +39,13 @@ def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Rectangle]:
     rectangles = task.rectangles(pairs.is_causal, pairs.n_queries, pairs.n_keys)
     for rectangle in rectangles:
         for queries, keys, causal in task.contiguous(rectangle):
-            part = Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
+            part = Rectangle(
+                queries.start,
+                queries.stop,
+                keys.start,
+                keys.stop,
+                causal,
+            )
             yield from kept_blocks(part, pairs, cell)
 
 
@@ -60,7 +66,12 @@ def kept_blocks(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle
             row = sum(part.queries) // 2
             column = sum(part.keys) // 2
             verdict = pairs.verdict_of(
-                Ranges.from_bounds(row, row + 1, column, column + 1)
+                Ranges.from_bounds(
+                    row,
+                    row + 1,
+                    column,
+                    column + 1,
+                )
             )
         if verdict is not EMPTY:
             yield Rectangle(*part.queries, *part.keys)

@@ -58,19 +58,41 @@ def draw_recovery(
     pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
     kind = "causal" if is_causal else ""
     words = ", ".join(filter(None, [kind, note]))
-    draw_all_pairs(figure, decomposition, pairs, summary_of(decomposition, words))
+    draw_all_pairs(
+        figure,
+        decomposition,
+        pairs,
+        summary_of(decomposition, words),
+    )
     axes = figure.add_axes(_RIGHT_HALF)
     draw_bars(axes, [_memory_bar(*bar) for bar in bars], budget_bytes)
-    axes.axvline(budget_bytes, color=INK, linewidth=1.4, linestyle=_DASHES, zorder=3)
+    axes.axvline(
+        budget_bytes,
+        color=INK,
+        linewidth=1.4,
+        linestyle=_DASHES,
+        zorder=3,
+    )
     write_heading(axes, f"Memory of the same call; budget {format_bytes(budget_bytes)}")
     text = (
         "Peak memory of each method, beyond what was allocated before the call. "
         "Green: within the budget (the dashed line). Red: beyond it, or failed."
     )
-    write_explanation(figure, _RIGHT_HALF[0], EXPLANATION_TOP, COLUMNS_OF_HALF, text)
+    write_explanation(
+        figure,
+        _RIGHT_HALF[0],
+        EXPLANATION_TOP,
+        COLUMNS_OF_HALF,
+        text,
+    )
     save(figure, path)
 
 
 def _memory_bar(label: str, n_bytes: int, note: str, is_within_budget: bool) -> Bar:
     colour = _WITHIN_BUDGET if is_within_budget else _BEYOND_BUDGET
-    return Bar(f"{label}: {format_bytes(n_bytes)}", n_bytes, colour, note)
+    return Bar(
+        f"{label}: {format_bytes(n_bytes)}",
+        n_bytes,
+        colour,
+        note,
+    )

@@ -61,7 +61,14 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
         title_bottom = bottom + 0.92 * height
         axes_bottom = bottom + 0.06 * height
         axes_height = 0.8 * height
-        figure.text(0.03, title_bottom, title, color=INK, size=12.5, weight="bold")
+        figure.text(
+            0.03,
+            title_bottom,
+            title,
+            color=INK,
+            size=12.5,
+            weight="bold",
+        )
         left_axes = figure.add_axes((0.03, axes_bottom, 0.57, axes_height))
         right_axes = figure.add_axes((0.66, axes_bottom, 0.31, axes_height))
         draw_bars(left_axes, _time_bars(fields))

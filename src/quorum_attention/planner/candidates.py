@@ -245,7 +245,12 @@ def sizes_after_trimming(
     if decomposition.depth == 0 or not is_worth_trimming(problem.pairs):
         return None
     lengths = problem.shape.lengths
-    return trimmed_sizes(decomposition, lengths, problem.kernel, problem.spec.backward)
+    return trimmed_sizes(
+        decomposition,
+        lengths,
+        problem.kernel,
+        problem.spec.backward,
+    )
 
 
 def _group_sizes(shape: CallShape, constraints: PlanConstraints) -> list[GroupSize]:

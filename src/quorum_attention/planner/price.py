@@ -311,7 +311,12 @@ def _sample_of(schedule: Schedule, counts: WorkCounts, problem: Problem) -> _Sam
         )
     # The calls of a head come one by one; each unit copies one run.
     units_of_head = counts.units // max(1, count_groups(problem.shape, schedule.group))
-    return _Sample(counts.calls, runs=1.0, tasks=max(1, units_of_head), rows=0.0)
+    return _Sample(
+        counts.calls,
+        runs=1.0,
+        tasks=max(1, units_of_head),
+        rows=0.0,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -419,5 +424,11 @@ def _operator_calls(
 def _moved_to_origin(rectangle: Rectangle, count: int) -> Batch:
     """Return one batch for all of ``count`` rectangles of this size: they take equally
     long."""
-    size = Rectangle(0, rectangle.n_queries, 0, rectangle.n_keys, rectangle.causal)
+    size = Rectangle(
+        0,
+        rectangle.n_queries,
+        0,
+        rectangle.n_keys,
+        rectangle.causal,
+    )
     return Batch(size, count)

@@ -106,7 +106,13 @@ class RateMeasurements:
         query = self._random(self.causal_rows, _HEAD_DIM)
         key = self._random(self.causal_rows, _HEAD_DIM)
         value = self._random(self.causal_rows, _HEAD_DIM)
-        call = Call(query, key, value, True, _HEAD_DIM**-0.5)
+        call = Call(
+            query,
+            key,
+            value,
+            True,
+            _HEAD_DIM**-0.5,
+        )
         seconds = self.seconds(lambda: kernel.whole_forward(call), 0.2)
         return 2.0 * _HEAD_DIM * self.causal_rows * self.causal_rows / seconds
 
@@ -138,7 +144,13 @@ class RateMeasurements:
         grad_out = self._random(_SHORT_TOKENS, _HEAD_DIM)
         state = self._zeros(1, 1, _SHORT_TOKENS, _HEAD_DIM)
         lse_state = self._zeros(1, 1, _SHORT_TOKENS)
-        call = Call(query, key, value, False, _HEAD_DIM**-0.5)
+        call = Call(
+            query,
+            key,
+            value,
+            False,
+            _HEAD_DIM**-0.5,
+        )
         saved = Saved(grad_out, *kernel.whole_forward(call))
 
         def run_forwards() -> None:

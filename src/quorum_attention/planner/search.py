@@ -231,7 +231,12 @@ def _score(plan: Plan) -> float:
 def uncut_schedule(shape: CallShape) -> Schedule:
     """Return the schedule of the whole call in one kernel call."""
     group = GroupSize(shape.batch, shape.kv_heads)
-    return schedule_of(shape, Decomposition(shape.n_tokens), group, Whole())
+    return schedule_of(
+        shape,
+        Decomposition(shape.n_tokens),
+        group,
+        Whole(),
+    )
 
 
 def uncut_bytes(problem: Problem) -> int:
@@ -260,7 +265,12 @@ def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
         return None
     has_own_memory = problem.backend.own_memory
     why = _SHORT if has_own_memory else _ON_A_CPU
-    plan = price(schedule, problem, kernel_hardware(problem, hardware), why)
+    plan = price(
+        schedule,
+        problem,
+        kernel_hardware(problem, hardware),
+        why,
+    )
     if has_own_memory and plan.predicted_seconds >= policy.MIN_SECONDS_TO_SEARCH:
         return None
     max_bytes = (
@@ -294,7 +304,12 @@ def refit(plan: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
     if is_same_call and place == plan.place and schedule == plan.schedule:
         return plan
     moved = replace(problem, place=place)
-    return price(schedule, moved, kernel_hardware(problem, hardware), plan.why)
+    return price(
+        schedule,
+        moved,
+        kernel_hardware(problem, hardware),
+        plan.why,
+    )
 
 
 def _refit_slots(schedule: Schedule, slots: Slots, problem: Problem) -> Schedule:

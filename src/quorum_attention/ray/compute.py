@@ -199,7 +199,14 @@ class _UnitRun:
             budget=self._budget, devices=self._device, report=self._report
         )
         results = BlockResults(out_dtype=out_dtype)
-        return compute_block(self._call, block, inputs, options, results, masked)
+        return compute_block(
+            self._call,
+            block,
+            inputs,
+            options,
+            results,
+            masked,
+        )
 
     def _empty_state(self, chunk: int, place: torch.device) -> State:
         """Return the state of a chunk without any pair."""
@@ -223,7 +230,12 @@ class _UnitRun:
         if not self._pass.call.backward:
             out, lse = row_state
             new_out, new_lse = results
-            merge_(out, lse, new_out, new_lse.to(lse.device))
+            merge_(
+                out,
+                lse,
+                new_out,
+                new_lse.to(lse.device),
+            )
             return
         grad_query, _, _ = row_state
         _, grad_key, grad_value = key_state
@@ -273,6 +285,11 @@ def _keeps_nothing(shape: CallShape, block: CallBlock, masked: Masked) -> bool:
         n_keys=block.keys.length,
         is_causal=is_causal,
     )
-    all_pairs = Ranges.from_bounds(0, block.rows.length, 0, block.keys.length)
+    all_pairs = Ranges.from_bounds(
+        0,
+        block.rows.length,
+        0,
+        block.keys.length,
+    )
     geometries = resolve(mask, block_shape).geometries
     return all(geometry.verdict(all_pairs) == EMPTY for geometry in geometries)

@@ -162,7 +162,12 @@ class Farm(AbstractContextManager["Farm"]):
         if lse is not None:
             results["lse"] = lse
         tensors = {"query": query, "key": key, "value": value}
-        return self._compute(tensors, results, *call, **options)["out"]
+        return self._compute(
+            tensors,
+            results,
+            *call,
+            **options,
+        )["out"]
 
     def attention_with_lse(
         self, *call: Any, lse: torch.Tensor, **options: Any
@@ -364,7 +369,13 @@ class Farm(AbstractContextManager["Farm"]):
                         reference, unit, report
                     )
                     del running[reference]
-                    _add_timing(report, place, stop - seconds, stop, unit_report)
+                    _add_timing(
+                        report,
+                        place,
+                        stop - seconds,
+                        stop,
+                        unit_report,
+                    )
                     part = queue.finish(unit)
                     for path in farm_pass.merged_paths(unit):
                         path.unlink(missing_ok=True)
@@ -433,7 +444,14 @@ def _check_targets(
     """
     specs = call.results(lse="lse" in targets)
     for name, (shape, dtype) in specs.items():
-        check_tensor(targets[name], shape, name, device, dtype, for_writing=True)
+        check_tensor(
+            targets[name],
+            shape,
+            name,
+            device,
+            dtype,
+            for_writing=True,
+        )
     mask = call.whole_call.mask
     bias = None if mask is None else mask.bias
     check_no_overlap(targets, {**call.tensors, "attn_mask": bias})
@@ -446,7 +464,15 @@ def _add_timing(
     if place not in report.devices:
         report.devices.append(place)
     device = report.devices.index(place)
-    report.ran.append(PartTiming(device, len(report.ran), start, stop, unit_report))
+    report.ran.append(
+        PartTiming(
+            device,
+            len(report.ran),
+            start,
+            stop,
+            unit_report,
+        )
+    )
 
 
 def _input_handles(

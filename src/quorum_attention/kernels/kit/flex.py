@@ -352,7 +352,13 @@ def _lists_of(
         _EVALUATED_BYTES,
         by_lane=True,
     )
-    return block_lists(region, full, partly, lanes, pinned=task.query.is_cuda)
+    return block_lists(
+        region,
+        full,
+        partly,
+        lanes,
+        pinned=task.query.is_cuda,
+    )
 
 
 def _in_global_numbers(
@@ -365,18 +371,39 @@ def _in_global_numbers(
     head_numbers = tuple(range(task.first_head, stop_head))
     entries = _numbers_on(task.entries, device)
     heads = _numbers_on(head_numbers, device)
-    queries = positions(task.task, *query_side, device, torch.int32)
-    keys = positions(task.task, *key_side, device, torch.int32)
+    queries = positions(
+        task.task,
+        *query_side,
+        device,
+        torch.int32,
+    )
+    keys = positions(
+        task.task,
+        *key_side,
+        device,
+        torch.int32,
+    )
     keeps = geometry.mask_mod(device)
 
     def keeps_pair(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return keeps(entries[b], heads[h], queries[q], keys[k])
+        return keeps(
+            entries[b],
+            heads[h],
+            queries[q],
+            keys[k],
+        )
 
     if score_mod is None:
         return keeps_pair, None
 
     def modify_score(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return score_mod(score, entries[b], heads[h], queries[q], keys[k])
+        return score_mod(
+            score,
+            entries[b],
+            heads[h],
+            queries[q],
+            keys[k],
+        )
 
     return keeps_pair, modify_score
 

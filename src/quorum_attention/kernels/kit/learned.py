@@ -213,7 +213,13 @@ def with_table_gradients(
     dtype = results[0].dtype
     detached = [tensor.detach().to(dtype) for tensor in inputs]
     apply: Any = _TableGradients.apply
-    out, lse = apply(kernel, scale, *results, *detached, *kernel.tables)
+    out, lse = apply(
+        kernel,
+        scale,
+        *results,
+        *detached,
+        *kernel.tables,
+    )
     return out, lse
 
 

@@ -158,7 +158,12 @@ def _with_code(blocks: Nodes, codes: Codes, code: int) -> Nodes:
 
 def whole_region(task: TaskTensors) -> Rectangle:
     """All queries and keys of a task."""
-    return Rectangle(0, task.query.shape[2], 0, task.key.shape[2])
+    return Rectangle(
+        0,
+        task.query.shape[2],
+        0,
+        task.key.shape[2],
+    )
 
 
 def sides(region: Rectangle) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -108,7 +108,13 @@ class Bucket:
         """Some of the cells."""
         queries = self.queries.part(cells)
         keys = self.keys.part(cells)
-        return Bucket(self.entries[cells], queries, keys, self.rule, self.causal)
+        return Bucket(
+            self.entries[cells],
+            queries,
+            keys,
+            self.rule,
+            self.causal,
+        )
 
     def most_cells(self, n_entries: int) -> int:
         """The most cells of so many entries in a row."""

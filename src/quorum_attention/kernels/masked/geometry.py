@@ -119,7 +119,12 @@ class Geometry:
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         """Which pairs are kept: FlexAttention's ``mask_mod``."""
-        return self.mask_mod(query.device)(batch, head, query, key)
+        return self.mask_mod(query.device)(
+            batch,
+            head,
+            query,
+            key,
+        )
 
     @cached_property
     def _judges(self) -> tuple[Band | Blocks | Rule, ...]:
@@ -185,7 +190,12 @@ class Geometry:
         ):  # our own rules broadcast, which takes less time than torch.vmap
             rows = at.queries[..., None, None, :, None]  # (tiles, 1, 1, q, 1)
             columns = at.keys[..., None, None, None, :]  # (tiles, 1, 1, 1, k)
-            is_kept = mask_mod(at.entries[:1], at.heads[:1], rows, columns)
+            is_kept = mask_mod(
+                at.entries[:1],
+                at.heads[:1],
+                rows,
+                columns,
+            )
             shape = torch.broadcast_shapes(rows.shape, columns.shape)
             return is_kept.expand(shape)
         is_kept = over_pairs(mask_mod)(

@@ -80,9 +80,20 @@ class MaskedKernel(UserModKernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
-        n_pairs = Band(None, 0 if is_causal else None).count(0, n_queries, 0, n_keys)
+        n_pairs = Band(None, 0 if is_causal else None).count(
+            0,
+            n_queries,
+            0,
+            n_keys,
+        )
         share = self._share * n_queries * n_keys / max(1, n_pairs)
-        return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, share))
+        return Pairs(
+            n_queries,
+            n_keys,
+            is_causal,
+            self._verdict,
+            min(1.0, share),
+        )
 
     def scores_of_pairs(self) -> ScoreTransform:
         """See ``Kernel``: the soft cap, and what the geometries keep."""
@@ -96,11 +107,28 @@ class MaskedKernel(UserModKernel):
             block.task.entries[block.entries]
         ):
             is_kept = geometry.keeps(replace(pairs, entries=numbers[run]))
-            parts.append(is_kept.expand(run.stop - run.start, -1, -1, -1))
+            parts.append(
+                is_kept.expand(
+                    run.stop - run.start,
+                    -1,
+                    -1,
+                    -1,
+                )
+            )
         if len(parts) == 1:
             return parts[0]
         n_heads = max(part.shape[1] for part in parts)
-        return torch.cat([part.expand(-1, n_heads, -1, -1) for part in parts])
+        return torch.cat(
+            [
+                part.expand(
+                    -1,
+                    n_heads,
+                    -1,
+                    -1,
+                )
+                for part in parts
+            ]
+        )
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Numbers of heads and entries are needed where the mask may depend on them."""

@@ -74,7 +74,13 @@ def kept_keys(mask: Mask, shape: CallShape) -> NDArray[np.bool_]:
     if mask.key_padding is None:
         return is_kept
     name = "Mask.key_padding"
-    padding = _token_rows(mask.key_padding, name, shape.batch, shape.n_keys, "keys")
+    padding = _token_rows(
+        mask.key_padding,
+        name,
+        shape.batch,
+        shape.n_keys,
+        "keys",
+    )
     is_there: NDArray[np.bool_] = padding != 0
     return np.logical_and(is_kept, is_there)
 

@@ -115,7 +115,12 @@ def _as_bias(is_kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     *shape, n_keys = is_kept.shape
     width = round_up(n_keys, _WORD_BYTES // dtype.itemsize)
     device = is_kept.device
-    words = torch.empty(*shape, width, dtype=dtype, device=device)
+    words = torch.empty(
+        *shape,
+        width,
+        dtype=dtype,
+        device=device,
+    )
     bias = words[..., :n_keys]
     zero, masked = _bias_values(dtype, device)
     return torch.where(is_kept, zero, masked, out=bias)

@@ -36,7 +36,12 @@ class PackedKernel(WholeCallKernel):
         self, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
         """See ``WholeCallKernel``."""
-        return self.packing.workspace_bytes(self.base, shape, extent, backward=backward)
+        return self.packing.workspace_bytes(
+            self.base,
+            shape,
+            extent,
+            backward=backward,
+        )
 
 
 class _PackedCells(WholeCallPart):

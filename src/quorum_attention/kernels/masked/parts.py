@@ -92,7 +92,12 @@ def _parts_of_block(
     queries: Rows, keys: Rows, geometry: Geometry, kinds: frozenset[Kind]
 ) -> Iterator[tuple[BandPart, Band]]:
     """The parts of consecutive queries and keys, and the band of each."""
-    block = Ranges.from_bounds(queries.start, queries.stop, keys.start, keys.stop)
+    block = Ranges.from_bounds(
+        queries.start,
+        queries.stop,
+        keys.start,
+        keys.stop,
+    )
     for part, band in geometry.parts(block, bands="band" in kinds):
         if part.kind in kinds:
             yield part, band
@@ -109,7 +114,12 @@ def _cut_triangle(triangle: BandPart) -> Iterator[BandPart]:
     for start in range(0, side, LEAF):
         stop = min(start + LEAF, side)
         rows = (first_query + start, first_query + stop)
-        yield BandPart(*rows, first_key + start, first_key + stop, "ragged")
+        yield BandPart(
+            *rows,
+            first_key + start,
+            first_key + stop,
+            "ragged",
+        )
         kept_keys = range(stop, side) if triangle.kind == "upper" else range(start)
         if kept_keys:
             yield BandPart(

@@ -221,7 +221,12 @@ class PartwiseKernel(Kernel):
         limits = (task.max_queries, task.max_keys)
         if task.max_queries:
             limits = self._limits(*limits, shape)
-        inside = replace(task, max_queries=limits[0], max_keys=limits[1], streams=None)
+        inside = replace(
+            task,
+            max_queries=limits[0],
+            max_keys=limits[1],
+            streams=None,
+        )
         if parts.clear:
             yield self._kernel_for(shape), replace(inside, rectangles=parts.clear)
         if parts.upper:

@@ -94,9 +94,20 @@ class ResolvedMask:
             by_query, key_ids = document_ids(copied, shape)
             by_key = kept_key_ids(copied, shape, key_ids)
             places = np.arange(shape.n_queries) + query_offsets(copied, shape)
-        rule = PlaceRule(relative_band(copied), places, copied.chunk, shape.is_causal)
+        rule = PlaceRule(
+            relative_band(copied),
+            places,
+            copied.chunk,
+            shape.is_causal,
+        )
         self.rules = TokenRules(copied, shape.n_keys, rule)
-        way = fastest_way(self.rules, by_query, by_key, shape, biases=biases)
+        way = fastest_way(
+            self.rules,
+            by_query,
+            by_key,
+            shape,
+            biases=biases,
+        )
         if isinstance(way, PairBias):
             self.pair_bias = way
         elif isinstance(way, Packing):

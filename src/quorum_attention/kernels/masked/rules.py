@@ -154,7 +154,12 @@ class PlacesInBand(EqualIds):
         """See ``Rule``."""
         places, keys = self._on(device)
         in_band = mask_mod_of_band(self._band)
-        return lambda b, h, q, k: in_band(b, h, places[q], keys[k])
+        return lambda b, h, q, k: in_band(
+            b,
+            h,
+            places[q],
+            keys[k],
+        )
 
 
 def mask_mod_of_band(band: Band) -> MaskMod:

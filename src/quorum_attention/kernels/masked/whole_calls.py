@@ -109,7 +109,13 @@ class WholeCallKernel(Kernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
-        return Pairs(n_queries, n_keys, is_causal, self._verdict, self._share)
+        return Pairs(
+            n_queries,
+            n_keys,
+            is_causal,
+            self._verdict,
+            self._share,
+        )
 
     def _verdict(self, block: Ranges) -> Verdict:
         if self.shape.batch > _FEW_ENTRIES:
@@ -126,7 +132,12 @@ class WholeCallKernel(Kernel):
         entries = pairs.entries % self.shape.batch
         rows = pairs.queries.unsqueeze(0)
         columns = pairs.keys.unsqueeze(0)
-        is_kept = self.rules.kept_pairs(entries, rows, columns, columns.device)
+        is_kept = self.rules.kept_pairs(
+            entries,
+            rows,
+            columns,
+            columns.device,
+        )
         return is_kept.unsqueeze(1)
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
