@@ -1,4 +1,5 @@
-"""What `make docs` changes in a page: links to files that are not on the site."""
+"""What `make docs` changes in a page: links to files that are not on the site, and the
+page's place in a search."""
 
 from __future__ import annotations
 
@@ -6,11 +7,21 @@ import re
 from typing import Any
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!images/)([^)\s]+)\)")
+# Guides come first in a search, and pages for developers last.
+_GUIDES = ("long-context", "long-prompts", "masks", "devices", "files", "kit")
+_DEVELOPING = ("architecture", "contributing", "native", "planner", "random-calls")
+_FIRST = 3
+_LAST = 0.3
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The text of a page, called by MkDocs for each."""
-    return outside(markdown) if page.file.src_uri.count("/") == 0 else markdown
+    name = page.file.src_uri.removesuffix(".md")
+    if name in _GUIDES:
+        page.meta["search"] = {"boost": _FIRST}
+    elif name in _DEVELOPING:
+        page.meta["search"] = {"boost": _LAST}
+    return outside(markdown) if "/" not in name else markdown
 
 
 def outside(markdown: str) -> str:

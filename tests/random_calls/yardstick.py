@@ -44,7 +44,7 @@ Cut = tuple[str, tuple[int, ...]]
 
 def output_of_parts(reference: Reference, cut: Cut) -> torch.Tensor:
     """The output in float64, but that those of the very parts of a call's keys are
-    rounded to 16 bits before they are merged, as docs/limits.md says: sum_p w_p
+    rounded to 16 bits before they are merged, as docs/accuracy.md says: sum_p w_p
     round(O_p), rounded again.
 
     A backward forms D = rowsum(dO * O) of it. In a row of nearly one key dP - D is
