@@ -1,6 +1,7 @@
 # make demo   an attention call that runs out of memory, recovered, on whatever device is here
 # make test   lint, types, and the tests that are quick: some minutes
 # make test-all   the same with all tests, as CI does, a short soak among them
+# make test-models   the tests of models, with the oldest and the newest Transformers that are allowed
 # make check FILE=...   lint and types of a file, and the tests of its room
 # make docs   the pages of docs/ as a site, into site/
 # make smoke   wheel and sdist, each in a fresh environment of every Python here, with the pinned dependencies
@@ -25,7 +26,7 @@ CONSTRAINTS := -c constraints.txt
 TORCH := "$(shell grep '^torch==' constraints.txt)"
 endif
 
-.PHONY: demo test test-all check lint types docs smoke resolve clean
+.PHONY: demo test test-all test-models check lint types docs smoke resolve clean
 
 # torch first and by its exact version: a resolver left free would fetch the largest build there is.
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -54,6 +55,23 @@ test: lint types
 
 test-all: lint types
 	$(PYTEST)
+
+# Each Transformers gets an environment over .venv, in which it and what it needs are installed anew.
+ALLOWED := $(shell sed -n 's/^transformers = \["transformers\(.*\)"\]$$/\1/p' pyproject.toml)
+OLDEST := $(shell echo '$(ALLOWED)' | sed 's/^>=\([^,]*\),.*/==\1.*/')
+MODEL_TESTS := tests/integrations tests/recipes
+
+test-models: $(VENV)/.dev
+	@below=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+	for version in "$(ALLOWED)" "$(OLDEST)"; do \
+	  here=build/models; rm -rf $$here; $(BIN)/python -m venv $(VENV_FLAGS) $$here || exit 1; \
+	  dir=$$($$here/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+	  echo "import site; site.addsitedir('$$below')" > $$dir/below.pth; \
+	  $$here/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade "transformers$$version" || exit 1; \
+	  $$here/bin/python -c "import transformers; print('Transformers', transformers.__version__)"; \
+	  PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $$here/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+	    $(MODEL_TESTS) || exit 1; \
+	done
 
 # The tests of src/quorum_attention/ROOM/NAME.py are tests/ROOM, of a file beside the rooms tests/test_NAME.py.
 PARTS = $(subst /, ,$(patsubst src/quorum_attention/%,%,$(FILE)))

@@ -4,6 +4,7 @@ is said."""
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from dataclasses import replace
@@ -258,7 +259,11 @@ def test_images_are_seen() -> None:
     asked = {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(1, 3, 8, 8),
              "token_type_ids": (ids == VOCABULARY - 1).long()}  # fmt: skip
     changed = copy.deepcopy(model)
-    assert "chunked loss" in long_context(changed, attention=False).done
+    summary = long_context(changed, attention=False)
+    # Transformers 5.6 computes this model's loss within its forward, of all logits.
+    has_loss_function = "loss_function" in inspect.getsource(type(model).forward)
+    assert ("chunked loss" in summary.done) == has_loss_function
+    assert has_loss_function or "chunked loss" in summary.left_out
     losses = []
     for one in (model, changed):
         losses.append(one(**asked).loss)
