@@ -109,6 +109,10 @@ def attention(
         progress: True for a progress bar (plain lines in files), or a callable
             (done, total, label).
         report: a ``Report``, to be filled with what the call did.
+        exact_delta: True for 16-bit inputs whose attention is saturated: the backward
+            reads the output before it was rounded to 16 bits. That takes two bytes more
+            for each number of the output until then (docs/gradients.md). None is True
+            where ``out_dtype`` is torch.float32 and a kernel can.
 
     Returns:
         (..., heads, n_queries, value_dim), on the query's device; 0 in rows without a

@@ -17,6 +17,7 @@ import torch
 
 from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.request import Request
+from quorum_attention.call.split_output import joined, rest_of
 from quorum_attention.call.transformations import is_recorded
 from quorum_attention.call.validation import Tensors, as_tensor
 from quorum_attention.kernels.registry import get_kernel
@@ -65,17 +66,19 @@ class AutogradPass:
 
         Args:
             inputs: the fields of ``Tensors``; for a backward then out, lse, grad_out
-                and grad_lse.
+                and grad_lse, and the rest of an output that is split.
 
         Returns:
-            (out, lse); or the gradients of query, key and value, then those of mask and
-            sinks where they are wanted.
+            (out, lse), and the rest of an output that is split; or the gradients of
+            query, key and value, then those of mask and sinks where they are wanted.
         """
         tensors = Tensors(*inputs[:6])
         request = self.request
         if tensors.seed is not None and request.dropout is not None:
             dropout = replace(request.dropout, seed=int(tensors.seed))
             request = replace(request, dropout=dropout)
+        if self.wanted_grads is None and request.splits_out:
+            return _split_results(tensors, request)
         if self.wanted_grads is None:
             out, lse = run_with_hook(partial(run_forward, tensors, request))
             # ``out`` gets no graph, so it can be given again. What is returned and
@@ -84,7 +87,9 @@ class AutogradPass:
             if request.out is not None:
                 out = out.detach()
             return out, lse
-        out, lse, grad_out, grad_lse = inputs[6:]
+        out, lse, grad_out, grad_lse, *rest = inputs[6:]
+        if rest:
+            out = joined(out, *rest)
         grad_mask, grad_sinks = self.wanted_grads
         backward_inputs = BackwardInputs(
             grad_out,
@@ -95,6 +100,28 @@ class AutogradPass:
             grad_lse=grad_lse,
         )
         return run_backward(tensors, request, backward_inputs)
+
+
+def _split_results(
+    tensors: Tensors, request: Request
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute (out, lse) of a call, and the rest of the output."""
+    out_bytes = 0
+    if tensors.query.device == request.options.device:
+        shape = request.shape
+        out_rows = shape.batch * shape.heads * shape.n_queries
+        out_bytes = out_rows * shape.value_dim * 4  # both parts, 2 bytes each
+    wide_request = replace(
+        request.reserving(out_bytes, "the two parts of the output"),
+        out=None,
+        out_dtype=torch.float32,
+    )
+    unrounded, lse = run_with_hook(partial(run_forward, tensors, wide_request))
+    if request.out is None:
+        out = unrounded.to(request.out_dtype)
+    else:
+        out = request.out.detach().copy_(unrounded)
+    return out, lse, rest_of(unrounded, out)
 
 
 class Attention(torch.autograd.Function):
@@ -149,12 +176,14 @@ class Attention(torch.autograd.Function):
         forward_pass = ctx.autograd_pass
         if forward_pass.wanted_grads is not None:
             refuse_second()
-        grad_out, grad_lse = upstream
+        grad_out, grad_lse, *_ = upstream
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
         saved = ctx.saved_tensors[:8]
         out = saved[6]
         inputs = (*saved, grad_or_zeros(out, grad_out), grad_lse)
+        if forward_pass.request.splits_out:
+            inputs = (*inputs, ctx.saved_tensors[8])
         backward_pass = AutogradPass(forward_pass.request, needed[3:5])
         if is_recorded(*inputs):
             grads = Attention.apply(*inputs, backward_pass)
@@ -230,7 +259,7 @@ def attend(
     # ``out`` is passed inside the request: as an argument, autograd would take it for
     # an input, and the result for a view of that input.
     if request.records:
-        result, lse = Attention.apply(*tensors, AutogradPass(request))
+        result, lse, *_ = Attention.apply(*tensors, AutogradPass(request))
         out = None
     else:
         result, lse = run_forward(tensors, request)

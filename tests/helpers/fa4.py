@@ -56,10 +56,11 @@ def forward(
 
 def backward(
     q, k, v, out, dout, lse, *, softmax_scale, deterministic, causal=False,
-    window_size_left=None, window_size_right=None, softcap=None,
+    window_size_left=None, window_size_right=None, softcap=None, dlse=None,
 ):  # fmt: skip
     """Gradients (b, n, h, d), for an lse of whole rows."""
     assert lse.is_contiguous()
+    assert out.dtype == dout.dtype == q.dtype
     query, key, value, o, do = double(q, k, v, out, dout)
     how = softmax_scale, causal, window_size_left, window_size_right, softcap
     with torch.enable_grad():
@@ -70,9 +71,11 @@ def backward(
     lse = lse.double().masked_fill(lse == -math.inf, 0.0)
     p = torch.exp(scores.detach() - lse.unsqueeze(-1))
     dp = do @ value.repeat_interleave(shared, 1).mT
-    grads = torch.autograd.grad(
-        scores, leaves, p * (dp - (do * o).sum(-1, keepdim=True))
-    )
+    delta = (do * o).sum(-1, keepdim=True)
+    if dlse is not None:
+        assert dlse.is_contiguous()
+        delta = delta - dlse.double().unsqueeze(-1)
+    grads = torch.autograd.grad(scores, leaves, p * (dp - delta))
     found = *grads, (p.mT @ do).unflatten(1, (-1, shared)).sum(2)
     return tuple(t.to(q.dtype).transpose(1, 2).contiguous() for t in found)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from quorum_attention.argument_checks import one_of, shown, whole_number
+from quorum_attention.argument_checks import one_of, shown, switch, whole_number
 from quorum_attention.execution.device.lookup import (
     available_device,
     best_device,
@@ -52,6 +52,7 @@ class CallKeywords(SettingsKeywords, total=False):
     """Options that a call takes by keyword."""
 
     plan: Plan | None
+    exact_delta: bool | None
 
 
 class CallOptions(NamedTuple):
@@ -70,6 +71,7 @@ class CallOptions(NamedTuple):
     devices: Devices | None = None
     progress: Any = None
     report: Report | None = None
+    exact_delta: bool | None = None
     total: Report | None = None
 
     @property
@@ -147,6 +149,7 @@ def check_options(options: CallOptions, home: torch.device) -> PlannerOptions:
     """
     _check_class("plan", options.plan, Plan)
     _check_class("report", options.report, Report)
+    _check_exact_delta(options.exact_delta)
     depth = checked_depth(options.depth)
     budget = options.budget
     if isinstance(budget, (list, tuple)):
@@ -182,6 +185,12 @@ def _check_progress(progress: Any) -> None:
         return
     allowed = "None, True or a callable (done, total, label)"
     raise TypeError(f"progress must be {allowed}, got {shown(progress)}")
+
+
+def _check_exact_delta(exact_delta: object) -> None:
+    """Raise TypeError unless ``exact_delta`` is a bool or None."""
+    if exact_delta is not None:
+        switch(exact_delta, "exact_delta")
 
 
 def _check_class(name: str, value: object, kind: type) -> None:

@@ -76,6 +76,8 @@ class Request:
         runner: runs the passes on several devices; None: ``options.device`` does.
         lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's
             dtype, in memory that the budget does not count; None: it is made.
+        splits_out: whether a recorded call saves its output as two numbers of 16 bits,
+            because it returns one of them (call/split_output.py).
         decisions: of a request that serves later calls too (``dispatch``), those of its
             passes that are one kernel call; None: it serves one call.
     """
@@ -95,6 +97,7 @@ class Request:
     dropout: Dropout | None = None
     runner: Runner | None = None
     lse: torch.Tensor | None = None
+    splits_out: bool = False
     decisions: dict[Hashable, Problem] | None = None
 
     def reserving(self, n_bytes: int, purpose: str) -> Request:
@@ -157,6 +160,14 @@ def request_of(
     )
     kernel = options.kernel
     recorded = is_recorded(query, key, value, sinks)
+    mask_grad = _needs_grad(bias)
+    out = checked.out
+    out_dtype = (arguments.out_dtype if out is None else out.dtype) or query.dtype
+    exact_delta = arguments.options.exact_delta
+    records = mask_grad or recorded
+    if (records or exact_delta) and query.dtype.itemsize == 2:
+        wide_out = _needs_unrounded(exact_delta, out_dtype, kernel, device)
+        shape = replace(shape, wide_out=wide_out)
     if checked.mask is not None:
         mask = map_tensors(checked.mask, as_readable)
         shape, kernel = kernel_for_mask(
@@ -171,16 +182,13 @@ def request_of(
     dropout = draw_dropout(dropout_p, seed, device, draws=not is_backward)
     if dropout is not None:
         tensors = _with_vmapped_seed(tensors, seed)
-    out = checked.out
-    out_dtype = arguments.out_dtype if out is None else out.dtype
-    mask_grad = _needs_grad(bias)
     request = Request(
         shape,
         scale,
         options,
         out,
-        out_dtype=out_dtype or query.dtype,
-        records=mask_grad or recorded,
+        out_dtype=out_dtype,
+        records=records,
         mask_grad=mask_grad,
         cast_bytes=checked.cast_bytes if query.device == device else 0,
         without_heads=checked.without_heads,
@@ -188,6 +196,7 @@ def request_of(
         report=arguments.options.report,
         reports_with_totals=arguments.options.reports_with_totals,
         dropout=dropout,
+        splits_out=records and shape.wide_out and out_dtype.itemsize == 2,
     )
     return tensors, request
 
@@ -216,6 +225,24 @@ def _bias_shape_of(tensors: Tensors) -> BiasShape | None:
         return None
     n_batch_dims = tensors.query.dim() - 3
     return bias_shape(tensors.bias, n_batch_dims, tensors.query.dtype)
+
+
+def _needs_unrounded(
+    exact_delta: bool | None,
+    out_dtype: torch.dtype,
+    kernel: str | InnerKernel,
+    device: torch.device,
+) -> bool:
+    """Tell whether the kernel of a recorded call in 16 bits must not round its output.
+
+    Without the option that is so for wider outputs, on a CPU, where the kernel can. (On
+    a GPU ``unrounded_kernel`` chooses such a kernel where it can.)
+    """
+    if exact_delta is not None:
+        return exact_delta
+    if out_dtype.itemsize == 2 or device.type != "cpu":
+        return False
+    return kernel == "auto" or get_kernel(kernel).as_unrounded() is not None
 
 
 def _needs_grad(bias: torch.Tensor | None) -> bool:

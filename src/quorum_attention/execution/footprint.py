@@ -153,9 +153,8 @@ def copied_bytes(
         most_rows: most rows of a head that are copied at a time; None: all.
     """
     shape = problem.shape
-    itemsize = shape.dtype.itemsize
     unreadable = [item for item in problem.spec.inputs if item.may_be_unreadable]
     return tuple(
-        item.count(shape, group, most_rows) * itemsize
+        item.count(shape, group, most_rows) * item.dtype(shape).itemsize
         for item in unreadable[: problem.place.n_unreadable]
     )

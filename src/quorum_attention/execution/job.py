@@ -89,7 +89,7 @@ class PassJob:
         """
         part = group_part(self.tensors[item.name], group, item.axis)
         if copies and item.may_be_unreadable:
-            return as_kernel_readable(part, self.shape.dtype)
+            return as_kernel_readable(part, item.dtype(self.shape))
         return part
 
     def task_tensors(

@@ -85,14 +85,17 @@ class InputSpec(RowSpec):
             that operators refuse. Routes without slots then copy it, one head group at
             a time.
         has_state_dtype: whether it has the state's dtype, not the inputs'.
+        may_be_wide: whether it has the state's dtype in calls with ``wide_out``.
     """
 
     may_be_unreadable: bool = False
     has_state_dtype: bool = False
+    may_be_wide: bool = False
 
     def dtype(self, shape: CallShape) -> torch.dtype:
         """Its dtype as kernels get it."""
-        return shape.state_dtype if self.has_state_dtype else shape.dtype
+        is_wide = self.may_be_wide and shape.wide_out
+        return shape.state_dtype if self.has_state_dtype or is_wide else shape.dtype
 
     def n_bytes(self, shape: CallShape) -> int:
         """Bytes of the whole tensor as kernels get it."""
@@ -203,7 +206,9 @@ BACKWARD = PassSpec(
         _QUERY,
         _KEY,
         _VALUE,
-        InputSpec("out", "query", "value_dim", may_be_unreadable=True),
+        InputSpec(
+            "out", "query", "value_dim", may_be_unreadable=True, may_be_wide=True
+        ),
         InputSpec("grad_out", "query", "value_dim", may_be_unreadable=True),
         InputSpec("lse", "query", "one", has_state_dtype=True),
     ),

@@ -56,6 +56,8 @@ class CallShape:
         batch_shape: the shape before the head dimension, () for 3-D inputs.
         n_queries, n_keys: 0 where a kernel is asked about calls of any length.
         sinks: whether rows begin with a sink.
+        wide_out: whether outputs are not rounded to the inputs' 16 bits: that of a
+            forward inside its kernel, and the one that a backward reads.
         columns: how many of the last columns of the value were added to carry the
             gradient of the log-sum-exp (call/lse_columns.py).
     """
@@ -76,6 +78,7 @@ class CallShape:
     n_queries: int = 0
     n_keys: int = 0
     sinks: bool = False
+    wide_out: bool = False
     columns: int = 0
 
     @property

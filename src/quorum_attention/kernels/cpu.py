@@ -3,6 +3,7 @@ instead."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from quorum_attention.kernels.operator_inputs import (
 )
 from quorum_attention.kernels.operator_sizes import OperatorSizes
 from quorum_attention.kernels.padding import pad_last
+from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import TiledKernel
 from quorum_attention.kernels.result_layout import laid_out_like
@@ -59,6 +61,14 @@ class CpuKernel(RectangleKernel):
         """Return why this kernel cannot run such a call, in words for the user, or
         None."""
         return operator_refusal(shape, "cpu", DTYPES)
+
+    def as_unrounded(self) -> Kernel:
+        """Return the kernel that computes in fp32."""
+        from quorum_attention.kernels.cpu_unrounded import (
+            UnroundedCpuKernel,  # a subclass of this one
+        )
+
+        return _single_kernel(UnroundedCpuKernel)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place; with dropout by the
@@ -204,6 +214,12 @@ class CpuKernel(RectangleKernel):
         adding = _widened_bytes(sizes, most_rows * width)
         nbytes = sizes.backward_bytes(inside, gradients, adding)
         return max(_TRIAL_BYTES, nbytes)
+
+
+@cache
+def _single_kernel(kind: type[Kernel]) -> Kernel:
+    """Return the one kernel of a class, which caches what is found out about it."""
+    return kind()
 
 
 def _inputs_of_one_width(call: Call) -> Three:

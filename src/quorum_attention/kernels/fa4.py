@@ -24,9 +24,14 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.extras import install_hint
 from quorum_attention.kernels.cache_files import cache_folder, private_folder
 from quorum_attention.kernels.call_shape import CallShape, Extent
+from quorum_attention.kernels.delta import rounding_gap
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
-from quorum_attention.kernels.operator_inputs import HALF_DTYPES, operator_refusal
+from quorum_attention.kernels.operator_inputs import (
+    HALF_DTYPES,
+    as_operator_readable,
+    operator_refusal,
+)
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES, OperatorSizes
 from quorum_attention.kernels.rectangles import RectangleKernel
 
@@ -59,6 +64,7 @@ class Fa4Kernel(RectangleKernel):
     bands = True
     row_unit = _TILE
     accepts_inf_lse = True
+    reads_wide_out = True
     forward_limits = CallLimits(entries=GRID_BLOCKS, heads=GRID_BLOCKS)
     # Its fp32 sums of a head have no more elements: it refuses larger ones.
     backward_limits = CallLimits(
@@ -108,13 +114,19 @@ class Fa4Kernel(RectangleKernel):
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
         _, backward = _functions()
+        out = saved.out
+        options = self._options(call)
         with _on_device(call.query.device):
+            if out.dtype != call.query.dtype:
+                # The package's own name of the gradient of the log-sum-exp.
+                options["dlse"] = rounding_gap(out, saved.grad_out)
+                out = as_operator_readable(out, call.query.dtype)
             gradients = backward(
-                *_by_token(*call.inputs, saved.out, saved.grad_out),
+                *_by_token(*call.inputs, out, saved.grad_out),
                 saved.lse.contiguous(),
                 softmax_scale=call.scale,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
-                **self._options(call),
+                **options,
             )
         grad_query, grad_key, grad_value = _by_token(*gradients[:3])
         return grad_query, grad_key, grad_value
@@ -149,6 +161,10 @@ class Fa4Kernel(RectangleKernel):
             # Copies of an output and of its gradient that do not lie as its loads ask
             # for.
             inside += 2 * sizes.rows * shape.value_dim * sizes.itemsize
+        if shape.wide_out:
+            # The output in 16 bits, and the correction of delta.
+            inside += _held_bytes(sizes.rows * shape.value_dim * sizes.itemsize)
+            inside += _held_bytes(4 * sizes.rows)
         return sizes.backward_bytes(inside)
 
 

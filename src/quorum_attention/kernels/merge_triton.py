@@ -257,3 +257,52 @@ def largest_square(rows):
     NaN, too.)"""
     squares = tl.sum(rows * rows, 1)
     return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "gap",
+        "heads",
+        "rows",
+        "blocks",
+        "out_b",
+        "out_h",
+        "out_r",
+        "grad_b",
+        "grad_h",
+        "grad_r",
+    ]
+)
+def _gap_kernel(
+    out,
+    grad_out,
+    gap,
+    heads,
+    rows,
+    blocks,
+    out_b,
+    out_h,
+    out_r,
+    grad_b,
+    grad_h,
+    grad_r,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Write by how much rounding ``out`` to 16 bits raises rowsum(grad_out * out)."""
+    b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    cells = _live_cells(row, rows, column, WIDTH)
+    out_offset = b * out_b + h * out_h
+    out_at = _cells_at(out, out_offset, row * out_r, column, UNIT)
+    grad_offset = b * grad_b + h * grad_h
+    grad_at = _cells_at(grad_out, grad_offset, row * grad_r, column, UNIT)
+    unrounded = tl.load(out_at, mask=cells, other=0.0)
+    upstream = tl.load(grad_at, mask=cells, other=0.0)
+    rounded = unrounded.to(grad_out.dtype.element_ty)
+    rounding = rounded.to(tl.float32) - unrounded
+    gap_of_row = tl.sum(rounding * upstream.to(tl.float32), 1)
+    lane = b * heads + h
+    tl.store(gap + lane * rows + row, gap_of_row, mask=row < rows)

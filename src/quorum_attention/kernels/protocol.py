@@ -76,6 +76,10 @@ class Kernel(ABC):
             get no calls with dropout.
         wide_masks: it takes additive masks in fp32 beside 16-bit inputs. Other kernels
             get no calls with such masks.
+        wide_out: no output is rounded to the inputs' 16 bits inside, and the backward
+            takes delta from such an output (``as_unrounded``).
+        reads_wide_out: the backward takes delta from an output that is wider than the
+            inputs. Other kernels get it rounded.
         plain_variant: the kernel to compare with the reference instead of this one, if
             this one has options that change the scores; None: this one.
         priced_as: a kernel with the same costs in uncut calls, which lives longer than
@@ -103,6 +107,8 @@ class Kernel(ABC):
     fp32_products: bool = False
     dropout: bool = False
     wide_masks: bool = False
+    wide_out: bool = False
+    reads_wide_out: bool = False
     plain_variant: Kernel | None = None
     priced_as: Kernel | None = None
     any_upstream: bool = False
@@ -143,6 +149,8 @@ class Kernel(ABC):
         self.fp32_products = base.fp32_products
         self.dropout = base.dropout
         self.wide_masks = base.wide_masks
+        self.wide_out = base.wide_out
+        self.reads_wide_out = base.reads_wide_out
         self.accepts_inf_lse = base.accepts_inf_lse
 
     def with_softcap(self, softcap: float) -> Kernel | None:
@@ -152,6 +160,11 @@ class Kernel(ABC):
         cap.
         """
         return None
+
+    def as_unrounded(self) -> Kernel | None:
+        """Return the kernel that computes the same without rounding outputs to 16
+        bits: this one, or another; None if there is none."""
+        return self if self.wide_out else None
 
     # --- Monolithic calls -------------------------------------------------------------
 
@@ -274,6 +287,8 @@ def refusal(kernel: Kernel, shape: CallShape) -> str | None:
     reason = kernel.refusal(shape)
     if reason is not None:
         return reason
+    if shape.wide_out and kernel.as_unrounded() is None:
+        return "it rounds outputs to 16 bits, and exact_delta needs them unrounded"
     if shape.dropout and not kernel.dropout:
         return "it has no dropout by the position of a pair"
     if shape.bias is not None and shape.bias.wide and not kernel.wide_masks:

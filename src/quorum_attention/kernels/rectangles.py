@@ -347,7 +347,8 @@ class RectangleKernel(CallsKernel):
 
     def _backward(self, call: Call, saved: Saved) -> Three:
         dtype = call.query.dtype
-        out = as_operator_readable(saved.out, dtype)
+        out_dtype = saved.out.dtype if self.reads_wide_out else dtype
+        out = as_operator_readable(saved.out, out_dtype)
         grad_out = as_operator_readable(saved.grad_out, dtype)
         saved = Saved(grad_out, out, saved.lse).mapped(self._reordered)
         if not self.reversed_order:  # results are copied

@@ -115,6 +115,8 @@ class TiledKernel(Kernel):
     fp32_products = True
     dropout = True
     wide_masks = True
+    wide_out = True
+    reads_wide_out = True
 
     def __init__(self, scores: ScoreTransform = PLAIN) -> None:
         self.scores = scores

@@ -75,9 +75,17 @@ def select_kernel(
             raise NotImplementedError(
                 f"kernel {kernel.name!r} cannot run this call: {reason}"
             )
-        return kernel
+        return _unrounded_if_wide(kernel, shape)
     is_long = flops >= LONG_FLOPS and _is_hopper(device)
-    return _first_able(shape, device, is_long, reason_against)
+    kernel = _first_able(shape, device, is_long, reason_against)
+    return _unrounded_if_wide(kernel, shape)
+
+
+def _unrounded_if_wide(kernel: Kernel, shape: CallShape) -> Kernel:
+    """Return the kernel, or the one that does not round outputs, if the call needs
+    that."""
+    unrounded = kernel.as_unrounded() if shape.wide_out else None
+    return unrounded or kernel
 
 
 def _first_able(
@@ -124,19 +132,32 @@ def unrounded_kernel(
     shape: CallShape,
     device: torch.device,
     result: torch.dtype,
+    *,
+    backward: bool = False,
+    flops: float = 0.0,
 ) -> str | InnerKernel:
     """Return the kernel to ask for if a result may be wider than its 16-bit inputs.
 
     For "auto" and a wider result that is the kernel that does not round results to 16
     bits, if it can run the call; in all other cases it is ``requested``.
+
+    Args:
+        backward: whether the pass is a backward, which reads that result. A long one
+            goes to FlashAttention-4.
+        flops: operations of a forward.
     """
     is_wider = (
         result.itemsize > shape.dtype.itemsize and shape.head_dim == shape.value_dim
     )
     if requested != "auto" or not is_wider or device.type != "cuda":
         return requested
-    reason = why_not(get_kernel(_UNROUNDED), shape, device)
-    return _UNROUNDED if reason is None else requested
+    names = [_UNROUNDED]
+    if backward and flops >= LONG_FLOPS and _is_hopper(device):
+        names.insert(0, _FOR_LONG_CALLS)
+    for name in names:
+        if why_not(get_kernel(name), shape, device) is None:
+            return name
+    return requested
 
 
 def rivals(

@@ -115,6 +115,12 @@ def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> N
     _launch("norm", (tensor, norms), (group, tensor.stride()[:3]))
 
 
+def launch_gap(out: torch.Tensor, grad_out: torch.Tensor, gap: torch.Tensor) -> None:
+    """Write the gap of delta to ``gap``, dense; see ``delta.rounding_gap``."""
+    unit, strides = _strides_in_units(out, grad_out)
+    _launch("gap", (out, grad_out, gap), (*strides, unit))
+
+
 def _launch(name: str, pointers: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
     """Launch a kernel over the rows of its first tensor (b, h, rows, d), on the current
     stream of its device.

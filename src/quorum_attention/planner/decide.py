@@ -78,12 +78,25 @@ def decide(
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
     device = options.device
+    flops = forward_flops(shape)
     asked_shape = replace(shape, needs_grad=needs_grad or backward)
+    if backward:
+        # It takes the output as its kernel reads it.
+        asked_shape = replace(asked_shape, wide_out=False)
     # A plan asks for its own kernel.
-    kernel_option = unrounded_kernel(options.kernel, asked_shape, device, result_dtype)
-    kernel = select_kernel(
-        kernel_option, asked_shape, device, flops=forward_flops(shape)
+    kernel_option = unrounded_kernel(
+        options.kernel,
+        asked_shape,
+        device,
+        result_dtype,
+        backward=backward,
+        flops=flops,
     )
+    kernel = select_kernel(kernel_option, asked_shape, device, flops=flops)
+    if backward:
+        is_wider = result_dtype.itemsize > shape.dtype.itemsize
+        kernel = (kernel.as_unrounded() if is_wider else None) or kernel
+        shape = replace(shape, wide_out=is_wider and kernel.reads_wide_out)
     problem = Problem(shape, kernel, spec_of(backward), place)
     decision = Decision(problem, options, asked_shape, kernel_option == "auto")
     if _may_go_without_plan(options, place) and is_small(problem, device):

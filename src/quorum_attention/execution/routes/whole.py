@@ -350,9 +350,10 @@ def _saved_of(job: PassJob, inputs: dict[str, torch.Tensor]) -> Saved:
         # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score
         # - lse) is 0, not NaN.
         lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
-    dtype = job.problem.shape.dtype
-    grad_out = as_kernel_readable(inputs["grad_out"], dtype)
-    out = as_kernel_readable(inputs["out"], dtype)
+    shape = job.problem.shape
+    out_dtype = shape.state_dtype if shape.wide_out else shape.dtype
+    grad_out = as_kernel_readable(inputs["grad_out"], shape.dtype)
+    out = as_kernel_readable(inputs["out"], out_dtype)
     return Saved(grad_out, out, lse)
 
 

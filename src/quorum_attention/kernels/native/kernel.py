@@ -94,6 +94,8 @@ class NativeKernel(Kernel):
     fp32_products = True
     dropout = True
     wide_masks = True
+    wide_out = True
+    reads_wide_out = True
     launches = Launches.ONE
     rates = (0.95, 0.78)  # H200, against cuDNN
     sparse = True

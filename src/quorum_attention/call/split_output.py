@@ -1,0 +1,57 @@
+"""An fp32 output as two numbers of 16 bits: the output as it is returned, and the rest.
+
+The rest is a difference of bits: how many numbers of fp32 lie between the rounded
+output and the output itself. Beside bf16 that is at most 2**15, beside a normal number
+of fp16 at most 2**12, so the two numbers hold all bits of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_LARGEST_REST = 2**15
+# Numbers that are split or joined at a time: temporaries have 4 bytes for each.
+_BLOCK_NUMBERS = 1 << 24
+
+
+def rest_of(unrounded: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """Return what rounding to 16 bits took from an output.
+
+    Args:
+        unrounded: (*batch, heads, n_queries, value_dim), fp32.
+        rounded: the same in fp16 or bf16.
+
+    Returns:
+        The rest, int16; 0 where ``rounded`` is not finite.
+    """
+    rest = torch.empty_like(unrounded, dtype=torch.int16)
+    for rows in _blocks(unrounded):
+        bits = unrounded[rows].view(torch.int32)
+        difference = bits - rounded[rows].float().view(torch.int32)
+        is_too_large = difference.abs() > _LARGEST_REST
+        difference.masked_fill_(is_too_large, 0)
+        difference.clamp_(max=_LARGEST_REST - 1)
+        rest[rows].copy_(difference)
+    return rest
+
+
+def joined(rounded: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Return an output in fp32, of its two parts in 16 bits (``rest_of``)."""
+    unrounded = torch.empty_like(rounded, dtype=torch.float32)
+    for rows in _blocks(rounded):
+        part = unrounded[rows]
+        part.copy_(rounded[rows])
+        part.view(torch.int32).add_(rest[rows])
+    return unrounded
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[Any]:
+    """Yield indices of a tensor (..., n, d), by blocks of rows of all heads."""
+    n_rows = tensor.shape[-2]
+    row_numbers = max(1, tensor.numel() // max(1, n_rows))
+    step = max(1, _BLOCK_NUMBERS // row_numbers)
+    for start in range(0, n_rows, step):
+        yield ..., slice(start, start + step), slice(None)
