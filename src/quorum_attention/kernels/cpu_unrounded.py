@@ -16,6 +16,8 @@ from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_sizes import bias_bytes
 
+_FP32_BYTES = 4
+
 
 class UnroundedCpuKernel(CpuKernel):
     """The kernel ``cpu`` with 16-bit inputs as fp32."""
@@ -40,16 +42,15 @@ class UnroundedCpuKernel(CpuKernel):
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
-        wide_shape = replace(shape, dtype=shape.state_dtype)
-        computing = super().forward_workspace_bytes(wide_shape, extent)
+        computing = super().forward_workspace_bytes(_as_fp32(shape), extent)
         return computing + _copied_bytes(shape, extent)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``backward`` allocates at any one time."""
-        wide_shape = replace(shape, dtype=shape.state_dtype)
-        computing = super().backward_workspace_bytes(wide_shape, extent)
-        upstream = extent.rows * shape.value_dim * shape.state_dtype.itemsize
-        return computing + _copied_bytes(shape, extent) + 2 * upstream
+        computing = super().backward_workspace_bytes(_as_fp32(shape), extent)
+        copies = _copied_bytes(shape, extent)
+        upstream = extent.rows * shape.value_dim * _FP32_BYTES
+        return computing + copies + 2 * upstream
 
 
 def _in_fp32(call: Call) -> Call:
@@ -57,11 +58,18 @@ def _in_fp32(call: Call) -> Call:
     bias = call.bias
     if bias is not None:
         bias = bias.float()
-    return call.mapped(torch.Tensor.float, torch.Tensor.float, bias=bias)
+    as_fp32 = torch.Tensor.float
+    return call.mapped(as_fp32, as_fp32, bias=bias)
+
+
+def _as_fp32(shape: CallShape) -> CallShape:
+    """Return the shape of the copied call."""
+    return replace(shape, dtype=torch.float32)
 
 
 def _copied_bytes(shape: CallShape, extent: Extent) -> int:
     """Return the bytes of the copies of query, key, value and bias."""
-    widths = shape.head_dim + shape.value_dim
-    numbers = extent.rows * shape.head_dim + extent.key_rows * widths
-    return numbers * shape.state_dtype.itemsize + bias_bytes(shape, extent)
+    key_width = shape.head_dim + shape.value_dim
+    numbers = extent.rows * shape.head_dim
+    numbers += extent.key_rows * key_width
+    return numbers * _FP32_BYTES + bias_bytes(shape, extent)

@@ -295,14 +295,16 @@ def _gap_kernel(
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     cells = _live_cells(row, rows, column, WIDTH)
-    out_offset = b * out_b + h * out_h
-    out_at = _cells_at(out, out_offset, row * out_r, column, UNIT)
-    grad_offset = b * grad_b + h * grad_h
-    grad_at = _cells_at(grad_out, grad_offset, row * grad_r, column, UNIT)
+    out_lane = b * out_b + h * out_h
+    grad_lane = b * grad_b + h * grad_h
+    out_at = _cells_at(out, out_lane, row * out_r, column, UNIT)
+    grad_at = _cells_at(grad_out, grad_lane, row * grad_r, column, UNIT)
     unrounded = tl.load(out_at, mask=cells, other=0.0)
     upstream = tl.load(grad_at, mask=cells, other=0.0)
+    upstream = upstream.to(tl.float32)
     rounded = unrounded.to(grad_out.dtype.element_ty)
     rounding = rounded.to(tl.float32) - unrounded
-    gap_of_row = tl.sum(rounding * upstream.to(tl.float32), 1)
+    gap_of_row = tl.sum(rounding * upstream, 1)
     lane = b * heads + h
-    tl.store(gap + lane * rows + row, gap_of_row, mask=row < rows)
+    gap_at = gap + lane * rows + row
+    tl.store(gap_at, gap_of_row, mask=row < rows)
