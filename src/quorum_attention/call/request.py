@@ -163,11 +163,12 @@ def request_of(
     mask_grad = _needs_grad(bias)
     out = checked.out
     out_dtype = (arguments.out_dtype if out is None else out.dtype) or query.dtype
-    exact_delta = arguments.options.exact_delta
     records = mask_grad or recorded
-    if (records or exact_delta) and query.dtype.itemsize == 2:
-        wide_out = _needs_unrounded(exact_delta, out_dtype, kernel, device)
-        shape = replace(shape, wide_out=wide_out)
+    exact_delta = arguments.options.exact_delta
+    if exact_delta is None and records:
+        exact_delta = _is_exact_by_default(out_dtype, kernel, device)
+    if exact_delta and query.dtype.itemsize == 2:
+        shape = replace(shape, wide_out=True)
     if checked.mask is not None:
         mask = map_tensors(checked.mask, as_readable)
         shape, kernel = kernel_for_mask(
@@ -227,19 +228,14 @@ def _bias_shape_of(tensors: Tensors) -> BiasShape | None:
     return bias_shape(tensors.bias, n_batch_dims, tensors.query.dtype)
 
 
-def _needs_unrounded(
-    exact_delta: bool | None,
-    out_dtype: torch.dtype,
-    kernel: str | InnerKernel,
-    device: torch.device,
+def _is_exact_by_default(
+    out_dtype: torch.dtype, kernel: str | InnerKernel, device: torch.device
 ) -> bool:
-    """Tell whether the kernel of a recorded call in 16 bits must not round its output.
+    """Tell whether a recorded call without the option ``exact_delta`` has it: for a
+    wider output, on a CPU, where the kernel can.
 
-    Without the option that is so for wider outputs, on a CPU, where the kernel can. (On
-    a GPU ``unrounded_kernel`` chooses such a kernel where it can.)
+    On a GPU ``unrounded_kernel`` chooses such a kernel where it can.
     """
-    if exact_delta is not None:
-        return exact_delta
     if out_dtype.itemsize == 2 or device.type != "cpu":
         return False
     return kernel == "auto" or get_kernel(kernel).as_unrounded() is not None
