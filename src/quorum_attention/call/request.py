@@ -76,8 +76,6 @@ class Request:
         runner: runs the passes on several devices; None: ``options.device`` does.
         lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's
             dtype, in memory that the budget does not count; None: it is made.
-        splits_out: whether a recorded call saves its output as two numbers of 16 bits,
-            because it returns one of them (call/split_output.py).
         decisions: of a request that serves later calls too (``dispatch``), those of its
             passes that are one kernel call; None: it serves one call.
     """
@@ -97,8 +95,14 @@ class Request:
     dropout: Dropout | None = None
     runner: Runner | None = None
     lse: torch.Tensor | None = None
-    splits_out: bool = False
     decisions: dict[Hashable, Problem] | None = None
+
+    @property
+    def splits_out(self) -> bool:
+        """Whether a recorded call saves its output as two numbers of 16 bits, because
+        it returns one of them (call/split_output.py)."""
+        returns_16_bits = self.out_dtype.itemsize == 2
+        return self.records and self.shape.wide_out and returns_16_bits
 
     def reserving(self, n_bytes: int, purpose: str) -> Request:
         """Return the request with ``n_bytes`` of its budget reserved, for a purpose in
@@ -162,13 +166,12 @@ def request_of(
     recorded = is_recorded(query, key, value, sinks)
     mask_grad = _needs_grad(bias)
     out = checked.out
-    out_dtype = (arguments.out_dtype if out is None else out.dtype) or query.dtype
+    out_dtype = _out_dtype_of(arguments, out, query)
     records = mask_grad or recorded
-    exact_delta = arguments.options.exact_delta
-    if exact_delta is None and records:
-        exact_delta = _is_exact_by_default(out_dtype, kernel, device)
-    if exact_delta and query.dtype.itemsize == 2:
-        shape = replace(shape, wide_out=True)
+    shape = replace(
+        shape,
+        wide_out=_needs_unrounded(arguments, shape, out_dtype, records=records),
+    )
     if checked.mask is not None:
         mask = map_tensors(checked.mask, as_readable)
         shape, kernel = kernel_for_mask(
@@ -197,7 +200,6 @@ def request_of(
         report=arguments.options.report,
         reports_with_totals=arguments.options.reports_with_totals,
         dropout=dropout,
-        splits_out=records and shape.wide_out and out_dtype.itemsize == 2,
     )
     return tensors, request
 
@@ -228,16 +230,32 @@ def _bias_shape_of(tensors: Tensors) -> BiasShape | None:
     return bias_shape(tensors.bias, n_batch_dims, tensors.query.dtype)
 
 
-def _is_exact_by_default(
-    out_dtype: torch.dtype, kernel: str | InnerKernel, device: torch.device
-) -> bool:
-    """Tell whether a recorded call without the option ``exact_delta`` has it: for a
-    wider output, on a CPU, where the kernel can.
+def _out_dtype_of(
+    arguments: Arguments, out: torch.Tensor | None, query: torch.Tensor
+) -> torch.dtype:
+    """Return the dtype of a call's result."""
+    if out is not None:
+        return out.dtype
+    return arguments.out_dtype or query.dtype
 
-    On a GPU ``unrounded_kernel`` chooses such a kernel where it can.
+
+def _needs_unrounded(
+    arguments: Arguments, shape: CallShape, out_dtype: torch.dtype, *, records: bool
+) -> bool:
+    """Tell whether the kernel of a call must not round its output to 16 bits.
+
+    Without the option ``exact_delta`` that is so for a recorded call with a wider
+    output on a CPU, where the kernel can. (On a GPU ``unrounded_kernel`` chooses such a
+    kernel where it can.)
     """
-    if out_dtype.itemsize == 2 or device.type != "cpu":
+    if shape.dtype.itemsize != 2:
         return False
+    is_wanted = arguments.options.exact_delta
+    if is_wanted is not None:
+        return is_wanted
+    if not records or out_dtype.itemsize == 2 or shape.device_type != "cpu":
+        return False
+    kernel = arguments.options.kernel
     return kernel == "auto" or get_kernel(kernel).as_unrounded() is not None
 
 

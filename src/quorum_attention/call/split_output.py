@@ -30,7 +30,9 @@ def rest_of(unrounded: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     rest = torch.empty_like(unrounded, dtype=torch.int16)
     for rows in _blocks(unrounded):
         bits = unrounded[rows].view(torch.int32)
-        difference = bits - rounded[rows].float().view(torch.int32)
+        rounded_in_fp32 = rounded[rows].float()
+        rounded_bits = rounded_in_fp32.view(torch.int32)
+        difference = bits - rounded_bits
         is_too_large = difference.abs() > _LARGEST_REST
         difference.masked_fill_(is_too_large, 0)
         difference.clamp_(max=_LARGEST_REST - 1)
@@ -44,14 +46,18 @@ def joined(rounded: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     for rows in _blocks(rounded):
         part = unrounded[rows]
         part.copy_(rounded[rows])
-        part.view(torch.int32).add_(rest[rows])
+        bits = part.view(torch.int32)
+        bits.add_(rest[rows])
     return unrounded
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[Any]:
     """Yield indices of a tensor (..., n, d), by blocks of rows of all heads."""
     n_rows = tensor.shape[-2]
-    row_numbers = max(1, tensor.numel() // max(1, n_rows))
-    step = max(1, _BLOCK_NUMBERS // row_numbers)
+    if n_rows == 0:
+        return
+    numbers_of_a_row = max(1, tensor.numel() // n_rows)
+    step = max(1, _BLOCK_NUMBERS // numbers_of_a_row)
     for start in range(0, n_rows, step):
-        yield ..., slice(start, start + step), slice(None)
+        rows = slice(start, start + step)
+        yield ..., rows, slice(None)

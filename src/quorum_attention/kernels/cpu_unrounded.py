@@ -37,7 +37,11 @@ class UnroundedCpuKernel(CpuKernel):
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel.whole_backward``; gradients are in fp32."""
-        saved_in_fp32 = Saved(saved.grad_out.float(), saved.out.float(), saved.lse)
+        saved_in_fp32 = Saved(
+            saved.grad_out.float(),
+            saved.out.float(),
+            saved.lse,
+        )
         return super().whole_backward(_in_fp32(call), saved_in_fp32)
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:

@@ -22,9 +22,15 @@ def rounding_gap(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
     Returns:
         (b, h, n), fp32, dense.
     """
-    gap = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
+    gap = torch.empty(
+        out.shape[:3],
+        dtype=torch.float32,
+        device=out.device,
+    )
     if out.is_cuda:
         launch_gap(out, grad_out, gap)
         return gap
-    rounding = out.to(grad_out.dtype).float().sub_(out)
-    return torch.sum(rounding.mul_(grad_out), dim=-1, out=gap)
+    rounded = out.to(grad_out.dtype)
+    rounding = rounded.float().sub_(out)
+    products = rounding.mul_(grad_out)
+    return torch.sum(products, dim=-1, out=gap)

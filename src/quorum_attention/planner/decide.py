@@ -81,7 +81,7 @@ def decide(
     flops = forward_flops(shape)
     asked_shape = replace(shape, needs_grad=needs_grad or backward)
     if backward:
-        # It takes the output as its kernel reads it.
+        # A kernel that reads a wide output may itself round outputs.
         asked_shape = replace(asked_shape, wide_out=False)
     # A plan asks for its own kernel.
     kernel_option = unrounded_kernel(
