@@ -30,9 +30,9 @@ CALL = {"is_causal": True, "enable_gqa": True, "devices": "cpu"}
 
 def plans(n_cap: int, *, free: bool = False, **more) -> list[qa.Plan]:
     """Of both passes; ``free`` to recover."""
-    more = {"dtype": torch.float16, "levels": (7,), **more}
+    more = {"dtype": torch.float16, "levels": (7,), "heads_per_group": 2, **more}
     made = [
-        qa.plan(N, **SIZES, is_causal=True, layout="balanced", n_cap=n_cap, heads_per_group=2,
+        qa.plan(N, **SIZES, is_causal=True, layout="balanced", n_cap=n_cap,
                 backward=backward, device="cpu", over_inputs=False, **more)
         for backward in (False, True)
     ]  # fmt: skip
@@ -76,6 +76,18 @@ def test_neither_the_number_of_slots_nor_late_copies_change_a_bit(
         for a, b in zip(results[0], one, strict=True)
     )
     assert_close(results[0][0], exact(given, is_causal=True).out, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_uncut_groups_have_states_in_one_place_for_all_slots(dtype) -> None:
+    """The next group overwrites states, and is computed while results are copied."""
+    given = inputs(N, dtype=dtype, **SIZES)
+    uncut = {"levels": (), "dtype": dtype}
+    expected = both(given, plans(1, **uncut))
+    for n_cap in (2, 3):
+        made = plans(n_cap, **uncut)
+        results = both(given, made, FakeDevice())
+        assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.parametrize("left_out", ["_ready", "_stored"])

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
+from quorum_attention.execution.head_groups import GroupSize
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.slot_layout import (
@@ -17,7 +18,7 @@ from quorum_attention.execution.slot_layout import (
     slot_layout,
 )
 from quorum_attention.execution.task_levels import TaskLevels
-from quorum_attention.kernels import DenseKernel
+from quorum_attention.kernels import CallShape, DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 
 KERNELS = {
@@ -138,3 +139,20 @@ def test_fields_over_each_other_are_refused_unless_they_say_so() -> None:
     ):
         with pytest.raises(LayoutError):
             layout(*broken)
+
+
+def test_slots_of_uncut_units_have_their_states_in_one_place() -> None:
+    """A second slot takes the bytes of inputs alone."""
+    call = CallShape("cuda", torch.bfloat16, 8, 8, 64, 64, batch_shape=(1,))
+    sizes = (GroupSize(1, 2), (512, 512), torch.bfloat16)
+    common = slot_layout(spec_of(True), call, *sizes, common_states=True)
+    apart = slot_layout(spec_of(True), call, *sizes)
+    state_bytes = 3 * 2 * 512 * 64 * 4
+    assert common.bytes_of(1) == apart.bytes_of(1)
+    assert common.bytes_of(2) == apart.bytes_of(2) - state_bytes
+    assert common.common is not None
+    assert set(common.common.fields) == {
+        "state_grad_query",
+        "state_grad_key",
+        "state_grad_value",
+    }

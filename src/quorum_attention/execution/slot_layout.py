@@ -66,6 +66,7 @@ class SlotLayout:
         fields: by name.
         slot_bytes: bytes of one slot.
         shared: query heads that share a key/value head.
+        common: the fields that all slots have in one place; None: there are none.
 
     Raises:
         LayoutError: a field reaches out of the slot, or overlaps another that it is not
@@ -75,6 +76,12 @@ class SlotLayout:
     fields: dict[str, SlotField]
     slot_bytes: int
     shared: int
+    common: SlotLayout | None = None
+
+    def bytes_of(self, n_slots: int) -> int:
+        """Bytes of so many slots, and of what they have in common."""
+        common_bytes = 0 if self.common is None else self.common.slot_bytes
+        return n_slots * self.slot_bytes + common_bytes
 
     def __post_init__(self) -> None:
         by_offset = sorted(self.fields.values(), key=lambda field: field.offset)
@@ -147,6 +154,7 @@ def slot_layout(
     result_dtype: torch.dtype,
     *,
     axis: Axis | None = None,
+    common_states: bool = False,
 ) -> SlotLayout:
     """The slot of a task: inputs, states, and finished rows if the results have another
     dtype.
@@ -157,12 +165,18 @@ def slot_layout(
     Args:
         rows: most queries and keys of a task (``Schedule.task_rows``).
         axis: leave out the tensors of the other side, queries or keys; None: have both.
+        common_states: states that are finished when their unit is computed are in one
+            place for all slots: the next unit may overwrite them.
     """
     builder = _LayoutBuilder(shape, group, rows, axis)
+    common = _LayoutBuilder(shape, group, rows, axis)
     for item in spec.inputs:
         builder.add(item.name, item, item.dtype(shape))
     for state in spec.states:
-        builder.add(f"state_{state.name}", state, shape.state_dtype)
+        # A state that is a result itself is copied out of the slot.
+        is_common = common_states and state.over is not None
+        place = common if is_common else builder
+        place.add(f"state_{state.name}", state, shape.state_dtype)
     if result_dtype != shape.state_dtype:
         for state in spec.states:
             if state.over is not None:
@@ -172,7 +186,11 @@ def slot_layout(
                     result_dtype,
                     over=state.over,
                 )
-    return SlotLayout(builder.fields, builder.slot_bytes, shape.queries_per_key_head)
+    shared = shape.queries_per_key_head
+    common_layout = None
+    if common.fields:
+        common_layout = SlotLayout(common.fields, common.slot_bytes, shared)
+    return SlotLayout(builder.fields, builder.slot_bytes, shared, common_layout)
 
 
 @dataclass(slots=True)

@@ -138,6 +138,7 @@ class SlotRows:
 
     Attributes:
         slots: their memory, uint8, by number.
+        common: the memory of the fields that all slots have in one place, uint8.
     """
 
     def __init__(
@@ -146,15 +147,19 @@ class SlotRows:
         layout: SlotLayout,
         storage: PassStorage,
         slots: dict[int, torch.Tensor],
+        common: torch.Tensor,
         mover: Mover,
     ) -> None:
         self._job = job
         self._shape = job.shape
         self._layout = layout
         self.slots = slots
+        self.common = common
         self.mover = mover
         # One side's slots have no fields for the rows of the other.
-        names = layout.fields.keys()
+        names = set(layout.fields)
+        if layout.common is not None:
+            names.update(layout.common.fields)
         self._inputs = [item for item in storage.inputs if item.spec.name in names]
         self._states = [state for state in storage.states if state.field in names]
         # The inputs whose shared rows may be copied from the previous slot. A scaled
@@ -180,17 +185,20 @@ class SlotRows:
         key = (slot, group.n_entries, kv_heads, n_queries, n_keys)
         if key in self._views:
             return self._views[key]
-        memory = self.slots[slot]
+        places = [(self._layout, self.slots[slot])]
+        if self._layout.common is not None:
+            places.append((self._layout.common, self.common))
         fields: dict[str, torch.Tensor] = {}
-        for name, field in self._layout.fields.items():
-            n_rows = n_queries if field.axis == "query" else n_keys
-            fields[name] = self._layout.carve(
-                memory,
-                name,
-                group.n_entries,
-                kv_heads,
-                n_rows,
-            )
+        for layout, memory in places:
+            for name, field in layout.fields.items():
+                n_rows = n_queries if field.axis == "query" else n_keys
+                fields[name] = layout.carve(
+                    memory,
+                    name,
+                    group.n_entries,
+                    kv_heads,
+                    n_rows,
+                )
         self._views[key] = fields
         return fields
 
@@ -441,7 +449,7 @@ def open_slots(
     arena_bytes = 0
     n_all_slots = 0
     for layout, n_slots in layouts:
-        arena_bytes += layout.slot_bytes * n_slots
+        arena_bytes += layout.bytes_of(n_slots)
         n_all_slots += n_slots
     arena = backend.allocate(arena_bytes, job.device)
     mover = backend.mover(
@@ -461,12 +469,16 @@ def open_slots(
                 slots[number] = arena[start:stop]
                 number += 1
                 start = stop
+            stop = start + layout.bytes_of(0)
+            common = arena[start:stop]
+            start = stop
             rows_by_layout.append(
                 SlotRows(
                     job,
                     layout,
                     storage,
                     slots,
+                    common,
                     mover,
                 )
             )

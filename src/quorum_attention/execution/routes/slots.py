@@ -94,7 +94,7 @@ class Slots(Route):
         return Footprint(
             problem.shape.device_type,
             workspace=self.streams * problem.workspace(schedule.extent(problem.shape)),
-            slots=self.n_cap * layout_of(schedule, problem).slot_bytes,
+            slots=layout_of(schedule, problem).bytes_of(self.n_cap),
             accumulators=accumulators,
             results=(problem.place.rescaled_grad_bytes or 0, *result_bytes(problem)),
         )
@@ -179,6 +179,9 @@ def layout_of(
     """The memory of a task, or of its rows of one side."""
     rows = schedule.task_rows(problem.shape)
     result_dtype = problem.place.result_dtype
+    is_narrower = result_dtype != problem.shape.state_dtype
+    # A scaled unit may be computed again after the next one.
+    is_final = schedule.decomposition.depth == 0 and not problem.scaled
     return slot_layout(
         problem.spec,
         problem.shape,
@@ -186,6 +189,7 @@ def layout_of(
         rows,
         result_dtype,
         axis=axis,
+        common_states=is_final and is_narrower and axis is None,
     )
 
 
@@ -193,7 +197,7 @@ def _has_headroom(job: PassJob, controller: RecoveryController) -> bool:
     """Whether the slots of one level less fit twice into free memory."""
     coarser_schedule = controller.levels.schedule(controller.depth - 1)
     coarser = layout_of(coarser_schedule, job.problem)
-    slot_bytes = controller.n_cap * coarser.slot_bytes
+    slot_bytes = coarser.bytes_of(controller.n_cap)
     backend = backend_of(job.device)
     return backend.free_bytes(job.device) >= 2 * slot_bytes
 
