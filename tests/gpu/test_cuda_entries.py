@@ -86,13 +86,13 @@ def test_masks_of_entries_take_few_calls(
     torch. Masks on the GPU become a tensor, those of the host a bias."""
     mask, (n_entries, heads, n_tokens) = masks()[name]
     calls = []
-    make = pair_bias.PairBias.of
+    make = pair_bias.PairBias.bias_of
 
     def counted(self: Any, *arguments: Any) -> torch.Tensor:
         calls.append(arguments)
         return make(self, *arguments)
 
-    monkeypatch.setattr(pair_bias.PairBias, "of", counted)
+    monkeypatch.setattr(pair_bias.PairBias, "bias_of", counted)
     shape = n_entries, heads, n_tokens, 32
     three = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     leaves = [tensor.requires_grad_() for tensor in three]
