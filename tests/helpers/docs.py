@@ -23,6 +23,8 @@ QWEN3_8B: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
     "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 4096,
 }  # fmt: skip
+# What blocks for other projects need; tests/docs/test_programs.py runs them.
+OTHER_PROJECTS = ("from tabpfn", "pipe.transformer", "from boltz", "from torchtitan")
 _COMMAND = re.compile(r"(quorum-attention|make|pip|python) ")
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 
