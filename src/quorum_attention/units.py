@@ -158,6 +158,15 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {plural}"
 
 
+def format_count(number: int) -> str:
+    """Return a number of tokens as options take it: "96K" for 98,304, "1M" for
+    1,048,576, and "98,305"."""
+    for unit, size in (("M", 1024**2), ("K", 1024)):
+        if number and number % size == 0:
+            return f"{number // size:,}{unit}"
+    return f"{number:,}"
+
+
 def format_error(error: float) -> str:
     """Return a relative error as text: "1.2e-05".
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
 from helpers.docs import QWEN3_8B, my_attention
 
 from quorum_attention.cli import doctor, main
+from quorum_attention.cli.options import DTYPES
 from quorum_attention.cli.plan import devices_of
 
 
@@ -22,6 +24,9 @@ def test_plan_and_estimate_speak_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert made["peak_bytes"] <= 64 << 20
     assert main(["estimate", *sizes]) == 0
     assert json.loads(capsys.readouterr().out)["forward"]["peak_bytes"] <= 64 << 20
+
+
+VERDICT = r"fits in 24.00 GiB of the device; [\d.]+ [GM]iB free; host [\d.]+ GiB of 128.00 GiB"
 
 
 def test_estimate_of_a_long_prompt(
@@ -43,7 +48,14 @@ def test_estimate_of_a_long_prompt(
     assert main([*prompt, *host]) == 0
     words = capsys.readouterr().out
     assert "prefill: " in words
-    assert "fits in 24.00 GiB of the device" in words
+    assert re.search(VERDICT, words)
+    # The last of two options counts.
+    assert main([*prompt, *host, "--host-memory", "16GiB"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"does not fit in 24.00 GiB of the device: longest \d+K", words)
+    assert main([*prompt, *host, "--memory", "8GiB"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"no prompt does; with weights in host memory .* \d+K", words)
     for refused in (
         ["--tokens", "5"],
         ["--lora", "8"],
@@ -69,6 +81,29 @@ def test_doctor_names_every_kernel(
     assert main(["doctor", "--json"]) == 0
     devices = json.loads(capsys.readouterr().out)["devices"]
     assert all(set(d["kernels"]) >= {"cpu", "dense", "cudnn"} for d in devices)
+
+
+def test_doctor_says_what_would_be_faster() -> None:
+    """Of a GPU, of threads, and of what is installed."""
+    versions = {"flash-attn-4": None, "transformers": None}
+    hopper = {
+        "device": "cuda:0",
+        "capability": (9, 0),
+        "calibrated": ["float16"],
+    }
+    here = doctor.Machine(n_threads=1, n_cores=16, has_driver=True)
+    said = doctor.advice([hopper], versions, here)
+    assert any("fa4" in line for line in said)
+    assert any("calibrate" in line for line in said)
+    assert any("OMP_NUM_THREADS" in line for line in said)
+    assert any("transformers" in line for line in said)
+    assert not any("CUDA build" in line for line in said)
+    older = {**hopper, "capability": (8, 0), "calibrated": list(DTYPES)}
+    here = doctor.Machine(n_threads=16, n_cores=16, has_driver=True)
+    installed = {"flash-attn-4": None, "transformers": "5.17.0"}
+    assert doctor.advice([older], installed, here) == []
+    cpu = {"device": "cpu", "capability": None}
+    assert any("CUDA build" in line for line in doctor.advice([cpu], installed, here))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,14 @@ COMMANDS = [
     "plan --tokens 1M --causal --heads 32 --budget 1GiB --devices 8xH200,4xA100",
     "estimate --tokens 1M --causal --budget 1GiB --device cuda",
     "estimate --tokens 128K --device cuda --model config.json --memory 80GiB",
+    "estimate --tokens 512K --lora 16 --device cuda --model config.json --memory 24GiB",
+    "estimate --tokens 64K --device cuda --model config.json",
+    "estimate --prompt 256K --device cuda --model config.json --memory 24GiB",
+    "estimate --prompt 256K --device cuda --model config.json --memory 8GiB",
+    "plan --tokens 1M --causal --device cuda --levels 7,7",
+    "check dense --tokens 24 --forward-only",
     "run --device cpu in.safetensors out.safetensors",
+    "run --device cpu --lse in.safetensors lse.safetensors",
 ]
 # As `recover` measures: in a process of its own, with a bar from the start and under a
 # limit.

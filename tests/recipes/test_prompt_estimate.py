@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from quorum_attention.recipes.model_shape import ModelShape
-from quorum_attention.recipes.prompt_estimate import PromptRequest, estimate_prompt
+from quorum_attention.recipes.prompt_estimate import (
+    PromptRequest,
+    estimate_prompt,
+    longest_prompt,
+)
 from quorum_attention.recipes.prompt_memory import MIN_TILE, TokenBytes, plan_prompt
 
 GIB = 1 << 30
@@ -67,6 +71,17 @@ def test_what_no_place_has_room_for_is_said_and_goes_into_files() -> None:
     assert in_files.fits
     assert in_files.total("file") == estimate.missing_bytes
     assert in_files.token_seconds > estimate_prompt(SHAPE, request()).token_seconds
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_the_longest_prompt_fits_and_a_longer_one_does_not(weights: str) -> None:
+    asked = request(host_memory=32 * GIB, weights=weights)
+    longest = longest_prompt(SHAPE, asked)
+    assert longest > 0
+    assert estimate_prompt(SHAPE, dataclasses.replace(asked, tokens=longest)).fits
+    longer = dataclasses.replace(asked, tokens=longest + 1024)
+    assert not estimate_prompt(SHAPE, longer).fits
+    assert longest_prompt(SHAPE, request(device_memory=4 * GIB)) == 0
 
 
 @pytest.mark.parametrize("n_tokens", [10_000, 131_072, 1 << 20])

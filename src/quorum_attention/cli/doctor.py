@@ -1,11 +1,14 @@
-"""``doctor``: which kernels this machine can run, for which dtypes, and why not
-others."""
+"""``doctor``: which kernels this machine can run, for which dtypes, why not others, and
+what would be faster."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+from dataclasses import dataclass
 from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +16,12 @@ import torch
 import quorum_attention
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
-from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.lookup import GPU, backend_of
+from quorum_attention.extras import install_hint
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.cache_files import refusal
 from quorum_attention.planner.calibration import hardware_of
-from quorum_attention.units import format_bytes
+from quorum_attention.units import counted, format_bytes
 
 _OPTIONAL = (
     "triton",
@@ -27,7 +31,25 @@ _OPTIONAL = (
     "cuda-bindings",
     "safetensors",
     "numpy",
+    "transformers",
 )
+_FA4_CAPABILITY = 9  # what FlashAttention-4 needs at least
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The numbers of this machine that bear on speed.
+
+    Attributes:
+        n_threads: that torch computes with.
+        n_cores: that this process may use.
+        has_driver: whether NVIDIA's driver is loaded.
+    """
+
+    n_threads: int
+    n_cores: int
+    has_driver: bool
 
 
 def add_to(commands: Any) -> None:
@@ -57,8 +79,16 @@ def _run(options: argparse.Namespace) -> int:
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     devices = [_describe_device(device) for device in (*cuda, torch.device("cpu"))]
     reason = refusal()
+    sentences = advice(devices, versions, _this_machine())
     if options.json:
-        print_json({"versions": versions, "cache_not_used": reason, "devices": devices})
+        print_json(
+            {
+                "versions": versions,
+                "cache_not_used": reason,
+                "devices": devices,
+                "faster": sentences,
+            }
+        )
         return 0
     say(
         ", ".join(
@@ -69,7 +99,69 @@ def _run(options: argparse.Namespace) -> int:
         say(f"the cache is not used: {reason}")
     for description in devices:
         _show_device(description)
+    say("what would be faster here:" if sentences else "nothing is missing here")
+    for sentence in sentences:
+        say(f"  {sentence}")
     return 0
+
+
+def _this_machine() -> Machine:
+    return Machine(
+        n_threads=torch.get_num_threads(),
+        n_cores=len(os.sched_getaffinity(0)),
+        has_driver=_NVIDIA_DRIVER.exists(),
+    )
+
+
+def advice(
+    devices: list[dict[str, Any]], versions: dict[str, str | None], machine: Machine
+) -> list[str]:
+    """Return what would make calls faster, a sentence each, the largest gain first.
+
+    Args:
+        devices: as ``--json`` prints them.
+        versions: of packages; None for one that is not installed.
+        machine: this one.
+    """
+    gpus = [device for device in devices if device["capability"] is not None]
+    sentences = []
+    if machine.has_driver and not gpus:
+        sentences.append(
+            "torch sees no GPU, though NVIDIA's driver is loaded: install a CUDA build "
+            "of torch"
+        )
+    sentences += _advice_on_gpus(gpus, versions)
+    if 2 * machine.n_threads <= machine.n_cores:
+        threads = counted(machine.n_threads, "thread")
+        cores = counted(machine.n_cores, "core")
+        sentences.append(
+            f"torch computes with {threads} on {cores}: raise OMP_NUM_THREADS"
+        )
+    if versions["transformers"] is None:
+        hint = install_hint("transformers")
+        sentences.append(f"long_context and long_prompt need Transformers: {hint}")
+    return sentences
+
+
+def _advice_on_gpus(
+    gpus: list[dict[str, Any]], versions: dict[str, str | None]
+) -> list[str]:
+    """Return what would make calls on these GPUs faster."""
+    sentences = []
+    runs_fa4 = any(gpu["capability"][0] >= _FA4_CAPABILITY for gpu in gpus)
+    if runs_fa4 and versions["flash-attn-4"] is None:
+        hint = install_hint("fa4")
+        sentences.append(f"FlashAttention-4, on calls of many tokens: {hint}")
+    uncalibrated = [
+        gpu["device"] for gpu in gpus if len(gpu["calibrated"]) < len(shared.DTYPES)
+    ]
+    if uncalibrated:
+        names = ", ".join(uncalibrated)
+        sentences.append(
+            "plans by measured rates, half a minute each: quorum-attention calibrate "
+            f"({names})"
+        )
+    return sentences
 
 
 def _versions() -> dict[str, str | None]:
@@ -98,9 +190,17 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "name": backend.model(device).removeprefix("cpu "),
         "calibrated": calibrated,
+        "capability": _capability(device),
         "free_bytes": backend.free_bytes(device),
         "kernels": _verdicts(device),
     }
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None of a CPU."""
+    if device.type != GPU:
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def _show_device(description: dict[str, Any]) -> None:

@@ -4,21 +4,24 @@ takes."""
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
-from quorum_attention.execution.device.lookup import backend_of, best_device
+from quorum_attention.execution.device.lookup import GPU, backend_of, best_device
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.offload import host_room
 from quorum_attention.recipes.prompt_estimate import (
     PromptEstimate,
     PromptRequest,
     estimate_prompt,
+    longest_prompt,
+    weights_fit,
 )
-from quorum_attention.units import counted, format_bytes, format_seconds
+from quorum_attention.units import counted, format_bytes, format_count, format_seconds
 
 _GENERATED = 500
 
@@ -53,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         ValueError: sizes of a call or of a training step were given as well; the file
-            is no configuration; the weights do not fit.
+    XX
     """
     sizes = (
         "tokens",
@@ -82,11 +85,13 @@ def run(options: argparse.Namespace) -> None:
         options.dtype or torch.bfloat16,
         device.type,
     )
-    estimate = estimate_prompt(shape, request)
     if options.json:
-        print_json(estimate.to_dict())
+        print_json(estimate_prompt(shape, request).to_dict())
         return
-    show(shape, request, estimate)
+    if not weights_fit(shape, request):
+        say(_longest_words(shape, request))
+        return
+    show(shape, request, estimate_prompt(shape, request))
 
 
 def show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -> None:
@@ -110,6 +115,38 @@ def show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) ->
     show_table(["part", "device", "host memory", "files"], rows, title=title)
     say(f"prefill: {format_seconds(estimate.prefill_seconds)}")
     say(f"each further token: {format_seconds(estimate.token_seconds)}")
+    if estimate.fits:
+        say(_fits_words(request, estimate))
+        say(estimate.advice)
+        return
+    say(_longest_words(shape, request))
+    say(estimate.advice)
+
+
+def _fits_words(request: PromptRequest, estimate: PromptEstimate) -> str:
+    """Say what is free on the device, and how much host memory is needed."""
     memory = format_bytes(request.device_memory)
-    verdict = "fits" if estimate.fits else "does not fit"
-    say(f"{verdict} in {memory} of the device: {estimate.advice}")
+    free = format_bytes(max(0, request.device_memory - estimate.total("device")))
+    words = f"fits in {memory} of the device; {free} free"
+    host = estimate.total("host")
+    if request.host_memory is None or host == 0:
+        return words
+    return f"{words}; host {format_bytes(host)} of {format_bytes(request.host_memory)}"
+
+
+def _longest_words(shape: ModelShape, request: PromptRequest) -> str:
+    """Say how long a prompt may be, and with weights in host memory if that helps."""
+    memory = format_bytes(request.device_memory)
+    longest = longest_prompt(shape, request)
+    words = f"does not fit in {memory} of the device: no prompt does"
+    if longest:
+        words = (
+            f"does not fit in {memory} of the device: longest {format_count(longest)}"
+        )
+    if request.weights == "host" or request.device != GPU:
+        return words
+    longer = longest_prompt(shape, replace(request, weights="host"))
+    if longer <= longest:
+        return words
+    length = format_count(longer)
+    return f"{words}; with weights in host memory (--weights host) {length}"

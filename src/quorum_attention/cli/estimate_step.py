@@ -15,7 +15,7 @@ from quorum_attention.recipes.layer_bytes import returned_bytes
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.offload import host_room, page_locked_share
 from quorum_attention.recipes.remedies import (
-    advice,
+    advice_words,
     longest_that_fits,
     switch_until_it_fits,
 )
@@ -26,7 +26,7 @@ from quorum_attention.recipes.step_estimate import (
 )
 from quorum_attention.recipes.switches import SWITCHES
 from quorum_attention.recipes.training import OPTIMIZERS, Training
-from quorum_attention.units import counted, format_bytes
+from quorum_attention.units import counted, format_bytes, format_count
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -112,12 +112,11 @@ def run(options: argparse.Namespace) -> None:
         )
         return
     _show(options, shape, needs)
-    if needs.host_bytes:
-        say(_host_words(needs.host_bytes, host))
-    if fits is not None:
-        say(advice(needs, fits, options.memory))
-    if longest is not None:
-        say(_longest_words(longest, options.memory, host))
+    if fits is None:
+        say(_all_on_words(needs, host))
+        return
+    for sentence in _advice(needs, fits, options.memory, host, longest):
+        say(sentence)
 
 
 def _all_switched_on(shape: ModelShape, training: Training) -> StepMemory:
@@ -128,24 +127,50 @@ def _all_switched_on(shape: ModelShape, training: Training) -> StepMemory:
     return step_memory(shape, replace(training, budget=budget, on=SWITCHES))
 
 
+def _all_on_words(needs: StepMemory, host: int) -> str:
+    """Say how much memory a step takes with everything switched on."""
+    words = f"with all of these a step takes {format_bytes(needs.peak_bytes)}"
+    if needs.host_bytes:
+        words += f"; {_host_words(needs.host_bytes, host)}"
+    return f"{words}. --memory 24GiB says whether it fits there"
+
+
 def _host_words(needed: int, host: int) -> str:
-    words = (
-        f"in host memory: {format_bytes(needed)}; {format_bytes(host)} may be "
-        "page-locked"
-    )
-    if needed <= host:
-        return f"{words}: that suffices"
-    return (
-        f"{words}: that does not suffice, so attention is computed again, or the step "
-        "does not fit"
-    )
+    return f"host {format_bytes(needed)} of {format_bytes(host)}"
 
 
-def _longest_words(longest: int, memory: int, host: int) -> str:
-    where = f"in {format_bytes(memory)}, with {format_bytes(host)} of the host's"
-    if longest == 0:
-        return f"no shorter text fits {where}"
-    return f"the longest text that fits {where}: {counted(longest, 'token')}"
+def _advice(
+    needs: StepMemory, fits: bool, memory: int, host: int, longest: int | None
+) -> list[str]:
+    """Say whether a step fits, and with what; else the longest one that does."""
+    limit = format_bytes(memory)
+    switched = advice_words(needs)
+    lacks_host = needs.host_bytes > host
+    if fits and not lacks_host:
+        words = f"fits in {limit}; {format_bytes(memory - needs.peak_bytes)} free"
+        if needs.host_bytes:
+            words += f"; {_host_words(needs.host_bytes, host)}"
+        return [words, f"switched on: {switched or 'nothing'}"]
+    verdict = f"does not fit in {limit}"
+    if fits:
+        verdict = f"fits in {limit}, but the host has no room"
+    sentences = [f"{verdict}: {_longest_words(longest)}"]
+    if lacks_host:
+        sentences.append(
+            f"{_host_words(needs.host_bytes, host)}: with less, attention is computed "
+            "again, or the step does not fit"
+        )
+    if not fits:
+        part = max(needs.parts, key=lambda part: part.bytes)
+        size = format_bytes(part.bytes)
+        sentences.append(f"the largest part that is left: {part.name} ({size})")
+    return [*sentences, f"switched on: {switched or 'nothing, for nothing helps'}"]
+
+
+def _longest_words(longest: int | None) -> str:
+    if not longest:
+        return "no shorter text does"
+    return f"longest {format_count(longest)}"
 
 
 def _show(options: argparse.Namespace, shape: ModelShape, needs: StepMemory) -> None:

@@ -237,11 +237,22 @@ class Estimate(InWords):
     backward: Plan
     alternatives: tuple[Plan, ...]
 
+    def _verdict(self) -> str:
+        """Return whether the call fits, and what it takes."""
+        passes = ", ".join(
+            f"{name} {format_seconds(plan.predicted_seconds)} in "
+            f"{format_bytes(plan.peak_bytes)}"
+            for name, plan in (("forward", self.forward), ("backward", self.backward))
+        )
+        if self.fits_monolithic:
+            return f"fits: {passes}"
+        uncut = format_bytes(self.monolithic_bytes)
+        return f"fits in parts: {passes} (the uncut forward: {uncut})"
+
     def describe(self) -> str:
         """Return the estimate in words."""
-        fits = "fits" if self.fits_monolithic else "does not fit"
         lines = [
-            f"the uncut forward: {format_bytes(self.monolithic_bytes)}, {fits}",
+            self._verdict(),
             self.forward.describe(),
             self.backward.describe(),
         ]

@@ -40,6 +40,9 @@ _ELEMENT_RATE = 3.5e12
 _PASSES = 3.0
 # Seconds of the host for a layer of one token.
 _LAYER_SECONDS = 1.0e-3
+# The longest prompt is told in steps of so many tokens, up to a billion.
+_PROMPT_GRAIN = 1024
+_MAX_PROMPT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -121,46 +124,109 @@ class PromptRequest:
         one_of(self.weights, "weights", ("device", "host"))
 
 
+@dataclass(frozen=True)
+class _PromptParts:
+    """Where the parts of a prompt lie.
+
+    Attributes:
+        weights, cache, working: bytes by place.
+        working_limit: bytes of the device that computing layers may take.
+        plan: how layers are computed.
+        missing_bytes: of the cache, for which no place has room.
+    """
+
+    weights: PartBytes
+    cache: PartBytes
+    working: PartBytes
+    working_limit: int
+    plan: PromptPlan
+    missing_bytes: int
+
+
 def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate:
     """Say what a long prompt takes.
 
     Raises:
         ValueError: the weights alone do not fit on the device.
     """
-    size = request.dtype.itemsize
-    token = TokenBytes.from_shape(shape, size)
+    token = TokenBytes.from_shape(shape, request.dtype.itemsize)
+    placed = _place(shape, request, token)
+    weights = placed.weights
+    cache = placed.cache
+    promoted = _promoted(shape, cache, placed.working_limit)
+    return PromptEstimate(
+        tokens=request.tokens,
+        generate=request.generate,
+        parts=(weights, cache, placed.working),
+        plan=placed.plan,
+        prefill_seconds=_prefill_seconds(shape, request, token, placed.plan),
+        token_seconds=_token_seconds(shape, request, weights, promoted),
+        missing_bytes=placed.missing_bytes,
+        advice=_advice(placed.missing_bytes, cache),
+    )
+
+
+def weights_fit(shape: ModelShape, request: PromptRequest) -> bool:
+    """Whether the weights leave room on the device."""
+    return _free_beside(_weights(shape, request), request) > 0
+
+
+def longest_prompt(shape: ModelShape, request: PromptRequest) -> int:
+    """Return the longest prompt that fits, with the tokens behind it.
+
+    Args:
+        request: its ``tokens`` are not looked at.
+
+    Returns:
+        A multiple of 1,024 tokens, at most 1,024 times 1M; 0 if none fits.
+    """
+    if not weights_fit(shape, request):
+        return 0
+    token = TokenBytes.from_shape(shape, request.dtype.itemsize)
+    fitting = 0
+    failing = _MAX_PROMPT // _PROMPT_GRAIN + 1
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
+        longer = replace(request, tokens=middle * _PROMPT_GRAIN)
+        if _place(shape, longer, token).missing_bytes == 0:
+            fitting = middle
+        else:
+            failing = middle
+    return fitting * _PROMPT_GRAIN
+
+
+def _place(
+    shape: ModelShape, request: PromptRequest, token: TokenBytes
+) -> _PromptParts:
+    """Choose a place for each part.
+
+    Raises:
+        ValueError: the weights alone do not fit on the device.
+    """
     weights = _weights(shape, request)
-    usable = int(request.device_memory * (1 - MARGIN))
-    free = usable - weights.device
+    free = _free_beside(weights, request)
     if free <= 0:
         hint = "" if request.weights == "host" else ': try weights="host"'
         raise ValueError(
             f"the weights take {format_bytes(weights.device)} of the device, which has "
             f"{format_bytes(request.device_memory)}{hint}"
         )
-    working = working_bytes(free)
-    plan_of_prompt = plan_prompt(token, request.tokens, working)
+    working_limit = working_bytes(free)
+    layers = plan_prompt(token, request.tokens, working_limit)
     n_cached = (request.tokens + request.generate) * token.cache
-    host_left = _host_left(request, weights.host + plan_of_prompt.host_bytes)
+    host_left = _host_left(request, weights.host + layers.host_bytes)
     cache, missing = _place_cache(
-        n_cached, free - working, host_left, request.has_folder
+        n_cached, free - working_limit, host_left, request.has_folder
     )
-    working_part = PartBytes(
-        "working memory", plan_of_prompt.device_bytes, plan_of_prompt.host_bytes
-    )
-    parts = (weights, cache, working_part)
-    return PromptEstimate(
-        tokens=request.tokens,
-        generate=request.generate,
-        parts=parts,
-        plan=plan_of_prompt,
-        prefill_seconds=_prefill_seconds(shape, request, token, plan_of_prompt),
-        token_seconds=_token_seconds(
-            shape, request, weights, _promoted(shape, cache, working)
-        ),
-        missing_bytes=missing,
-        advice=_advice(missing, cache),
-    )
+    working = PartBytes("working memory", layers.device_bytes, layers.host_bytes)
+    return _PromptParts(weights, cache, working, working_limit, layers, missing)
+
+
+def _free_beside(weights: PartBytes, request: PromptRequest) -> int:
+    """Bytes of the device beside the weights, less a margin; below 0 if they do not
+    fit."""
+    usable = int(request.device_memory * (1 - MARGIN))
+    return usable - weights.device
 
 
 def _weights(shape: ModelShape, request: PromptRequest) -> PartBytes:

@@ -130,19 +130,7 @@ def _budget_that_is_left(
     return max(0, limit - used) + returned
 
 
-def advice(step: StepMemory, fits: bool, memory: int) -> str:
-    """In a sentence or two: what to switch on, and what is left to do."""
+def advice_words(step: StepMemory) -> str:
+    """Return what is switched on, in words; an empty text for nothing."""
     words = {ATTENTION: f"quorum attention (budget {format_bytes(step.budget or 0)})"}
-    switched = ", ".join(words.get(name, name) for name in step.on)
-    if fits:
-        return (
-            f"fits in {format_bytes(memory)} with: {switched or 'nothing switched on'}"
-        )
-    largest = max(step.parts, key=lambda part: part.bytes)
-    rest = f"the largest part left: {largest.name} ({format_bytes(largest.bytes)})"
-    helped = (
-        f"even with {switched}"
-        if switched
-        else "and no switch helps a step of this size"
-    )
-    return f"does not fit in {format_bytes(memory)}, {helped}: {rest}"
+    return ", ".join(words.get(name, name) for name in step.on)
