@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention import attention
+from torch.autograd import forward_ad
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -105,3 +106,65 @@ def test_a_tensor_of_a_transformation_is_refused(transform: str, which: int) -> 
 
     with pytest.raises(NotImplementedError, match=LOST):
         TRANSFORMS[transform](loss, torch.rand(2))
+
+
+def number_calls() -> dict[str, Callable[[Any], Any]]:
+    """Calls that take a number of their own, by its name."""
+    q, k, v = (tensor.detach() for tensor in three())
+    grad_out, lse = torch.ones_like(q), torch.zeros(q.shape[:-1])
+    return {
+        "scale": lambda number: qa.attention(q, k, v, scale=number),
+        "dropout_p": lambda number: qa.attention_with_lse(
+            q, k, v, dropout_p=number, dropout_seed=1
+        ),
+        "Mask.softcap": lambda number: qa.attention(
+            q, k, v, Mask(softcap=number, causal=True)
+        ),
+        "scale of a backward": lambda number: qa.attention_backward(
+            grad_out, q, k, v, q, lse, scale=number
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", number_calls())
+def test_a_number_with_a_derivative_is_refused(name: str) -> None:
+    """The tangent of a tensor that stands for a number was 0; its gradient is refused
+    too."""
+    call = number_calls()[name]
+    number = torch.tensor(0.3)
+    named = name.partition(" ")[0]
+    call(number)
+    with pytest.raises(TypeError, match=f"{named} must be a real number"):
+        call(number.clone().requires_grad_())
+    with forward_ad.dual_level():
+        call(number)
+        dual = forward_ad.make_dual(number, torch.ones(()))
+        with pytest.raises(NotImplementedError, match=f"{named} .* no derivative"):
+            call(dual)
+    with pytest.raises(NotImplementedError, match=f"{named} .* no derivative"):
+        torch.func.jvp(call, (number,), (number,))
+
+
+def test_slopes_with_a_derivative_are_refused() -> None:
+    """A kernel copies its slopes, so a learned one got no gradient."""
+    pytest.importorskip("triton")
+    slopes = torch.rand(2)
+    learned = slopes.clone().requires_grad_()
+
+    def make(given: torch.Tensor) -> qa.NativeKernel:
+        return qa.NativeKernel(alibi_slopes=given)
+
+    for refused in (make, torch.func.grad(make)):
+        with pytest.raises(
+            NotImplementedError, match=r"alibi_slopes .* slopes\.detach"
+        ):
+            refused(learned)
+    with forward_ad.dual_level():
+        with pytest.raises(
+            NotImplementedError, match=r"alibi_slopes .* slopes\.detach"
+        ):
+            make(forward_ad.make_dual(slopes, slopes))
+        make(slopes)
+    with torch.no_grad():
+        make(learned)
+    make(learned.detach())

@@ -16,6 +16,7 @@ from quorum_attention.call.options import Arguments, check_options
 from quorum_attention.call.transformations import (
     as_readable,
     is_recorded,
+    refuse_derivative,
     refuse_learned,
 )
 from quorum_attention.call.validation import Tensors, check_plan, check_tensors
@@ -140,6 +141,8 @@ def request_of(
     """
     is_backward = function == "attention_backward"
     dropout_p = chance(arguments.dropout_p, "dropout_p")
+    refuse_derivative(arguments.dropout_p, "dropout_p")
+    refuse_derivative(arguments.scale, "scale")
     if arguments.out is not None and has_transforms():
         raise NotImplementedError(
             "out cannot be given under torch.func transformations"
@@ -173,6 +176,7 @@ def request_of(
         wide_out=_needs_unrounded(arguments, shape, out_dtype, records=records),
     )
     if checked.mask is not None:
+        refuse_derivative(checked.mask.softcap, "Mask.softcap")
         mask = map_tensors(checked.mask, as_readable)
         shape, kernel = kernel_for_mask(
             mask, kernel, shape, device, needs_grad=is_backward or recorded

@@ -147,3 +147,18 @@ def refuse_transforms(*inputs: torch.Tensor | None) -> None:
             "attention_backward takes no part in torch.func transformations, nor in "
             "forward-mode derivatives: take the gradients of attention instead"
         )
+
+
+def refuse_derivative(number: Any, name: str) -> None:
+    """Refuse a number with a forward-mode tangent, which would be lost.
+
+    Args:
+        number: an argument that is read as a number; it may be a tensor of one element.
+
+    Raises:
+        NotImplementedError: it has a tangent.
+    """
+    if has_tangent(number):
+        raise NotImplementedError(
+            f"{name} is read as a number and has no derivative: give float({name})"
+        )

@@ -47,7 +47,7 @@ from quorum_attention.kernels.operator_sizes import (
 from quorum_attention.kernels.protocol import Kernel, Launches
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
-from quorum_attention.kernels.torch_private import no_torch_modes
+from quorum_attention.kernels.torch_private import has_tangent, no_torch_modes
 from quorum_attention.kernels.triton_launch import triton_available
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
@@ -77,11 +77,12 @@ class NativeKernel(Kernel):
         window: sliding window: tokens to each side, or (left, right); -1 is no limit.
         softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
         alibi_slopes: (query heads,): ``slope * |i - j|`` is subtracted from the score.
-            Copied.
+            Copied; slopes get no gradient.
         allow_tf32: for fp32 inputs, faster and less exact products.
 
     Raises:
         TypeError, ValueError: an argument that makes no sense, by name.
+        NotImplementedError: slopes that would get a gradient.
 
     Examples:
         >>> kernel = qa.NativeKernel(window=(4095, 0), softcap=50.0)
@@ -460,6 +461,7 @@ def _checked_slopes(slopes: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError, ValueError: they are none.
+        NotImplementedError: they would get a gradient.
     """
     if not isinstance(slopes, torch.Tensor):
         raise TypeError(
@@ -469,6 +471,12 @@ def _checked_slopes(slopes: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             "alibi_slopes must be floating-point, one for each query head, got "
             f"{slopes.dtype} of shape {tuple(slopes.shape)}"
+        )
+    is_learned = slopes.requires_grad and torch.is_grad_enabled()
+    if is_learned or has_tangent(slopes):
+        raise NotImplementedError(
+            "alibi_slopes are copied and get no gradient: give slopes.detach(), or "
+            "make what they add to the scores an attn_mask"
         )
     with no_torch_modes():
         return slopes.detach().to(torch.float32, copy=True)
