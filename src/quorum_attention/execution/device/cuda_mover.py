@@ -121,6 +121,10 @@ class CudaMover(Mover):
             self._staging.settle(start, stop - start)
         if moves_by_address:
             return self._move_by_address(slot, far, pieces, up=up)
+        if up and self._copies is not None:
+            # A copy within the device is a kernel, which waits until a kernel that
+            # fills the device ends. The copies noted so far need not wait for it.
+            self._copies.flush(self._stream)
         with torch.cuda.stream(self._stream):
             return super().move(slot, far, pieces, up=up)
 
