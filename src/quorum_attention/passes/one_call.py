@@ -19,9 +19,11 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.whole import (
     Whole,
+    saved_of,
     single_call_with_bias_gradient,
     single_kernel_call,
 )
+from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.kernels.torch_private import no_grad_no_autocast
 from quorum_attention.passes.jobs import detach_view, job_of
@@ -46,7 +48,7 @@ def run_cached_call(
     if problem is None:
         return None
     results = run_single_kernel_call(tensors, request, problem, {}, backward_inputs)
-    return None if results is None else tuple(map(detach_view, results))
+    return None if results is None else tuple([detach_view(part) for part in results])
 
 
 def cache_call(
@@ -75,11 +77,13 @@ def run_single_kernel_call(
         The results, the gradient of the mask after the others; None if the pass has to
         be planned, because memory ran out, or gradients in 16 bits are not finite.
     """
-    job = job_of(tensors, request, problem, results, backward_inputs)
     device = request.options.device
     backend = backend_of(device)
     try:
         with backend.current(device), no_grad_no_autocast():
+            if not results and _is_plain(request, problem, backward_inputs):
+                return _run_plain_call(tensors, request, problem, backward_inputs)
+            job = job_of(tensors, request, problem, results, backward_inputs)
             if backward_inputs is None or backward_inputs.grad_mask is False:
                 return single_kernel_call(job)
             (grad_mask,) = allocate_mask_grad(tensors, backward_inputs)
@@ -89,6 +93,49 @@ def run_single_kernel_call(
             raise
     backend.give_back_cached()
     return None
+
+
+def _is_plain(
+    request: Request, problem: Problem, backward_inputs: BackwardInputs | None
+) -> bool:
+    """Tell whether a kernel call needs no job: its tensors are read as they are, and
+    its results are those of the pass."""
+    shape = problem.shape
+    if shape.bias is not None or shape.sinks or request.dropout is not None:
+        return False
+    if len(shape.batch_shape) != 1 or problem.place.result_dtype != shape.dtype:
+        return False
+    if backward_inputs is None:
+        return True
+    return problem.place.rescaled_grad_bytes is None and not problem.scaled
+
+
+def _run_plain_call(
+    tensors: Tensors,
+    request: Request,
+    problem: Problem,
+    backward_inputs: BackwardInputs | None,
+) -> tuple[torch.Tensor, ...]:
+    """Compute the results of a pass that is one kernel call and needs no job."""
+    query, key, value = tensors[:3]
+    call = Call(query, key, value, request.shape.is_causal, request.scale)
+    if backward_inputs is None:
+        out, lse = problem.kernel.whole_forward(call)
+        return _rounded(out, query.dtype), lse
+    saved = saved_of(
+        problem,
+        request.options.device,
+        backward_inputs.grad_out,
+        backward_inputs.out,
+        backward_inputs.lse,
+    )
+    grads = problem.kernel.whole_backward(call, saved)
+    return tuple([_rounded(grad, query.dtype) for grad in grads])
+
+
+def _rounded(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a kernel's result in ``dtype``."""
+    return part if part.dtype == dtype else part.to(dtype)
 
 
 def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hashable:

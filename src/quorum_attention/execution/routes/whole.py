@@ -342,19 +342,37 @@ def _kernel_inputs(job: PassJob, group: Group | None) -> dict[str, torch.Tensor]
     return {name: flatten_batch(tensor, shape) for name, tensor in job.tensors.items()}
 
 
-def _saved_of(job: PassJob, inputs: dict[str, torch.Tensor]) -> Saved:
-    """The tensors of a backward after query, key and value, as its kernel reads
-    them."""
-    lse = inputs["lse"].to(job.device)
-    if not job.problem.kernel.accepts_inf_lse:
+def saved_of(
+    problem: Problem,
+    device: torch.device,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> Saved:
+    """The tensors of a backward after query, key and value, (b, heads, n, ...), as its
+    kernel reads them on ``device``."""
+    shape = problem.shape
+    lse = lse.to(device)
+    if not problem.kernel.accepts_inf_lse:
         # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score
         # - lse) is 0, not NaN.
         lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
-    shape = job.problem.shape
     out_dtype = shape.state_dtype if shape.wide_out else shape.dtype
-    grad_out = as_kernel_readable(inputs["grad_out"], shape.dtype)
-    out = as_kernel_readable(inputs["out"], out_dtype)
+    grad_out = as_kernel_readable(grad_out, shape.dtype)
+    out = as_kernel_readable(out, out_dtype)
     return Saved(grad_out, out, lse)
+
+
+def _saved_of(job: PassJob, inputs: dict[str, torch.Tensor]) -> Saved:
+    """The tensors of a backward after query, key and value, as its kernel reads
+    them."""
+    return saved_of(
+        job.problem,
+        job.device,
+        inputs["grad_out"],
+        inputs["out"],
+        inputs["lse"],
+    )
 
 
 def _compute_scaled(job: PassJob, schedule: Schedule, group: Group) -> None:
