@@ -3,6 +3,7 @@ instead."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from quorum_attention.kernels.operator_inputs import (
     operator_refusal,
     with_positive_scale,
 )
-from quorum_attention.kernels.operator_sizes import OperatorSizes
+from quorum_attention.kernels.operator_sizes import OperatorSizes, bias_bytes
 from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -45,6 +46,7 @@ _PACKED_SIDE = 64
 _TRIAL_BYTES = 6 << 20
 # The share of the threads that should be busy in a backward.
 _BUSY_THREADS = 0.9
+_FP32_BYTES = 4
 _WITH_DROPOUT = TiledKernel()
 
 
@@ -64,11 +66,7 @@ class CpuKernel(RectangleKernel):
 
     def as_unrounded(self) -> Kernel:
         """Return the kernel that computes in fp32."""
-        from quorum_attention.kernels.cpu_unrounded import (
-            UnroundedCpuKernel,  # a subclass of this one
-        )
-
-        return _single_kernel(UnroundedCpuKernel)
+        return _unrounded_kernel()
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place; with dropout by the
@@ -216,10 +214,53 @@ class CpuKernel(RectangleKernel):
         return max(_TRIAL_BYTES, nbytes)
 
 
+class UnroundedCpuKernel(CpuKernel):
+    """The kernel ``cpu`` with 16-bit inputs as fp32, so that no output is rounded.
+
+    The operator returns outputs in the inputs' dtype, so its calls get copies of the
+    inputs in fp32. These are exact, and so are delta and the gradients, which are
+    rounded once.
+    """
+
+    scaled_backward = frozenset()
+    fp32_products = True
+    wide_out = True
+    reads_wide_out = True
+
+    def as_unrounded(self) -> UnroundedCpuKernel:
+        """Return this kernel."""
+        return self
+
+    def whole_forward(self, call: Call) -> OutLse:
+        """See ``Kernel.whole_forward``; the output is in fp32."""
+        return super().whole_forward(_in_fp32(call))
+
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``Kernel.whole_backward``; gradients are in fp32."""
+        saved_in_fp32 = Saved(
+            saved.grad_out.float(),
+            saved.out.float(),
+            saved.lse,
+        )
+        return super().whole_backward(_in_fp32(call), saved_in_fp32)
+
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Return an upper bound of the bytes ``forward`` allocates at any one time."""
+        computing = super().forward_workspace_bytes(_as_fp32(shape), extent)
+        return computing + _copied_bytes(shape, extent)
+
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Return an upper bound of the bytes ``backward`` allocates at any one time."""
+        computing = super().backward_workspace_bytes(_as_fp32(shape), extent)
+        copies = _copied_bytes(shape, extent)
+        upstream = extent.rows * shape.value_dim * _FP32_BYTES
+        return computing + copies + 2 * upstream
+
+
 @cache
-def _single_kernel(kind: type[Kernel]) -> Kernel:
-    """Return the one kernel of a class, which caches what is found out about it."""
-    return kind()
+def _unrounded_kernel() -> UnroundedCpuKernel:
+    """Return the one kernel, which caches what is found out about it."""
+    return UnroundedCpuKernel()
 
 
 def _inputs_of_one_width(call: Call) -> Three:
@@ -320,3 +361,25 @@ def _widened_bytes(sizes: OperatorSizes, numbers: int) -> int:
     if sizes.itemsize == sizes.state_itemsize:
         return 0
     return min(MERGE_WORKSPACE_BYTES, 3 * numbers * sizes.state_itemsize)
+
+
+def _in_fp32(call: Call) -> Call:
+    """Return a call with copies of its 16-bit tensors in fp32."""
+    bias = call.bias
+    if bias is not None:
+        bias = bias.float()
+    as_fp32 = torch.Tensor.float
+    return call.mapped(as_fp32, as_fp32, bias=bias)
+
+
+def _as_fp32(shape: CallShape) -> CallShape:
+    """Return the shape of the copied call."""
+    return replace(shape, dtype=torch.float32)
+
+
+def _copied_bytes(shape: CallShape, extent: Extent) -> int:
+    """Return the bytes of the copies of query, key, value and bias."""
+    key_width = shape.head_dim + shape.value_dim
+    numbers = extent.rows * shape.head_dim
+    numbers += extent.key_rows * key_width
+    return numbers * _FP32_BYTES + bias_bytes(shape, extent)
