@@ -150,3 +150,26 @@ def test_a_long_step_is_measured(
     assert ways["sdpa"]["points"][-1]["peak"] <= 20 << 20
     assert ways["everything"]["tokens"] >= 2 * ways["sdpa"]["tokens"]
     assert "by the line: not run" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_decoder_that_takes_its_attention_by_name_and_one_that_does_not() -> None:
+    """``decoders.py`` says of both what ``docs/decoders.md`` says."""
+    pytest.importorskip("transformers")
+    decoders = importlib.import_module("decoders")
+
+    rows = [decoders.try_kind(kind) for kind in ("llama", "bloom")]
+    versions = {"transformers": "5.23.0", "torch": "2.13.0"}
+    page = decoders.page([{"versions": versions, "rows": rows}])
+    stored = (ROOT / "docs" / "decoders.md").read_text(encoding="utf-8")
+    cells = {
+        line.split(" | ")[0]: line.split(" | ")[1:]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    }
+    assert cells["| llama"][:4] == ["right", "yes", "yes", "yes"]
+    assert cells["| bloom"][0] == "-"
+    for kind in ("llama", "bloom"):
+        assert f"| {kind} | {cells[f'| {kind}'][0]} |" in stored
+    assert "| `long_context`: broken by it | 0 | 0 |" in stored

@@ -1,0 +1,487 @@
+"""Try ``long_context`` on each decoder of the installed Transformers, built tiny.
+
+    python benchmarks/decoders.py --results decoders.json
+    python benchmarks/decoders.py --page newest.json oldest.json --to docs/decoders.md
+
+Each type that ``AutoModelForCausalLM`` knows is built with random weights in a few
+hundred thousand parameters, in float32. Its loss and all gradients of one step are
+compared: as the model is, with ``register`` alone, with ``long_context``, and after
+``undo``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quorum_attention.units import counted
+
+VOCABULARY = 128
+TOKENS = 48
+LAYERS = 2
+MOST_PARAMETERS = 40_000_000
+MOST_SECONDS = 180
+# The largest difference of a gradient, as a share of the largest gradient of its kind.
+TOLERANCE = 1e-3
+# What a configuration may call its sizes, and what they become.
+SIZES: dict[int, tuple[str, ...]] = {
+    64: (
+        "hidden_size",
+        "d_model",
+        "n_embd",
+        "dim",
+        "embed_dim",
+        "intermediate_size",
+        "ffn_dim",
+        "d_ff",
+        "n_inner",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "intermediate_size_mlp",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "shared_intermediate_size",
+        "word_embed_proj_dim",
+        "embedding_size",
+        "expert_ffn_hidden_size",
+        "ffn_hidden_size",
+        "lru_width",
+        "prefix_dense_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "decoder_hidden_size",
+        "attention_hidden_size",
+        "dense_intermediate_size",
+    ),
+    16: (
+        "head_dim",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "v_head_dim",
+        "sliding_window",
+        "attention_chunk_size",
+        "index_head_dim",
+        "global_head_dim",
+        "mamba_d_state",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "state_size",
+        "attention_window_size",
+        "hidden_size_per_layer_input",
+        "time_step_rank",
+        "mamba_d_head",
+        "mamba_head_dim",
+        "swa_head_dim",
+        "o_lora_rank",
+    ),
+    8: (
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "mamba_n_heads",
+        "mamba_num_heads",
+        "num_heads_m",
+    ),
+    4: (
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+        "n_heads",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "index_n_heads",
+        "linear_num_value_heads",
+        "swa_num_attention_heads",
+        "index_topk",
+        "num_routed_experts",
+    ),
+    2: (
+        "num_hidden_layers",
+        "n_layer",
+        "num_layers",
+        "n_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "num_experts_per_tok",
+        "moe_topk",
+        "moe_k",
+        "linear_num_key_heads",
+        "num_global_key_value_heads",
+        "swa_num_key_value_heads",
+        "num_encoder_layers",
+        "num_decoder_layers",
+    ),
+    1: (
+        "n_group",
+        "topk_group",
+        "n_shared_experts",
+        "num_shared_experts",
+        "mamba_n_groups",
+        "n_groups",
+    ),
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "q_vocab_size"),
+    256: ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
+}
+VALUE_OF = {name: value for value, names in SIZES.items() for name in names}
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+# What some configurations leave open.
+OF_KIND: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gptj": {"rotary_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "musicgen": {"is_decoder": True},
+    "reformer": {"is_decoder": True},
+}
+# Sizes that do not suit every model: tried one after the other.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4, "num_kv_heads": 4},
+    {"head_dim": 8, "num_key_value_heads": 4},
+    {"head_dim": None, "num_key_value_heads": 4},
+    {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4, "n_layers": 4},
+)
+
+
+def tiny_fields(fields: dict[str, Any], variant: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration that make it small."""
+    changed = dict[str, Any]()
+    n_before = next((fields[name] for name in LAYER_COUNTS if name in fields), None)
+    for name, value in fields.items():
+        if name in VALUE_OF and isinstance(value, int) and not isinstance(value, bool):
+            changed[name] = variant.get(name, VALUE_OF[name])
+        elif name in variant and name in fields:
+            changed[name] = variant[name]
+        elif "dropout" in name or name.endswith("_pdrop") or "jitter" in name:
+            if isinstance(value, float):
+                changed[name] = 0.0
+        elif name == "per_layer_config":
+            changed[name] = {}
+        elif isinstance(value, list) and n_before and len(value) == n_before:
+            n_layers = variant.get("num_hidden_layers", LAYERS)
+            changed[name] = _varied(value, n_layers)
+        elif name.endswith("_token_id") and isinstance(value, int):
+            changed[name] = 0 if value >= VOCABULARY else value
+        elif isinstance(value, dict) and name.endswith("_config"):
+            changed[name] = {**value, **tiny_fields(value, variant)}
+    return changed
+
+
+def _varied(values: list[Any], n_layers: int) -> list[Any]:
+    """Return so many values, with as many kinds of them as there is room for."""
+    kinds = list(dict.fromkeys(map(str, values)))[:n_layers]
+    chosen = [next(value for value in values if str(value) == kind) for kind in kinds]
+    return (chosen * n_layers)[:n_layers]
+
+
+def tiny_model(kind: str, **named: Any) -> Any:
+    """Build a tiny model of a type.
+
+    Raises:
+        Exception: no variant of sizes suits it; the first one's error.
+    """
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[kind]
+    fields = config_class().to_dict()
+    first: Exception | None = None
+    for variant in VARIANTS:
+        try:
+            sizes = tiny_fields(fields, variant) | OF_KIND.get(kind, {})
+            config = config_class(**sizes)
+            config.use_cache = False
+            auto = transformers.AutoModelForCausalLM
+            with torch.device("meta"):
+                n_parameters = auto.from_config(config).num_parameters()
+            if n_parameters > MOST_PARAMETERS:
+                raise ValueError(f"{n_parameters:,} parameters")
+            torch.manual_seed(0)
+            model = auto.from_config(config, **named).float().train()
+            step_of(copy.deepcopy(model))
+            return model
+        except Exception as error:  # tried again in other sizes
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def step_of(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss of a step, and the gradients by name."""
+    ids = torch.randint(
+        1, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1)
+    )
+    model.zero_grad()
+    torch.manual_seed(2)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
+    return loss.item(), gradients
+
+
+def difference(
+    step: tuple[float, dict[str, torch.Tensor]],
+    expected: tuple[float, dict[str, torch.Tensor]],
+) -> float:
+    """Return the largest difference of loss and gradients, as a share of the largest
+    number; infinity if other weights have gradients."""
+    loss, gradients = step
+    expected_loss, expected_gradients = expected
+    if gradients.keys() != expected_gradients.keys():
+        return float("inf")
+    largest = max(
+        (float(g.abs().max()) for g in expected_gradients.values()), default=0.0
+    )
+    worst = abs(loss - expected_loss) / max(abs(expected_loss), 1e-9)
+    for name, gradient in gradients.items():
+        apart = float((gradient - expected_gradients[name]).abs().max())
+        worst = max(worst, apart / max(largest, 1e-9))
+    return worst
+
+
+def verdict(run: Callable[[], float]) -> str:
+    """Return "right", or how a step is wrong, or the error that refuses it."""
+    try:
+        worst = run()
+    except Exception as error:  # shown in the table
+        return f"refused: {type(error).__name__}: {first_line(error)}"
+    return "right" if worst <= TOLERANCE else f"wrong by {worst:.1e}"
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+def try_kind(kind: str) -> dict[str, Any]:
+    """Return what happened to a tiny model of a type."""
+    from quorum_attention.integrations.transformers import register
+    from quorum_attention.recipes import long_context
+
+    row: dict[str, Any] = {"kind": kind}
+    try:
+        model = tiny_model(kind)
+        # Copies take the steps: some models carry a state on.
+        expected = step_of(copy.deepcopy(model))
+        again = difference(step_of(copy.deepcopy(model)), expected)
+    except Exception as error:  # shown in the table
+        return row | {"built": f"{type(error).__name__}: {first_line(error)}"}
+    if again > TOLERANCE:
+        return row | {"built": f"two equal steps differ by {again:.1e}"}
+    row["built"] = "yes"
+    register(min_tokens=0)
+
+    def registered() -> float:
+        attended = copy.deepcopy(model)
+        attended.set_attn_implementation("quorum")
+        return difference(step_of(attended), expected)
+
+    row["register"] = verdict(registered)
+    changed = copy.deepcopy(model)
+    summary = long_context(changed)
+    row["changes"] = {change.name: change.done for change in summary.changes}
+    row["reasons"] = {
+        change.name: change.how for change in summary.changes if not change.done
+    }
+    row["long_context"] = verdict(lambda: difference(step_of(changed), expected))
+    summary.undo()
+    row["undo"] = verdict(lambda: difference(step_of(changed), expected))
+    return row
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the block after so many seconds."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def try_all(only: list[str], path: Path) -> None:
+    """Try all types, or some, and write the results after each."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    kinds = only or sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    rows: list[dict[str, Any]] = []
+    for kind in kinds:
+        try:
+            with time_limit(MOST_SECONDS):
+                rows.append(try_kind(kind))
+        except Exception as error:  # a fault of this package: shown in the table
+            rows.append(
+                {
+                    "kind": kind,
+                    "built": "yes",
+                    "long_context": f"failed: {first_line(error)}",
+                }
+            )
+        last = rows[-1]
+        print(
+            kind,
+            last["built"],
+            last.get("register"),
+            last.get("long_context"),
+            flush=True,
+        )
+        versions = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        }
+        path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1))
+
+
+NAMES = ("quorum attention", "chunked loss", "tiled MLP", "fused norms", "checkpoints")
+NOT_BY_NAME = "does not take its attention by name"
+_MODEL_CLASS = re.compile(r"^\w+(ForCausalLM|LMHeadModel) ")
+
+
+def built(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of models that were built."""
+    return [row for row in results["rows"] if row["built"] == "yes"]
+
+
+def summary_of(results: list[dict[str, Any]]) -> list[str]:
+    """Return the table of counts, with a column for each version."""
+    versions = [result["versions"]["transformers"] for result in results]
+    columns = [list(counts_of(built(result)).values()) for result in results]
+    lines = [
+        f"| Transformers | {' | '.join(versions)} |",
+        "|---" * (1 + len(results)) + "|",
+    ]
+    for number, name in enumerate(counts_of([])):
+        cells = [str(column[number]) for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def counts_of(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Return how many models there are of each kind."""
+    right = [row for row in rows if row["long_context"] == "right"]
+    counts = {
+        "decoders that build tiny": len(rows),
+        "`long_context`: right": len(right),
+        "`long_context`: broken by it": len(rows) - len(right),
+        "after `undo`: right": sum(row["undo"] == "right" for row in rows),
+        "`register` alone: right": sum(register_cell(row) == "right" for row in rows),
+        "`register` alone: no attention by name, so nothing changes": sum(
+            register_cell(row) == "-" for row in rows
+        ),
+    }
+    for name in NAMES:
+        counts[f"{name}: took hold"] = sum(row["changes"][name] for row in rows)
+    return counts
+
+
+def register_cell(row: dict[str, Any]) -> str:
+    """Return "right", "-" where the name is not used, or the error."""
+    if NOT_BY_NAME in row["reasons"].get("quorum attention", ""):
+        return "-"
+    cell: str = row["register"]
+    return cell
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """Return the page of the results: counts of all versions, and the first in full."""
+    newest = results[0]
+    rows = built(newest)
+    reasons: dict[str, int] = {}
+    lines = [
+        "# Decoders of Transformers",
+        "",
+        "`benchmarks/decoders.py` builds each type of `AutoModelForCausalLM` tiny, "
+        "with random weights, and compares one step: loss and all",
+        "gradients, in float32 on a CPU, of the model as it is, with `register` alone, "
+        "with `long_context`, and after `undo`.",
+        "torch has its kernel of RMS norms on GPUs alone, so fused norms took hold "
+        "nowhere here.",
+        "",
+        *summary_of(results),
+        "",
+        f"## Each model of {newest['versions']['transformers']}",
+        "",
+        "A number is a reason why a change was left out; reasons are below the table.",
+        "",
+        f"| model | `register` | {' | '.join(NAMES)} |",
+        "|---" * (2 + len(NAMES)) + "|",
+    ]
+    for row in rows:
+        registered = register_cell(row)
+        if registered not in ("right", "-"):
+            registered = numbered(registered, reasons)
+        cells = [changed_cell(row, name, reasons) for name in NAMES]
+        lines.append(f"| {' | '.join((row['kind'], registered, *cells))} |")
+    lines += ["", "## Reasons", "", "| number | reason |", "|---|---|"]
+    for reason, number in reasons.items():
+        escaped = reason.replace("|", "\\|")
+        lines.append(f"| {number} | {escaped} |")
+    others = [row["kind"] for row in newest["rows"] if row["built"] != "yes"]
+    lines += [
+        "",
+        "## Not built",
+        "",
+        f"{counted(len(others), 'type')} did not build in small sizes, or not without "
+        f"another package: {', '.join(others)}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def changed_cell(row: dict[str, Any], name: str, reasons: dict[str, int]) -> str:
+    """Return "yes", or the number of the reason why a change was left out."""
+    if row["changes"][name]:
+        return "yes"
+    return numbered(row["reasons"][name], reasons)
+
+
+def numbered(reason: str, reasons: dict[str, int]) -> str:
+    """Return the number of a reason, without the class of the model that it names."""
+    text = _MODEL_CLASS.sub("the model ", reason)
+    return str(reasons.setdefault(text, len(reasons) + 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, help="write results here")
+    parser.add_argument(
+        "--page", type=Path, nargs="+", help="read results from here, the newest first"
+    )
+    parser.add_argument("--to", type=Path, help="write the page here")
+    parser.add_argument("kinds", nargs="*", help="types of models; default all")
+    options = parser.parse_args()
+    if options.results:
+        try_all(options.kinds, options.results)
+    if options.page:
+        results = [json.loads(path.read_text()) for path in options.page]
+        options.to.write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()
