@@ -87,11 +87,14 @@ def _merge_block_(
     # nothing.
     difference = lse_i - lse  # (b, h, rows)
     difference.masked_fill_(lse_i == -torch.inf, -torch.inf)
-    weight_i = difference.sigmoid().to(out.dtype)
-    weight = difference.neg_().sigmoid_().to(out.dtype)
+    weight_i = difference.sigmoid()
+    weight = difference.neg_()
+    weight.sigmoid_()
     torch.logaddexp(lse, lse_i, out=lse)
-    out.mul_(weight.unsqueeze(-1))
-    out.addcmul_(out_i.to(out.dtype), weight_i.unsqueeze(-1))
+    weight = weight.to(out.dtype).unsqueeze(-1)  # (b, h, rows, 1)
+    weight_i = weight_i.to(out.dtype).unsqueeze(-1)
+    out.mul_(weight)
+    out.addcmul_(out_i.to(out.dtype), weight_i)
 
 
 def add_(
@@ -146,7 +149,8 @@ def _set_overflow_(
     first_head = block[1].start
     group = heads // overflow.shape[1]
     has_one_row = overflow.shape[0] == 1
-    largest = part.abs().flatten(2).amax(-1)  # (b, h)
+    magnitudes = part.abs()
+    largest = magnitudes.flatten(2).amax(-1)  # (b, h)
     # NaN is not below infinity either.
     is_finite = largest < math.inf
     for entry, head in is_finite.logical_not_().nonzero().tolist():
@@ -158,7 +162,9 @@ def _set_overflow_(
 def by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
     """Return (b, h / g) factors as (b, h, 1, 1), a view wherever there is one."""
     batch, key_heads = unscale.shape
-    shared = unscale[:, :, None].expand(batch, key_heads, heads // key_heads)
+    group = heads // key_heads
+    by_key_head = unscale.unsqueeze(2)  # (b, h / g, 1)
+    shared = by_key_head.expand(batch, key_heads, group)
     return shared.reshape(batch, heads, 1, 1)
 
 

@@ -27,12 +27,16 @@ def _place_of_program(heads, blocks, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _cells_at(tensor, lane_offset, row_offsets, column, UNIT: tl.constexpr):
-    """Return pointers to the cells of some rows; offsets are multiples of ``UNIT``
-    elements."""
-    tensor += lane_offset * UNIT
+def _cells_at(
+    tensor, b, h, row, column, stride_b, stride_h, stride_r, UNIT: tl.constexpr
+):
+    """Return pointers to the cells of some rows of a head; strides are multiples of
+    ``UNIT`` elements."""
+    lane_offset = b * stride_b + h * stride_h
+    row_offsets = row * stride_r
+    lane = tensor + lane_offset * UNIT
     row_offsets = row_offsets * UNIT
-    return tensor + row_offsets[:, None] + column[None, :]
+    return lane + row_offsets[:, None] + column[None, :]
 
 
 @triton.jit
@@ -93,10 +97,10 @@ def _merge_kernel(
     program."""
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     live = row < rows
-    lane_lse = lse + b * lse_b + h * lse_h
-    lane_lse_i = lse_i + b * lse_i_b + h * lse_i_h
-    lse_at = lane_lse + row * lse_r
-    lse_i_at = lane_lse_i + row * lse_i_r
+    lane_offset = b * lse_b + h * lse_h
+    lane_offset_i = b * lse_i_b + h * lse_i_h
+    lse_at = lse + lane_offset + row * lse_r
+    lse_i_at = lse_i + lane_offset_i + row * lse_i_r
     old = tl.load(lse_at, mask=live, other=0.0)
     new = tl.load(lse_i_at, mask=live, other=0.0)
     no_old = old == float("-inf")
@@ -105,38 +109,55 @@ def _merge_kernel(
     # handled apart).
     difference = tl.abs(old - new)
     larger = tl.where(old > new, old, new)
-    merged = larger + tl.log(1.0 + tl.exp(-difference))
-    merged = tl.where(no_old & no_new, float("-inf"), merged)
+    odds = tl.exp(-difference)
+    merged = larger + tl.log(1.0 + odds)
+    merged = tl.where(
+        no_old & no_new,
+        float("-inf"),
+        merged,
+    )
     # The smaller weight is computed: 1 minus the larger one would lose its digits.
     smaller_weight = 1.0 / (1.0 + tl.exp(difference))
-    smaller_weight = tl.where(no_new | no_old, 0.0, smaller_weight)
+    smaller_weight = tl.where(
+        no_new | no_old,
+        0.0,
+        smaller_weight,
+    )
     old_is_larger = (old >= new) | no_new
 
     column = tl.arange(0, BLOCK_WIDTH)
     cells = _live_cells(row, rows, column, WIDTH)
-    lane_out = b * out_b + h * out_h
-    lane_out_i = b * out_i_b + h * out_i_h
     out_at = _cells_at(
         out,
-        lane_out,
-        row * out_r,
+        b,
+        h,
+        row,
         column,
+        out_b,
+        out_h,
+        out_r,
         UNIT,
     )
     out_i_at = _cells_at(
         out_i,
-        lane_out_i,
-        row * out_i_r,
+        b,
+        h,
+        row,
         column,
+        out_i_b,
+        out_i_h,
+        out_i_r,
         UNIT,
     )
     old_out = tl.load(out_at, mask=cells, other=0.0)
-    new_out = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
+    new_out = tl.load(out_i_at, mask=cells, other=0.0)
+    new_out = new_out.to(tl.float32)
     old_is_larger = old_is_larger[:, None]
     larger_out = tl.where(old_is_larger, old_out, new_out)
     smaller_out = tl.where(old_is_larger, new_out, old_out)
     change = smaller_out - larger_out
-    merged_out = larger_out + smaller_weight[:, None] * change
+    row_weight = smaller_weight[:, None]
+    merged_out = larger_out + row_weight * change
     tl.store(out_at, merged_out, mask=cells)
     # Warps share rows: all of them must have read the old lse before one of them
     # replaces it.
@@ -193,25 +214,33 @@ def _add_kernel(
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     cells = _live_cells(row, rows, column, WIDTH)
-    lane_target = b * target_b + h * target_h
-    lane_source = b * source_b + h * source_h
     target_at = _cells_at(
         target,
-        lane_target,
-        row * target_r,
+        b,
+        h,
+        row,
         column,
+        target_b,
+        target_h,
+        target_r,
         UNIT,
     )
     source_at = _cells_at(
         source,
-        lane_source,
-        row * source_r,
+        b,
+        h,
+        row,
         column,
+        source_b,
+        source_h,
+        source_r,
         UNIT,
     )
-    part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
+    part = tl.load(source_at, mask=cells, other=0.0)
+    part = part.to(tl.float32)
     factor = alpha
-    key_lane = b * unscale_b + (h // shared) * unscale_h
+    key_head = h // shared
+    key_lane = b * unscale_b + key_head * unscale_h
     if SCALED:
         factor *= tl.load(unscale + key_lane)
     old = tl.load(target_at, mask=cells, other=0.0)
@@ -241,9 +270,17 @@ def _norm_kernel(
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     cells = _live_cells(row, rows, column, WIDTH)
-    lane_tensor = b * strides[0] + h * strides[1]
-    row_offsets = row * strides[2]
-    at = _cells_at(tensor, lane_tensor, row_offsets, column, 1)
+    at = _cells_at(
+        tensor,
+        b,
+        h,
+        row,
+        column,
+        strides[0],
+        strides[1],
+        strides[2],
+        1,
+    )
     numbers = tl.load(at, mask=cells, other=0.0)
     square = largest_square(numbers.to(tl.float32))
     key_lane = (b * heads + h) // group
@@ -256,7 +293,9 @@ def largest_square(rows):
     however they are scaled, and would scale the rest to 0. (The comparison is false for
     NaN, too.)"""
     squares = tl.sum(rows * rows, 1)
-    return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
+    is_finite = squares < float("inf")
+    finite_squares = tl.where(is_finite, squares, 0.0)
+    return tl.max(finite_squares, 0)
 
 
 @triton.jit(
@@ -295,10 +334,28 @@ def _gap_kernel(
     b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     cells = _live_cells(row, rows, column, WIDTH)
-    out_lane = b * out_b + h * out_h
-    grad_lane = b * grad_b + h * grad_h
-    out_at = _cells_at(out, out_lane, row * out_r, column, UNIT)
-    grad_at = _cells_at(grad_out, grad_lane, row * grad_r, column, UNIT)
+    out_at = _cells_at(
+        out,
+        b,
+        h,
+        row,
+        column,
+        out_b,
+        out_h,
+        out_r,
+        UNIT,
+    )
+    grad_at = _cells_at(
+        grad_out,
+        b,
+        h,
+        row,
+        column,
+        grad_b,
+        grad_h,
+        grad_r,
+        UNIT,
+    )
     unrounded = tl.load(out_at, mask=cells, other=0.0)
     upstream = tl.load(grad_at, mask=cells, other=0.0)
     upstream = upstream.to(tl.float32)

@@ -51,24 +51,29 @@ def _forward_block(block: QueryBlock) -> OutLse:
     for keys in block.tiles():
         key = block.of_keys(task.key, keys)
         p, _ = block.scores(key, keys, derivative=False)
-        new_max = torch.maximum(row_max, p.amax(dim=-1, keepdim=True))
+        tile_max = p.amax(dim=-1, keepdim=True)
+        new_max = torch.maximum(row_max, tile_max)
         # The maximum of a row without keys so far is -inf, and its differences would be
         # NaN.
         base = new_max.masked_fill(new_max == -torch.inf, 0.0)
-        p.sub_(base).exp_()
-        rescale = row_max.sub_(base).exp_()
+        p.sub_(base)
+        p.exp_()
+        rescale = row_max.sub_(base)
+        rescale.exp_()
         row_sum.mul_(rescale)
         row_sum.add_(p.sum(dim=-1, keepdim=True))
         drops = block.dropped(p, keys)
         if drops is not None:
             p.masked_fill_(drops, 0.0)
+        value = block.of_keys(task.value, keys)
         out.mul_(rescale)
-        out.add_(p @ block.of_keys(task.value, keys))
+        out.add_(p @ value)
         row_max = new_max
-        del p, drops
+        del p, drops, value
     # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits
     # left.
-    lse = row_sum.log().add_(row_max)
+    lse = row_sum.log()
+    lse.add_(row_max)
     lse = torch.where(row_max == torch.inf, row_max, lse)
     row_sum.masked_fill_(row_sum == 0.0, 1.0)
     out.div_(row_sum)
@@ -90,12 +95,14 @@ def _backward_block(block: QueryBlock, grads: Gradients) -> None:
         p, ds, derivative, drops = rows.pairs(key, keys, derivative=True)
         if drops is not None:
             p.masked_fill_(drops, 0.0)
-        grads.grad_value[tile_keys].add_(p.mT @ rows.grad_out, alpha=rescale)
+        grad_value = grads.grad_value[tile_keys]
+        grad_value.add_(p.mT @ rows.grad_out, alpha=rescale)
         del p, drops
         if derivative is not None:
             ds.mul_(derivative)
         grad_query.add_(ds @ key)
-        grads.grad_key[tile_keys].add_(ds.mT @ block.query, alpha=task.scale)
+        grad_key = grads.grad_key[tile_keys]
+        grad_key.add_(ds.mT @ block.query, alpha=task.scale)
         del derivative, ds
     target = block.of_rows(grads.grad_query)
     target.add_(grad_query.view(target.shape), alpha=task.scale)
@@ -155,25 +162,26 @@ class TiledKernel(Kernel):
         by_query = shape.head_dim + 4 * shape.value_dim + 8
         computing = sizes.nbytes(NumbersPer(by_query, shape.width, pair=1))
         merging = sizes.rows * by_query * sizes.itemsize + MERGE_WORKSPACE_BYTES
-        results = 0
+        n_bytes = max(computing, merging) + SLACK_BYTES
         if extent.direct:
             # In the dtype computed in, and in another that may be asked for.
-            row_bytes = (shape.value_dim + 1) * sizes.itemsize + shape.value_dim * 8
-            results = extent.rows * row_bytes
-        return max(computing, merging) + results + SLACK_BYTES
+            computed_bytes = (shape.value_dim + 1) * sizes.itemsize
+            cast_bytes = shape.value_dim * 8
+            n_bytes += extent.rows * (computed_bytes + cast_bytes)
+        return n_bytes
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``backward`` allocates at any one time."""
         sizes = TileSizes(shape, extent, self.scores)
         widths = shape.head_dim + shape.value_dim
         by_pair = 3 if shape.dropout else 2
-        computing = sizes.nbytes(NumbersPer(4 * widths + 8, 2 * widths, by_pair))
-        results = 0
+        numbers = NumbersPer(4 * widths + 8, 2 * widths, by_pair)
+        n_bytes = sizes.nbytes(numbers) + SLACK_BYTES
         if extent.direct:
             # In the dtype computed in, and in another that may be asked for.
-            numbers = extent.rows * shape.head_dim + extent.key_rows * widths
-            results = numbers * (sizes.itemsize + 8)
-        return computing + results + SLACK_BYTES
+            n_results = extent.rows * shape.head_dim + extent.key_rows * widths
+            n_bytes += n_results * (sizes.itemsize + 8)
+        return n_bytes
 
 
 class DenseKernel(TiledKernel):
@@ -197,9 +205,8 @@ class DenseKernel(TiledKernel):
         any."""
         n_queries = task.query.shape[2]
         n_keys = task.key.shape[2]
-        mask = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(
-            task.query.device
-        )
+        cqs_mask = torch.from_numpy(task.task.mask())
+        mask = cqs_mask[:n_queries, :n_keys].to(task.query.device)
         if task.is_causal:
             # The tokens of a task are in ascending order, so local positions order them
             # as global ones.
@@ -207,25 +214,22 @@ class DenseKernel(TiledKernel):
         transform = replace(
             WHOLE_ROWS, keeps=lambda block, keys: mask[block.rows, keys]
         )
-        if not task.rectangles:
-            return task, transform
-        return replace(
-            task, rectangles=(Rectangle(0, n_queries, 0, n_keys),)
-        ), transform
+        if task.rectangles:
+            all_pairs = Rectangle(0, n_queries, 0, n_keys)
+            task = replace(task, rectangles=(all_pairs,))
+        return task, transform
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``forward`` allocates at any one time;
         quadratic in tokens."""
-        return _mask_bytes(extent) + super().forward_workspace_bytes(
-            shape, _all_pairs(extent)
-        )
+        n_bytes = super().forward_workspace_bytes(shape, _all_pairs(extent))
+        return n_bytes + _mask_bytes(extent)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``backward`` allocates at any one time;
         quadratic in tokens."""
-        return _mask_bytes(extent) + super().backward_workspace_bytes(
-            shape, _all_pairs(extent)
-        )
+        n_bytes = super().backward_workspace_bytes(shape, _all_pairs(extent))
+        return n_bytes + _mask_bytes(extent)
 
 
 def _all_pairs(extent: Extent) -> Extent:

@@ -82,11 +82,17 @@ def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
     batch, heads = tensor.shape[:2]
     largest = torch.zeros((batch, heads), dtype=torch.float32, device=tensor.device)
     for block in _blocks(tensor):
-        norms = torch.linalg.vector_norm(tensor[block], dim=-1, dtype=torch.float32)
+        norms = torch.linalg.vector_norm(
+            tensor[block],
+            dim=-1,
+            dtype=torch.float32,
+        )
         norms.nan_to_num_(0.0, posinf=0.0)
+        largest_of_block = norms.amax(-1)
         largest_of_heads = largest[block[:2]]  # a view
-        torch.maximum(largest_of_heads, norms.amax(-1), out=largest_of_heads)
-    by_key_head = largest.view(batch, key_heads, heads // key_heads)
+        torch.maximum(largest_of_heads, largest_of_block, out=largest_of_heads)
+    group = heads // key_heads
+    by_key_head = largest.view(batch, key_heads, group)
     return by_key_head.amax(2)
 
 
@@ -102,9 +108,12 @@ def divisor_exponents(
     factor = (2 * value_norm).clamp_min(2.0)
     bound = grad_norm * factor
     is_usable = (bound > 0) & (bound < math.inf)
-    log2_bound = torch.where(is_usable, bound, 1.0).log2().ceil()
-    exponents = (log2_bound + (shift - LOG2_LARGEST)).clamp(-60, 60)
-    return exponents.masked_fill(~is_usable, 0.0).int()
+    usable_bound = torch.where(is_usable, bound, 1.0)
+    log2_bound = usable_bound.log2().ceil()
+    exponents = log2_bound + (shift - LOG2_LARGEST)
+    exponents = exponents.clamp(-60, 60)
+    exponents = exponents.masked_fill(~is_usable, 0.0)
+    return exponents.int()
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:

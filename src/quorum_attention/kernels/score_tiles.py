@@ -137,10 +137,14 @@ class QueryBlock:
         self.heads = slice(key_heads.start * group, key_heads.stop * group)
         self.most_keys = transform.most_keys(rectangle.n_keys, limits)
         query = self.of_rows(task.query)  # (b, h, rows, d)
-        query = query.to(like.device).to(like.dtype)
-        n_entries, _, _, head_dim = query.shape
-        n_key_heads = key_heads.stop - key_heads.start
-        self.query = query.reshape(n_entries, n_key_heads, -1, head_dim)
+        query = query.to(like.device)
+        query = query.to(like.dtype)
+        self.query = query.reshape(
+            query.shape[0],
+            key_heads.stop - key_heads.start,
+            -1,
+            query.shape[-1],
+        )
 
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the block's part of (b, hq, nq, ...), a view."""
@@ -149,15 +153,19 @@ class QueryBlock:
     def grouped(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the block's part of (b, hq, nq, d) as (b, hk, g * rows, d), like
         ``query``."""
-        rows = self._like_query(self.of_rows(tensor))
-        return rows.reshape(*self.query.shape[:3], tensor.shape[-1])
+        rows = self.of_rows(tensor)
+        rows = self._like_query(rows)
+        grouped_rows = self.query.shape[:3]
+        return rows.reshape(*grouped_rows, tensor.shape[-1])
 
     def of_keys(self, tensor: torch.Tensor, keys: slice) -> torch.Tensor:
         """Return the block's part of (b, hk, nk, d), like ``query``."""
-        return self._like_query(tensor[self.entries, self.key_heads, keys])
+        part = tensor[self.entries, self.key_heads, keys]
+        return self._like_query(part)
 
     def _like_query(self, part: torch.Tensor) -> torch.Tensor:
-        return part.to(self.query.device).to(self.query.dtype)
+        part = part.to(self.query.device)
+        return part.to(self.query.dtype)
 
     def by_head(self, scores: torch.Tensor) -> torch.Tensor:
         """Return (b, hk, g * rows, keys) as (b, h, rows, keys), a view."""
@@ -175,7 +183,10 @@ class QueryBlock:
         call; on the device that computes, though the task's tensors may be
         elsewhere."""
         return self.task.indices(
-            self._pairs_with(keys), self.entries, self.heads, self.query.device
+            self._pairs_with(keys),
+            self.entries,
+            self.heads,
+            self.query.device,
         )
 
     def _pairs_with(self, keys: slice) -> Rectangle:
@@ -189,10 +200,11 @@ class QueryBlock:
     def tiles(self) -> Iterator[slice]:
         """Yield its keys, by tiles: those that none of its queries sees are left
         out."""
+        start = self.rectangle.key_start
         stop = self.rectangle.key_stop
         if self.rectangle.causal:
             stop = min(stop, self.rows.stop)
-        yield from runs(slice(self.rectangle.key_start, stop), self.most_keys)
+        yield from runs(slice(start, stop), self.most_keys)
 
     def scores(
         self, key: torch.Tensor, keys: slice, *, derivative: bool
@@ -208,7 +220,8 @@ class QueryBlock:
             Scores (b, hk, g * rows, keys), -inf where a pair is not kept. The
             derivative, of the same shape, or None where it is 1 or not asked for.
         """
-        scores = (self.query @ key.mT).mul_(self.task.scale)
+        scores = self.query @ key.mT
+        scores.mul_(self.task.scale)
         by_head = self.by_head(scores)
         slope = None
         if self.transform.function is not None:
@@ -235,16 +248,22 @@ class QueryBlock:
         """Write -inf to a tile (b, h, rows, keys) where pairs are not kept, in
         place."""
         if self.rectangle.causal and keys.stop - 1 > self.rows.start:
-            # The rectangle is a square on the diagonal of local positions.
-            rows = torch.arange(self.rows.start, self.rows.stop, device=scores.device)
-            columns = torch.arange(keys.start, keys.stop, device=scores.device)
-            is_after = columns > rows.unsqueeze(-1)
-            scores.masked_fill_(is_after, -torch.inf)
+            self._mask_later_keys_(scores, keys)
         if self.transform.keeps is None:
             return
         is_kept = self.transform.keeps(self, keys)
         if is_kept is not None:
             scores.masked_fill_(~is_kept, -torch.inf)
+
+    def _mask_later_keys_(self, scores: torch.Tensor, keys: slice) -> None:
+        """Write -inf to a tile (b, h, rows, keys) of a causal rectangle, which is a
+        square on the diagonal of local positions, where keys come after the query."""
+        rows = self.rows
+        device = scores.device
+        queries = torch.arange(rows.start, rows.stop, device=device)
+        columns = torch.arange(keys.start, keys.stop, device=device)
+        is_after = columns > queries.unsqueeze(-1)  # (rows, keys)
+        scores.masked_fill_(is_after, -torch.inf)
 
     def dropped(self, like: torch.Tensor, keys: slice) -> torch.Tensor | None:
         """Return which pairs of a tile are dropped, in the shape of ``like`` (b, hk, g
@@ -252,16 +271,13 @@ class QueryBlock:
         task = self.task
         if task.dropout is None:
             return None
-        batch, heads, _, _ = self.by_head(like).shape
-        dropout = task.dropout.at(self.heads.start, self.entries.start)
-        queries = positions(
-            task.task,
-            self.rows.start,
-            self.rows.stop,
-            like.device,
+        is_dropped = dropped(
+            task.dropout.at(self.heads.start, self.entries.start),
+            like.shape[0],
+            self.heads.stop - self.heads.start,
+            positions(task.task, self.rows.start, self.rows.stop, like.device),
+            task.task.segments(keys.start, keys.stop),
         )
-        runs_of_keys = task.task.segments(keys.start, keys.stop)
-        is_dropped = dropped(dropout, batch, heads, queries, runs_of_keys)
         return is_dropped.view(like.shape)
 
 
@@ -284,9 +300,11 @@ class BackwardRows:
     def __init__(self, block: QueryBlock, saved: Gradients | Saved) -> None:
         self.block = block
         self.grad_out = block.grouped(saved.grad_out)
-        products = self.grad_out * block.grouped(saved.out)
+        out = block.grouped(saved.out)
+        products = self.grad_out * out
         self.delta = products.sum(dim=-1, keepdim=True)
-        lse = block.grouped(saved.lse.unsqueeze(-1))
+        lse = saved.lse.unsqueeze(-1)
+        lse = block.grouped(lse)
         # In a row without keys exp(-inf - 0) is 0, where -inf - -inf would be NaN.
         self.lse = lse.masked_fill(lse == -torch.inf, 0.0)
 
@@ -308,13 +326,20 @@ class BackwardRows:
         block = self.block
         dropout = block.task.dropout
         p, slope = block.scores(key, keys, derivative=derivative)
-        p.sub_(self.lse).exp_()
+        p.sub_(self.lse)
+        p.exp_()
         drops = block.dropped(p, keys)
-        ds = self.grad_out @ block.of_keys(block.task.value, keys).mT
+        value = block.of_keys(block.task.value, keys)
+        ds = self.grad_out @ value.mT
+        del value
         if dropout is not None and drops is not None:
-            ds.mul_(dropout.rescale).masked_fill_(drops, 0.0)
-        delta = self.delta_of(p, ds) if block.transform.whole_rows else self.delta
-        ds.sub_(delta).mul_(p)
+            ds.mul_(dropout.rescale)
+            ds.masked_fill_(drops, 0.0)
+        delta = self.delta
+        if block.transform.whole_rows:
+            delta = self.delta_of(p, ds)
+        ds.sub_(delta)
+        ds.mul_(p)
         return p, ds, slope, drops
 
     def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
@@ -330,8 +355,10 @@ class BackwardRows:
         itemsize = self.block.task.query.dtype.itemsize
         share, offset = _ROUNDING[itemsize]
         rounding = self.lse.abs() * share
-        rounding.add_(offset).clamp_(max=0.01)
-        has_other_keys = total.log().abs_() > rounding
+        rounding.add_(offset)
+        rounding.clamp_(max=0.01)
+        log_total = total.log()
+        has_other_keys = log_total.abs_() > rounding
         divisor = total.masked_fill_(has_other_keys, 1.0)
         p.div_(divisor)
         if not self.block.transform.exact_delta:
@@ -353,12 +380,12 @@ def query_blocks(
     batch, key_heads = task.key.shape[:2]
     group = task.query.shape[1] // key_heads
     limits = transform.limits(task.query.device.type)
-    for r in task.rectangles:
-        keys = transform.most_keys(r.n_keys, limits)
+    for rectangle in task.rectangles:
+        keys = transform.most_keys(rectangle.n_keys, limits)
         queries_by_pairs = limits.pairs // (group * keys)
         queries_by_rows = limits.rows // group
         queries = max(1, min(queries_by_pairs, queries_by_rows))
-        rows = group * min(r.n_queries, queries)
+        rows = group * min(rectangle.n_queries, queries)
         # A lane is a key head of a batch entry.
         lanes_by_pairs = limits.pairs // (rows * keys)
         lanes_by_rows = limits.rows // max(rows, keys)
@@ -367,11 +394,13 @@ def query_blocks(
         entries = 1
         if heads == key_heads:
             entries = max(1, lanes // heads)
-        runs_of_entries = runs(slice(0, batch), entries)
-        runs_of_heads = runs(slice(0, key_heads), heads)
-        runs_of_queries = runs(slice(r.query_start, r.query_stop), queries)
-        for at in product(runs_of_entries, runs_of_heads, runs_of_queries):
-            yield QueryBlock(task, r, transform, at, like)
+        blocks = product(
+            runs(slice(0, batch), entries),
+            runs(slice(0, key_heads), heads),
+            runs(slice(rectangle.query_start, rectangle.query_stop), queries),
+        )
+        for at in blocks:
+            yield QueryBlock(task, rectangle, transform, at, like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,9 +471,5 @@ class TileSizes:
     def _dropped_bytes(self) -> int:
         if not self._shape.dropout:
             return 0
-        return dropped_bytes(
-            1,
-            1,
-            self.rows,
-            ceil_div(self.pairs, self.rows),
-        )
+        pairs_of_row = ceil_div(self.pairs, self.rows)
+        return dropped_bytes(1, 1, self.rows, pairs_of_row)

@@ -59,11 +59,11 @@ def sinks_gradient(
     outs = out.reshape(batch, heads, rows, width)
     grad_outs = grad_out.reshape(batch, heads, rows, width)
     lses = lse.reshape(batch, heads, rows)
-    logits = sinks.detach().to(device=device, dtype=dtype)
-    logits = logits[:, None]  # (h, 1)
-    grad_sinks = torch.zeros(
-        heads, dtype=torch.promote_types(dtype, torch.float64), device=device
-    )
+    logits = sinks.detach()
+    logits = logits.to(device=device, dtype=dtype)
+    logits = logits.unsqueeze(1)  # (h, 1)
+    sum_dtype = torch.promote_types(dtype, torch.float64)
+    grad_sinks = torch.zeros(heads, dtype=sum_dtype, device=device)
     row_bytes = 3 * max(1, width) * lse.element_size()
     for block in row_blocks(batch, heads, rows, row_bytes):
         upstream = grad_outs[block].to(device=device, dtype=dtype)
@@ -77,6 +77,7 @@ def sinks_gradient(
         log_share = logit - lses[block].to(device)
         # Without a sink, and without keys, the difference would be NaN.
         log_share.masked_fill_(logit == -torch.inf, -torch.inf)
-        parts = log_share.exp_() * delta
-        grad_sinks[block_heads] -= parts.sum(dim=(0, 2), dtype=grad_sinks.dtype)
+        shares = log_share.exp_()
+        parts = shares * delta
+        grad_sinks[block_heads] -= parts.sum(dim=(0, 2), dtype=sum_dtype)
     return grad_sinks.to(device=sinks.device, dtype=sinks.dtype)
