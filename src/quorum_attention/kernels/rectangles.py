@@ -170,7 +170,10 @@ class RectangleKernel(CallsKernel):
         if call.bias is None:
             return
         dead = dead_rows(
-            four_dims(call.bias), call.query.shape[2], call.is_causal, self.lowest_score
+            four_dims(call.bias),
+            call.query.shape[2],
+            call.is_causal,
+            self.lowest_score,
         )
         # Most masks leave no such row. On a GPU, asking would make the host wait.
         if dead.is_cuda or bool(dead.any()):
@@ -216,12 +219,17 @@ class RectangleKernel(CallsKernel):
     ) -> Iterator[Iterator[TaskCall]]:
         """See ``CallsKernel``."""
         for batch in self._operator_calls(task, backward=backward):
-            parts = self._backward_runs(task, batch) if backward else iter((batch,))
-            yield (
-                call
-                for part in parts
-                for call in self._calls_by_heads(task, part, backward)
-            )
+            yield self._calls_of_batch(task, batch, backward)
+
+    def _calls_of_batch(
+        self, task: TaskTensors, batch: Batch, backward: bool
+    ) -> Iterator[TaskCall]:
+        """Yield the calls of one batch of rectangles."""
+        if not backward:
+            yield from self._calls_by_heads(task, batch, backward)
+            return
+        for run in self._backward_runs(task, batch):
+            yield from self._calls_by_heads(task, run, backward)
 
     def _operator_calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """Yield the operator calls of a task, by its rectangles."""
@@ -236,8 +244,9 @@ class RectangleKernel(CallsKernel):
         for r in rectangles:
             if r.causal:
                 pieces.append(r)
-            else:
-                pieces.extend(cut([r], *self.preferred_sizes(task, r, backward)))
+                continue
+            n_queries, n_keys = self.preferred_sizes(task, r, backward)
+            pieces.extend(cut([r], n_queries, n_keys))
         for batch in batches(tuple(pieces)):
             yield from self._within_workspace(batch, task)
 
@@ -261,8 +270,9 @@ class RectangleKernel(CallsKernel):
         if task.max_queries and task.query.shape[0] == 1:
             rows = round_up(batch.first.n_queries, self.row_unit)
             columns = round_up(batch.first.n_keys, self.row_unit)
-            fitting = min(task.max_queries // rows, task.max_keys // columns)
-            limit = max(1, fitting)
+            fit_by_rows = task.max_queries // rows
+            fit_by_columns = task.max_keys // columns
+            limit = max(1, min(fit_by_rows, fit_by_columns))
         for start in range(0, batch.count, limit):
             count = min(limit, batch.count - start)
             yield replace(batch, first=batch.rectangle(start), count=count)
@@ -271,9 +281,8 @@ class RectangleKernel(CallsKernel):
         """Yield ``batch`` as a backward runs it: in equal runs of rows, by
         ``backward_parts``."""
         r = batch.first
-        n_runs = self.backward_parts(
-            task.query.shape[1] if self.grouped else task.key.shape[1]
-        )
+        heads_of = task.query if self.grouped else task.key
+        n_runs = self.backward_parts(heads_of.shape[1])
         n_rows = r.n_queries // n_runs
         if n_runs == 1 or n_rows == 0 or not self._can_be_cut_into_runs(task, batch):
             yield batch
@@ -283,20 +292,11 @@ class RectangleKernel(CallsKernel):
             for below in _left_of_diagonal(r, n_runs):
                 yield from self._backward_runs(task, Batch(below))
             return
-        stop = r.query_start + n_runs * n_rows
-        first = Rectangle(
-            r.query_start, r.query_start + n_rows, r.key_start, r.key_stop
-        )
+        first = replace(r, query_stop=r.query_start + n_rows)
         yield Batch(first, count=n_runs, query_step=n_rows)
+        stop = r.query_start + n_runs * n_rows
         if stop < r.query_stop:
-            yield Batch(
-                Rectangle(
-                    stop,
-                    r.query_stop,
-                    r.key_start,
-                    r.key_stop,
-                )
-            )
+            yield Batch(replace(r, query_start=stop))
 
     def _can_be_cut_into_runs(self, task: TaskTensors, batch: Batch) -> bool:
         """Whether runs of rows can be further batch entries. Batch entries leave no
@@ -314,7 +314,8 @@ class RectangleKernel(CallsKernel):
         key = self._reordered(key_rows(task.key, batch))
         value = self._reordered(key_rows(task.value, batch))
         # Runs of rows with the same keys each return a part of these keys' gradients.
-        keys = partial(key_rows, batch=batch if batch.key_step else Batch(batch.first))
+        batch_of_keys = batch if batch.key_step else Batch(batch.first)
+        keys = partial(key_rows, batch=batch_of_keys)
         for heads in self._call_heads(task, batch, backward):
             rows = partial(query_rows, batch=batch, heads=heads)
             call = Call(
@@ -326,7 +327,10 @@ class RectangleKernel(CallsKernel):
                 bias if bias is None or bias.shape[1] == 1 else bias[:, heads],
             )
             yield TaskCall(
-                rows, keys, partial(self._forward, call), partial(self._backward, call)
+                rows,
+                keys,
+                partial(self._forward, call),
+                partial(self._backward, call),
             )
             del call
 
@@ -337,8 +341,10 @@ class RectangleKernel(CallsKernel):
         those are too many for one call."""
         if not self.grouped:
             return self._heads(task.query, task.key)
-        sizes = _call_sizes(query_rows(task.query, batch), key_rows(task.value, batch))
-        n_calls = self.call_limits(backward=backward).group_parts(sizes)
+        query = query_rows(task.query, batch)
+        value = key_rows(task.value, batch)
+        limits = self.call_limits(backward=backward)
+        n_calls = limits.group_parts(_call_sizes(query, value))
         return [slice(first, None, n_calls) for first in range(n_calls)]
 
     def _forward(self, call: Call) -> OutLse:
@@ -368,11 +374,12 @@ def _diagonal_runs(r: Rectangle, n_runs: int) -> Iterator[Batch]:
     """Yield equal squares along the diagonal of a causal rectangle, and the rest of
     it."""
     side = r.n_queries // n_runs
-    query_stop = r.query_start + side
-    key_stop = r.key_start + side
-    squares = Batch(
-        replace(r, query_stop=query_stop, key_stop=key_stop), n_runs, side, side
+    first = replace(
+        r,
+        query_stop=r.query_start + side,
+        key_stop=r.key_start + side,
     )
+    squares = Batch(first, n_runs, query_step=side, key_step=side)
     yield squares
     after = squares.rectangle(n_runs)
     if after.query_start < r.query_stop:
@@ -387,11 +394,9 @@ def _left_of_diagonal(r: Rectangle, n_runs: int) -> Iterator[Rectangle]:
         covered = run * side
         stop = covered + side if run < n_runs else r.n_queries
         if covered < stop:
-            first_query = r.query_start + covered
-            stop_query = r.query_start + stop
             yield Rectangle(
-                first_query,
-                stop_query,
+                r.query_start + covered,
+                r.query_start + stop,
                 r.key_start,
                 r.key_start + covered,
             )
@@ -421,14 +426,13 @@ def _parts_within(limits: CallLimits, call: Call) -> tuple[CallPart, ...]:
 def _call_sizes(query: torch.Tensor, value: torch.Tensor) -> CallSizes:
     entries, heads, n_queries, head_dim = query.shape
     _, key_heads, n_keys, value_dim = value.shape
-    width = max(head_dim, value_dim)
     return CallSizes(
         entries,
         key_heads,
-        heads // key_heads,
-        n_queries,
-        n_keys,
-        width,
+        group=heads // key_heads,
+        queries=n_queries,
+        keys=n_keys,
+        width=max(head_dim, value_dim),
     )
 
 
@@ -440,5 +444,7 @@ def _part_of_call(call: Call, part: CallPart) -> Call:
         bias = bias if bias.shape[0] == 1 else bias[entries]
         bias = bias if bias.shape[1] == 1 else bias[:, heads]
     return call.mapped(
-        itemgetter(part.query_rows), itemgetter(part.key_rows), bias=bias
+        itemgetter(part.query_rows),
+        itemgetter(part.key_rows),
+        bias=bias,
     )

@@ -18,22 +18,24 @@ def offsets_from_last(by_query: Ids, by_key: Ids) -> Ids:
     Args:
         by_query, by_key: (n_queries,) and (n_keys,), the ids of documents.
     """
-    query_order, key_order = (
-        np.argsort(ids, kind="stable") for ids in (by_query, by_key)
-    )
-    sorted_queries, sorted_keys = by_query[query_order], by_key[key_order]
+    query_order = np.argsort(by_query, kind="stable")
+    key_order = np.argsort(by_key, kind="stable")
+    sorted_queries = by_query[query_order]
+    sorted_keys = by_key[key_order]
     # How many queries of the document follow.
-    stops = np.searchsorted(sorted_queries, sorted_queries, side="right")
-    following = stops - 1 - np.arange(len(by_query))
-    # Among the sorted keys: the first of the document, and the one with as many that
-    # follow.
+    query_stops = np.searchsorted(sorted_queries, sorted_queries, side="right")
+    following = query_stops - 1 - np.arange(len(by_query))
+    # Among the sorted keys: those of the document, and the one with as many that
+    # follow, which may be before the first.
     first = np.searchsorted(sorted_keys, sorted_queries, side="left")
-    partner = np.searchsorted(sorted_keys, sorted_queries, side="right") - 1 - following
-    has_keys = first < partner + 1 + following
+    stop = np.searchsorted(sorted_keys, sorted_queries, side="right")
+    has_keys = first < stop
     if not has_keys.any():
         return np.zeros_like(by_query)
+    partner = stop - 1 - following
     missing = np.maximum(first - partner, 0)[has_keys]
-    places = key_order[np.maximum(partner, first)[has_keys]] - missing
+    nearest = np.maximum(partner, first)[has_keys]
+    places = key_order[nearest] - missing
     queries = query_order[has_keys]
     # Queries without keys keep nothing, wherever they stand.
     offsets = np.full_like(by_query, places[0] - queries[0])

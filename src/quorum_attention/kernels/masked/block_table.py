@@ -54,12 +54,13 @@ def classify(
             count from.
         rectangles: disjoint; the geometry has their causal rule.
     """
-    tokens = np.concatenate([np.arange(first, last) for first, last, _ in task.runs])
+    runs = [np.arange(start, stop) for start, stop, _ in task.runs]
+    tokens = np.concatenate(runs)
     queries = tokens[region.query_start :]
     keys = tokens[region.key_start :]
-    rules = tuple(rule for rule in geometry.rules if not isinstance(rule, FunctionRule))
+    rules = [rule for rule in geometry.rules if not isinstance(rule, FunctionRule)]
     is_opaque = len(rules) < len(geometry.rules)
-    geometry = replace(geometry, rules=rules)
+    geometry = replace(geometry, rules=tuple(rules))
     is_evaluated = is_opaque or bool(geometry.functions)
     by_code: dict[int, list[Nodes]] = {FULL: [], PARTIAL: [], UNKNOWN: []}
     nodes = _nodes_of(rectangles)
@@ -69,24 +70,27 @@ def classify(
             break
         codes = _verdicts(geometry, nodes, queries, keys)
         is_single = _is_single(nodes)
+        is_partial = codes == PARTIAL
+        is_cut = is_partial & ~is_single
         if is_evaluated:
-            is_unknown = is_single & (codes == PARTIAL)
-            if is_opaque:
-                is_unknown |= codes == FULL
-            codes[is_unknown] = UNKNOWN
-        is_cut = ~is_single & (codes == PARTIAL)
+            codes[is_partial & is_single] = UNKNOWN
+        if is_opaque:
+            codes[codes == FULL] = UNKNOWN
         for code, parts in by_code.items():
-            parts.append(nodes[(codes == code) & ~is_cut])
+            has_code = (codes == code) & ~is_cut
+            parts.append(nodes[has_code])
         nodes = quarters(nodes[is_cut])
     return {code: joined(parts) for code, parts in by_code.items()}
 
 
 def _nodes_of(rectangles: Sequence[Rectangle]) -> Nodes:
     """Rectangles as nodes of the first lane."""
+    lane = 0
     rows = [
-        (0, r.query_start, r.query_stop, r.key_start, r.key_stop) for r in rectangles
+        (lane, r.query_start, r.query_stop, r.key_start, r.key_stop) for r in rectangles
     ]
-    return without_empty(np.array(rows, np.int64).reshape(-1, 5))
+    nodes = np.array(rows, np.int64)
+    return without_empty(nodes.reshape(-1, 5))
 
 
 def _is_single(nodes: Nodes) -> NDArray[np.bool_]:
@@ -100,14 +104,17 @@ def _verdicts(geometry: Geometry, nodes: Nodes, queries: Ints, keys: Ints) -> Co
     """The verdict on each node. Between its first and its last position there may be
     tokens of others."""
     at = NodeColumns.of_nodes(nodes)
-    query_starts = queries[at.query_start].tolist()
-    query_stops = (queries[at.query_stop - 1] + 1).tolist()
-    key_starts = keys[at.key_start].tolist()
-    key_stops = (keys[at.key_stop - 1] + 1).tolist()
-    bounds = zip(query_starts, query_stops, key_starts, key_stops, strict=True)
-    return np.array(
-        [geometry.verdict(Ranges.from_bounds(*block)) for block in bounds], np.int8
+    bounds = (
+        queries[at.query_start],
+        queries[at.query_stop - 1] + 1,
+        keys[at.key_start],
+        keys[at.key_stop - 1] + 1,
     )
+    verdicts = []
+    for block_bounds in np.stack(bounds, axis=1).tolist():
+        block = Ranges.from_bounds(*block_bounds)
+        verdicts.append(geometry.verdict(block))
+    return np.array(verdicts, np.int8)
 
 
 @no_torch_modes()
@@ -135,12 +142,14 @@ def listed_blocks(
     evaluator = BlockEvaluator(geometry, task, region)
     at = NodeColumns.of_nodes(unknown)
     blocks = np.stack([at.query_start // BLOCK, at.key_start // BLOCK])
-    codes = evaluator.codes(blocks, nbytes).reshape(len(unknown), -1)
+    codes = evaluator.codes(blocks, nbytes)
+    codes = codes.reshape(len(unknown), -1)  # (blocks, lanes)
     lanes = evaluator.lanes
     if not by_lane:
-        is_same = (codes == codes[:, :1]).all(axis=1)
-        codes = np.where(is_same, codes[:, 0], PARTIAL)[:, None]
-        lanes = 1, 1
+        first_code = codes[:, :1]
+        is_same = (codes == first_code).all(axis=1, keepdims=True)
+        codes = np.where(is_same, first_code, PARTIAL)
+        lanes = (1, 1)
     full = joined([by_code[FULL], _with_code(unknown, codes, FULL)])
     partial = joined([by_code[PARTIAL], _with_code(unknown, codes, PARTIAL)])
     return full, partial, lanes
@@ -168,7 +177,9 @@ def whole_region(task: TaskTensors) -> Rectangle:
 
 def sides(region: Rectangle) -> tuple[tuple[int, int], tuple[int, int]]:
     """The bounds of its queries and of its keys."""
-    return (region.query_start, region.query_stop), (region.key_start, region.key_stop)
+    queries = (region.query_start, region.query_stop)
+    keys = (region.key_start, region.key_stop)
+    return queries, keys
 
 
 def blocks_key(
@@ -178,6 +189,11 @@ def blocks_key(
     seen."""
     device = task.query.device
     differs_by_entry, differs_by_head = geometry.depends(device)
-    entries = task.entries if differs_by_entry else ()
-    heads = (task.first_head, task.query.shape[1]) if differs_by_head else ()
-    return task.task, rectangles, device.type, geometry.seen, entries, heads
+    return (
+        task.task,
+        rectangles,
+        device.type,
+        geometry.seen,
+        task.entries if differs_by_entry else (),
+        (task.first_head, task.query.shape[1]) if differs_by_head else (),
+    )

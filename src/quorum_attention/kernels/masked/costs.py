@@ -9,17 +9,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.token_rules import Ids
 
 # Pairs of one head that take as long as a kernel call takes the host: of a call of
 # blocks, whose results are merged, and of a packed one.
-_BLOCK_CALL, _PACKED_CALL = 1 << 16, 1 << 14
+_BLOCK_CALL = 1 << 16
+_PACKED_CALL = 1 << 14
 # The same on a GPU (an H200's): 2**26 pairs take about a third of a millisecond in both
 # passes. For blocks and packed calls the host makes tables of tokens, and copies them
 # to the device.
-_DEVICE_BLOCK_CALL, _DEVICE_PACKED_CALL = 1 << 27, 1 << 29
+_DEVICE_BLOCK_CALL = 1 << 27
+_DEVICE_PACKED_CALL = 1 << 29
 _DEVICE_BIAS_CALL = 1 << 26
 # Pairs of one head that take as long as a row's copies.
 _PAIRS_OF_A_ROW = 16
@@ -49,29 +52,46 @@ def blocks_of(by_query: Ids, by_key: Ids, shape: CallShape) -> BlockCounts:
         by_query, by_key: ids, (1 or batch, n); of keys ``NO_KEY`` in those that no
             query keeps.
     """
-    query_runs, key_runs = _count_runs(by_query), _count_runs(by_key)
+    query_runs = _count_runs(by_query)
+    key_runs = _count_runs(by_key)
     names = _count_names(by_query)
-    n_entries = max(len(by_query), len(by_key))
-    # Entries are computed together with the one before if their ids are the same.
-    begins = np.zeros(n_entries, np.bool_)
-    begins[0] = True
-    for ids in (by_query, by_key):
-        if len(ids) > 1:
-            begins[1:] |= (ids[1:] != ids[:-1]).any(axis=1)
+    many_runs = _MANY_RUNS * names
     # Runs that meet many others are no blocks, but tested pair by pair.
-    is_tested = query_runs * key_runs > _MANY_RUNS * names * (query_runs + key_runs)
+    n_meetings = query_runs * key_runs
+    is_tested = n_meetings > many_runs * (query_runs + key_runs)
     n_blocks = np.maximum(query_runs, key_runs)
     if shape.device_type != "cpu":
         # There one launch takes all blocks, but short ones are as slow as tests.
-        is_tested |= n_blocks > _MANY_RUNS * names
+        is_tested |= n_blocks > many_runs
         n_blocks = np.ones_like(n_blocks)
-    area = shape.n_queries * shape.n_keys
     calls = np.where(is_tested, _CALLS_OF_A_TEST, n_blocks)
-    merged = shape.n_queries * np.maximum(1, key_runs // names) * _PAIRS_OF_A_ROW
+    area = shape.n_queries * shape.n_keys
+    merges_of_row = np.maximum(1, key_runs // names)
+    merged = shape.n_queries * merges_of_row * _PAIRS_OF_A_ROW
     pairs = np.where(is_tested, area, area // names + merged)
-    n_calls = int(np.broadcast_to(calls, n_entries)[begins].sum())
-    n_pairs = int(np.broadcast_to(pairs, n_entries).sum()) * (shape.batch // n_entries)
-    return BlockCounts(n_calls, n_pairs)
+
+    begins_calls = _differs_from_before(by_query, by_key)
+    n_entries = len(begins_calls)
+    calls_by_entry = np.broadcast_to(calls, n_entries)
+    pairs_by_entry = np.broadcast_to(pairs, n_entries)
+    n_repeats = shape.batch // n_entries
+    return BlockCounts(
+        n_calls=int(calls_by_entry[begins_calls].sum()),
+        pairs=int(pairs_by_entry.sum()) * n_repeats,
+    )
+
+
+def _differs_from_before(by_query: Ids, by_key: Ids) -> NDArray[np.bool_]:
+    """Which entries have other ids than the entry before, (batch or 1,). Those of equal
+    ids are computed together."""
+    n_entries = max(len(by_query), len(by_key))
+    differs = np.zeros(n_entries, np.bool_)
+    differs[0] = True
+    for ids in (by_query, by_key):
+        if len(ids) > 1:
+            is_changed = ids[1:] != ids[:-1]
+            differs[1:] |= is_changed.any(axis=1)
+    return differs
 
 
 def cost_of_blocks(blocks: BlockCounts, shape: CallShape) -> int:
@@ -83,8 +103,9 @@ def cost_of_blocks(blocks: BlockCounts, shape: CallShape) -> int:
 def cost_of_packed_calls(n_calls: int, pairs: int, shape: CallShape) -> int:
     """The cost of packed calls that compute so many pairs of one head."""
     call = _PACKED_CALL if shape.device_type == "cpu" else _DEVICE_PACKED_CALL
-    rows = shape.batch * (shape.n_queries + shape.n_keys) * _PAIRS_OF_A_ROW
-    return n_calls * call + (pairs + rows) * shape.heads
+    n_rows = shape.batch * (shape.n_queries + shape.n_keys)
+    pairs_of_a_head = pairs + n_rows * _PAIRS_OF_A_ROW
+    return n_calls * call + pairs_of_a_head * shape.heads
 
 
 def cost_of_bias(n_calls: int, n_pairs: int) -> int:
@@ -94,7 +115,8 @@ def cost_of_bias(n_calls: int, n_pairs: int) -> int:
 
 def _count_runs(ids: Ids) -> Ids:
     """Runs of equal numbers in each row, (rows,)."""
-    counts: Ids = (ids[:, 1:] != ids[:, :-1]).sum(axis=1) + 1
+    begins_run = ids[:, 1:] != ids[:, :-1]
+    counts: Ids = begins_run.sum(axis=1) + 1
     return counts
 
 

@@ -60,9 +60,11 @@ def _combined(
     """Two masks combined, entry by entry; the same objects give the same object."""
     combine = cache(combine)
     by_entry: list[Geometry] = []
-    for entry in range(max(len(first), len(second))):
-        pair = first[entry % len(first)], second[entry % len(second)]
-        by_entry.append(combine(*pair))
+    n_entries = max(len(first), len(second))
+    for entry in range(n_entries):
+        geometry = first[entry % len(first)]
+        other_geometry = second[entry % len(second)]
+        by_entry.append(combine(geometry, other_geometry))
     return by_entry
 
 
@@ -75,13 +77,13 @@ def _geometries_of_fields(mask: Mask, shape: CallShape, is_causal: bool) -> _ByE
     tables = (by_query, by_key, query_offsets(mask, shape))
     by_numbers: dict[bytes, Geometry] = {}
     by_entry: list[Geometry] = []
-    for entry in range(max(map(len, tables))):
+    n_entries = max(map(len, tables))
+    for entry in range(n_entries):
         numbers = [table[entry % len(table)] for table in tables]
         contents = b"".join(row.tobytes() for row in numbers)
         if contents not in by_numbers:
-            by_numbers[contents] = _geometry_of_numbers(
-                mask, shape, is_causal, *numbers
-            )
+            geometry = _geometry_of_numbers(mask, shape, is_causal, *numbers)
+            by_numbers[contents] = geometry
         by_entry.append(by_numbers[contents])
     return by_entry if len(by_numbers) > 1 else by_entry[:1]
 
@@ -110,7 +112,9 @@ def _geometry_of_numbers(
     if mask.chunk is not None:
         places = np.arange(shape.n_queries) + offsets
         keys = np.arange(shape.n_keys)
-        positions = positions & _equal_ids(places // mask.chunk, keys // mask.chunk)
+        query_chunks = places // mask.chunk
+        key_chunks = keys // mask.chunk
+        positions = positions & _equal_ids(query_chunks, key_chunks)
     return positions & _equal_ids(by_query, by_key, band_of_places, offsets)
 
 
@@ -153,9 +157,8 @@ def _equal_ids(
     table = np.stack(bounds, axis=1)
     bands: list[Band] | None = None
     if not band.keeps_all:
-        run_bands = [
-            band.moved(offset) for offset in offsets[query_runs.starts].tolist()
-        ]
+        offset_of_run = offsets[query_runs.starts].tolist()
+        run_bands = [band.moved(offset) for offset in offset_of_run]
         bands = [run_bands[run] for run in pairs.queries.tolist()]
     elif np.array_equal(table, [[0, len(by_query), 0, len(by_key)]]):
         return Geometry()
@@ -179,12 +182,14 @@ def _few_pairs_of_runs(query_ids: Ids, key_ids: Ids) -> _RunPairs | None:
     order = np.argsort(key_ids, kind="stable")
     ordered_ids = key_ids[order]
     firsts = np.searchsorted(ordered_ids, query_ids, side="left")
-    counts = np.searchsorted(ordered_ids, query_ids, side="right") - firsts
+    stops = np.searchsorted(ordered_ids, query_ids, side="right")
+    counts = stops - firsts
     n_runs = len(query_ids) + len(key_ids)
     if counts.sum() > max(_FEW_BLOCKS, _BLOCKS_PER_RUN * n_runs):
         return None
     queries = np.repeat(np.arange(len(query_ids)), counts)
-    return _RunPairs(queries, order[consecutive(firsts, counts)])
+    places = consecutive(firsts, counts)
+    return _RunPairs(queries, order[places])
 
 
 class _TokenRuns(NamedTuple):
@@ -197,9 +202,9 @@ class _TokenRuns(NamedTuple):
 def _runs(*numbers: Ids) -> _TokenRuns:
     """The runs of tokens in which each of ``numbers`` stays equal."""
     n_tokens = len(numbers[0])
-    begins = np.ones(n_tokens, np.bool_)
-    begins[1:] = numbers[0][1:] != numbers[0][:-1]
-    for ids in numbers[1:]:
+    begins = np.zeros(n_tokens, np.bool_)
+    begins[:1] = True
+    for ids in numbers:
         begins[1:] |= ids[1:] != ids[:-1]
     starts = np.flatnonzero(begins)
     stops = np.append(starts, n_tokens)[1:]

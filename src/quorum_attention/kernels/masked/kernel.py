@@ -48,15 +48,16 @@ class MaskedKernel(UserModKernel):
         self._distinct = tuple(dict.fromkeys(mask.geometries))
         self._is_uniform = len(self._distinct) == 1
         self._scores = capped(mask.softcap)
-        self._share = mask.kept_pairs / max(1, mask.shape.n_queries * mask.shape.n_keys)
+        n_pairs = mask.shape.n_queries * mask.shape.n_keys
+        self._share = mask.kept_pairs / max(1, n_pairs)
         self._verdict = partial(_verdict, self._distinct)
-        self._partwise = {
-            g: PartwiseKernel(g, base, self._scores) for g in self._distinct
-        }
+        self._partwise: dict[Geometry, Kernel] = {}
         # One launch of these runs a whole task, or some do where there are rules.
         self._native: dict[Geometry, Kernel] = {}
-        if isinstance(base, NativeKernel):
-            self._native = {g: base.under(g) for g in self._distinct}
+        for geometry in self._distinct:
+            self._partwise[geometry] = PartwiseKernel(geometry, base, self._scores)
+            if isinstance(base, NativeKernel):
+                self._native[geometry] = base.under(geometry)
         # Several calls take no turns on streams, but two of them in flight may be
         # faster.
         self.launches = Launches.ONE if self._native else Launches.CALLS_ON_STREAMS
@@ -80,12 +81,8 @@ class MaskedKernel(UserModKernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
-        n_pairs = Band(None, 0 if is_causal else None).count(
-            0,
-            n_queries,
-            0,
-            n_keys,
-        )
+        band = Band(high=0) if is_causal else Band()
+        n_pairs = band.count(0, n_queries, 0, n_keys)
         share = self._share * n_queries * n_keys / max(1, n_pairs)
         return Pairs(
             n_queries,
@@ -102,33 +99,17 @@ class MaskedKernel(UserModKernel):
     def _kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         pairs = block.indices(keys)
         numbers = pairs.entries % self.batch
+        entries = block.task.entries[block.entries]
         parts: list[torch.Tensor] = []
-        for run, geometry in self._runs_of_geometries(
-            block.task.entries[block.entries]
-        ):
+        for run, geometry in self._runs_of_geometries(entries):
             is_kept = geometry.keeps(replace(pairs, entries=numbers[run]))
-            parts.append(
-                is_kept.expand(
-                    run.stop - run.start,
-                    -1,
-                    -1,
-                    -1,
-                )
-            )
+            n_entries = run.stop - run.start
+            parts.append(is_kept.expand(n_entries, -1, -1, -1))
         if len(parts) == 1:
             return parts[0]
         n_heads = max(part.shape[1] for part in parts)
-        return torch.cat(
-            [
-                part.expand(
-                    -1,
-                    n_heads,
-                    -1,
-                    -1,
-                )
-                for part in parts
-            ]
-        )
+        parts = [part.expand(-1, n_heads, -1, -1) for part in parts]
+        return torch.cat(parts)
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Numbers of heads and entries are needed where the mask may depend on them."""
@@ -148,9 +129,8 @@ class MaskedKernel(UserModKernel):
         largest = 0
         for geometry in self._distinct:
             kernel = self._kernel(geometry, drops=shape.dropout)
-            largest = max(
-                largest, workspace_bytes(kernel, shape, extent, backward=backward)
-            )
+            n_bytes = workspace_bytes(kernel, shape, extent, backward=backward)
+            largest = max(largest, n_bytes)
         has_rules = any(geometry.rules for geometry in self._distinct)
         if extent.direct and self._native and not self._is_uniform and not has_rules:
             # Results are computed in fp32 first, and the native kernel's bound has one
@@ -161,7 +141,8 @@ class MaskedKernel(UserModKernel):
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
         for run, kernel, part in self._tasks(task):
-            kernel.forward(part, Statistics(state.out[run], state.lse[run]))
+            state_of_run = Statistics(state.out[run], state.lse[run])
+            kernel.forward(part, state_of_run)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
@@ -172,10 +153,11 @@ class MaskedKernel(UserModKernel):
         """The task for each run of entries, with numbers of entries that functions
         know."""
         entries = tuple(entry % self.batch for entry in task.entries)
-        task = replace(task, entries=entries)
+        numbered = replace(task, entries=entries)
+        drops = task.dropout is not None
         for run, geometry in self._runs_of_geometries(entries):
-            kernel = self._kernel(geometry, drops=task.dropout is not None)
-            yield run, kernel, entries_of(task, run)
+            kernel = self._kernel(geometry, drops=drops)
+            yield run, kernel, entries_of(numbered, run)
 
     def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
@@ -200,19 +182,18 @@ class MaskedKernel(UserModKernel):
         kernel = self._kernel(geometry, drops=call.dropout is not None)
         if kernel is not self._partwise[geometry]:
             return kernel
-        has_bands = isinstance(self.base, RectangleKernel) and self.base.bands
-        is_plain = call.bias is None and call.dropout is None
+        if not isinstance(self.base, RectangleKernel) or not self.base.bands:
+            return None
+        if call.bias is not None or call.dropout is not None or not geometry.is_band:
+            return None
         sizes = (*call.query.shape[:3], call.key.shape[2])
-        takes_band = has_bands and is_plain and geometry.is_band and 0 not in sizes
-        return self.base if takes_band else None
+        return None if 0 in sizes else self.base
 
     def _under_band(self, call: Call, kernel: Kernel) -> Call:
         """The call with its band, unless its kernel knows the geometry."""
-        return (
-            replace(call, causal=self._distinct[0].band)
-            if kernel is self.base
-            else call
-        )
+        if kernel is not self.base:
+            return call
+        return replace(call, causal=self._distinct[0].band)
 
     def _runs_of_geometries(
         self, entries: tuple[int, ...]

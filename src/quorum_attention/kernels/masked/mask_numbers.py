@@ -3,6 +3,7 @@ offsets."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,9 @@ def document_ids(mask: Mask, shape: CallShape) -> tuple[Ids, Ids]:
     Raises:
         ValueError: they do not fit the call.
     """
-    batch, n_queries, n_keys = shape.batch, shape.n_queries, shape.n_keys
+    batch = shape.batch
+    n_queries = shape.n_queries
+    n_keys = shape.n_keys
     documents = mask.documents
     if documents is None:
         return np.zeros((1, n_queries), np.int64), np.zeros((1, n_keys), np.int64)
@@ -68,15 +71,14 @@ def kept_keys(mask: Mask, shape: CallShape) -> NDArray[np.bool_]:
     Raises:
         ValueError: they do not fit the call.
     """
-    is_kept: NDArray[np.bool_] = (
-        np.arange(shape.n_keys) < key_lengths(mask, shape)[:, None]
-    )
+    columns = np.arange(shape.n_keys)
+    lengths = key_lengths(mask, shape)
+    is_kept: NDArray[np.bool_] = columns < lengths[:, None]
     if mask.key_padding is None:
         return is_kept
-    name = "Mask.key_padding"
     padding = _token_rows(
         mask.key_padding,
-        name,
+        "Mask.key_padding",
         shape.batch,
         shape.n_keys,
         "keys",
@@ -93,7 +95,7 @@ def key_lengths(mask: Mask, shape: CallShape) -> Ids:
     """
     if mask.key_lengths is None:
         return np.full(1, shape.n_keys, np.int64)
-    lengths: Ids = mask.key_lengths.detach().cpu().numpy().astype(np.int64)
+    lengths = _on_host(mask.key_lengths)
     if lengths.shape != (shape.batch,):
         raise ValueError(
             f"Mask.key_lengths must have shape {(shape.batch,)}, got {lengths.shape}"
@@ -116,20 +118,25 @@ def query_offsets(mask: Mask, shape: CallShape) -> Ids:
     if isinstance(mask.offset, torch.Tensor):
         return _offset_rows(mask.offset, shape)
     if not mask.counts_from_last:
-        return np.full((1, 1), 0 if mask.offset is None else mask.offset, np.int64)
+        offset = mask.offset or 0
+        return np.full((1, 1), offset, np.int64)
     lengths = key_lengths(mask, shape)
     if mask.documents is None:
-        return (lengths - shape.n_queries)[:, None]
+        offsets = lengths - shape.n_queries
+        return offsets[:, None]
     by_query, by_key = document_ids(mask, shape)
     if mask.key_lengths is None and by_query is by_key:
         return np.zeros((1, 1), np.int64)
     rows: list[Ids] = []
-    for entry in range(max(len(by_query), len(by_key), len(lengths))):
+    n_entries = max(len(by_query), len(by_key), len(lengths))
+    for entry in range(n_entries):
         query_ids = by_query[entry % len(by_query)]
         key_ids = by_key[entry % len(by_key)]
         n_keys = lengths[entry % len(lengths)]
         rows.append(offsets_from_last(query_ids, key_ids[:n_keys]))
-    return np.stack(rows) if rows else np.zeros((0, 1), np.int64)
+    if not rows:
+        return np.zeros((0, 1), np.int64)
+    return np.stack(rows)
 
 
 def with_offsets(mask: Mask, shape: CallShape) -> Mask:
@@ -141,9 +148,10 @@ def with_offsets(mask: Mask, shape: CallShape) -> Mask:
     """
     changes: dict[str, Any] = {}
     for name in ("either", "every"):
-        inner = getattr(mask, name)
-        numbered = tuple(with_offsets(mask, shape) for mask in inner)
-        if any(new is not old for new, old in zip(numbered, inner, strict=True)):
+        inner_masks = getattr(mask, name)
+        numbered = tuple(with_offsets(inner, shape) for inner in inner_masks)
+        has_changed = map(operator.is_not, numbered, inner_masks)
+        if any(has_changed):
             changes[name] = numbered
     if mask.counts_from_last:
         changes["offset"] = _offset_field(mask, shape)
@@ -161,8 +169,9 @@ def _offset_field(mask: Mask, shape: CallShape) -> int | torch.Tensor:
 
 def _offset_rows(tensor: torch.Tensor, shape: CallShape) -> Ids:
     """``Mask.offset`` as a tensor, (1 or batch, 1 or n_queries)."""
-    offsets: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
-    batch, n_queries = shape.batch, shape.n_queries
+    offsets = np.atleast_2d(_on_host(tensor))
+    batch = shape.batch
+    n_queries = shape.n_queries
     n_rows, n_columns = offsets.shape
     if n_rows not in (1, batch) or n_columns not in (1, n_queries):
         raise ValueError(
@@ -172,7 +181,8 @@ def _offset_rows(tensor: torch.Tensor, shape: CallShape) -> Ids:
         )
     if not offsets.size:
         return offsets
-    smallest, largest = int(offsets.min()), int(offsets.max())
+    smallest = int(offsets.min())
+    largest = int(offsets.max())
     if max(-smallest, largest) > FAR:
         raise ValueError(
             f"Mask.offset must be from {-FAR} to {FAR}, got {smallest} to {largest}"
@@ -195,5 +205,10 @@ def _token_rows(
             f"{batch} batch entries (all batch dimensions as one) of {n_tokens} "
             f"{tokens}, got {tuple(tensor.shape)}"
         )
-    numbers: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
+    return np.atleast_2d(_on_host(tensor))
+
+
+def _on_host(tensor: torch.Tensor) -> Ids:
+    """The numbers of a tensor, as whole numbers of 64 bits."""
+    numbers: Ids = tensor.detach().cpu().numpy().astype(np.int64)
     return numbers

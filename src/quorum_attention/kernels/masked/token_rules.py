@@ -79,10 +79,9 @@ class PlaceRule:
         if self.band.high is not None:
             is_kept &= columns <= _moved(places, self.band.high)
         if self.chunk is not None:
-            chunk_of_keys = torch.div(columns, self.chunk, rounding_mode="floor")
-            is_kept &= chunk_of_keys == torch.div(
-                places, self.chunk, rounding_mode="floor"
-            )
+            key_chunks = torch.div(columns, self.chunk, rounding_mode="floor")
+            query_chunks = torch.div(places, self.chunk, rounding_mode="floor")
+            is_kept &= key_chunks == query_chunks
         if self.is_causal:
             is_kept &= columns <= queries[..., None]
         return is_kept
@@ -91,8 +90,9 @@ class PlaceRule:
         """The places of queries, (cells or 1, queries)."""
         device = queries.device
         if device not in self._on_devices:
+            places = np.ascontiguousarray(self.places)
             with no_torch_modes():
-                table = torch.from_numpy(np.ascontiguousarray(self.places)).to(device)
+                table = torch.from_numpy(places).to(device)
             self._on_devices[device] = table
         return _rows_at(self._on_devices[device], entries, queries)
 
@@ -104,7 +104,8 @@ def _moved(places: torch.Tensor, bound: int) -> torch.Tensor:
     as ``sys.maxsize``.
     """
     bound = max(-_FAR, min(bound, _FAR))
-    lowest, highest = (-_FAR - bound, _FAR) if bound < 0 else (-_FAR, _FAR - bound)
+    lowest = -_FAR - min(bound, 0)
+    highest = _FAR - max(bound, 0)
     return places.clamp(lowest, highest) + bound
 
 
@@ -118,7 +119,9 @@ class TokenRules:
     """
 
     def __init__(self, mask: Mask, n_keys: int, places: PlaceRule) -> None:
-        self._mask, self._n_keys, self.places = mask, n_keys, places
+        self._mask = mask
+        self._n_keys = n_keys
+        self.places = places
         self._on_devices: dict[torch.device, TokenTables] = {}
 
     @property
@@ -143,13 +146,17 @@ class TokenRules:
             device: where they are.
             by_places: whether the rule of places counts.
         """
-        is_kept = self._tables(device).at(entries, queries, keys).kept_pairs()
+        tables = self._tables(device).at(entries, queries, keys)
+        is_kept = tables.kept_pairs()
         if is_kept is not None and (self.places.keeps_all or not by_places):
             return is_kept
-        at_queries = _positions(queries, self.places.places.shape[1], device)
-        at_keys = _positions(keys, self._n_keys, device)
-        kept_by_places = self.places.keeps(entries, at_queries, at_keys)
-        return kept_by_places if is_kept is None else kept_by_places & is_kept
+        n_queries = self.places.places.shape[1]
+        query_positions = _positions(queries, n_queries, device)
+        key_positions = _positions(keys, self._n_keys, device)
+        kept_by_places = self.places.keeps(entries, query_positions, key_positions)
+        if is_kept is None:
+            return kept_by_places
+        return kept_by_places & is_kept
 
     def _tables(self, device: torch.device) -> TokenTables:
         if device not in self._on_devices:
@@ -222,30 +229,30 @@ def _with_entries(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     entries."""
     placed = tensor.to(device)
     if placed.dtype not in (torch.bool, torch.int64):
-        placed = placed.to(
-            torch.int64
-        )  # torch compares no unsigned numbers with others
+        # torch compares no unsigned numbers with others.
+        placed = placed.to(torch.int64)
     return placed.unsqueeze(0) if placed.dim() == 1 else placed
 
 
 def _rows_at(table: torch.Tensor, entries: Tokens, tokens: Tokens) -> torch.Tensor:
     """The values in a table (1 or batch, n) of the tokens of cells: (cells or 1,
     tokens)."""
-    if isinstance(entries, slice):
-        rows = table if len(table) == 1 else table[entries]
-        if isinstance(tokens, slice):
-            return rows if tokens == _ALL else rows[:, tokens]
-        return _gathered(rows, tokens)
+    rows = entries if len(table) > 1 else _ALL
     if isinstance(tokens, slice):
-        return table[entries if len(table) > 1 else slice(None), tokens]
-    numbers = entries if len(table) > 1 else torch.zeros_like(entries)
-    return table[numbers[:, None], tokens]
+        return table[rows, tokens]
+    if isinstance(entries, slice):
+        return _gathered(table[rows], tokens)
+    if isinstance(rows, slice):
+        rows = torch.zeros_like(entries)
+    return table[rows.unsqueeze(1), tokens]
 
 
 def _gathered(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The tokens (cells or 1, tokens) of rows (cells or 1, n)."""
     n_cells = max(len(rows), len(tokens))
-    return rows.expand(n_cells, -1).gather(1, tokens.expand(n_cells, -1))
+    rows = rows.expand(n_cells, -1)
+    tokens = tokens.expand(n_cells, -1)
+    return rows.gather(1, tokens)
 
 
 def _positions(tokens: Tokens, n_tokens: int, device: torch.device) -> torch.Tensor:
