@@ -55,18 +55,22 @@ def block_lists(
     partial = joined([partial, edge])
     if len(inner) + len(partial) == 0:
         return []
-    kinds = (partial, inner)
     n_rows = ceil_div(region.n_queries, BLOCK)
     n_columns = ceil_div(region.n_keys, BLOCK)
-    by_query = [_lists_by_query(nodes, n_rows, lanes) for nodes in kinds]
-    by_key = [_lists_by_query(_transposed(nodes), n_columns, lanes) for nodes in kinds]
+    by_query = []
+    by_key = []
+    for nodes in (partial, inner):
+        by_query.append(_lists_by_query(nodes, n_rows, lanes))
+        by_key.append(_lists_by_query(_transposed(nodes), n_columns, lanes))
     arrays = [
         *_tables(by_query, n_rows, lanes),
         *_tables(by_key, n_columns, lanes),
     ]
     with no_torch_modes():  # because they are cached
         lists = [torch.from_numpy(array) for array in arrays]
-        return [tensor.pin_memory() for tensor in lists] if pinned else lists
+        if pinned:
+            return [tensor.pin_memory() for tensor in lists]
+        return lists
 
 
 def _split_at_edge(nodes: Nodes) -> tuple[Nodes, Nodes]:
@@ -78,7 +82,8 @@ def _split_at_edge(nodes: Nodes) -> tuple[Nodes, Nodes]:
     inner = at.nodes(query_stop=bottom, key_stop=right)
     below = at.nodes(query_start=bottom)
     at_right = at.nodes(query_stop=bottom, key_start=right)
-    return without_empty(inner), without_empty(joined([below, at_right]))
+    edge = joined([below, at_right])
+    return without_empty(inner), without_empty(edge)
 
 
 def _transposed(nodes: Nodes) -> Nodes:
@@ -102,16 +107,25 @@ def _lists_by_query(nodes: Nodes, n_rows: int, lanes: tuple[int, int]) -> _Lists
     """The blocks of keys that each row of blocks lists, lane after lane."""
     at = NodeColumns.of_nodes(nodes)
     first_row = at.query_start // BLOCK
+    first_line = at.lane * n_rows + first_row
+    first_column = at.key_start // BLOCK
+    last_column = _ceil_blocks(at.key_stop)
     heights = _ceil_blocks(at.query_stop) - first_row
-    lines = consecutive(at.lane * n_rows + first_row, heights)
-    starts = np.repeat(at.key_start // BLOCK, heights)
-    stops = np.repeat(_ceil_blocks(at.key_stop), heights)
+    # One part of each node in each of its lines.
+    lines = consecutive(first_line, heights)
+    starts = np.repeat(first_column, heights)
+    widths = np.repeat(last_column - first_column, heights)
     order = np.lexsort((starts, lines))
-    widths = (stops - starts)[order]
+    lines = lines[order]
+    starts = starts[order]
+    widths = widths[order]
     n_lines = n_rows * math.prod(lanes)
-    counts = np.bincount(lines[order], weights=widths, minlength=n_lines)
-    indices = consecutive(starts[order], widths)
-    return _Lists(counts.astype(np.int32), indices.astype(np.int32, copy=False))
+    counts = np.bincount(lines, weights=widths, minlength=n_lines)
+    indices = consecutive(starts, widths)
+    return _Lists(
+        counts.astype(np.int32),
+        indices.astype(np.int32, copy=False),
+    )
 
 
 def _ceil_blocks(stops: Ints) -> Ints:
@@ -132,7 +146,8 @@ def _tables(
     arrays: list[NDArray[np.int32]] = []
     for lists in kinds:
         table = np.zeros((len(lists.counts), width), dtype=np.int32)
-        table[np.arange(width) < lists.counts[:, None]] = lists.indices
+        is_listed = np.arange(width) < lists.counts[:, None]
+        table[is_listed] = lists.indices
         arrays.append(lists.counts.reshape(*lanes, n_rows))
         arrays.append(table.reshape(*lanes, n_rows, width))
     return arrays

@@ -36,7 +36,8 @@ class TensorVersion:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.reference = weakref.ref(tensor)
         version = None if tensor.is_inference() else tensor._version
-        has_pointer = tensor.layout == torch.strided and not tensor.is_nested
+        is_strided = tensor.layout == torch.strided
+        has_pointer = is_strided and not tensor.is_nested
         pointer = tensor.data_ptr() if has_pointer else 0
         self.state = (id(tensor), version, pointer)
 
@@ -100,7 +101,8 @@ def _contents(value: Any, names: _Names) -> _Contents:
         names: of attributes that may be read of it.
     """
     if isinstance(value, types.FunctionType):
-        return _Contents(_contents_of_function(value), names | _attribute_names(value))
+        names |= _attribute_names(value)
+        return _Contents(_contents_of_function(value), names)
     if isinstance(value, types.MethodType):
         names |= _attribute_names(value.__func__)
         return _Contents([value.__self__, value.__func__], names)
@@ -118,7 +120,9 @@ def _contents(value: Any, names: _Names) -> _Contents:
 
 def _contents_of_function(function: types.FunctionType) -> list[Any]:
     """Default arguments and what the closure holds."""
-    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    positional_defaults = function.__defaults__ or ()
+    named_defaults = function.__kwdefaults__ or {}
+    values = [*positional_defaults, *named_defaults.values()]
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # not assigned yet
             values.append(cell.cell_contents)
@@ -133,12 +137,15 @@ def _call_of(value: Any) -> Any:
 
 def _named_attributes(value: Any, names: _Names) -> list[Any]:
     """The attributes of an object, or of a module, that have one of ``names``."""
-    attributes = vars(value)
-    of_module = [
-        attributes.get(name) or {} for name in ("_buffers", "_parameters", "_modules")
-    ]
-    places = [attributes, *of_module]
-    return [place[name] for place in places for name in sorted(names & place.keys())]
+    places = [vars(value)]
+    for name in ("_buffers", "_parameters", "_modules"):
+        of_module = vars(value).get(name) or {}
+        places.append(of_module)
+    named_values = []
+    for place in places:
+        held_names = sorted(names & place.keys())
+        named_values.extend(place[name] for name in held_names)
+    return named_values
 
 
 def _attribute_names(function: Any) -> _Names:

@@ -74,9 +74,10 @@ class RowReader:
     def at(self, places: Places) -> torch.Tensor:
         """The rows of a part, (cells, h, longest, width)."""
         tensor = self._tensor
-        if isinstance(places, EntryRun) or places.run is not None:
+        if places.run is not None:
             is_all = places.run == slice(0, len(tensor))
             return tensor if is_all else tensor[places.run]
+        assert isinstance(places, CellPlaces)
         if places.is_all:
             return tensor.index_select(0, places.entries)
         _, heads, n_tokens, width = tensor.shape
@@ -109,9 +110,11 @@ class Results:
             self._tensor = part
             return
         results = self.tensor(part.dtype)
-        if isinstance(places, EntryRun) or places.run is not None:
+        if places.run is not None:
             results[places.run] = part
-        elif places.is_all:
+            return
+        assert isinstance(places, CellPlaces)
+        if places.is_all:
             results.index_copy_(0, places.entries, part)
         else:
             self._write_rows(places, part)

@@ -25,7 +25,8 @@ _N_SIZE_CLASSES = 256
 # Bytes of a row beside its numbers: its index, and statistics.
 _ROW_BYTES = 32
 # Bytes for testing a pair: whether the key is a copy, and by its places.
-_KEY_TEST_BYTES, _PLACE_TEST_BYTES = 16, 48
+_KEY_TEST_BYTES = 16
+_PLACE_TEST_BYTES = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +144,12 @@ class Bucket:
         n_keys = self.keys.longest
         widths = shape.head_dim + shape.value_dim
         itemsize = max(shape.dtype.itemsize, shape.bias_dtype.itemsize)
-        query_row = (2 * widths + shape.value_dim) * itemsize + _ROW_BYTES
-        key_row = 2 * widths * itemsize + _ROW_BYTES
-        rows = heads * n_queries * query_row + kv_heads * n_keys * key_row
+        query_numbers = 2 * widths + shape.value_dim
+        key_numbers = 2 * widths
+        query_row_bytes = query_numbers * itemsize + _ROW_BYTES
+        key_row_bytes = key_numbers * itemsize + _ROW_BYTES
+        n_bytes = heads * n_queries * query_row_bytes
+        n_bytes += kv_heads * n_keys * key_row_bytes
         n_pairs = n_keys
         pair_bytes = _KEY_TEST_BYTES
         if self.rule is not None:
@@ -154,7 +158,7 @@ class Bucket:
         if shape.bias is not None:
             n_pairs = n_keys * n_queries
             pair_bytes += heads * (2 * itemsize + 16)
-        return rows + n_pairs * (pair_bytes + itemsize)
+        return n_bytes + n_pairs * (pair_bytes + itemsize)
 
 
 def buckets_of(by_query: Ids, by_key: Ids, rule: PlaceRule) -> tuple[Bucket, ...]:

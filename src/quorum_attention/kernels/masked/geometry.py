@@ -185,22 +185,15 @@ class Geometry:
         """Which pairs of a tile are kept: bool, (b or 1, h or 1, q, k); of several
         tiles, without functions, (tiles, 1, 1, q, k)."""
         mask_mod = self.mask_mod(at.keys.device)
-        if (
-            not self.functions
-        ):  # our own rules broadcast, which takes less time than torch.vmap
+        if not self.functions:
+            # Our own rules broadcast, which takes less time than torch.vmap.
             rows = at.queries[..., None, None, :, None]  # (tiles, 1, 1, q, 1)
             columns = at.keys[..., None, None, None, :]  # (tiles, 1, 1, 1, k)
-            is_kept = mask_mod(
-                at.entries[:1],
-                at.heads[:1],
-                rows,
-                columns,
-            )
+            is_kept = mask_mod(at.entries[:1], at.heads[:1], rows, columns)
             shape = torch.broadcast_shapes(rows.shape, columns.shape)
             return is_kept.expand(shape)
-        is_kept = over_pairs(mask_mod)(
-            at.entries, at.heads, at.queries, at.keys
-        )  # (b, h, q, k)
+        keeps_pairs = over_pairs(mask_mod)
+        is_kept = keeps_pairs(at.entries, at.heads, at.queries, at.keys)  # (b, h, q, k)
         # Where a dimension is expanded, one of its entries is enough.
         for dim in (0, 1):
             if is_kept.shape[dim] > 1 and is_kept.stride(dim) == 0:
@@ -219,8 +212,9 @@ class Geometry:
     def count(self, n_queries: int, n_keys: int) -> int:
         """How many pairs it keeps; those that the rules leave out are counted as
         well."""
+        all_pairs = Ranges.from_bounds(0, n_queries, 0, n_keys)
         n_pairs = 0
-        for part, band in self.within(Ranges.from_bounds(0, n_queries, 0, n_keys)):
+        for part, band in self.within(all_pairs):
             n_pairs += band.count(*part.queries, *part.keys)
         return n_pairs
 

@@ -80,8 +80,9 @@ def short_mask_tensor(
     n_numbers = n_pairs if has_rows else batch * sizes.n_keys
     if n_numbers * query.element_size() > ways.MOST_BYTES:
         return None
-    is_kept = _kept_pairs(mask, places, sizes, device)
-    return MaskTensor(_as_bias(is_kept.unsqueeze(1), query.dtype), is_causal)
+    is_kept = _kept_pairs(mask, places, sizes, device).unsqueeze(1)
+    bias = _as_bias(is_kept, query.dtype)
+    return MaskTensor(bias, is_causal)
 
 
 def _kept_pairs(
@@ -93,9 +94,10 @@ def _kept_pairs(
     assert is_kept is not None  # a mask of tokens has ids, lengths or padding
     if places is None:
         return is_kept
-    at_queries = torch.arange(sizes.n_queries, device=device).unsqueeze(0)
-    at_keys = torch.arange(sizes.n_keys, device=device).unsqueeze(0)
-    return is_kept & places.keeps(_ALL, at_queries, at_keys)
+    queries = torch.arange(sizes.n_queries, device=device)
+    keys = torch.arange(sizes.n_keys, device=device)
+    kept_by_places = places.keeps(_ALL, queries.unsqueeze(0), keys.unsqueeze(0))
+    return is_kept & kept_by_places
 
 
 def _place_rule(mask: Mask, n_queries: int) -> PlaceRule | None:
@@ -104,7 +106,8 @@ def _place_rule(mask: Mask, n_queries: int) -> PlaceRule | None:
     if band.keeps_all and mask.chunk is None:
         return None
     offset = mask.offset if isinstance(mask.offset, int) else 0
-    return PlaceRule(band, (np.arange(n_queries) + offset)[None], mask.chunk)
+    places = np.arange(n_queries) + offset
+    return PlaceRule(band, places[None], mask.chunk)
 
 
 def _as_bias(is_kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

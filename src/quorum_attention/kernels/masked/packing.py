@@ -21,7 +21,8 @@ from quorum_attention.kernels.protocol import Kernel, workspace_bytes
 
 # Bytes of the tensors of one call: on a CPU a cache's, elsewhere what keeps the device
 # busy.
-_HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
+_HOST_BYTES = 8 << 20
+_DEVICE_BYTES = 256 << 20
 # Most pairs of a cell whose pairs are kept by their positions: they make a mask.
 _MOST_PAIRS = 1 << 24
 # How much less a packed call has to take.
@@ -68,9 +69,10 @@ class Packing:
 
     def count_calls(self, shape: CallShape) -> int:
         """How many kernel calls all cells take."""
+        heads = (shape.heads, shape.kv_heads)
         n_calls = 0
         for bucket in self.buckets:
-            limit = self.cells_of_a_call(bucket, shape, (shape.heads, shape.kv_heads))
+            limit = self.cells_of_a_call(bucket, shape, heads)
             n_calls += ceil_div(len(bucket.entries), limit)
         return n_calls
 
@@ -82,8 +84,8 @@ class Packing:
         Args:
             heads: of queries, and of keys, in a call.
         """
+        bounds = (entries.start, entries.stop)
         for bucket in self.buckets:
-            bounds = (entries.start, entries.stop)
             first, last = np.searchsorted(bucket.entries, bounds).tolist()
             limit = self.cells_of_a_call(bucket, shape, heads)
             for start in range(first, last, limit):
@@ -125,16 +127,15 @@ class Packing:
         backward: bool,
     ) -> int:
         """Bytes of the largest call of a bucket."""
-        heads = extent.query_heads, extent.key_heads
+        heads = (extent.query_heads, extent.key_heads)
         limit = self.cells_of_a_call(bucket, shape, heads)
         n_cells = min(limit, bucket.most_cells(extent.batch))
         bias = bucket.bias_shape
         if shape.bias is not None:
             bias = replace(shape.bias, batch=True, rows=True)
         call = replace(shape, bias=bias, is_causal=bucket.causal)
-        computed = workspace_bytes(
-            kernel, call, bucket.extent(extent, n_cells), backward=backward
-        )
+        call_extent = bucket.extent(extent, n_cells)
+        computed = workspace_bytes(kernel, call, call_extent, backward=backward)
         gathered = n_cells * bucket.cell_bytes(shape, *heads)
         return gathered + computed
 
@@ -158,7 +159,6 @@ def packing_of(
     packing = Packing(buckets, shape.n_queries, shape.n_keys)
     if packing.makes_large_masks:
         return None
-    packed_cost = cost_of_packed_calls(
-        packing.count_calls(shape), packing.computed_pairs, shape
-    )
+    n_calls = packing.count_calls(shape)
+    packed_cost = cost_of_packed_calls(n_calls, packing.computed_pairs, shape)
     return packing if packed_cost * _CLEARLY <= cost else None

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.decomposition import Ranges, Rectangle
+from quorum_attention.decomposition import Interval, Ranges, Rectangle
 from quorum_attention.decomposition.bands import Kind
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
@@ -31,7 +31,7 @@ from quorum_attention.kernels.masked.parts import (
     parts_by_bands,
     parts_by_blocks,
 )
-from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, by_head
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import Kernel, refusal, workspace_bytes
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -69,12 +69,16 @@ class PartwiseKernel(Kernel):
         self._has_ragged = bool(geometry.rules) or not keeps_blocks
         self._operator = copy.copy(base)
         # Calls that take grouped heads as they are run all heads of a part at a time.
-        shared = CallShape(
-            "cpu", torch.float32, heads=2, kv_heads=1, head_dim=1, value_dim=1
+        shared_heads = CallShape(
+            "cpu",
+            torch.float32,
+            heads=2,
+            kv_heads=1,
+            head_dim=1,
+            value_dim=1,
         )
-        self._operator.grouped = base.grouped or base.takes_whole(
-            shared, 1, all_heads=True
-        )
+        takes_shared_heads = base.takes_whole(shared_heads, 1, all_heads=True)
+        self._operator.grouped = base.grouped or takes_shared_heads
         self._upper = copy.copy(self._operator)
         self._calls_rectangles = False
         self._has_bands = False
@@ -107,9 +111,8 @@ class PartwiseKernel(Kernel):
             n_bytes += rows * 2 * shape.state_dtype.itemsize
         is_scaled = shape.dtype in self._operator.scaled_backward
         if is_scaled and self._ragged_kernel(shape) is self._tiles:
-            n_bytes += (
-                rows * 4 * shape.value_dim
-            )  # an upstream gradient that is not scaled
+            # An upstream gradient that is not scaled.
+            n_bytes += rows * 4 * shape.value_dim
         if extent.direct:
             key_rows = extent.batch * extent.key_heads * extent.n_tokens
             numbers = rows * shape.head_dim
@@ -123,9 +126,8 @@ class PartwiseKernel(Kernel):
         largest = self._limited(extent, shape)
         n_bytes = self._clear_bytes(shape, largest, backward=backward)
         if self._has_ragged:
-            n_bytes = max(
-                n_bytes, self._ragged_bytes(shape, largest, backward=backward)
-            )
+            ragged_bytes = self._ragged_bytes(shape, largest, backward=backward)
+            n_bytes = max(n_bytes, ragged_bytes)
         if self._geometry.functions:
             lanes = extent.batch * extent.query_heads
             n_bytes = max(n_bytes, evaluated_bytes(lanes, EVALUATED_BYTES))
@@ -139,9 +141,11 @@ class PartwiseKernel(Kernel):
             # Copies of a triangle's rows in the other order.
             rows = extent.batch * extent.query_heads * extent.max_queries
             key_rows = extent.batch * extent.key_heads * extent.max_keys
-            copied_rows = rows * (2 if backward else 1) + key_rows
-            widths = shape.head_dim + shape.value_dim
-            n_bytes += 2 * copied_rows * widths * shape.dtype.itemsize
+            copied_rows = rows + key_rows
+            if backward:
+                copied_rows += rows
+            row_bytes = (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
+            n_bytes += 2 * copied_rows * row_bytes
             n_bytes += 8 * rows + MERGE_WORKSPACE_BYTES
         return n_bytes
 
@@ -157,12 +161,12 @@ class PartwiseKernel(Kernel):
         keys = min(most_keys, extent.max_keys)
         part = replace(extent, max_queries=queries, max_keys=keys)
         masked = replace(shape, bias=_ragged_mask(shape), is_causal=False)
+        kernel = self._kernel_for(masked)
+        n_bytes = workspace_bytes(kernel, masked, part, backward=backward)
         lanes = extent.batch * extent.query_heads
-        pair_bytes = lanes * (2 + 2 * masked.bias_dtype.itemsize) + test_bytes
-        computed = workspace_bytes(
-            self._kernel_for(masked), masked, part, backward=backward
-        )
-        return computed + pair_bytes * queries * keys
+        mask_bytes = 2 + 2 * masked.bias_dtype.itemsize
+        pair_bytes = lanes * mask_bytes + test_bytes
+        return n_bytes + pair_bytes * queries * keys
 
     def _limited(self, extent: Extent, shape: CallShape) -> Extent:
         """The largest call, which allocates no results."""
@@ -175,9 +179,10 @@ class PartwiseKernel(Kernel):
         joined_queries = min(n_queries, _JOINED)
         joined_keys = min(n_keys, _JOINED)
         if not self._geometry.rules:
-            takes_bands = self._takes_bands(shape)
             n_queries, n_keys = self._geometry.largest_part(
-                n_queries, n_keys, bands=takes_bands
+                n_queries,
+                n_keys,
+                bands=self._takes_bands(shape),
             )
         return max(n_queries, joined_queries), max(n_keys, joined_keys)
 
@@ -192,9 +197,9 @@ class PartwiseKernel(Kernel):
     def _ragged_kernel(self, shape: CallShape) -> Kernel:
         """The kernel of ragged parts."""
         masked = replace(shape, bias=_ragged_mask(shape))
-        return (
-            self._operator if refusal(self._operator, masked) is None else self._tiles
-        )
+        if refusal(self._operator, masked) is None:
+            return self._operator
+        return self._tiles
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
@@ -204,9 +209,8 @@ class PartwiseKernel(Kernel):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         for kernel, part in self._tasks(task):
-            kernel.backward(
-                part, _unscaled(grads) if isinstance(kernel, TiledKernel) else grads
-            )
+            is_reference = isinstance(kernel, TiledKernel)
+            kernel.backward(part, _unscaled(grads) if is_reference else grads)
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors]]:
         """The parts of the task: for the operator, upper triangles, and ragged ones."""
@@ -285,11 +289,10 @@ class _PartMasks:
             return self._tested(self._geometry, part)
         query = self._position(part.query_start)
         key = self._position(part.key_start)
+        queries = Interval(query, query + part.n_queries)
+        keys = Interval(key, key + part.n_keys)
         # A part lies in a block of the geometry: its band is all that is left.
-        block = Ranges.from_bounds(
-            query, query + part.n_queries, key, key + part.n_keys
-        )
-        ((_, band),) = self._geometry.within(block)
+        ((_, band),) = self._geometry.within(Ranges(queries, keys))
         place = (band.moved(query - key), part.n_queries, part.n_keys)
         if self._mask is None or place != self._place:
             self._mask = None  # freed before the next one is made
@@ -321,7 +324,6 @@ def _unscaled(grads: Gradients) -> Gradients:
     factor = grads.scaling.unscale
     if factor is None:
         return grads
-    heads_per_factor = grads.grad_out.shape[1] // factor.shape[1]
-    by_head = factor.repeat_interleave(heads_per_factor, 1)
-    grad_out = grads.grad_out * by_head[..., None, None]
+    factors = by_head(factor, grads.grad_out.shape[1])
+    grad_out = grads.grad_out * factors
     return replace(grads, grad_out=grad_out, scaling=Scaling())

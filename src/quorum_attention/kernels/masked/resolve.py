@@ -113,10 +113,9 @@ class ResolvedMask:
         elif isinstance(way, Packing):
             self.packing = way
         if self.is_whole:
-            self.without_bias = cache(
-                partial(ResolvedMask, copied, shape, biases=False)
-            )
-            self.by_blocks = cache(partial(ResolvedMask, copied, shape, packs=False))
+            resolve_copy = partial(ResolvedMask, copied, shape)
+            self.without_bias = cache(partial(resolve_copy, biases=False))
+            self.by_blocks = cache(partial(resolve_copy, packs=False))
 
     def _find_geometries(self, mask: Mask) -> None:
         self._geometries = geometries(mask, self.shape, self.shape.is_causal)
@@ -125,12 +124,10 @@ class ResolvedMask:
         for geometry in self._geometries:
             by_id |= {id(function): function for function in geometry.functions}
         self.functions = tuple(by_id.values())
-        bands = [band for geometry in self._geometries for band in geometry.block_bands]
-        self.is_causal = all(band.high is not None and band.high <= 0 for band in bands)
-        plain = Band(None, 0) if self.is_causal else Band()
+        self.is_causal = all(map(_is_causal, self._geometries))
+        plain = Band(high=0) if self.is_causal else Band()
         self.keeps_all = all(
-            geometry.band == plain and geometry.blocks is None and not geometry.rules
-            for geometry in self._geometries
+            geometry.is_band and geometry.band == plain for geometry in self._geometries
         )
 
     @property
@@ -147,7 +144,8 @@ class ResolvedMask:
     def kept_pairs(self) -> float:
         """Pairs of a head that a batch entry keeps, with those that rules leave out;
         the mean."""
-        n_queries, n_keys = self.shape.n_queries, self.shape.n_keys
+        n_queries = self.shape.n_queries
+        n_keys = self.shape.n_keys
         if self.packing is not None:
             return self.packing.pairs / self.shape.batch
         if self.pair_bias is not None:
@@ -165,6 +163,14 @@ class ResolvedMask:
             if geometry.rules or n_blocks > _FEW_BANDS:
                 return False
         return True
+
+
+def _is_causal(geometry: Geometry) -> bool:
+    """Whether no query of a batch entry keeps a later key."""
+    for band in geometry.block_bands:
+        if band.high is None or band.high > 0:
+            return False
+    return True
 
 
 def _copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -194,16 +200,23 @@ def resolve(mask: Mask, shape: CallShape) -> ResolvedMask:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
     tensors = [tensor for _, tensor in tensors_of(mask)]
-    ids = tuple(map(id, tensors))
-    key = (fields_key(mask), shape.device_type, shape.batch, shape.lengths, ids)
+    key = (
+        fields_key(mask),
+        shape.device_type,
+        shape.batch,
+        shape.lengths,
+        tuple(map(id, tensors)),
+    )
     # Before they are read: what another thread writes meanwhile is a change.
     contents = list(map(_contents, tensors))
+
+    def resolve_now() -> _Resolution:
+        return _Resolution(contents, ResolvedMask(mask, shape))
+
     resolutions = _resolutions_of(mask, shape)
-    resolution = resolutions.get(
-        key, lambda: _Resolution(contents, ResolvedMask(mask, shape))
-    )
+    resolution = resolutions.get(key, resolve_now)
     if resolution.contents != contents:  # an id may be used again, too
-        resolution = _Resolution(contents, ResolvedMask(mask, shape))
+        resolution = resolve_now()
         resolutions.put(key, resolution)
     return resolution.mask
 

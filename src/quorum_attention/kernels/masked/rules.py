@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
+from quorum_attention.decomposition import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Interval,
+    Ranges,
+    Verdict,
+)
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.masked.pair_functions import MaskMod
 from quorum_attention.kernels.torch_private import no_torch_modes
@@ -69,18 +76,18 @@ class EqualIds(Rule):
             ValueError: a token has no id.
         """
         query_ids, key_ids = self._ids_of(block)
-        least_query, most_query = int(query_ids.min()), int(query_ids.max())
-        least_key, most_key = int(key_ids.min()), int(key_ids.max())
-        if least_query > most_key or least_key > most_query:
+        queries = _spanned(query_ids)
+        keys = _spanned(key_ids)
+        if queries.start >= keys.stop or keys.start >= queries.stop:
             return EMPTY
-        is_one_id = least_query == most_query == least_key == most_key
+        is_one_id = queries == keys and queries.length == 1
         return FULL if is_one_id else PARTIAL
 
     def _ids_of(self, block: Ranges) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of a block's queries and of its keys."""
-        return _ids_within(self._by_query, *block.queries), _ids_within(
-            self._by_key, *block.keys
-        )
+        query_ids = _ids_within(self._by_query, *block.queries)
+        key_ids = _ids_within(self._by_key, *block.keys)
+        return query_ids, key_ids
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids on a device."""
@@ -105,6 +112,11 @@ def _ids_within(ids: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int
     return ids[start:stop]
 
 
+def _spanned(ids: NDArray[np.int64]) -> Interval:
+    """The numbers from the least to the largest of some."""
+    return Interval(int(ids.min()), int(ids.max()) + 1)
+
+
 class GroupBits(EqualIds):
     """The rule that query and key have no group bit in common (paper, section 4).
 
@@ -118,7 +130,9 @@ class GroupBits(EqualIds):
         bits_of_all_keys = np.bitwise_and.reduce(key_bits)
         if bits_of_all_queries & bits_of_all_keys:
             return EMPTY
-        may_share = np.bitwise_or.reduce(query_bits) & np.bitwise_or.reduce(key_bits)
+        bits_of_any_query = np.bitwise_or.reduce(query_bits)
+        bits_of_any_key = np.bitwise_or.reduce(key_bits)
+        may_share = bits_of_any_query & bits_of_any_key
         return PARTIAL if may_share else FULL
 
     def mask_mod(self, device: torch.device) -> MaskMod:
@@ -144,10 +158,7 @@ class PlacesInBand(EqualIds):
         """FULL or EMPTY where the band is at every place between the first and the
         last."""
         places, keys = self._ids_of(block)
-        first_place, last_place = int(places.min()), int(places.max())
-        ranges = Ranges.from_bounds(
-            first_place, last_place + 1, int(keys.min()), int(keys.max()) + 1
-        )
+        ranges = Ranges(_spanned(places), _spanned(keys))
         return self._band.verdict(ranges)
 
     def mask_mod(self, device: torch.device) -> MaskMod:
@@ -164,7 +175,8 @@ class PlacesInBand(EqualIds):
 
 def mask_mod_of_band(band: Band) -> MaskMod:
     """A band, with a bound at least, as FlexAttention's ``mask_mod``."""
-    low, high = band.low, band.high
+    low = band.low
+    high = band.high
     if low is None:
         return lambda b, h, q, k: k - q <= high
     if high is None:

@@ -156,14 +156,15 @@ class WholeCallKernel(Kernel):
         out = Results(call.query, call.value.shape[-1])
         lse = Results(call.query, 1, -torch.inf)
         for part in self.parts(call, _shape_of(call)):
-            part_out, part_lse = self.base.whole_forward(_call_of(part, call, readers))
+            part_call = _call_of(part, call, readers)
+            part_out, part_lse = self.base.whole_forward(part_call)
+            del part_call
             out.write(part.queries, part_out)
             lse.write(part.queries, part_lse.unsqueeze(-1))
             del part_out, part_lse  # before the next part's are made
         dtype = call.query.dtype
-        return out.tensor(call.stored or dtype), lse.tensor(state_dtype(dtype)).squeeze(
-            -1
-        )
+        lse_columns = lse.tensor(state_dtype(dtype))
+        return out.tensor(call.stored or dtype), lse_columns.squeeze(-1)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``."""
@@ -183,7 +184,9 @@ class WholeCallKernel(Kernel):
                 out=out.at(rows),
                 lse=lse.at(rows).squeeze(-1),
             )
-            grads = self.base.whole_backward(_call_of(part, call, readers), part_saved)
+            part_call = _call_of(part, call, readers)
+            grads = self.base.whole_backward(part_call, part_saved)
+            del part_call
             grad_query.write(rows, grads[0])
             grad_key.write(part.keys, grads[1])
             grad_value.write(part.keys, grads[2])
@@ -245,9 +248,14 @@ def _shape_of(call: Call) -> CallShape:
     query, key, value = call.inputs
     bias: BiasShape | None = None
     if call.bias is not None:
-        batch, heads, rows, columns = (size > 1 for size in four_dims(call.bias).shape)
-        is_wide = call.bias.dtype != query.dtype
-        bias = BiasShape(batch, heads, rows, columns, wide=is_wide)
+        batch, heads, rows, columns = four_dims(call.bias).shape
+        bias = BiasShape(
+            batch > 1,
+            heads > 1,
+            rows > 1,
+            columns > 1,
+            wide=call.bias.dtype != query.dtype,
+        )
     return CallShape(
         query.device.type,
         query.dtype,
