@@ -141,7 +141,7 @@ def _named_attributes(value: Any, names: _Names) -> list[Any]:
     for name in ("_buffers", "_parameters", "_modules"):
         of_module = vars(value).get(name) or {}
         places.append(of_module)
-    named_values = []
+    named_values: list[Any] = []
     for place in places:
         held_names = sorted(names & place.keys())
         named_values.extend(place[name] for name in held_names)
