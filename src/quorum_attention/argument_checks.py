@@ -71,16 +71,16 @@ def _stands_for_real_number(value: Any) -> bool:
     return not getattr(value, "requires_grad", False)
 
 
-def chance(value: Any, name: str) -> float:
-    """Return ``value`` as a float from 0 to 1.
+def dropout_chance(dropout_p: Any) -> float:
+    """Return ``dropout_p`` as a float from 0 to 1.
 
     Raises:
         TypeError: it is not a real number.
         ValueError: it is not from 0 to 1.
     """
-    number = real_number(value, name)
+    number = real_number(dropout_p, "dropout_p")
     if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} must be from 0 to 1, got {shown(value)}")
+        raise ValueError(f"dropout_p must be from 0 to 1, got {shown(dropout_p)}")
     return number
 
 

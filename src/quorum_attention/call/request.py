@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from quorum_attention.argument_checks import chance, real_number, switch
+from quorum_attention.argument_checks import dropout_chance, real_number, switch
 from quorum_attention.call.capture import check_capture, keep_for_replays
 from quorum_attention.call.dropout_seed import draw_dropout
 from quorum_attention.call.options import Arguments, check_options
@@ -140,7 +140,7 @@ def request_of(
             Nothing has been allocated by then but the casts of autocast.
     """
     is_backward = function == "attention_backward"
-    dropout_p = chance(arguments.dropout_p, "dropout_p")
+    dropout_p = dropout_chance(arguments.dropout_p)
     refuse_derivative(arguments.dropout_p, "dropout_p")
     refuse_derivative(arguments.scale, "scale")
     if arguments.out is not None and has_transforms():

@@ -36,8 +36,6 @@ from quorum_attention.units import counted
 
 _LEVELS: tuple[tuple[int, ...], ...] = ((3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3))
 _LEVELS_OF_VARIANTS = ((3,),)
-# Laws are tried on calls of at most so many tokens.
-_TOKENS_OF_LAWS = 101
 _MOST_ROWS_SHOWN = 5
 
 
@@ -134,17 +132,14 @@ def check_kernel(
         calls = check.accepted_kinds(sizes, is_causal)
         comparisons = [_Comparison("", call, levels) for call in calls]
         variants = check.variants(calls) if other_sizes else []
-        check.n_cases = sum(
-            comparison.n_cuts for comparison in (*comparisons, *variants)
-        )
+        for comparison in (*comparisons, *variants):
+            check.n_cases += comparison.n_cuts
         for comparison in comparisons:
             check.compare(comparison)
         for comparison in variants:
             check.attempt(comparison.name, partial(check.compare, comparison))
         for call in calls:
-            check.try_all_laws(
-                call.shortened(_TOKENS_OF_LAWS), groups_heads=other_sizes
-            )
+            check.try_all_laws(call.shortened(), groups_heads=other_sizes)
     return check.result
 
 
@@ -272,12 +267,7 @@ class _Check:
         inputs = sizes.inputs(self.seed, self.factor)
         copies = [tensor.clone() for tensor in inputs]
         expected = run_call(self.kernel, sizes, inputs)
-        limit = rounding_limit(
-            inputs.query,
-            inputs.key,
-            expected["lse"],
-            sizes.scale,
-        )
+        limit = rounding_limit(sizes, inputs, expected)
         cases = self.result.cases
         label = f"checking {self.kernel.name}"
         for cut in comparison.cuts():
@@ -298,16 +288,16 @@ class _Check:
         if groups_heads and sizes.with_grouped_heads() != sizes:
             variants.append(sizes.with_grouped_heads())
         for variant in variants:
-            self._try_laws(
-                LAWS_IN_THE_WIDEST_DTYPE, variant.in_widest_dtype(self.kernel)
-            )
+            widest = variant.in_widest_dtype(self.kernel)
+            self._try_laws(LAWS_IN_THE_WIDEST_DTYPE, widest)
 
     def _try_laws(self, laws: Sequence[Law], sizes: CheckSizes) -> None:
         if self.kernel.refusal(sizes) is not None:
             return
         for law in laws:
             name = law.__name__.replace("_", " ")
-            sentence = self.attempt(name, partial(law, self.kernel, sizes, self.seed))
+            attempt = partial(law, self.kernel, sizes, self.seed)
+            sentence = self.attempt(name, attempt)
             if not sentence:
                 continue
             sentence = f"{sentence}, {sizes.kind}"

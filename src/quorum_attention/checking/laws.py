@@ -62,9 +62,12 @@ def calls_repeat(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     results = run_call(kernel, sizes, inputs)
     copies = {name: result.clone() for name, result in results.items()}
     other_inputs = TrialInputs(*(-2 * tensor for tensor in inputs))
-    other_out = run_call(kernel, sizes, other_inputs)["out"].clone()
+    other_results = run_call(kernel, sizes, other_inputs)
+    other_out = other_results["out"].clone()
     for name, copy in copies.items():
-        if not torch.equal(copy.nan_to_num(), results[name].nan_to_num()):
+        earlier = copy.nan_to_num()
+        now = results[name].nan_to_num()
+        if not torch.equal(earlier, now):
             return f"{name} changes in a later call"
     if torch.equal(other_out, copies["out"]):
         return "two calls with other inputs have the same output"
@@ -80,12 +83,7 @@ def views_give_the_same(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> st
     inputs = sizes.inputs(seed)
     expected = run_call(kernel, sizes, inputs)
     results = run_call(kernel, sizes, TrialInputs(*map(_as_view, inputs)))
-    limit = rounding_limit(
-        inputs.query,
-        inputs.key,
-        expected["lse"],
-        sizes.scale,
-    )
+    limit = rounding_limit(sizes, inputs, expected)
     for name, result in results.items():
         if exceeds(result, expected[name], limit):
             return f"{name} of views of larger tensors in memory"
@@ -105,18 +103,15 @@ def _as_view(tensor: torch.Tensor) -> torch.Tensor:
 def scale_has_an_effect(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
     """Twice the scale changes the output where twice the query does."""
     inputs = sizes.inputs(seed)
-    usual = run_forward(kernel, sizes, inputs)["out"]
-    rescaled = run_forward(
-        kernel,
-        sizes,
-        inputs,
-        scale=2 * sizes.scale,
-    )["out"]
-    if not torch.equal(usual, rescaled):
+    usual = run_forward(kernel, sizes, inputs)
+    rescaled = run_forward(kernel, sizes, inputs, scale=2 * sizes.scale)
+    if not torch.equal(usual["out"], rescaled["out"]):
         return ""
     larger_query = inputs._replace(query=2 * inputs.query)
-    larger = run_forward(kernel, sizes, larger_query)["out"]
-    return "the scale is ignored" if exceeds(larger, usual, _CLEAR_CHANGE) else ""
+    larger = run_forward(kernel, sizes, larger_query)
+    if exceeds(larger["out"], usual["out"], _CLEAR_CHANGE):
+        return "the scale is ignored"
+    return ""
 
 
 def last_causal_row_sees_all(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
@@ -128,14 +123,12 @@ def last_causal_row_sees_all(kernel: InnerKernel, sizes: CheckSizes, seed: int) 
     inputs = sizes.inputs(seed)
     causal = run_forward(kernel, sizes, inputs)
     plain = run_forward(kernel, plain_sizes, inputs)
-    limit = rounding_limit(
-        inputs.query,
-        inputs.key,
-        plain["lse"],
-        sizes.scale,
-    )
-    is_same = not exceeds(causal["out"][:, :, -1], plain["out"][:, :, -1], limit)
-    return "" if is_same else "the last row of a causal call does not see all keys"
+    limit = rounding_limit(sizes, inputs, plain)
+    last_causal_row = causal["out"][:, :, -1]
+    last_plain_row = plain["out"][:, :, -1]
+    if exceeds(last_causal_row, last_plain_row, limit):
+        return "the last row of a causal call does not see all keys"
+    return ""
 
 
 def backward_is_the_gradient(kernel: InnerKernel, sizes: CheckSizes, seed: int) -> str:
@@ -155,17 +148,14 @@ def backward_is_the_gradient(kernel: InnerKernel, sizes: CheckSizes, seed: int) 
     generator = torch.Generator().manual_seed(seed)
     for index, name in enumerate(GRADIENTS):
         for _ in range(_DIRECTIONS):
-            shape = inputs[index].shape
             direction = torch.randn(
-                shape, generator=generator, dtype=torch.float64, device="cpu"
+                inputs[index].shape,
+                generator=generator,
+                dtype=torch.float64,
+                device="cpu",
             )
-            slope = _Slope(
-                kernel,
-                sizes,
-                inputs,
-                index,
-                direction.to(sizes.device),
-            )
+            direction = direction.to(sizes.device)
+            slope = _Slope(kernel, sizes, inputs, index, direction)
             error, limit = slope.error_of(grads[name])
             if error > limit:
                 return f"{name} is off by {format_error(error)} of its size"
@@ -192,8 +182,8 @@ class _Slope:
         self._sizes = sizes
         self._inputs = inputs
         self._index = index
-        tensor = inputs[index].double()
-        size = float(tensor.square().mean().sqrt()) or 1.0
+        squares = inputs[index].double().square()
+        size = float(squares.mean().sqrt()) or 1.0
         self._step = direction * _STEPS[sizes.dtype] * size
 
     def error_of(self, grad: torch.Tensor) -> tuple[float, float]:
@@ -237,9 +227,10 @@ class _Slope:
         return result_change, input_change
 
     def _output(self, tensor: torch.Tensor) -> torch.Tensor:
-        three = list(self._inputs[:3])
-        three[self._index] = tensor
-        return run_forward(self._kernel, self._sizes, three)["out"].double()
+        inputs = list(self._inputs)
+        inputs[self._index] = tensor
+        results = run_forward(self._kernel, self._sizes, inputs)
+        return results["out"].double()
 
     def _expected_size(
         self, grad: torch.Tensor, moved: torch.Tensor, measured: torch.Tensor

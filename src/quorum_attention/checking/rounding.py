@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from quorum_attention.checking.trial_call import CheckSizes, Results, TrialInputs
+
 # How many units in the last place a score or an lse may be off. (The rounding of an lse
 # changes the weight of a whole rectangle.) 16-bit inputs are summed in fp32, wider ones
 # in their own dtype.
@@ -22,20 +24,20 @@ def is_wide(dtype: torch.dtype) -> bool:
     return torch.finfo(dtype).eps < _EPS_OF_WIDE_DTYPES
 
 
-def rounding_limit(
-    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, scale: float
-) -> float:
+def rounding_limit(sizes: CheckSizes, inputs: TrialInputs, results: Results) -> float:
     """The largest error of a result that counts as rounding, as a share of its largest
     value.
 
     Rounding changes a score s by ``eps |s|``, and the weight of its key by the same
     factor.
     """
-    largest_lse = _largest_finite(lse)
-    largest_score = abs(scale) * _largest_norm(query) * _largest_norm(key)
+    largest_lse = _largest_finite(results["lse"])
+    query_norm = _largest_norm(inputs.query)
+    key_norm = _largest_norm(inputs.key)
+    largest_score = sizes.scale * query_norm * key_norm
     largest = max(largest_lse, largest_score)
-    eps = torch.finfo(query.dtype).eps
-    ulps = _ULPS if is_wide(query.dtype) else _ULPS_16_BITS
+    eps = torch.finfo(sizes.dtype).eps
+    ulps = _ULPS if is_wide(sizes.dtype) else _ULPS_16_BITS
     return ulps * eps * (1.0 + largest)
 
 
@@ -89,8 +91,11 @@ def is_repetition(
     if not differences.numel() or float(differences.max()) == 0.0:
         return True
     eps = torch.finfo(dtype).eps
-    allowed_largest = 64 * eps if is_wide(dtype) else 2 * eps
-    allowed_typical = 16 * eps if is_wide(dtype) else eps / 16
+    allowed_largest = 2 * eps
+    allowed_typical = eps / 16
+    if is_wide(dtype):
+        allowed_largest = 64 * eps
+        allowed_typical = 16 * eps
     if float(differences.max()) > allowed_largest * largest_magnitude(repeated):
         return False
     finite = repeated[repeated.isfinite()]

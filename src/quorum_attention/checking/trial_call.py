@@ -14,6 +14,8 @@ from quorum_attention.kernels import CallShape, InnerKernel
 from quorum_attention.planner import Plan, plan
 
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
+SHORT = 101
+"""The most tokens of a call that laws are tried with."""
 _TILE = 16
 
 Results = dict[str, torch.Tensor]
@@ -67,11 +69,14 @@ class CheckSizes(CallShape):
         generator = torch.Generator().manual_seed(seed)
 
         def drawn(heads: int, tokens: int, width: int) -> torch.Tensor:
-            shape = (self.batch, heads, tokens, width)
             wide = torch.randn(
-                shape, generator=generator, dtype=torch.float64, device="cpu"
+                (self.batch, heads, tokens, width),
+                generator=generator,
+                dtype=torch.float64,
+                device="cpu",
             )
-            return (wide * factor).to(self.dtype).to(self.device)
+            scaled = wide * factor
+            return scaled.to(self.dtype).to(self.device)
 
         return TrialInputs(
             drawn(self.heads, self.n_queries, self.head_dim),
@@ -90,10 +95,10 @@ class CheckSizes(CallShape):
                 return wider
         return self
 
-    def shortened(self, n_tokens: int) -> CheckSizes:
-        """The same sizes with as many queries as keys, and at most ``n_tokens`` of
+    def shortened(self) -> CheckSizes:
+        """The same sizes with as many queries as keys, and at most ``SHORT`` of
         both."""
-        length = min(n_tokens, self.n_queries, self.n_keys)
+        length = min(SHORT, self.n_queries, self.n_keys)
         return replace(self, n_queries=length, n_keys=length)
 
     def with_grouped_heads(self) -> CheckSizes:

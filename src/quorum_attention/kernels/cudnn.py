@@ -222,13 +222,7 @@ def _padded_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return query, key and value with at least so many rows, and the bias as cuDNN
     needs it."""
-    bias = bias_for_padding(
-        call.bias,
-        call.query,
-        call.key.shape[2],
-        (least_rows, least_keys),
-        call.is_causal,
-    )
+    bias = bias_for_padding(call, least_rows, least_keys)
     key = repeat_last(call.key, least_keys)
     if bias is not None:
         bias = aligned_bias(bias, key.shape[2])

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
 
 BASE_TWO_LOWEST = torch.finfo(torch.float32).min * math.log(2.0)
@@ -37,14 +38,18 @@ def dead_rows(
     return _first_keys(bias, lowest) > torch.arange(n_rows, device=bias.device)
 
 
-def dead_rows_bytes(batch: int, heads: int, rows: int, keys: int, causal: bool) -> int:
+def dead_rows_bytes(shape: CallShape, extent: Extent) -> int:
     """Return an upper bound of the bytes that ``dead_rows`` takes, result and
     temporaries, for fp64."""
-    result = batch * heads * rows * 9
-    if not causal:
+    if shape.bias is None:
+        return 0
+    entries = extent.batch if shape.bias.batch else 1
+    rows = entries * extent.query_heads * extent.max_queries
+    result = rows * 9
+    if not shape.is_causal:
         return result
-    block = min(BLOCK_BYTES, batch * heads * rows * keys)
-    return result + rows * 8 + 2 * block
+    block = min(BLOCK_BYTES, rows * extent.max_keys)
+    return result + extent.max_queries * 8 + 2 * block
 
 
 def _first_keys(bias: torch.Tensor, lowest: float) -> torch.Tensor:

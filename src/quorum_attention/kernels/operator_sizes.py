@@ -140,22 +140,9 @@ class OperatorSizes:
         results = self.rows * (out_width * self.itemsize + self.state_itemsize)
         joined_row = shape.value_dim * self.itemsize + self.state_itemsize
         results += self._joined_rows * joined_row
-        dead = self._dead_rows_bytes()
+        dead = dead_rows_bytes(shape, self.extent)
         after_the_operator = max(dead, merging) + dead
         return self._held_bytes + results + max(inside, after_the_operator)
-
-    def _dead_rows_bytes(self) -> int:
-        """Return the bytes that it takes to find rows without keys."""
-        bias = self.shape.bias
-        if bias is None:
-            return 0
-        return dead_rows_bytes(
-            self.extent.batch if bias.batch else 1,
-            self.extent.query_heads,
-            self.extent.max_queries,
-            self.extent.max_keys,
-            self.shape.is_causal,
-        )
 
     def backward_bytes(
         self,

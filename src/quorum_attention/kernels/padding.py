@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from quorum_attention.kernels.operator_call import Call
+
 
 def pad_last(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Return ``tensor`` with zero columns up to ``width``; not copied if it has that
@@ -46,30 +48,23 @@ def repeat_last(tensor: torch.Tensor, rows: int, dim: int = -2) -> torch.Tensor:
 
 
 def bias_for_padding(
-    bias: torch.Tensor | None,
-    query: torch.Tensor,
-    n_keys: int,
-    sides: tuple[int, int],
-    causal: bool,
+    call: Call, least_queries: int, least_keys: int
 ) -> torch.Tensor | None:
-    """Return the bias of a rectangle padded to at least ``sides`` (queries, keys), or
+    """Return the bias of a rectangle padded to at least so many queries and keys, or
     None.
 
     It masks the added keys. A causal rectangle needs no mask: its added keys lie after
     every query. Added queries have the bias of the last one.
-
-    Args:
-        bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
-        query: (b, h, lq, d), before padding.
     """
-    least_queries, least_keys = sides
+    bias = call.bias
+    n_keys = call.key.shape[2]
     missing_keys = max(0, least_keys - n_keys)
-    if not missing_keys and query.shape[2] >= least_queries:
+    if not missing_keys and call.query.shape[2] >= least_queries:
         return bias
     if bias is None:
-        if causal or not missing_keys:
+        if call.is_causal or not missing_keys:
             return None
-        bias = query.new_zeros((1, 1, 1, n_keys))
+        bias = call.query.new_zeros((1, 1, 1, n_keys))
     bias = bias.expand(*bias.shape[:-1], n_keys)
     bias = torch.nn.functional.pad(bias, (0, missing_keys), value=-torch.inf)
     if bias.shape[2] > 1:

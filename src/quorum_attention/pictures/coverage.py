@@ -30,6 +30,7 @@ from quorum_attention.pictures.figures import (
     write_heading,
 )
 from quorum_attention.pictures.geometry import (
+    MAX_BLOCKS,
     Point,
     blocks,
     corners,
@@ -38,7 +39,6 @@ from quorum_attention.pictures.geometry import (
 )
 from quorum_attention.units import counted
 
-MAX_BLOCKS = 20_000
 # Chunks and spans up to here have their numbers written beside them.
 _NUMBERED = 20
 _NUMBERS_OF_MANY = 8
@@ -147,7 +147,7 @@ def draw_all_pairs(
         weight="bold",
     )
     axes = figure.add_axes(LEFT_HALF)
-    drawn = with_fewer_levels(decomposition, MAX_BLOCKS, pairs.is_causal)
+    drawn = with_fewer_levels(decomposition, pairs.is_causal)
     n_rows = max(1, min(pairs.n_queries, drawn.n_tokens))
     n_columns = max(1, min(pairs.n_keys, drawn.n_tokens))
     _add_blocks(axes, drawn, pairs)

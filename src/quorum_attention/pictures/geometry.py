@@ -17,6 +17,8 @@ from quorum_attention.decomposition.pairs import quarters, walk
 from quorum_attention.decomposition.rectangles import Rectangle
 
 Point = tuple[float, float]
+MAX_BLOCKS = 20_000
+"""About the most blocks that a picture has."""
 
 
 def corners(block: Rectangle) -> list[Point]:
@@ -77,22 +79,23 @@ def kept_blocks(block: Rectangle, pairs: Pairs, cell: int) -> Iterator[Rectangle
             yield Rectangle(*part.queries, *part.keys)
 
 
-def with_fewer_levels(
-    decomposition: Decomposition, limit: int, is_causal: bool
-) -> Decomposition:
-    """``decomposition`` with as many of its levels as can be drawn in about ``limit``
-    blocks.
+def with_fewer_levels(decomposition: Decomposition, is_causal: bool) -> Decomposition:
+    """``decomposition`` with as many of its levels as can be drawn in about
+    ``MAX_BLOCKS`` blocks.
 
     Deeper levels only divide the blocks of the first ones further.
     """
-    pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
+    n_tokens = decomposition.n_tokens
+    pairs = Pairs(n_tokens, n_tokens, is_causal)
     while decomposition.depth > 1:
-        first = decomposition.task((0,) * decomposition.depth)
-        last = decomposition.task(
-            tuple(n_chunks - 1 for n_chunks in decomposition.levels)
-        )
-        n_blocks = max(sum(1 for _ in blocks(task, pairs)) for task in (first, last))
-        if n_blocks * decomposition.n_tasks <= limit:
+        first_path = (0,) * decomposition.depth
+        last_path = tuple(n_chunks - 1 for n_chunks in decomposition.levels)
+        n_blocks = 0
+        for path in (first_path, last_path):
+            task = decomposition.task(path)
+            n_blocks_of_task = sum(1 for _ in blocks(task, pairs))
+            n_blocks = max(n_blocks, n_blocks_of_task)
+        if n_blocks * decomposition.n_tasks <= MAX_BLOCKS:
             break
         decomposition = replace(decomposition, levels=decomposition.levels[:-1])
     return decomposition

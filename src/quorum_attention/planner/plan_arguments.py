@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from quorum_attention.argument_checks import chance, shown, switch, whole_number
+from quorum_attention.argument_checks import dropout_chance, shown, switch, whole_number
 from quorum_attention.execution.device.lookup import (
     available_device,
     backend_of,
@@ -81,7 +81,7 @@ def checked_shape(
         batch_shape=(batch,),
         n_queries=n_queries,
         n_keys=n_keys,
-        dropout=chance(dropout_p, "dropout_p") > 0.0,
+        dropout=dropout_chance(dropout_p) > 0.0,
         exact_scale=scale_is_exact(head_dim**-0.5, dtype),
     )
 
