@@ -109,7 +109,7 @@ def _split_results(
     out_bytes = 0
     if tensors.query.device == request.options.device:
         shape = request.shape
-        n_heads = shape.batch * shape.heads
+        n_heads = shape.lanes
         out_rows = n_heads * shape.n_queries
         out_bytes = out_rows * shape.value_dim * 4  # both parts, 2 bytes each
     wide_request = replace(

@@ -41,39 +41,35 @@ def sampled_errors(
     out = out.flatten(0, -3)
     lse = lse.flatten(0, -2)
     group = len(query) // len(key)
-    heads = [
-        _Head(
+    sums = _ErrorSums()
+    heads = []
+    for h in range(len(query)):
+        key_head = h // group
+        head = _Head(
             query[h],
-            key[h // group],
-            value[h // group],
+            key[key_head],
+            value[key_head],
             out[h],
             lse[h],
             is_causal,
         )
-        for h in range(len(query))
-    ]
-    sums = _ErrorSums()
-    for head in heads:
         _add_forward_errors(sums, head)
+        heads.append(head)
     if grad_out is None:
         return sums.relative()
     grad_out = grad_out.flatten(0, -3)
     grad_query, grad_key, grad_value = (grad.flatten(0, -3) for grad in grads)
     for h, head in enumerate(heads):
-        _add_query_error(
-            sums,
-            head,
-            grad_out[h],
-            grad_query[h],
-        )
+        _add_query_error(sums, head, grad_out[h], grad_query[h])
     for key_head in range(len(key)):
-        sharing = slice(key_head * group, (key_head + 1) * group)
-        key_grads = (grad_key[key_head], grad_value[key_head])
+        first = key_head * group
+        sharing = slice(first, first + group)
         _add_key_errors(
             sums,
             heads[sharing],
             grad_out[sharing],
-            *key_grads,
+            grad_key[key_head],
+            grad_value[key_head],
         )
     return sums.relative()
 
@@ -100,28 +96,32 @@ class _Head(NamedTuple):
         self, query: Tensor, rows: Tensor, key: Tensor, columns: Tensor
     ) -> Tensor:
         """Scores of queries at positions ``rows`` and keys at positions ``columns``."""
-        scores: Tensor = query @ key.mT * query.shape[-1] ** -0.5
+        scale = query.shape[-1] ** -0.5
+        scores: Tensor = query @ key.mT * scale
         if not self.is_causal:
             return scores
-        return scores.masked_fill(columns > rows[:, None], -torch.inf)
+        is_later = columns > rows.unsqueeze(1)
+        return scores.masked_fill(is_later, -torch.inf)
 
     def exact_rows(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The scores and the output of queries at positions ``rows``, (rows, m) and
         (rows, d_v)."""
-        columns = torch.arange(len(self.key), device="cpu")
-        scores = self.scores(
-            query,
-            rows,
-            self.key.double(),
-            columns,
-        )
-        return scores, scores.softmax(1) @ self.value.double()
+        key = self.key.double()
+        value = self.value.double()
+        columns = torch.arange(len(key), device="cpu")
+        scores = self.scores(query, rows, key, columns)
+        probabilities = scores.softmax(1)
+        return scores, probabilities @ value
 
 
 def _evenly_spread(n_tokens: int, n_samples: int) -> Tensor:
     """Positions at even distances, the first and the last among them."""
     places = torch.linspace(
-        0, n_tokens - 1, n_samples, dtype=torch.float64, device="cpu"
+        0,
+        n_tokens - 1,
+        n_samples,
+        dtype=torch.float64,
+        device="cpu",
     )
     positions: Tensor = places.long().unique()
     return positions
@@ -137,20 +137,23 @@ class _ErrorSums:
     def add(self, name: str, result: Tensor, exact: Tensor | None) -> None:
         """Add some rows of a result."""
         assert exact is not None
-        self._errors[name] += float((result.double() - exact).square().sum())
+        error = result.double() - exact
+        self._errors[name] += float(error.square().sum())
         self._values[name] += float(exact.square().sum())
 
     def relative(self) -> dict[str, float]:
         """The relative error of each result."""
-        return {
-            name: (errors / (self._values[name] or 1.0)) ** 0.5
-            for name, errors in self._errors.items()
-        }
+        relative_errors = {}
+        for name, squared_error in self._errors.items():
+            squared_size = self._values[name] or 1.0
+            relative_errors[name] = (squared_error / squared_size) ** 0.5
+        return relative_errors
 
 
 def _add_forward_errors(sums: _ErrorSums, head: _Head) -> None:
     rows = head.sampled_queries()
-    scores, exact_out = head.exact_rows(head.query[rows].double(), rows)
+    query = head.query[rows].double()
+    scores, exact_out = head.exact_rows(query, rows)
     exact_lse = scores.logsumexp(1)
     sums.add("lse", head.lse[rows], exact_lse)
     sums.add("out", head.out[rows], exact_out)

@@ -94,7 +94,7 @@ def column_bytes(
     if tensors.query.device == device:
         n_bytes += shape.batch * shape.kv_heads * shape.n_keys * 4  # norms of values
     # Factors and parts of each row, while they are made.
-    rows = shape.batch * shape.heads * shape.n_queries
+    rows = shape.lanes * shape.n_queries
     for tensor in (backward_inputs.grad_out, backward_inputs.out):
         if tensor.device == device:
             n_bytes += rows * 8 * shape.state_dtype.itemsize

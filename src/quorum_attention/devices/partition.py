@@ -82,7 +82,7 @@ def pieces_of(
             return _PIECES
         return min(_PIECES, heads_per_device)
     # One call of many heads is quicker than several.
-    n_pairs = shape.batch * shape.heads * shape.pairs
+    n_pairs = shape.lanes * shape.pairs
     seconds = n_pairs / sum(speeds.values())
     n_pieces = math.ceil(seconds / _LONGEST_SECONDS - 1e-3)
     return max(1, min(n_pieces, heads_per_device))

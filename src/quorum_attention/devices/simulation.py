@@ -27,7 +27,7 @@ def simulate(
     Returns:
         The report that a pool would have filled, its times predicted.
     """
-    n_pairs = shape.batch * shape.heads * shape.pairs
+    n_pairs = shape.lanes * shape.pairs
     names: list[str] = []
     speeds: dict[int, float] = {}
     for number, (name, speed) in enumerate(devices):

@@ -261,7 +261,7 @@ def _flattened_shards(tensors: Tensors, shape: CallShape) -> list[torch.Tensor]:
         tensor.reshape(shape.batch, *tensor.shape[-3:])
         for tensor in (tensors.query, tensors.key, tensors.value)
     ]
-    n_pairs = shape.batch * shape.heads * shape.n_queries**2
+    n_pairs = shape.lanes * shape.n_queries**2
     if shape.dtype.itemsize == 2 and n_pairs <= _MAX_WIDENED_PAIRS:
         return [tensor.float() for tensor in shards]
     return shards
@@ -295,7 +295,7 @@ def _assign(
         units,
         kept_pairs=kept_pairs,
     )
-    pair_flops = 2.0 * shape.batch * (shape.head_dim + shape.value_dim)
+    pair_flops = 2.0 * shape.batch * shape.kv_width
     flops = 0.0
     if units == "pairs" and not on_host(query.device):
         flops = sharded.n_pairs / sharded.n_ranks * pair_flops
@@ -304,7 +304,7 @@ def _assign(
     state = shape.batch * state_dtype(query.dtype).itemsize
     row_bytes = RowBytes(
         query=shape.head_dim * element,
-        key=(shape.head_dim + shape.value_dim) * element,
+        key=shape.kv_width * element,
         out=shape.value_dim * element,
         partial=(shape.value_dim + 1) * state,
         lse=state,

@@ -96,13 +96,12 @@ def choose_assignment(
     flops_of_rank = shape.n_pairs / shape.n_ranks * pair_flops
     little_bytes = _LITTLE_SHARE * flops_of_rank * _BYTES_PER_FLOP
     tolerated_bytes = max(2 * cheapest.most_received(row_bytes), little_bytes)
-    if (
-        shape.heads % shape.n_ranks
-        or by_heads.most_received(row_bytes) > tolerated_bytes
-    ):
+    heads_divide = shape.heads % shape.n_ranks == 0
+    if not heads_divide or by_heads.most_received(row_bytes) > tolerated_bytes:
         return cheapest
     n_calls = _n_calls(by_heads)
-    return min((way for way in assignments if _n_calls(way) <= n_calls), key=cost)
+    with_few_calls = [way for way in assignments if _n_calls(way) <= n_calls]
+    return min(with_few_calls, key=cost)
 
 
 def _n_calls(assignment: Assignment) -> int:
@@ -137,11 +136,10 @@ def exchange_heads(shape: ShardedShape) -> Assignment:
     cuts = [fair_heads * rank for rank in range(n_ranks + 1)]
     shares: list[Stages] = []
     for share in cut_line(shape.row_work, cuts):
-        row_blocks = [
-            RowBlock(run, rows)
-            for heads, rows in share
-            for run in split_groups(heads, shape.group_size, n_runs)
-        ]
+        row_blocks: list[RowBlock] = []
+        for heads, rows in share:
+            runs = split_groups(heads, shape.group_size, n_runs)
+            row_blocks.extend(RowBlock(run, rows) for run in runs)
         shares.append(_stages_of_rows(shape, row_blocks))
     return Assignment("heads exchanged", shape, tuple(shares), whole_heads)
 
@@ -171,8 +169,11 @@ def _rows_by_work(shape: ShardedShape) -> list[list[Interval]]:
         _fill_up(shape.row_work, rows, spare, fair_pairs)
     # Rounding leaves a little.
     rows_of_ranks[0] += spare
-    filled = [[run for run in rows if run.length] for rows in rows_of_ranks]
-    return [union(rows) for rows in filled]
+    unions: list[list[Interval]] = []
+    for rows in rows_of_ranks:
+        runs = [run for run in rows if run.length]
+        unions.append(union(runs))
+    return unions
 
 
 def _fill_up(
@@ -237,9 +238,11 @@ def _task_blocks(
         key_chunks = _key_chunks(shape, quorum, rows, is_own)
         if key_chunks:
             keys = tuple(union(key_chunks))
-            yield from (ShardBlock(heads, rows, keys) for heads in runs)
+            for heads in runs:
+                yield ShardBlock(heads, rows, keys)
         if is_own and shape.is_causal:
-            yield from (ShardBlock(heads, rows, (rows,), causal=True) for heads in runs)
+            for heads in runs:
+                yield ShardBlock(heads, rows, (rows,), causal=True)
 
 
 def _key_chunks(
@@ -271,12 +274,8 @@ def _blocks_of_rows(
 ) -> Iterator[ShardBlock]:
     """Yield the blocks of whole rows."""
     if shape.units != "pairs" or not shape.is_causal:
-        yield ShardBlock(
-            heads,
-            rows,
-            (Interval(0, shape.n_tokens),),
-            shape.is_causal,
-        )
+        all_keys = Interval(0, shape.n_tokens)
+        yield ShardBlock(heads, rows, (all_keys,), shape.is_causal)
         return
     if rows.start:
         yield ShardBlock(heads, rows, (Interval(0, rows.start),))

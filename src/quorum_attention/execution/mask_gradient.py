@@ -89,7 +89,7 @@ def tile_bytes(shape: CallShape, tile: Tile, mask_bytes: int) -> int:
     n_rows = tile.entries * query_heads * tile.queries
     n_keys = tile.entries * tile.heads * tile.keys
     n_pairs = n_rows * tile.keys
-    widths = shape.head_dim + shape.value_dim
+    widths = shape.kv_width
     # Inputs as they came, and in the state's dtype.
     n_inputs = (n_rows + n_keys) * widths
     inputs = n_inputs * (input_bytes + state_bytes)

@@ -111,5 +111,5 @@ def rescaled_upstream_bytes(
     # The divided copy, and two numbers for each row.
     row_bytes = shape.value_dim * shape.dtype.itemsize
     row_bytes += 2 * gradient.itemsize
-    n_rows = shape.batch * shape.heads * shape.n_queries
+    n_rows = shape.lanes * shape.n_queries
     return n_rows * row_bytes

@@ -87,9 +87,19 @@ class CallShape:
         return max(self.head_dim, self.value_dim)
 
     @property
+    def kv_width(self) -> int:
+        """The numbers of a key and its value."""
+        return self.head_dim + self.value_dim
+
+    @property
     def batch(self) -> int:
         """Batch entries, all batch dimensions together."""
         return math.prod(self.batch_shape)
+
+    @property
+    def lanes(self) -> int:
+        """Query heads of all batch entries."""
+        return self.batch * self.heads
 
     @property
     def lengths(self) -> Lengths:

@@ -181,7 +181,7 @@ class CudnnKernel(RectangleKernel):
         if sizes.group > 1:
             # The gradients of grouped keys and values are first computed for every
             # query head.
-            widths = shape.head_dim + shape.value_dim
+            widths = shape.kv_width
             inside += sizes.expanded_key_rows * widths * sizes.itemsize
         return sizes.backward_bytes(inside)
 
@@ -210,7 +210,7 @@ def _lengthened_bytes(
             statistics += rows * 2
     if extent.max_keys < 2 * length:
         key_rows = sizes.extent.key_lanes * length
-        numbers += key_rows * (shape.head_dim + shape.value_dim)
+        numbers += key_rows * shape.kv_width
     if not numbers:
         return 0
     nbytes = numbers * sizes.itemsize + statistics * sizes.state_itemsize

@@ -216,7 +216,7 @@ def _input_copies_bytes(sizes: OperatorSizes) -> int:
         # Heads of a call that was cut may lie side by side in rows as far apart as
         # before.
         numbers += sizes.rows * shape.head_dim
-        numbers += sizes.key_rows * (shape.head_dim + shape.value_dim)
+        numbers += sizes.key_rows * shape.kv_width
     if head_dim != shape.head_dim:
         numbers += (sizes.rows + sizes.key_rows) * head_dim
     if value_dim != shape.value_dim:

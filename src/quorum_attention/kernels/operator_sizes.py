@@ -170,7 +170,7 @@ class OperatorSizes:
     def _gradient_bytes(self, rows: int, key_rows: int) -> int:
         """Return the bytes of gradients as wide as the inputs."""
         grad_query = rows * self.shape.head_dim
-        grad_key_and_value = key_rows * (self.shape.head_dim + self.shape.value_dim)
+        grad_key_and_value = key_rows * self.shape.kv_width
         return (grad_query + grad_key_and_value) * self.itemsize
 
 

@@ -173,7 +173,7 @@ class TiledKernel(Kernel):
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``backward`` allocates at any one time."""
         sizes = TileSizes(shape, extent, self.scores)
-        widths = shape.head_dim + shape.value_dim
+        widths = shape.kv_width
         by_pair = 3 if shape.dropout else 2
         numbers = NumbersPer(4 * widths + 8, 2 * widths, by_pair)
         n_bytes = sizes.nbytes(numbers) + SLACK_BYTES

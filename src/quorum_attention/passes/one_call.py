@@ -174,7 +174,7 @@ def gives_mask_grad(
     shape = request.shape
     if len(shape.batch_shape) != 1 or shape.columns or shape.dropout or problem.scaled:
         return False
-    n_pairs = shape.batch * shape.heads * shape.n_queries * shape.n_keys
+    n_pairs = shape.lanes * shape.n_queries * shape.n_keys
     if n_pairs * shape.dtype.itemsize > _MOST_BYTES:
         return False
     return problem.kernel.gives_bias_gradient(problem.kernel_shape)

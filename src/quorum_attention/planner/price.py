@@ -71,7 +71,8 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         copies = sample.runs * counts.run_copies * group.batch * group.kv_heads
         if counts.resident:
             copies *= _DEVICE_COPIES
-        issue += counts.units * (hardware.unit_seconds + copies * hardware.copy_seconds)
+        copy_seconds = copies * hardware.copy_seconds
+        issue += counts.units * (hardware.unit_seconds + copy_seconds)
     return Cost(
         arithmetic=computing.arithmetic,
         merge=computing.merge,
@@ -91,25 +92,23 @@ def least_cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) ->
     tasks."""
     counts = schedule.route.work_counts(schedule, problem)
     issue = counts.units * hardware.unit_seconds if counts.in_slots else 0.0
-    return max(
-        least_seconds(problem, hardware), issue, *_copy_seconds(counts, hardware)
-    )
+    up, down = _copy_seconds(counts, hardware)
+    return max(least_seconds(problem, hardware), issue, up, down)
 
 
 def least_seconds(problem: Problem, hardware: HardwareModel) -> float:
     """Return seconds that no schedule's cost is below: the arithmetic alone, at the
     full rate."""
     shape = problem.shape
-    flops = (
-        _flops_of_pair(shape, problem.spec) * shape.pairs * shape.batch * shape.heads
-    )
+    flops_of_pair = _flops_of_pair(shape, problem.spec)
+    flops = flops_of_pair * shape.pairs * shape.batch * shape.heads
     return flops / _rate(hardware, problem.spec)
 
 
 def forward_flops(shape: CallShape) -> float:
     """Count the operations of a forward's two products; a kernel's own mask is not
     counted."""
-    flops_of_pair = 2.0 * (shape.head_dim + shape.value_dim)
+    flops_of_pair = 2.0 * shape.kv_width
     return flops_of_pair * shape.pairs * shape.batch * shape.heads
 
 
@@ -181,21 +180,26 @@ def _operator_cost(
     n_heads = schedule.n_query_heads(shape)
     scale = _pass_over_sample(sample, shape, n_heads)
     seconds = 0.0
+    n_calls = 0
     for batch, times in sample.calls:
-        seconds += times * _call_seconds(
-            batch, schedule, problem, hardware, uncut=counts.uncut
+        seconds_of_one = _call_seconds(
+            batch,
+            schedule,
+            problem,
+            hardware,
+            uncut=counts.uncut,
         )
-    call_seconds = (
-        hardware.backward_call_seconds if spec.backward else hardware.call_seconds
-    )
+        seconds += times * seconds_of_one
+        n_calls += times
+    call_seconds = hardware.call_seconds
+    if spec.backward:
+        call_seconds = hardware.backward_call_seconds
     if schedule.route.streams > 1:
         call_seconds += _STREAM_SECONDS
-    n_calls = sum(times for _, times in sample.calls)
     merged_bytes = 0.0
     if counts.merges:
-        row_bytes = shape.value_dim * (
-            2 * shape.state_dtype.itemsize + shape.dtype.itemsize
-        )
+        number_bytes = 2 * shape.state_dtype.itemsize + shape.dtype.itemsize
+        row_bytes = shape.value_dim * number_bytes
         merged_bytes = sample.merged * n_heads * scale * row_bytes * spec.combined
     return _KernelCost(
         arithmetic=seconds * scale,
@@ -228,11 +232,13 @@ def _call_seconds(
     if uncut or rectangle.causal:
         # The plain rectangles of a task are cut so that the cache holds their inner
         # operand.
-        row_bytes = (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
+        row_bytes = shape.kv_width * shape.dtype.itemsize
         share *= hardware.cached_share(n_inner * row_bytes)
     if uncut and problem.kernel.thread_per_head:
         share *= hardware.busy_share(
-            n_heads, causal=rectangle.causal, backward=spec.backward
+            n_heads,
+            causal=rectangle.causal,
+            backward=spec.backward,
         )
     flops = _flops_of_pair(shape, spec) * rectangle.pairs * batch.count * n_heads
     rate = _rate(hardware, spec) * share
@@ -252,7 +258,7 @@ def _copy_seconds(counts: WorkCounts, hardware: HardwareModel) -> tuple[float, f
 
 def _flops_of_pair(shape: CallShape, spec: PassSpec) -> float:
     """Count the operations of one pair of a head: matrix products and random words."""
-    products = 2.0 * (shape.head_dim + shape.value_dim) * (spec.products / 2)
+    products = 2.0 * shape.kv_width * (spec.products / 2)
     if not shape.dropout:
         return products
     n_words = 2 if spec.backward else 1
@@ -305,9 +311,11 @@ def _sample_of(schedule: Schedule, counts: WorkCounts, problem: Problem) -> _Sam
     if counts.calls is None:
         # Rectangles of several batch entries are not batched.
         call_limits = schedule.limits if schedule.group.batch == 1 else None
-        lengths = problem.shape.lengths
         return _typical_sample(
-            schedule.decomposition, lengths, call_limits, counts.pieces
+            schedule.decomposition,
+            problem.shape.lengths,
+            call_limits,
+            counts.pieces,
         )
     # The calls of a head come one by one; each unit copies one run.
     units_of_head = counts.units // max(1, count_groups(problem.shape, schedule.group))
@@ -338,18 +346,22 @@ def _typical_sample(
         cut_tasks = _typical_tasks(decomposition, is_causal, n_queries, n_keys)
     else:
         cut_tasks = [pieces_of(decomposition, pieces, is_causal, n_queries, n_keys)]
+    # Halves may be batches, as far as limits let them.
+    may_batch = pieces in (None, "halves")
     calls: Counter[Batch] = Counter()
-    for _, rectangles in cut_tasks:
-        # Halves may be batches, as far as limits let them.
-        may_batch = pieces in (None, "halves")
+    n_runs = 0
+    n_rows = 0
+    for task, rectangles in cut_tasks:
+        n_runs += len(task.runs)
+        n_rows += task.n_tokens
         for batch in batches(rectangles) if may_batch else map(Batch, rectangles):
             calls.update(_operator_calls(batch, call_limits))
     n_tasks = len(cut_tasks)
     return _Sample(
         calls=tuple(calls.items()),
-        runs=sum(len(task.runs) for task, _ in cut_tasks) / n_tasks,
+        runs=n_runs / n_tasks,
         tasks=n_tasks,
-        rows=sum(task.n_tokens for task, _ in cut_tasks) / n_tasks,
+        rows=n_rows / n_tasks,
     )
 
 
@@ -380,11 +392,15 @@ def _middle_paths(levels: tuple[int, ...]) -> list[tuple[int, ...]]:
     Each level takes other positions: the rectangles of a child depend on its position
     in its parent.
     """
-    fifths = (1, 2, 3) if len(levels) == 1 else (0, 1, 2, 3, 4)
-    return [
-        tuple((fifth + 2 * level) % 5 * c // 5 for level, c in enumerate(levels))
-        for fifth in fifths
-    ]
+    first_fifths = (1, 2, 3) if len(levels) == 1 else (0, 1, 2, 3, 4)
+    paths = []
+    for first_fifth in first_fifths:
+        path = []
+        for level, c in enumerate(levels):
+            fifth = (first_fifth + 2 * level) % 5
+            path.append(fifth * c // 5)
+        paths.append(tuple(path))
+    return paths
 
 
 def _paths_with_first_token(levels: tuple[int, ...]) -> list[tuple[int, ...]]:

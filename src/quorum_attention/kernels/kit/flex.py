@@ -127,7 +127,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
             shape,
             extent,
             query_row_bytes=query_row_bytes,
-            key_row_bytes=item * (shape.head_dim + shape.value_dim),
+            key_row_bytes=item * shape.kv_width,
         )
 
     def _workspace_bytes(
@@ -148,7 +148,7 @@ class FlexKernel(CallsKernel, ScoreModKernel):
         if _copies_inputs(shape, extent):
             item = shape.dtype.itemsize
             query_row_bytes += shape.head_dim * item
-            key_row_bytes += (shape.head_dim + shape.value_dim) * item
+            key_row_bytes += shape.kv_width * item
         token_bytes = (
             extent.query_heads * query_row_bytes + extent.key_heads * key_row_bytes
         )

@@ -348,7 +348,7 @@ def quadratic_workspace(shape: CallShape, extent: Extent) -> int:
     n_pairs = extent.rows * extent.max_keys
     n_rows = extent.lanes * (extent.max_queries + extent.max_keys)
     score_bytes = 4 * n_pairs * item
-    row_bytes = 2 * n_rows * (shape.head_dim + shape.value_dim + 2) * item
+    row_bytes = 2 * n_rows * (shape.kv_width + 2) * item
     return score_bytes + row_bytes
 
 

@@ -142,7 +142,7 @@ class Bucket:
         and of its mask."""
         n_queries = self.queries.longest
         n_keys = self.keys.longest
-        widths = shape.head_dim + shape.value_dim
+        widths = shape.kv_width
         itemsize = max(shape.dtype.itemsize, shape.bias_dtype.itemsize)
         query_numbers = 2 * widths + shape.value_dim
         key_numbers = 2 * widths

@@ -219,9 +219,7 @@ def _preferred_base(
         # The preferred kernel of a call that keeps so many pairs, if it takes bands.
         pairs = mask.kept_pairs * shape.batch * shape.heads
         with suppress(NotImplementedError):
-            kernel = select(
-                "auto", flops=2.0 * (shape.head_dim + shape.value_dim) * pairs
-            )
+            kernel = select("auto", flops=2.0 * shape.kv_width * pairs)
             capped = _with_softcap(kernel, mask.softcap)
             if isinstance(capped, RectangleKernel) and capped.bands:
                 return capped

@@ -110,10 +110,10 @@ class Packing:
             n_bytes = self._bucket_bytes(bucket, kernel, shape, extent, backward)
             largest = max(largest, n_bytes)
         # Results, and rows that have to be copied to lie one after the other.
-        rows = extent.batch * extent.query_heads * (self.n_queries + 1)
-        key_rows = extent.batch * extent.key_heads * (self.n_keys + 1)
+        rows = extent.lanes * (self.n_queries + 1)
+        key_rows = extent.key_lanes * (self.n_keys + 1)
         row_numbers = shape.head_dim + 3 * shape.value_dim + 1
-        key_numbers = 2 * (shape.head_dim + shape.value_dim)
+        key_numbers = 2 * shape.kv_width
         numbers = rows * row_numbers + key_rows * key_numbers
         itemsize = max(shape.dtype.itemsize, shape.state_dtype.itemsize)
         return largest + numbers * itemsize

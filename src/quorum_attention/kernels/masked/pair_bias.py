@@ -117,14 +117,11 @@ class PairBias:
 
 def _result_bytes(shape: CallShape, extent: Extent) -> int:
     """Bytes of the results of a call that is cut."""
-    query_lanes = extent.batch * extent.query_heads
-    key_lanes = extent.batch * extent.key_heads
-    query_rows = query_lanes * extent.max_queries + 1
-    key_rows = key_lanes * extent.max_keys + 1
+    query_rows = extent.rows + 1
+    key_rows = extent.key_rows + 1
     # A query's output or gradient, with its lse; the gradients of a key and its value.
-    query_width = max(shape.head_dim, shape.value_dim) + 1
-    key_width = shape.head_dim + shape.value_dim
-    n_numbers = query_rows * query_width + key_rows * key_width
+    query_width = shape.width + 1
+    n_numbers = query_rows * query_width + key_rows * shape.kv_width
     itemsize = max(shape.dtype.itemsize, shape.state_dtype.itemsize)
     return n_numbers * itemsize
 

@@ -97,26 +97,24 @@ class PartwiseKernel(Kernel):
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         n_bytes = self._calls_bytes(shape, extent, backward=False)
         if extent.direct:
-            rows = extent.batch * extent.query_heads * extent.n_tokens
-            n_bytes += rows * (shape.value_dim + 1) * shape.state_dtype.itemsize
-            n_bytes += rows * shape.value_dim * 4
+            state_bytes = (shape.value_dim + 1) * shape.state_dtype.itemsize
+            n_bytes += extent.token_rows * (state_bytes + shape.value_dim * 4)
         return n_bytes
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         n_bytes = self._calls_bytes(shape, extent, backward=True)
-        rows = extent.batch * extent.query_heads * extent.n_tokens
         if self._calls_rectangles:
             # The lse without rows that have no key.
-            n_bytes += rows * 2 * shape.state_dtype.itemsize
+            n_bytes += extent.token_rows * 2 * shape.state_dtype.itemsize
         is_scaled = shape.dtype in self._operator.scaled_backward
         if is_scaled and self._ragged_kernel(shape) is self._tiles:
             # An upstream gradient that is not scaled.
-            n_bytes += rows * 4 * shape.value_dim
+            n_bytes += extent.token_rows * 4 * shape.value_dim
         if extent.direct:
-            key_rows = extent.batch * extent.key_heads * extent.n_tokens
-            numbers = rows * shape.head_dim
-            numbers += key_rows * (shape.head_dim + shape.value_dim)
+            key_rows = extent.key_lanes * extent.n_tokens
+            numbers = extent.token_rows * shape.head_dim
+            numbers += key_rows * shape.kv_width
             n_bytes += numbers * (shape.state_dtype.itemsize + 4)
         return n_bytes
 
@@ -129,8 +127,8 @@ class PartwiseKernel(Kernel):
             ragged_bytes = self._ragged_bytes(shape, largest, backward=backward)
             n_bytes = max(n_bytes, ragged_bytes)
         if self._geometry.functions:
-            lanes = extent.batch * extent.query_heads
-            n_bytes = max(n_bytes, evaluated_bytes(lanes, EVALUATED_BYTES))
+            evaluated = evaluated_bytes(extent.lanes, EVALUATED_BYTES)
+            n_bytes = max(n_bytes, evaluated)
         return n_bytes
 
     def _clear_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
@@ -139,14 +137,12 @@ class PartwiseKernel(Kernel):
         n_bytes = workspace_bytes(kernel, causal, extent, backward=backward)
         if self._calls_rectangles:
             # Copies of a triangle's rows in the other order.
-            rows = extent.batch * extent.query_heads * extent.max_queries
-            key_rows = extent.batch * extent.key_heads * extent.max_keys
-            copied_rows = rows + key_rows
+            copied_rows = extent.rows + extent.key_rows
             if backward:
-                copied_rows += rows
-            row_bytes = (shape.head_dim + shape.value_dim) * shape.dtype.itemsize
+                copied_rows += extent.rows
+            row_bytes = shape.kv_width * shape.dtype.itemsize
             n_bytes += 2 * copied_rows * row_bytes
-            n_bytes += 8 * rows + MERGE_WORKSPACE_BYTES
+            n_bytes += 8 * extent.rows + MERGE_WORKSPACE_BYTES
         return n_bytes
 
     def _ragged_bytes(self, shape: CallShape, extent: Extent, *, backward: bool) -> int:
@@ -163,9 +159,8 @@ class PartwiseKernel(Kernel):
         masked = replace(shape, bias=_ragged_mask(shape), is_causal=False)
         kernel = self._kernel_for(masked)
         n_bytes = workspace_bytes(kernel, masked, part, backward=backward)
-        lanes = extent.batch * extent.query_heads
         mask_bytes = 2 + 2 * masked.bias_dtype.itemsize
-        pair_bytes = lanes * mask_bytes + test_bytes
+        pair_bytes = extent.lanes * mask_bytes + test_bytes
         return n_bytes + pair_bytes * queries * keys
 
     def _limited(self, extent: Extent, shape: CallShape) -> Extent:

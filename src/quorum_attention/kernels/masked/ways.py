@@ -36,7 +36,7 @@ def fastest_way(
     """
     pair_bias = _bias_of(rules, by_query, by_key, shape) if biases else None
     if pair_bias is not None:
-        n_pairs = shape.batch * shape.heads * shape.n_queries * shape.n_keys
+        n_pairs = shape.lanes * shape.n_queries * shape.n_keys
         bias_cost = cost_of_bias(pair_bias.calls(shape, shape.batch), n_pairs)
         if bias_cost <= LITTLE:
             return pair_bias
