@@ -20,6 +20,7 @@ from quorum_attention.call.request import Request
 from quorum_attention.call.split_output import joined, rest_of
 from quorum_attention.call.transformations import is_recorded
 from quorum_attention.call.validation import Tensors, as_tensor
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import (
     has_transforms,
@@ -42,7 +43,7 @@ instead."""
 result_hook: ContextVar[ResultHook | None] = ContextVar("result_hook", default=None)
 
 
-def run_with_hook(compute: Callable[[], Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def run_with_hook(compute: Callable[[], Any]) -> OutLse:
     """Return (out, lse) by ``compute``, or as a checkpoint stored them."""
     hook = result_hook.get()
     out, lse = compute() if hook is None else hook(compute)
@@ -248,9 +249,7 @@ def refuse_forward_mode() -> None:
 
 
 @restores_grad_and_autocast
-def attend(
-    tensors: Tensors, request: Request, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(tensors: Tensors, request: Request, out: torch.Tensor | None) -> OutLse:
     """Compute (out, lse) of a checked call, under autograd if it is recorded.
 
     Args:

@@ -23,6 +23,7 @@ from quorum_attention.call.settings import current_settings, with_current_settin
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.lookup import BACKENDS, best_device
 from quorum_attention.kernels.masked.mask_tensor import short_mask_tensor
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.kernels.torch_private import (
     PLAIN,
@@ -55,9 +56,7 @@ _MAX_CACHED = 128
 _CACHE: dict[Hashable, Request] = {}
 
 
-def attention_results(
-    query: Any, key: Any, value: Any, arguments: Arguments
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_results(query: Any, key: Any, value: Any, arguments: Arguments) -> OutLse:
     """Compute (out, lse) of a call.
 
     The request of an earlier call is used if there is one. A traced call becomes an
@@ -75,7 +74,7 @@ def attention_results(
 @uncompiled
 def _uncompiled_results(
     query: Any, key: Any, value: Any, arguments: Arguments
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Compute (out, lse) of a call that torch's compiler does not trace."""
     call_key = None
     if is_plain_call(query, key, value, arguments):
@@ -97,7 +96,7 @@ def _uncompiled_results(
 @uncompiled
 def dispatch_uncached(
     query: Any, key: Any, value: Any, arguments: Arguments, call_key: Hashable | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Check a call, cache its request under ``call_key`` if it has one, and compute
     (out, lse)."""
     tensors, request = checked_request("attention", query, key, value, arguments)

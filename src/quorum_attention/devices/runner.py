@@ -36,6 +36,7 @@ from quorum_attention.devices.worker import Worker
 from quorum_attention.devices.worker_pool import WorkerPool
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.kernels.call_shape import state_dtype
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.result_layout import empty_like_input, result_strides
 from quorum_attention.passes.run_decision import progress_of
 
@@ -78,9 +79,7 @@ class PoolRunner:
     _shared_inputs: dict[str, SharedTensor] = field(default_factory=dict)
     _process: int = field(default_factory=os.getpid)
 
-    def forward(
-        self, tensors: Tensors, request: Request
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tensors: Tensors, request: Request) -> OutLse:
         """Return (out, lse), in shared memory or on the inputs' device."""
         if self._shared_inputs:
             raise NotImplementedError("devices cannot be several under torch.vmap")

@@ -9,6 +9,7 @@ import torch
 from quorum_attention.call.broadcast import broadcast_inputs
 from quorum_attention.call.options import Arguments, names_several
 from quorum_attention.call.validation import as_mask, shape_of_inputs
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.torch_private import (
     has_transforms,
     is_tracing,
@@ -36,7 +37,7 @@ class _EncodedArguments(NamedTuple):
 
 def as_operator(
     query: Any, key: Any, value: Any, arguments: Arguments
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+) -> OutLse | None:
     """Return (out, lse) of a call by the operator; None if it cannot make the call.
 
     Where it cannot, the graph of torch's compiler has to break, and other traces refuse

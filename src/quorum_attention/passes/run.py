@@ -14,6 +14,7 @@ from quorum_attention.call.lse_columns import (
 )
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.protocol import check_mask_gradient
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.sinks import sinks_gradient
@@ -30,9 +31,7 @@ _CASTS = "casts of the inputs"
 _GRADS = ("grad_query", "grad_key", "grad_value")
 
 
-def run_forward(
-    tensors: Tensors, request: Request
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(tensors: Tensors, request: Request) -> OutLse:
     """Compute (out, lse) of a call; ``out`` is the request's, if it has one.
 
     Raises:
@@ -69,9 +68,7 @@ def _has_no_pairs(tensors: Tensors) -> bool:
     return 0 in (tensors.query.numel(), tensors.value.numel())
 
 
-def _forward_without_pairs(
-    tensors: Tensors, request: Request
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_without_pairs(tensors: Tensors, request: Request) -> OutLse:
     """Return (out, lse) of a call without queries or without keys."""
     query = tensors.query
     rows = tuple(query.shape[:-1])

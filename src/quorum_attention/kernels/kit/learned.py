@@ -234,7 +234,7 @@ class _TableGradients(torch.autograd.Function):
         out: torch.Tensor,
         lse: torch.Tensor,
         *saved: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> OutLse:
         """Return out and lse; ``saved`` are query, key, value and the tables."""
         ctx.kernel = kernel
         ctx.scale = scale

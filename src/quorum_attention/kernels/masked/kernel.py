@@ -21,7 +21,7 @@ from quorum_attention.kernels.masked.partwise import PartwiseKernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask
 from quorum_attention.kernels.masked.user_functions import UserModKernel, capped
 from quorum_attention.kernels.native.kernel import NativeKernel
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import Kernel, Launches, workspace_bytes
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -159,7 +159,7 @@ class MaskedKernel(UserModKernel):
             kernel = self._kernel(geometry, drops=drops)
             yield run, kernel, entries_of(numbered, run)
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_forward(self, call: Call) -> OutLse:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
         kernel = self._kernel_of_whole_call(call)
         if kernel is None:

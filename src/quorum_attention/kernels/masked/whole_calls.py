@@ -23,7 +23,7 @@ from quorum_attention.kernels.masked.cell_rows import (
     RowReader,
 )
 from quorum_attention.kernels.masked.token_rules import TokenRules
-from quorum_attention.kernels.operator_call import Call, Saved, Three
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.protocol import Kernel, Launches
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
@@ -148,7 +148,7 @@ class WholeCallKernel(Kernel):
         last = call.first_entry + call.query.shape[0]
         return call.dropout is None and last <= self.shape.batch
 
-    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_forward(self, call: Call) -> OutLse:
         """See ``Kernel``."""
         if not self._runs_in_parts(call):
             return self._by_blocks().whole_forward(call)
