@@ -52,7 +52,8 @@ class RowWork(NamedTuple):
         """Return the row before which ``pairs`` pairs are done, at the nearest edge of
         a tile."""
         row = bisect_left(range(self.n_rows), pairs, key=self.pairs_above)
-        return min(self.n_rows, round(row / self.tile) * self.tile)
+        nearest_edge = round(row / self.tile) * self.tile
+        return min(self.n_rows, nearest_edge)
 
 
 def cut_line(work: RowWork, cuts: Sequence[Fraction]) -> list[list[RowBlock]]:
@@ -76,7 +77,8 @@ class _Point(NamedTuple):
 
 def _point_at(work: RowWork, position: Fraction) -> _Point:
     head = math.floor(position)
-    pairs = math.floor((position - head) * work.pairs_above(work.n_rows))
+    share_of_head = position - head
+    pairs = math.floor(share_of_head * work.pairs_above(work.n_rows))
     row = work.row_at(pairs)
     if row and row == work.n_rows:
         return _Point(head + 1, 0)
@@ -85,15 +87,17 @@ def _point_at(work: RowWork, position: Fraction) -> _Point:
 
 def _stretch(start: _Point, stop: _Point, n_rows: int) -> list[RowBlock]:
     """Return the blocks between two places."""
+    last_head = Interval(stop.head, stop.head + 1)
     if start.head == stop.head:
-        one_head = Interval(start.head, start.head + 1)
-        blocks = [RowBlock(one_head, Interval(start.row, stop.row))]
+        blocks = [RowBlock(last_head, Interval(start.row, stop.row))]
     else:
         first_whole = start.head + 1 if start.row else start.head
+        first_head = Interval(start.head, first_whole)
+        whole_heads = Interval(first_whole, stop.head)
         blocks = [
-            RowBlock(Interval(start.head, first_whole), Interval(start.row, n_rows)),
-            RowBlock(Interval(first_whole, stop.head), Interval(0, n_rows)),
-            RowBlock(Interval(stop.head, stop.head + 1), Interval(0, stop.row)),
+            RowBlock(first_head, Interval(start.row, n_rows)),
+            RowBlock(whole_heads, Interval(0, n_rows)),
+            RowBlock(last_head, Interval(0, stop.row)),
         ]
     return [block for block in blocks if block.heads.length and block.rows.length]
 

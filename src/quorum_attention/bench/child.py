@@ -162,10 +162,13 @@ def _measure_errors(spec: Spec, seed: int, measurement: Outcome) -> None:
     forward = method.forward(call)
     grads = method.backward(call, forward)
     results = [forward.out.detach(), *grads]
-    for name, result, exact in zip(RESULTS, results, exact_results(call), strict=True):
-        difference = result.to(exact.device).double() - exact
+    named_results = zip(RESULTS, results, exact_results(call), strict=True)
+    for name, result, exact in named_results:
+        result = result.to(exact.device).double()
+        difference = result - exact
         error = float(difference.norm() / exact.norm())
-        measurement.errors.setdefault(name, []).append(error)
+        errors = measurement.errors.setdefault(name, [])
+        errors.append(error)
 
 
 def _drawn_call(spec: Spec, on_device: bool, seed: int = 0) -> CallTensors:

@@ -59,9 +59,13 @@ class Band:
 
     def __and__(self, band: Band) -> Band:
         """Pairs that both keep."""
-        lows = [bound for bound in (self.low, band.low) if bound is not None]
-        highs = [bound for bound in (self.high, band.high) if bound is not None]
-        return Band(max(lows, default=None), min(highs, default=None))
+        low = self.low
+        if low is None or (band.low is not None and band.low > low):
+            low = band.low
+        high = self.high
+        if high is None or (band.high is not None and band.high < high):
+            high = band.high
+        return Band(low, high)
 
     def moved(self, by: int) -> Band:
         """The band with ``by`` added to both bounds."""
@@ -179,7 +183,12 @@ class Band:
                 last_key = min(block.key_stop, stop + high)
                 yield BandPart(start, stop, first_key, last_key, "ragged")
                 continue
-            edges = (start + low, stop + low, start + high, stop + high)
+            edges = (
+                start + low,
+                stop + low,
+                start + high,
+                stop + high,
+            )
             for first_key, last_key in pairwise(edges):
                 k0 = max(block.key_start, first_key)
                 k1 = min(block.key_stop, last_key)
@@ -236,9 +245,9 @@ def _count_up_to(q0: int, q1: int, k0: int, k1: int, high: int) -> int:
     n_keys = k1 - k0
     keys_of_first = q0 + high + 1 - k0
     keys_of_last = keys_of_first + q1 - 1 - q0
-    return _sum_of_clipped(keys_of_last, n_keys) - _sum_of_clipped(
-        keys_of_first - 1, n_keys
-    )
+    up_to_last = _sum_of_clipped(keys_of_last, n_keys)
+    before_first = _sum_of_clipped(keys_of_first - 1, n_keys)
+    return up_to_last - before_first
 
 
 def _sum_of_clipped(n: int, limit: int) -> int:

@@ -115,9 +115,13 @@ class _TaskTiles:
             return EMPTY if columns.start >= rows.stop else PARTIAL
         row_bits = self._bits(rows)
         column_bits = self._bits(columns)
-        if reduce(and_, row_bits) & reduce(and_, column_bits):
+        bits_of_all_rows = reduce(and_, row_bits)
+        bits_of_all_columns = reduce(and_, column_bits)
+        if bits_of_all_rows & bits_of_all_columns:
             return EMPTY
-        has_common_bit = reduce(or_, row_bits) & reduce(or_, column_bits)
+        bits_of_any_row = reduce(or_, row_bits)
+        bits_of_any_column = reduce(or_, column_bits)
+        has_common_bit = bits_of_any_row & bits_of_any_column
         by_bits = PARTIAL if has_common_bit else FULL
         positions = Ranges(self._positions(rows), self._positions(columns))
         return kept_by_both(by_bits, self.mask_verdict(positions))
@@ -130,6 +134,7 @@ class _TaskTiles:
     def _positions(self, lines: Interval) -> Interval:
         """Return the positions between the first and the last token of these lines of
         tiles."""
+        first = lines.start * self.tile
         stop = min(lines.stop * self.tile, self.task.n_tokens)
-        segments = self.task.segments(lines.start * self.tile, stop)
+        segments = self.task.segments(first, stop)
         return Interval(segments[0].start, segments[-1].stop)

@@ -88,7 +88,11 @@ class Task:
     def count_below(self, n: int) -> int:
         """The number of tokens at global positions below ``n``; they come first in the
         task."""
-        return sum(max(0, min(span.stop, n) - span.start) for span in self.spans)
+        count = 0
+        for span in self.spans:
+            stop = min(span.stop, n)
+            count += max(0, stop - span.start)
+        return count
 
     def between(
         self, local_start: int, local_stop: int, bit: int = 0
@@ -291,8 +295,9 @@ class Decomposition:
         # The first chunks have one token more.
         size, n_longer = divmod(tokens, c)
         start = number * size + min(number, n_longer)
-        stop = start + size
-        return Interval(start, stop + 1 if number < n_longer else stop)
+        if number < n_longer:
+            size += 1
+        return Interval(start, start + size)
 
     def deeper(self, c: int) -> Decomposition:
         """The decomposition with one more level, of ``c`` chunks."""
@@ -319,20 +324,24 @@ class Decomposition:
         task = Task((), (Span(0, self.n_tokens, 0),) if self.n_tokens else ())
         bit = 1
         for owner, c in zip(path, self.levels, strict=True):
+            offsets = interest_set(quorum_size(c))
+            quorum = sorted((owner + offset) % c for offset in offsets)
             spans: list[Span] = []
-            for number in sorted((owner + o) % c for o in interest_set(quorum_size(c))):
+            for number in quorum:
                 chunk = self._chunk(task.n_tokens, c, number)
                 if number == owner:
                     spans += task.between(*chunk)
                 else:
                     spans += task.between(*chunk, bit)
                     bit <<= 1
-            task = Task((*task.path, owner), tuple(joined(spans, Span.continued)))
+            runs = joined(spans, Span.continued)
+            task = Task((*task.path, owner), tuple(runs))
         return task
 
     def _has_owners(self, path: tuple[int, ...]) -> bool:
         """Tell whether each number of ``path`` is a chunk of its level."""
-        return all(0 <= owner < c for owner, c in zip(path, self.levels, strict=True))
+        owners = zip(path, self.levels, strict=True)
+        return all(0 <= owner < c for owner, c in owners)
 
     def as_one_task(self) -> Task:
         """Return the whole sequence as one task that keeps every pair.
@@ -342,7 +351,10 @@ class Decomposition:
         """
         if not self.levels:
             return self.task(())
-        c = self.levels[0]
-        chunks = [self._chunk(self.n_tokens, c, number) for number in range(c)]
-        spans = [Span(chunk.start, chunk.stop, 0) for chunk in chunks if chunk.length]
+        n_chunks = self.levels[0]
+        spans: list[Span] = []
+        for number in range(n_chunks):
+            chunk = self._chunk(self.n_tokens, n_chunks, number)
+            if chunk.length:
+                spans.append(Span(chunk.start, chunk.stop, bits=0))
         return Task((), tuple(spans))

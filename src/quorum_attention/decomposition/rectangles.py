@@ -15,6 +15,7 @@ the queries for the other keys. So cuts happen only where the mask forces them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -80,33 +81,27 @@ def cover(
     if not bits:
         return []
     if not is_causal and not any(bits):
-        return [
-            Rectangle(
-                starts[0],
-                starts[-1],
-                starts[0],
-                starts[-1],
-            )
-        ]
-    plain = _joined(_halved(starts, _keys_by_span(bits, is_causal)), along_keys=True)
+        return [_square(starts[0], starts[-1])]
+    keys_by_span = _keys_by_span(bits, is_causal)
+    plain = _halved(starts, keys_by_span)
+    plain = _joined(plain, along_keys=True)
     plain = _joined(plain, along_keys=False)
-    diagonal = [
-        Rectangle(
-            starts[span],
-            starts[span + 1],
-            starts[span],
-            starts[span + 1],
-            causal=is_causal,
-        )
-        for span in range(len(bits))
-        if bits[span] == 0
-    ]
+    diagonal: list[Rectangle] = []
+    for span, span_bits in enumerate(bits):
+        if span_bits == 0:
+            square = _square(starts[span], starts[span + 1], is_causal)
+            diagonal.append(square)
     if is_causal:
         return [*plain, *diagonal]
     # The diagonal is joined along keys only. Joining along queries too would save one
     # call in twenty, but make more rectangle sizes, and vendor kernels take long to
     # prepare each new size.
     return _joined([*plain, *diagonal], along_keys=True)
+
+
+def _square(start: int, stop: int, is_causal: bool = False) -> Rectangle:
+    """The pairs of some tokens with each other."""
+    return Rectangle(start, stop, start, stop, is_causal)
 
 
 def _keys_by_span(bits: Sequence[int], is_causal: bool) -> list[int]:
@@ -134,23 +129,18 @@ def _halved(starts: Sequence[int], keys_by_span: list[int]) -> list[Rectangle]:
         for row in keys_by_span[low:high]:
             common &= row
             in_any |= row
+        start = starts[low]
+        stop = starts[high]
         for first, last in ones(common):
-            yield Rectangle(
-                starts[low],
-                starts[high],
-                starts[first],
-                starts[last],
-            )
+            yield Rectangle(start, stop, starts[first], starts[last])
         remaining = keys & in_any & ~common
-        if remaining:
-            centre = (
-                starts[low] + starts[high]
-            )  # cut at the span boundary nearest to the middle
-            middle = min(
-                range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre)
-            )
-            yield from halve(low, middle, remaining)
-            yield from halve(middle, high, remaining)
+        if not remaining:
+            return
+        # Cut at the span boundary nearest to the middle.
+        boundaries = range(low + 1, high)
+        middle = min(boundaries, key=lambda i: abs(2 * starts[i] - start - stop))
+        yield from halve(low, middle, remaining)
+        yield from halve(middle, high, remaining)
 
     n_spans = len(keys_by_span)
     return list(halve(0, n_spans, (1 << n_spans) - 1))
@@ -177,11 +167,11 @@ def _joined(rectangles: list[Rectangle], *, along_keys: bool) -> list[Rectangle]
             after.key_stop,
         )
 
-    return _largest_first(joined(sorted(rectangles, key=sides), continued))
-
-
-def _largest_first(rectangles: list[Rectangle]) -> list[Rectangle]:
-    return sorted(rectangles, key=lambda r: -r.n_queries * r.n_keys)
+    ordered = sorted(rectangles, key=sides)
+    return sorted(
+        joined(ordered, continued),
+        key=lambda r: -r.n_queries * r.n_keys,
+    )
 
 
 def clip(
@@ -248,11 +238,10 @@ def _cut_square(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Recta
         return
     for start in range(r.query_start, r.query_stop, side):
         stop = min(start + side, r.query_stop)
-        yield Rectangle(start, stop, start, stop, causal=True)
+        yield _square(start, stop, is_causal=True)
         if stop < r.query_stop:
-            yield from _cut_plain(
-                Rectangle(stop, r.query_stop, start, stop), max_queries, max_keys
-            )
+            below = Rectangle(stop, r.query_stop, start, stop)
+            yield from _cut_plain(below, max_queries, max_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,17 +307,19 @@ def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
     Batches are ordered by the place of their first rectangle in ``rectangles``. Results
     are cached, because many tasks of one level have the same rectangles.
     """
-    shapes: dict[tuple[int, int, bool], list[Rectangle]] = {}
+    by_shape: dict[tuple[int, int, bool], list[Rectangle]] = defaultdict(list)
     for r in rectangles:
-        shapes.setdefault((r.n_queries, r.n_keys, r.causal), []).append(r)
+        by_shape[r.n_queries, r.n_keys, r.causal].append(r)
     all_batches: list[Batch] = []
-    for same_shape in shapes.values():
+    for same_shape in by_shape.values():
+        same_shape.sort(key=lambda r: (r.query_start, r.key_start))
         same_batches: list[Batch] = []
-        for r in sorted(same_shape, key=lambda r: (r.query_start, r.key_start)):
+        for r in same_shape:
             _add_rectangle(same_batches, r)
         all_batches += same_batches
-    place = {r: number for number, r in enumerate(rectangles)}
-    return tuple(sorted(all_batches, key=lambda batch: place[batch.first]))
+    places = {r: place for place, r in enumerate(rectangles)}
+    all_batches.sort(key=lambda batch: places[batch.first])
+    return tuple(all_batches)
 
 
 def _add_rectangle(batches: list[Batch], r: Rectangle) -> None:

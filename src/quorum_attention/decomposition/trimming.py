@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from quorum_attention.decomposition.decomposition import Span, Task, tokens_of
 from quorum_attention.decomposition.intervals import (
@@ -91,12 +92,14 @@ def _needed(task: Task, pairs: Pairs, tile: int) -> list[Interval]:
     if not task.spans:
         return []
     tiles_per_cell = max(1, task.n_tokens // (_CELLS * tile))
-    marks = _Marks(tile * tiles_per_cell)
+    cell = tile * tiles_per_cell
+    marks = _Marks(cell)
     for query, key in _span_pairs(task.spans, pairs, marks):
         _mark(query, key, pairs, marks)
-    runs = ones(marks.marked)
-    cells = (Interval(start * marks.cell, stop * marks.cell) for start, stop in runs)
-    return union(cells, gap=_MIN_GAP_TOKENS)
+    intervals: list[Interval] = []
+    for first_cell, stop_cell in ones(marks.marked):
+        intervals.append(Interval(first_cell * cell, stop_cell * cell))
+    return union(intervals, gap=_MIN_GAP_TOKENS)
 
 
 @dataclass
@@ -155,12 +158,8 @@ def _span_pairs(
         intervals = ((span.start, span.stop) for span in (*queries, *keys))
         return EMPTY if marks.have(intervals) else PARTIAL
 
-    all_spans = Ranges.from_bounds(
-        0,
-        len(spans),
-        0,
-        len(spans),
-    )
+    n_spans = len(spans)
+    all_spans = Ranges.from_bounds(0, n_spans, 0, n_spans)
     for block, block_verdict in walk(all_spans, verdict, quarters):
         if block_verdict is FULL:
             yield spans[block.queries.start], spans[block.keys.start]
@@ -178,8 +177,7 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
         key.start,
         key.stop,
     )
-    for block, block_verdict in walk(
-        all_pairs, verdict, lambda b: quarters(b, marks.cell)
-    ):
+    cut_at_cells = partial(quarters, unit=marks.cell)
+    for block, block_verdict in walk(all_pairs, verdict, cut_at_cells):
         if block_verdict is not EMPTY:
             marks.mark(block)

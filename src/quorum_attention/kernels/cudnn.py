@@ -151,12 +151,14 @@ class CudnnKernel(RectangleKernel):
         cached_rows = _whole_tiles(cache_bytes // 3 // row_bytes)
         filling_rows = _FILLING_ROWS * multiprocessors()
         # Heads run one after another, in a backward two at a time.
-        if not backward and r.n_queries * heads >= filling_rows:
-            return r.n_queries, min(r.n_keys, cached_rows)
-        if backward and r.n_keys * batch * key_heads >= filling_rows // 2:
+        n_queries = r.n_queries
+        n_keys = r.n_keys
+        if not backward and n_queries * heads >= filling_rows:
+            n_keys = min(n_keys, cached_rows)
+        if backward and n_keys * batch * key_heads >= filling_rows // 2:
             cached_rows = _whole_tiles(cached_rows // min(heads, 2))
-            return min(r.n_queries, cached_rows), r.n_keys
-        return r.n_queries, r.n_keys
+            n_queries = min(n_queries, cached_rows)
+        return n_queries, n_keys
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
@@ -177,12 +179,12 @@ class CudnnKernel(RectangleKernel):
         # The gradient of queries is summed in fp32 over padded rows, beside delta and a
         # copy of lse.
         padded_rows = sizes.lanes * round_up(sizes.extent.max_queries, _TILE_ROWS)
-        inside += padded_rows * (round_up(shape.head_dim, 32) + 2) * _FP32_BYTES
+        row_numbers = round_up(shape.head_dim, 32) + 2
+        inside += padded_rows * row_numbers * _FP32_BYTES
         if sizes.group > 1:
             # The gradients of grouped keys and values are first computed for every
             # query head.
-            widths = shape.kv_width
-            inside += sizes.expanded_key_rows * widths * sizes.itemsize
+            inside += sizes.expanded_key_rows * shape.kv_width * sizes.itemsize
         return sizes.backward_bytes(inside)
 
 

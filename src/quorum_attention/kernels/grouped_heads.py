@@ -46,7 +46,9 @@ def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
 def _same_for_all_rows(call: Call) -> bool:
     """Whether all rows of all heads of a batch entry see the same keys with the same
     bias."""
-    return not call.causal and (call.bias is None or call.bias.shape[1:3] == (1, 1))
+    if call.causal:
+        return False
+    return call.bias is None or call.bias.shape[1:3] == (1, 1)
 
 
 def grouped_backward(

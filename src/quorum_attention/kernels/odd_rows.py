@@ -58,27 +58,21 @@ def _computed_again(call: Call, start: int, stop: int, dtype: torch.dtype) -> Ou
     reference."""
 
     def at_or_before(block: QueryBlock, keys: slice) -> torch.Tensor:
-        queries = torch.arange(start + block.rows.start, start + block.rows.stop)
-        return torch.arange(keys.start, keys.stop) <= queries.unsqueeze(-1)
+        rows = torch.arange(block.rows.start, block.rows.stop)
+        queries = start + rows.unsqueeze(-1)
+        columns = torch.arange(keys.start, keys.stop)
+        return columns <= queries
 
-    transform = ScoreTransform(
-        keeps=at_or_before if call.is_causal else None, tiles=_LIMITS
-    )
+    keeps = at_or_before if call.is_causal else None
+    transform = ScoreTransform(keeps=keeps, tiles=_LIMITS)
+    rectangle = Rectangle(start, stop, 0, call.key.shape[2])
     part = call.mapped(
         itemgetter((slice(None), slice(None), slice(start, stop))),
         as_it_is,
-        # The rows of a causal call are no causal call: ``kept`` says which pairs they
-        # have.
+        # The rows of a causal call are no causal call: ``at_or_before`` says which
+        # pairs they have.
         causal=False,
-        bias=part_of(
-            call.bias,
-            Rectangle(
-                start,
-                stop,
-                0,
-                call.key.shape[2],
-            ),
-        ),
+        bias=part_of(call.bias, rectangle),
         stored=dtype,
     )
     return TiledKernel(transform).whole_forward(part)

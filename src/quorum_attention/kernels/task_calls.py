@@ -55,12 +55,9 @@ class CallsKernel(Kernel):
         def run_and_merge(call: TaskCall, turn_number: int) -> None:
             out, lse = call.forward()
             with _merging(task, turn_number):
-                merge_(
-                    call.rows(state.out),
-                    call.rows(state.lse),
-                    out,
-                    lse,
-                )
+                state_out = call.rows(state.out)
+                state_lse = call.rows(state.lse)
+                merge_(state_out, state_lse, out, lse)
 
         self._run(task, run_and_merge, backward=False)
 

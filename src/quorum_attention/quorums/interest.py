@@ -138,7 +138,8 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
     modulus = chunk_count(len(members)) if c is None else c
     if not members or modulus < 1:
         return False
-    if len(set(members)) < len(members) or min(members) < 0 or max(members) >= modulus:
+    are_distinct = len(set(members)) == len(members)
+    if not are_distinct or min(members) < 0 or max(members) >= modulus:
         return False
     differences = [(a - b) % modulus for a, b in permutations(members, 2)]
     return sorted(differences) == list(range(1, modulus))
@@ -147,6 +148,6 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
 def _neighbours(l: int) -> list[int]:
     """The largest quorum size below ``l``, if there is one, and the smallest from ``l``
     on."""
-    smaller = [size for size in range(1, l) if has_interest_set(size)]
-    larger = next(size for size in count(max(l, 1)) if has_interest_set(size))
+    smaller = list(filter(has_interest_set, range(1, l)))
+    larger = next(filter(has_interest_set, count(max(l, 1))))
     return [*smaller[-1:], larger]

@@ -72,7 +72,11 @@ def prime_power(q: int) -> tuple[int, int] | None:
     """(p, k) with q = p**k and p prime; None if q is no prime power."""
     if q < 2:
         return None
-    p = next((d for d in range(2, int(q**0.5) + 1) if q % d == 0), q)
+    p = q
+    for divisor in range(2, math.isqrt(q) + 1):
+        if q % divisor == 0:
+            p = divisor
+            break
     k = round(math.log(q, p))
     return (p, k) if p**k == q else None
 

@@ -326,18 +326,19 @@ def upstream_of(
             weight = torch.exp(block_lse.to(dtype) - saved.lse[block])
             weight = weight.masked_fill_(has_no_key, 0.0)
             upstream = saved.grad_out[block].to(dtype) * weight.unsqueeze(-1)
-            difference = block_out.to(dtype) - saved.out[block].to(dtype)
+            row_out = saved.out[block]
+            difference = block_out.to(dtype) - row_out.to(dtype)
             # Where a part is the whole row and its output, rounded, is the row's, the
             # difference is rounding alone. It would be a gradient of scores that have
             # none.
-            is_row = block_out.to(saved.out.dtype) == saved.out[block]
-            is_row &= (block_lse.to(dtype) == saved.lse[block]).unsqueeze(-1)
+            has_lse_of_row = block_lse.to(dtype) == saved.lse[block]
+            is_row = block_out.to(row_out.dtype) == row_out
+            is_row &= has_lse_of_row.unsqueeze(-1)
             is_zero = is_row.logical_or_(has_no_key.unsqueeze(-1))
             difference.masked_fill_(is_zero, 0.0)
             grad_part_out[block] = upstream.to(part_out.dtype)
-            grad_part_lse[block] = (
-                (upstream * difference).sum(dim=-1).to(part_lse.dtype)
-            )
+            products = upstream * difference
+            grad_part_lse[block] = products.sum(dim=-1).to(part_lse.dtype)
     return grad_part_out, grad_part_lse
 
 

@@ -39,9 +39,14 @@ def sliding_window(left: int, right: int = 0) -> Geometry:
 def prefix_lm(prefix: int) -> Geometry:
     """Keep the first ``prefix`` keys for every query, and the others at or before
     it."""
-    blocks = np.array([[0, _FAR, 0, prefix]], dtype=np.int64)
-    within = FunctionRule(lambda b, h, q, k: k < prefix)
-    return Geometry(blocks=Blocks(blocks), block_rules=(within,)) | causal()
+    prefix_of_all_queries = [0, _FAR, 0, prefix]
+    blocks = np.array([prefix_of_all_queries], dtype=np.int64)
+    in_prefix = FunctionRule(lambda b, h, q, k: k < prefix)
+    keys_of_prefix = Geometry(
+        blocks=Blocks(blocks),
+        block_rules=(in_prefix,),
+    )
+    return keys_of_prefix | causal()
 
 
 def document(ids: torch.Tensor) -> Geometry:

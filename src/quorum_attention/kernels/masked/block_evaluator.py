@@ -86,9 +86,11 @@ class BlockEvaluator:
         return np.concatenate(codes)
 
     def _codes(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        count = self.evaluate(rows, columns).sum(dim=(3, 4), dtype=torch.int64)
-        codes = (count > 0).to(torch.int8) * PARTIAL
-        return codes.masked_fill_(count == _BLOCK_PAIRS, FULL)
+        is_kept = self.evaluate(rows, columns)
+        counts = is_kept.sum(dim=(3, 4), dtype=torch.int64)
+        has_pairs = counts > 0
+        codes = has_pairs.to(torch.int8) * PARTIAL
+        return codes.masked_fill_(counts == _BLOCK_PAIRS, FULL)
 
     def evaluate(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Tell which pairs of blocks are kept, (blocks, entries, heads, 128, 128)."""
@@ -118,4 +120,6 @@ def _by_blocks(tokens: torch.Tensor) -> torch.Tensor:
     """``tokens`` (n,) as (blocks, 128), the last of them repeated up to a whole
     block."""
     missing = -len(tokens) % BLOCK
-    return torch.cat([tokens, tokens[-1:].expand(missing)]).view(-1, BLOCK)
+    copies = tokens[-1:].expand(missing)
+    whole_blocks = torch.cat([tokens, copies])
+    return whole_blocks.view(-1, BLOCK)

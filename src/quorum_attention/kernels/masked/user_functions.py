@@ -55,8 +55,12 @@ def _cap(
     cap: float, scores: torch.Tensor, block: object, keys: object, derivative: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A ``ScoreFunction``: scores become ``cap * tanh(score / cap)``, in place."""
-    scores.div_(cap).tanh_()
-    slope = (scores * scores).neg_().add_(1.0) if derivative else None
+    scores.div_(cap)
+    scores.tanh_()
+    slope = None
+    if derivative:
+        squares = scores * scores
+        slope = squares.neg_().add_(1.0)
     return scores.mul_(cap), slope
 
 
