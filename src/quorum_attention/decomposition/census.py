@@ -137,4 +137,6 @@ class _TaskTiles:
         first = lines.start * self.tile
         stop = min(lines.stop * self.tile, self.task.n_tokens)
         segments = self.task.segments(first, stop)
-        return Interval(segments[0].start, segments[-1].stop)
+        first_run = segments[0]
+        last_run = segments[-1]
+        return Interval(first_run.start, last_run.stop)
