@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 from runs import Row, newest_rows
+from tables_of_prompts import WAYS as PROMPT_WAYS
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 GIB = 1 << 30
@@ -30,15 +31,6 @@ CARD_WAYS = {
 }
 PLAIN = "tab:blue"
 OURS = "tab:red"
-# The ways of benchmarks/cases/prompt.py.
-PROMPT_WAYS = {
-    "sdpa": "SDPA, cache of Transformers on the device",
-    "offloaded": "SDPA, cache of Transformers in host memory",
-    "chunks": "the same, prompt in chunks",
-    "heads": "one head on the device at a time",
-    "long_context": "long_context, cache of Transformers in host memory",
-    "ours": "long_prompt",
-}
 
 
 def main() -> None:
@@ -105,7 +97,7 @@ def prompts() -> Figure:
     axes = figure.subplots()
     for way, points in prompt_points().items():
         colour = OURS if way == "ours" else None
-        draw_memory(axes, points, PROMPT_WAYS[way], colour)
+        draw_memory(axes, points, PROMPT_WAYS[way].replace("`", ""), colour)
         for point in points:
             if way == "ours":
                 write_below(axes, point, f"{point['seconds']:.2g} s")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from runs import Row, Run
 
+H200 = "NVIDIA H200"
 Seconds = tuple[float, float]
 """Of a forward; of a forward and its backward."""
 
@@ -21,14 +22,14 @@ class Line(NamedTuple):
 
 
 def section(columns: Sequence[str], lines: Sequence[Line]) -> str:
-    """Where the figures come from, and the table. Lines name their commits where these
-    differ."""
+    """The table, and below it where the figures come from. Lines name their commits
+    where these differ."""
     runs = runs_of(lines)
     commits = {commit_of(run) for run in runs}
     if len(commits) > 1:
         columns = [*columns, "commit"]
         lines = [Line([*line.cells, commits_of(line)]) for line in lines]
-    return f"{describe_runs(runs)}.\n\n{table(columns, [line.cells for line in lines])}"
+    return f"{table(columns, [line.cells for line in lines])}\n{describe_runs(runs)}"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -47,39 +48,39 @@ def commits_of(line: Line) -> str:
 
 
 def commit_of(run: Run) -> str:
-    return run.origin["commit"] or "unknown"
+    """The commit; the date where a run did not write it down."""
+    return run.origin["commit"] or run.origin["date"]
 
 
 def describe_runs(runs: Iterable[Run]) -> str:
-    """Machine and versions, and of each run the date, the commit, the command and the
-    raw file."""
-    by_machine: dict[str, list[str]] = {}
-    for run in runs:
-        texts = by_machine.setdefault(describe_machine(run), [])
-        texts.append(describe_run(run))
-    parts = [f"{machine}: {'; '.join(texts)}" for machine, texts in by_machine.items()]
-    return "; ".join(parts)
-
-
-def describe_machine(run: Run) -> str:
-    versions = run.origin["versions"]
-    cudnn = f", cuDNN {versions['cudnn']}" if "cudnn" in versions else ""
-    return f"{run.origin['machine']}, torch {versions['torch']}{cudnn}"
+    """A line for each run: the command, the date, the commit, and the raw file."""
+    return "".join(f"* {describe_run(run)}\n" for run in runs)
 
 
 def describe_run(run: Run) -> str:
     origin = run.origin
-    words = [origin["date"]]
+    words = [f"`{origin['command']}`", origin["date"]]
     if origin["commit"]:
         words.append(f"commit {origin['commit']}")
     if origin.get("is_clean") is False:
         words.append("with changes")
-    if "before" in origin:
-        words.append(f"before: {origin['before']}")
-    if "note" in origin:
-        words.append(origin["note"])
-    words += [f"`{origin['command']}`", f"[raw](../benchmarks/results/{run.file})"]
+    if run_note(run):
+        words.append(run_note(run))
+    words += [*describe_versions(run), f"[raw](../benchmarks/results/{run.file})"]
     return ", ".join(words)
+
+
+def run_note(run: Run) -> str:
+    """What somebody wrote about a run; lists of a program are no note."""
+    note: str = run.origin.get("note", "")
+    return "" if note.startswith("runs: ") else note
+
+
+def describe_versions(run: Run) -> list[str]:
+    """The machine if it is no H200, and torch."""
+    versions = run.origin["versions"]
+    machine = [] if run.origin["machine"] == H200 else [run.origin["machine"]]
+    return [*machine, f"torch {versions['torch'].partition('+')[0]}"]
 
 
 def later_seconds(calls: Sequence[Sequence[float]]) -> Seconds:

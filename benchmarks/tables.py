@@ -35,11 +35,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "budgets": tables_of_calls.budgets,
     "beside_fa4": tables_of_calls.beside_fa4,
     "several": tables_of_devices.several,
-    "versions": tables_of_calls.versions,
+    "ranks": tables_of_devices.ranks,
     "steps": tables_of_steps.steps,
+    "longest": tables_of_steps.longest,
+    "gradients": tables_of_steps.gradients,
+    "estimates": tables_of_steps.estimates,
     "windows": tables_of_calls.windows,
     "native": tables_of_calls.native,
     "prompts": tables_of_prompts.prompts,
+    "questions": tables_of_prompts.questions,
     "small": tables_of_calls.small,
     "entries": tables_of_calls.entries,
     "census": tables_of_accuracy.census,
@@ -48,7 +52,7 @@ TABLES: dict[str, Callable[[], str]] = {
 # A table reaches to the next heading, to the comment that ends it, or to the end of the
 # page.
 MARKED = re.compile(
-    r"(<!-- table: (\w+) -->\s+).*?(?=\n## |<!-- end of table -->|\Z)", re.DOTALL
+    r"(<!-- table: (\w+) -->\n).*?(?=\n##+ |<!-- end of table -->|\Z)", re.DOTALL
 )
 
 
@@ -73,7 +77,7 @@ def main() -> None:
 def with_table(match: re.Match[str]) -> str:
     """A marker with its table below."""
     marker, name = match.groups()
-    return marker + TABLES[name]()
+    return f"{marker}\n{TABLES[name]()}"
 
 
 if __name__ == "__main__":

@@ -64,11 +64,6 @@ def beside_fa4() -> str:
     return ratios_to("fa4")
 
 
-def versions() -> str:
-    """Plain calls of an earlier state of the code and of a later one, in turn."""
-    return ratios_to("before")
-
-
 def ratios_to(rival: str) -> str:
     lines = []
     for name, row in plain_rows(rival).items():

@@ -16,12 +16,13 @@ WAYS = ("ours", "fa4 exchange", "cudnn ring")
 
 
 def several() -> str:
-    """Calls on several devices, and over ranks."""
-    devices = section(["on", "call", "times one device"], device_lines())
-    ranks = section(["on", "call", "ours", "exchange", "torch's ring"], rank_lines())
-    return f"""{devices}
-Ranks: a sequence that is sharded over them, on the devices, against FlashAttention-4 on one device with the whole sequence. Beside ours a plain
-exchange of heads around FlashAttention-4, and torch's context parallel around cuDNN. {ranks}"""
+    """A call on several devices."""
+    return section(["on", "call", "times one device"], device_lines())
+
+
+def ranks() -> str:
+    """A sequence sharded over ranks."""
+    return section(["on", "call", "ours", "exchange", "torch's ring"], rank_lines())
 
 
 def device_lines() -> list[Line]:

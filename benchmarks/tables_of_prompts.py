@@ -9,10 +9,19 @@ from runs import Row, newest_rows
 from table_text import Line, section
 
 GIB = 2**30
+# The ways of benchmarks/cases/prompt.py.
+WAYS = {
+    "sdpa": "SDPA, cache of Transformers on the device",
+    "offloaded": "SDPA, cache of Transformers in host memory",
+    "chunks": "the same, the prompt in chunks",
+    "heads": "one head on the device at a time",
+    "long_context": "`long_context`, cache of Transformers in host memory",
+    "ours": "`long_prompt`",
+}
 
 
 def prompts() -> str:
-    """Seconds of prompts and of tokens after them, and questions about one prompt."""
+    """Seconds of prompts and of tokens after them."""
     rows = newest_rows("h200-prompt", "prefill_seconds")
     columns = [
         "model",
@@ -25,16 +34,15 @@ def prompts() -> str:
         "estimated",
     ]
     names = sorted(rows, key=tokens_of)
-    answers = section(columns, [answer_line(name, rows[name]) for name in names])
-    batch_rows = newest_rows("h200-prompt", "batch_seconds")
-    columns = ["model", "tokens", "one question", "one after the other", "as a batch"]
-    questions = section(
-        columns, [question_line(name, row) for name, row in batch_rows.items()]
-    )
-    return f"""{answers}
-Questions about a prompt that is in the cache: the seconds of the prompt and all questions, over those of the prompt and one.
+    return section(columns, [answer_line(name, rows[name]) for name in names])
 
-{questions}"""
+
+def questions() -> str:
+    """Questions about one prompt."""
+    rows = newest_rows("h200-prompt", "batch_seconds")
+    columns = ["model", "tokens", "one question", "one after the other", "as a batch"]
+    lines = [question_line(name, row) for name, row in rows.items()]
+    return section(columns, lines)
 
 
 def answer_line(name: str, row: Row) -> Line:
@@ -84,4 +92,7 @@ def tokens_of(name: str) -> int:
 def words_of(name: str) -> tuple[str, str, str, str]:
     """Model, tokens, device memory and way of a row's name."""
     model, tokens, size, unit, way = name.split(" ", 4)
+    for name, words in WAYS.items():
+        if way.split(",")[0] == name:
+            way = way.replace(name, words, 1)
     return model, f"{int(tokens):,}", f"{float(size):.0f} {unit}", way

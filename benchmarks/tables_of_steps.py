@@ -2,100 +2,118 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from runs import Row, newest_rows
-from table_text import Line, gib, mib, ratio_cell, section, table
+from table_text import Line, gib, ratio_cell, section, table
 
-WAYS = ("sdpa", "attention", "remedies", "everything")
+WAYS = {
+    "sdpa": "SDPA, as it comes",
+    "attention": "only attention in a budget",
+    "remedies": "SDPA, chunked loss, checkpoints in host memory",
+    "everything": "`long_context`",
+}
+# What runs call the ways whose gradients they compare.
+GRADIENT_WAYS = {
+    "SDPA (cudnn_attention)": "SDPA, cuDNN's kernel",
+    "attention recovered": "only attention in a budget",
+    "everything": "`long_context`",
+}
+CARD_WAYS = ("sdpa", "remedies", "everything")
+LONG = (262_144, 393_216, 524_288)
 # Bytes of the whole H200, and of a card of 24 GiB.
 WHOLE, CARD = 146_888_654_848, 24 << 30
 
 
 def steps() -> str:
+    """Seconds and memory of steps that ran with all layers."""
     rows = newest_rows("h200-step")
-    equal = rows["Qwen3-8B equal 32768"]
-    distances = [
-        f"{way['what']} {way['gradients_off']:.4f}" for way in equal.value["ways"]
+    names = (
+        *(f"Qwen3-8B long {tokens}" for tokens in LONG),
+        "Qwen3-8B long 524288 over 2",
+    )
+    columns = ["tokens", "GPUs", "seconds of a step", "memory of a GPU", "host memory"]
+    return section(columns, [long_step_line(name, rows[name]) for name in names])
+
+
+def long_step_line(name: str, row: Row) -> Line:
+    step = row.value
+    host = re.search(r"in (\d+ GiB) of host memory", row.run.origin.get("note", ""))
+    cells = [
+        f"{step['tokens']:,}",
+        "2" if name.endswith("over 2") else "1",
+        f"{step['seconds']:.0f}",
+        gib(step["steps"][-1]["peak"]),
+        f"{host[1]} in the machine" if host else "not recorded",
     ]
+    return Line(cells, [row])
+
+
+def longest() -> str:
+    """The longest text by model, memory and way."""
+    rows = newest_rows("h200-step")
+    lines = [
+        longest_line(rows[f"Qwen3-8B {way} in {WHOLE}"], "Qwen3-8B", way, WHOLE)
+        for way in WAYS
+    ]
+    for shape in ("Qwen3-4B", "Qwen3-0.6B"):
+        lines += [
+            longest_line(rows[f"{shape} {way} in {CARD}"], shape, way, CARD)
+            for way in CARD_WAYS
+        ]
+    columns = [
+        "shape",
+        "memory",
+        "way",
+        "longest text",
+        "layers run",
+        "host memory for all layers",
+    ]
+    return section(columns, lines)
+
+
+def longest_line(row: Row, shape: str, way: str, memory: int) -> Line:
+    value = row.value
+    tokens = f"{value['tokens']:,}"
+    # Rows without the word hold what was run.
+    if value.get("ran") is False:
+        tokens += " (extrapolated from shorter steps)"
+    layers = f"{value['layers']} of {value['of_layers']}"
+    host = value.get("host_by_estimate")
+    host_cell = "" if host is None else gib(host)
+    return Line([shape, gib(memory), WAYS[way], tokens, layers, host_cell], [row])
+
+
+def gradients() -> str:
+    """The distance of gradients from SDPA's."""
+    row = newest_rows("h200-step")["Qwen3-8B equal 32768"]
     lines = [
         Line(
             [
-                "32,768 tokens: gradients, distance from SDPA's (flash)",
-                ", ".join(distances),
+                GRADIENT_WAYS.get(way["what"], way["what"]),
+                f"{way['gradients_off']:.4f}",
+                f"{way['seconds']:.1f}",
             ],
-            [equal],
-        ),
-        long_step_line(rows["Qwen3-8B long 262144"]),
-        first_step_line(
-            "a step of {tokens:,} tokens, the first", rows["Qwen3-8B long 393216"]
-        ),
-        first_step_line(
-            "a step of {tokens:,} tokens, the first, in 256 GiB of host memory",
-            rows["Qwen3-8B long 524288"],
-        ),
-        first_step_line(
-            "{tokens:,} tokens over two GPUs: the first step, memory of each",
-            rows["Qwen3-8B long 524288 over 2"],
-        ),
-        longest_line(rows),
-        *(card_line(rows, shape) for shape in ("Qwen3-4B", "Qwen3-0.6B")),
-        estimate_line(rows["estimate"]),
+            [row],
+        )
+        for way in row.value["ways"]
     ]
-    return section(["", ""], lines)
+    return section(["way", "distance of gradients", "seconds of a step"], lines)
 
 
-def long_step_line(row: Row) -> Line:
-    long = row.value
-    (last,) = long["steps"][-1:]
-    how = "extrapolated" if long["extrapolated"] else "all run"
-    text = (
-        f"**{long['seconds']:.0f} s with all {long['of_layers']} layers, {how}** (the "
-        f"first, after a step of one layer, {last['first_seconds']:.0f} s), "
-        f"{last['peak'] / 2**30:.1f} GiB; attention's own "
-        f"{mib(long['attention_bytes'])}"
-    )
-    step = f"a step of {long['tokens']:,} tokens, everything, FlashAttention-4 inside"
-    return Line([step, text], [row])
-
-
-def first_step_line(step: str, row: Row) -> Line:
-    long = row.value
-    last = long["steps"][-1]
-    peak = gib(last["peak"])
-    seconds = f"{long['seconds']:.0f} s"
-    text = f"**{seconds} with all {long['of_layers']} layers, all run**, {peak}"
-    label = step.format(tokens=long["tokens"])
-    return Line([label, text], [row])
-
-
-def longest_line(rows: dict[str, Row]) -> Line:
-    ways = {way: rows[f"Qwen3-8B {way} in {WHOLE}"] for way in WAYS}
-    texts = []
-    for way, row in ways.items():
-        text = f"{way}: {row.value['tokens']:,}"
-        if not row.value["ran"]:
-            text += " (by the line, not run)"
-        texts.append(text)
-    label = f"longest text in {WHOLE / 2**30:.1f} GiB"
-    return Line([label, "; ".join(texts)], list(ways.values()))
-
-
-def card_line(rows: dict[str, Row], shape: str) -> Line:
-    """The longest texts in little memory, with some of the layers."""
-    sdpa, remedies, everything = card_rows = [
-        rows[f"{shape} {way} in {CARD}"] for way in ("sdpa", "remedies", "everything")
+def estimates() -> str:
+    """Estimated peaks over measured ones."""
+    row = newest_rows("h200-step")["estimate"]
+    by_shape: dict[str, list[float]] = {}
+    for point in row.value:
+        ratio = point["estimate"] / point["peak"]
+        by_shape.setdefault(point["shape"], []).append(ratio)
+    lines = [
+        Line([shape, f"{min(ratios):.2f} to {max(ratios):.2f}"], [row])
+        for shape, ratios in by_shape.items()
     ]
-    longest = everything.value
-    times = longest["tokens"] / remedies.value["tokens"]
-    text = (
-        f"{longest['layers']} of {longest['of_layers']} layers: SDPA "
-        f"{sdpa.value['tokens']:,}, remedies {remedies.value['tokens']:,}, everything "
-        f"**{longest['tokens']:,}**, {times:.1f} times, {whole_step(longest)}"
-    )
-    return Line(
-        [f"longest text of {shape}'s shape in {gib(CARD)}, run", text], card_rows
-    )
+    return section(["shape", "estimated over measured peak"], lines)
 
 
 def whole_step(longest: dict[str, Any]) -> str:
@@ -105,10 +123,10 @@ def whole_step(longest: dict[str, Any]) -> str:
     seconds = longest["points"][-1]["seconds"]
     of_layers = longest["of_layers"]
     all_seconds = seconds / longest["layers"] * of_layers
+    host = gib(longest["host_by_estimate"])
     return (
         f"a step of these {seconds:.1f} s (all {of_layers} layers, not run: by that "
-        f"{all_seconds:,.0f} s, and {longest['host_by_estimate'] / 2**30:.2f} GiB of "
-        "host memory by `estimate`)"
+        f"{all_seconds:,.0f} s, and {host} of host memory)"
     )
 
 
