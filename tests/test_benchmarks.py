@@ -160,7 +160,7 @@ def test_a_decoder_that_takes_its_attention_by_name_and_one_that_does_not() -> N
     decoders = importlib.import_module("decoders")
 
     rows = [decoders.try_kind(kind) for kind in ("llama", "bloom")]
-    versions = {"transformers": "5.23.0", "torch": "2.13.0"}
+    versions = {"transformers": "5.24.0", "torch": "2.13.0"}
     page = decoders.page([{"versions": versions, "rows": rows}])
     stored = (ROOT / "docs" / "decoders.md").read_text(encoding="utf-8")
     cells = {

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from helpers.models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
+from transformers.models.nemotron import modeling_nemotron
 
 from quorum_attention.recipes import long_prompt, undo_long_prompt
 from quorum_attention.recipes.changes import changes_by
@@ -89,6 +90,9 @@ CHUNKED: dict[str, dict[str, Any]] = {
         **EIGHT,
     },
 }
+if not hasattr(modeling_nemotron, "ALL_ATTENTION_FUNCTIONS"):
+    # In Transformers 5.6 its attention has no name.
+    del LAYERED["nemotron"]
 N_PROMPT = 67
 N_GENERATED = 64
 TILE = 20

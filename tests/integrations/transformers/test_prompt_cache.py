@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from helpers.models import DECODERS, MIXED, attended, some_ids, tiny
+from helpers.models import DECODERS, MIXED, VOCABULARY, attended, some_ids, tiny
 
 from quorum_attention.integrations.transformers import register, segmented_tensor
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
@@ -25,7 +25,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "chunks": {"prefill_chunk_size": 16},
-    "assisted": {"prompt_lookup_num_tokens": 3},
+    # Transformers 5.6 needs a token that ends answers here: one that never comes.
+    "assisted": {"prompt_lookup_num_tokens": 3, "eos_token_id": VOCABULARY},
 }
 MEMORY = {"device": None, "both": 20_000, "files": 0}
 TOKENS = 41
@@ -52,9 +53,14 @@ def generate(
     model: Any, ids: torch.Tensor, cache: Any = None, **options: Any
 ) -> torch.Tensor:
     named = {} if cache is None else {"past_key_values": cache}
-    tokens: torch.Tensor = model.generate(
-        ids, max_new_tokens=NEW_TOKENS, do_sample=False, **named, **options
-    )
+    try:
+        tokens: torch.Tensor = model.generate(
+            ids, max_new_tokens=NEW_TOKENS, do_sample=False, **named, **options
+        )
+    except ValueError as error:
+        if "Cannot `crop`" in str(error):
+            pytest.skip("Transformers 5.6 takes no tokens back from a window")
+        raise
     return tokens
 
 
