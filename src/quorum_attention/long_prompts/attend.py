@@ -343,7 +343,7 @@ def _start_on_cores(
     # The device must have computed and copied the queries, and written the last tokens.
     torch.cuda.current_stream(call.query.device).synchronize()
     attend = partial(_attend_on_cores, host_call, pieces)
-    return attend if sharing is None else sharing.start_on_cores(attend, pieces)
+    return attend if sharing is None else sharing.start_on_cores(attend)
 
 
 def _attend_on_cores(

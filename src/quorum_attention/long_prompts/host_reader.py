@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
+from quorum_attention.execution.device.cuda_mover import cuda_runtime
+from quorum_attention.execution.device.staging import BatchedCopies
 from quorum_attention.long_prompts.segments import Segment
 
-PIECE_BYTES = 64 << 20
-N_BUFFERS = 4
-# Bytes a second until copies were measured.
-_ASSUMED_RATE = 50e9
-# The share of a new measurement in a rate.
-NEWS = 0.2
+PIECE_BYTES = 32 << 20
+N_BUFFERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +58,19 @@ def whole_pieces(start: int, segment: Segment, piece_bytes: int) -> list[Piece]:
     ]
 
 
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
 @dataclass(slots=True)
 class _RingBuffer:
     """A part of the ring.
 
     Attributes:
         memory: (n_bytes,) uint8 on the device.
-        n_bytes: of the last copy to it; 0 before the first, and when its time was read.
-        began: recorded before the last copy.
-        copied: recorded behind it.
+        copied: recorded behind the last copy to it.
         released: recorded behind the last attention over it.
     """
 
     memory: torch.Tensor
-    n_bytes: int = 0
-    began: torch.cuda.Event = field(default_factory=_timed_event)
-    copied: torch.cuda.Event = field(default_factory=_timed_event)
+    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     released: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-
-    def read_rate(self) -> float | None:
-        """Return the bytes a second of the last copy, once; None if it is not known
-        yet."""
-        if self.n_bytes == 0 or not self.copied.query():
-            return None
-        milliseconds: float = self.began.elapsed_time(self.copied)
-        rate = self.n_bytes / max(milliseconds * 1e-3, 1e-9)
-        self.n_bytes = 0
-        return rate
 
 
 class HostReader:
@@ -101,7 +82,6 @@ class HostReader:
 
     Attributes:
         piece_bytes: the largest piece.
-        rate: bytes a second that copies reach, as measured so far.
     """
 
     def __init__(self, memory: torch.Tensor, n_buffers: int = N_BUFFERS) -> None:
@@ -113,8 +93,16 @@ class HostReader:
         )
         self._staged: deque[tuple[Piece, _RingBuffer, Segment]] = deque()
         self._stream = torch.cuda.Stream(memory.device)
-        self.rate = _ASSUMED_RATE
         self._device = memory.device
+        runtime = cuda_runtime()
+        self._copies = None if runtime is None else BatchedCopies(runtime)
+        # Recorded behind the last attention over pieces.
+        self._attended = torch.cuda.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has attended over all pieces that were asked for."""
+        return self._attended.query()
 
     def forget(self) -> None:
         """Forget what was copied ahead: the tokens may have changed."""
@@ -147,10 +135,13 @@ class HostReader:
             yield Piece(piece.start, segment)
             buffer.released.record(compute)
             self._free.append(buffer)
+        self._attended.record(compute)
         self._fill(waiting, writes_done)
 
     def _drop_other_than(self, pieces: Sequence[Piece]) -> None:
-        """Keep what was copied ahead if it is what is read now."""
+        """Keep what was copied ahead as far as it is what is read now."""
+        while len(self._staged) > len(pieces):
+            self._free.append(self._staged.pop()[1])
         staged = [piece.identity for piece, _, _ in self._staged]
         if staged != [piece.identity for piece in pieces[: len(staged)]]:
             self.forget()
@@ -161,15 +152,36 @@ class HostReader:
             buffer = self._free.popleft()
             self._stream.wait_event(buffer.released)
             self._stream.wait_event(writes_done)
-            rate = buffer.read_rate()
-            if rate is not None:
-                self.rate += NEWS * (rate - self.rate)
-            buffer.n_bytes = piece.segment.nbytes
-            with torch.cuda.stream(self._stream):
-                buffer.began.record(self._stream)
-                segment = copy_segment(buffer.memory, piece.segment)
-                buffer.copied.record(self._stream)
+            segment = self._copy(buffer.memory, piece.segment)
+            buffer.copied.record(self._stream)
             self._staged.append((piece, buffer, segment))
+
+    def _copy(self, memory: torch.Tensor, segment: Segment) -> Segment:
+        """Copy a segment on the stream for copies; see ``copy_segment``."""
+        if self._copies is None:
+            with torch.cuda.stream(self._stream):
+                return copy_segment(memory, segment)
+        copied = _like_segment(memory, segment)
+        _note_heads(self._copies, copied.key, segment.key)
+        _note_heads(self._copies, copied.value, segment.value)
+        self._copies.flush(self._stream)
+        return copied
+
+
+def _note_heads(
+    copies: BatchedCopies, target: torch.Tensor, source: torch.Tensor
+) -> None:
+    """Note the copies of all heads of (rows, h, n, d), each one run of memory."""
+    size = source.element_size()
+    n_bytes = size * source.shape[2] * source.shape[3]
+    for row, head in product(range(source.shape[0]), range(source.shape[1])):
+        target_start = row * target.stride(0) + head * target.stride(1)
+        source_start = row * source.stride(0) + head * source.stride(1)
+        copies.add(
+            target.data_ptr() + size * target_start,
+            source.data_ptr() + size * source_start,
+            n_bytes,
+        )
 
 
 def copy_segment(memory: torch.Tensor, segment: Segment) -> Segment:
@@ -179,13 +191,20 @@ def copy_segment(memory: torch.Tensor, segment: Segment) -> Segment:
         memory: (n_bytes,) uint8 on the device, at least as large as the segment.
         segment: in host memory.
     """
-    key = _view_like(memory, segment.key)
-    value = _view_like(memory[key.nbytes :], segment.value)
-    for target, source in ((key, segment.key), (value, segment.value)):
+    copied = _like_segment(memory, segment)
+    tensors = ((copied.key, segment.key), (copied.value, segment.value))
+    for target, source in tensors:
         target_heads = target.flatten(0, 1)
         source_heads = source.flatten(0, 1)
         for target_head, source_head in zip(target_heads, source_heads, strict=True):
             target_head.copy_(source_head, non_blocking=True)
+    return copied
+
+
+def _like_segment(memory: torch.Tensor, segment: Segment) -> Segment:
+    """A segment of the same shape in ``memory``."""
+    key = _view_like(memory, segment.key)
+    value = _view_like(memory[key.nbytes :], segment.value)
     return Segment(key, value, segment.place, segment.entries)
 
 

@@ -1,20 +1,20 @@
-"""Shares the keys in host memory between the bus and the cores, by measured rates.
+"""Shares the keys in host memory between the bus and the cores.
 
 Both work at the same time: a share of the keys crosses the bus to the device, which
-attends over it, and the cores attend over the rest. The shares are such that both end
-together. Rates are of work side by side, because both read the same memory.
+attends over it, and the cores attend over the rest. Whichever ends first gets a little
+more the next time, so both soon end together. Rates would not say what the shares have
+to be: both read the same memory, and the bus begins ahead of the cores.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
 from quorum_attention.long_prompts.host_reader import (
-    NEWS,
     HostReader,
     Piece,
     whole_pieces,
@@ -28,8 +28,9 @@ Statistics = tuple[torch.Tensor, torch.Tensor]
 # Cores that give the device its work and copies meanwhile. A thread that had to share
 # one of them would be the last one, and all others would wait for it.
 _BUSY_CORES = 2
-# Bytes a second until the cores were measured.
-_ASSUMED_CORES_RATE = 40e9
+# The bus's share at first, and what it changes by.
+_FIRST_BUS_SHARE = 0.6
+_STEP = 0.02
 
 
 class HostSharing:
@@ -39,7 +40,7 @@ class HostSharing:
         memory: (n_bytes,) uint8 on a CUDA device, for copies.
 
     Attributes:
-        cores_rate: bytes a second that the cores attend over, as measured so far.
+        bus_share: the share of the keys that crosses the bus, from 0 to 1.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -52,12 +53,7 @@ class HostSharing:
         # Threads that begin later take the number that was set last, in whichever
         # thread.
         torch.set_num_threads(n_threads)
-        self.cores_rate = _ASSUMED_CORES_RATE
-
-    @property
-    def bus_rate(self) -> float:
-        """Bytes a second that cross the bus, as measured so far."""
-        return self._reader.rate
+        self.bus_share = _FIRST_BUS_SHARE
 
     def forget(self) -> None:
         """Forget copies made ahead, because tokens were removed or put into another
@@ -77,9 +73,7 @@ class HostSharing:
             The pieces for the bus, each no larger than a buffer; and the others.
         """
         n_bytes = sum(piece.segment.nbytes for piece in pieces)
-        cores_rate = self.cores_rate if for_cores else 0.0
-        share = self.bus_rate / (self.bus_rate + cores_rate)
-        bytes_left = share * n_bytes
+        bytes_left = (self.bus_share if for_cores else 1.0) * n_bytes
         by_bus: list[Piece] = []
         by_cores: list[Piece] = []
         for piece in pieces:
@@ -120,9 +114,9 @@ class HostSharing:
         return self._reader.staged_pieces(pieces, following)
 
     def start_on_cores(
-        self, attend: Callable[[], Statistics], pieces: Sequence[Piece]
+        self, attend: Callable[[], Statistics]
     ) -> Callable[[], Statistics]:
-        """Let the cores attend over ``pieces`` in a thread, and measure their rate.
+        """Let the cores attend in a thread.
 
         The caller meanwhile hands the device its work, which takes milliseconds.
 
@@ -132,23 +126,20 @@ class HostSharing:
         Returns:
             A function that waits for the statistics.
         """
-        n_bytes = sum(piece.segment.nbytes for piece in pieces)
         if not self._executors:
-            return lambda: self._timed(attend, n_bytes, time.perf_counter())
-        # The time until the thread begins counts, as copies over the bus begin at once.
-        began = time.perf_counter()
-        future: Future[Statistics] = self._executors[0].submit(
-            self._timed, attend, n_bytes, began
-        )
-        return future.result
+            return attend
+        future = self._executors[0].submit(torch.no_grad()(attend))
+        return partial(self._wait, future)
 
-    @torch.no_grad()
-    def _timed(
-        self, attend: Callable[[], Statistics], n_bytes: int, began: float
-    ) -> Statistics:
-        statistics = attend()
-        seconds = time.perf_counter() - began
-        self.cores_rate += NEWS * (n_bytes / seconds - self.cores_rate)
+    def _wait(self, future: Future[Statistics]) -> Statistics:
+        """Wait for the cores, and change the shares by who was first."""
+        were_cores_first = future.done()
+        statistics = future.result()
+        is_bus_done = self._reader.is_done
+        if not is_bus_done:
+            self.bus_share = max(0.0, self.bus_share - _STEP)
+        elif not were_cores_first:
+            self.bus_share = min(1.0, self.bus_share + _STEP)
         return statistics
 
 

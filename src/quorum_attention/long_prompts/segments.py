@@ -254,6 +254,11 @@ class SegmentedCache:
         """Return all tokens, in order of position."""
         return [prefix.segment() for prefix in self._prefixes if prefix.n_tokens]
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether all tokens lie on the device."""
+        return all(prefix.block.place is Place.DEVICE for prefix in self._prefixes)
+
     def reserve(self, n_tokens: int) -> None:
         """Say how many tokens there will be. The next block gets room for all of them,
         in one piece where the places allow it.

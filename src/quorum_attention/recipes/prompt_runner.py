@@ -105,6 +105,18 @@ class PromptRunner:
         if reserve is not None:
             reserve(inputs.n_tokens + _TOKENS_BEHIND)
         backend_of(self.device).give_back_cached()
+        # Rows of the prompt are freed here: the cache gets their memory.
+        result = self._prefill(layered, inputs, plan, cache)
+        backend_of(self.device).give_back_cached()
+        promote = getattr(cache, "promote", None)
+        if promote is not None:
+            promote(max(0, self.working - CHUNK_BYTES))
+        return result
+
+    def _prefill(
+        self, layered: LayeredModel, inputs: PromptInputs, plan: PromptPlan, cache: Any
+    ) -> Any:
+        """Fill the cache, and return what the model's forward returns."""
         tiles = (
             DeviceTiles(self.device) if plan.is_on_device else HostTiles(self.device)
         )
@@ -120,15 +132,11 @@ class PromptRunner:
             )
             try:
                 with backend_of(self.device).current(self.device):
-                    result = prefill.run()
+                    return prefill.run()
             except BaseException:
                 # Some layers have the prompt's tokens, and others have none.
                 remove_tokens(cache.layers)
                 raise
-        promote = getattr(cache, "promote", None)
-        if promote is not None:
-            promote(max(0, self.working - CHUNK_BYTES))
-        return result
 
     def _run_chunks(
         self,

@@ -8,9 +8,10 @@ own; they stay what the model's configuration makes them.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,7 +92,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         for layer, next_layer in zip(
             segmented, segmented[1:] + segmented[:1], strict=True
         ):
-            layer.next_tokens = weakref.ref(next_layer.tokens)
+            layer.next_layer = weakref.ref(next_layer)
 
     def _segmented_layers(self) -> list[SegmentedLayer]:
         return [layer for layer in self.layers if isinstance(layer, SegmentedLayer)]
@@ -116,7 +117,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
             key, value: tokens of one layer. Those of the others are probably like them.
         """
         with torch.inference_mode(False):
-            for layer in self._segmented_layers():
+            for layer in _spread(self._segmented_layers()):
                 if layer.tokens.taken_bytes:
                     continue
                 if not layer.tokens.prepare(key, value, Place.DEVICE):
@@ -138,12 +139,13 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
 
     def promote(self, n_bytes: int) -> None:
         """Move layers from host memory to the device, as many as ``n_bytes`` of it
-        hold.
+        hold, beside what is left of the cache's own part.
 
         A prompt was computed: the memory that this took may hold what is read for each
         token.
         """
-        for layer in self._segmented_layers():
+        n_bytes += self.places.remaining(Place.DEVICE)
+        for layer in _spread(self._segmented_layers()):
             taken = layer.tokens.taken_bytes
             if taken > n_bytes:
                 continue
@@ -257,8 +259,20 @@ def remove_tokens(layers: Iterable[Any]) -> None:
         layer.reset()
 
 
+def _spread(layers: Sequence[SegmentedLayer]) -> list[SegmentedLayer]:
+    """Return layers in an order whose first ones, however many, lie spread evenly among
+    all.
+
+    What the last ones have in host memory is copied ahead while others compute.
+    """
+    numbers = sorted(range(len(layers)), key=lambda number: number * _GOLDEN_RATIO % 1)
+    return [layers[number] for number in numbers]
+
+
 def _new_layer(shared: SharedReader) -> SegmentedLayer:
     return SegmentedLayer(SegmentedCache(shared.places), shared)
 
 
+# Multiples of it, modulo 1, are spread as evenly as any sequence is at each length.
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _NAMES = {Place.DEVICE: "device memory", Place.HOST: "host memory", Place.FILE: "files"}

@@ -21,9 +21,9 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
     Attributes:
         tokens: its keys and values.
         shared: what the layers of a model share.
-        next_tokens: the tokens of the layer of full attention behind it, weakly; behind
-            the last layer comes the first. A cycle of strong references would keep the
-            memory of a cache that nobody uses.
+        next_layer: the layer of full attention behind it, weakly; behind the last layer
+            comes the first. A cycle of strong references would keep the memory of a
+            cache that nobody uses.
     """
 
     is_sliding = False
@@ -32,7 +32,7 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, tokens: SegmentedCache, shared: SharedReader) -> None:
         self.tokens = tokens
         self.shared = shared
-        self.next_tokens = weakref.ref(tokens)
+        self.next_layer = weakref.ref(self)
         self.device = shared.places.device
         super().__init__()
 
@@ -81,8 +81,14 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
         return LayerSegments(segments, self.device, sharing, self._next_segments)
 
     def _next_segments(self) -> list[Segment]:
-        tokens = self.next_tokens()
-        return [] if tokens is None else tokens.segments()
+        """The segments of the next layer that has any outside of the device: they are
+        copied ahead while the layers between compute."""
+        layer = self.next_layer()
+        while layer is not None and layer is not self:
+            if not layer.tokens.is_on_device:
+                return layer.tokens.segments()
+            layer = layer.next_layer()
+        return [] if layer is None else layer.tokens.segments()
 
     @property
     def keys(self) -> torch.Tensor | None:
