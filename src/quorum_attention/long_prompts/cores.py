@@ -4,7 +4,7 @@ torch's operator for CPUs gives each (batch entry, head, run of queries) to one 
 A few queries over many keys would keep a few cores busy. So the keys of a head are cut
 into blocks, which become heads of the operator's call, and the blocks' results are
 merged by log-sum-exp. Query heads that share a key head are rows of one head, so keys
-are read once.
+are read once. Of many keys a few rows go to a C function (compiled_rows.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.merge import empty_, merge_
+from quorum_attention.long_prompts.compiled_rows import compiled_statistics
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
 from quorum_attention.long_prompts.scores import (
@@ -113,6 +114,9 @@ def _attend_in_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of rows (b, h, r, d) over all keys (b, h, n, d), cut into blocks of
     keys."""
+    statistics = compiled_statistics(rows, key, value, softmax_scale)
+    if statistics is not None:
+        return statistics
     n_keys = key.shape[2]
     n_blocks = _n_blocks(rows.shape[0] * rows.shape[1], n_keys)
     if n_blocks == 1:

@@ -1,0 +1,192 @@
+"""Attention of a few rows over keys in host memory, by a C function that is compiled on
+this machine.
+
+torch's operator for CPUs computes blocks of many rows: with the few rows of one token
+its cores compute longer than memory takes to hand them the keys. The C function
+(few_rows.c) is compiled in a thread, for the processor that it runs on. Until it is
+there, and where there is no compiler, calls go to torch's operator. Triton compiles C
+on the same terms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quorum_attention.arithmetic import ceil_div
+from quorum_attention.long_prompts.scores import merge_parts
+from quorum_attention.threads import try_start
+
+_SOURCE = Path(__file__).with_name("few_rows.c")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+_LIBRARY_FLAGS = ("-shared", "-fPIC", "-pthread")
+# A compiler that takes longer is not waited for.
+_TIMEOUT_SECONDS = 60.0
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Head dimensions are multiples of two registers of fp32, which hold at most 16 each.
+_DIM_STEP = 32
+_MAX_DIM = 256
+# With more rows for each key head torch's operator is faster.
+_MAX_ROWS = 8
+# To compile takes a second or two, which fewer keys are not worth.
+_MIN_KEYS = 32_768
+# The keys of one task of a thread.
+_BLOCK_KEYS = 1024
+_LOG2_E = math.log2(math.e)
+_POINTER = ctypes.c_void_p
+_ARGUMENTS = [_POINTER] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_int] * 6
+
+
+class _Build:
+    """The C function for one dtype.
+
+    Attributes:
+        function: None before it is compiled, and if it cannot be.
+        is_over: whether the compiler is done.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.function: Any = None
+        self.is_over = threading.Event()
+        thread = threading.Thread(target=self._run, daemon=True)
+        if not try_start(thread):
+            self.is_over.set()
+
+    def _run(self) -> None:
+        try:
+            self.function = _compiled(_DTYPES[self._dtype])
+        except (OSError, subprocess.SubprocessError):
+            # Without a compiler, or with one that does not take the source, torch
+            # computes.
+            self.function = None
+        finally:
+            self.is_over.set()
+
+
+def _compiled(dtype_number: int) -> Any:
+    """Compile the C function.
+
+    Raises:
+        OSError: there is no compiler, or its library cannot be loaded.
+        subprocess.SubprocessError: the compiler failed.
+    """
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler")
+    with tempfile.TemporaryDirectory(prefix="quorum-attention-") as folder:
+        library = Path(folder) / "few_rows.so"
+        dtype_flag = f"-DDTYPE={dtype_number}"
+        output = ("-o", str(library), str(_SOURCE), "-lm")
+        subprocess.run(
+            [compiler, *_FLAGS, *_LIBRARY_FLAGS, dtype_flag, *output],
+            check=True,
+            timeout=_TIMEOUT_SECONDS,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )
+        function = ctypes.CDLL(str(library)).attend_few_rows
+    function.argtypes = _ARGUMENTS
+    function.restype = None
+    return function
+
+
+@cache
+def _build_of(dtype: torch.dtype) -> _Build:
+    """The build of one dtype, which begins with the first call."""
+    return _Build(dtype)
+
+
+def begin_to_compile(dtype: torch.dtype) -> None:
+    """Compile the function for keys of a dtype in a thread, if that was not begun
+    yet."""
+    if dtype in _DTYPES:
+        _build_of(dtype)
+
+
+def compiled_statistics(
+    rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attend from rows over all keys.
+
+    Args:
+        rows: (b, h, r, d) queries in host memory.
+        key, value: (b, h, n, d) and (b, h, n, d_v) in host memory.
+        softmax_scale: scores are multiplied by this.
+
+    Returns:
+        out (b, h, r, d_v) and lse (b, h, r) in fp32; None if another function has to
+        compute them.
+    """
+    if not _is_suited(rows, key, value):
+        return None
+    function = _build_of(key.dtype).function
+    if function is None:
+        return None
+    queries = rows.float() * (softmax_scale * _LOG2_E)
+    n_blocks = ceil_div(key.shape[2], _BLOCK_KEYS)
+    results = [
+        _run(function, *tensors, n_blocks)
+        for tensors in zip(queries, key, value, strict=True)
+    ]
+    outs, lses = zip(*results, strict=True)
+    return merge_parts(torch.stack(outs), torch.stack(lses))
+
+
+def _is_suited(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    n_keys = key.shape[2]
+    if key.dtype not in _DTYPES or rows.shape[2] > _MAX_ROWS or n_keys < _MIN_KEYS:
+        return False
+    return _is_readable(key) and _is_readable(value)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether the rows of each head lie side by side, and are as wide as the function
+    wants."""
+    width = tensor.shape[3]
+    is_width_right = width % _DIM_STEP == 0 and width <= _MAX_DIM
+    return is_width_right and tensor.stride()[2:] == (width, 1)
+
+
+def _run(
+    function: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    n_blocks: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Statistics of the blocks of keys of one batch entry: out (h, blocks, r, d_v) and
+    lse (h, blocks, r)."""
+    heads, n_rows, dim = query.shape
+    value_dim = value.shape[2]
+    query = query.contiguous()
+    out = query.new_empty((heads, n_blocks, n_rows, value_dim))
+    lse = query.new_empty((heads, n_blocks, n_rows))
+    function(
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        key.stride(0) * key.element_size(),
+        value.stride(0) * value.element_size(),
+        key.shape[1],
+        _BLOCK_KEYS,
+        heads,
+        n_rows,
+        dim,
+        value_dim,
+        n_blocks,
+        torch.get_num_threads(),
+    )
+    return out, lse

@@ -1,0 +1,284 @@
+/* Attention of a few rows of queries over many keys, with log-sum-exp, in fp32.
+
+   Keys and values are read once for all rows of a head, as they lie in memory.
+   DTYPE says what they are: 0 for fp32, 1 for bf16, 2 for fp16. */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+#if DTYPE == 0
+#define SIZE 4
+#else
+#define SIZE 2
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+/* Keys whose scores are computed together. They stay in the nearest cache. */
+#define STEP 64
+/* Keys are fetched so many ahead. */
+#define AHEAD 16
+#define CACHE_LINE 64
+#define MAX_DIM 256
+#define MAX_THREADS 256
+
+typedef float floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
+typedef float floats8 __attribute__((vector_size(32)));
+typedef float floats4 __attribute__((vector_size(16)));
+
+INLINE floats load_floats(const float *at) {
+    floats result;
+    memcpy(&result, at, sizeof result);
+    return result;
+}
+
+INLINE void store_floats(float *at, floats numbers) {
+    memcpy(at, &numbers, sizeof numbers);
+}
+
+#if DTYPE == 0
+INLINE floats load(const char *at) { return load_floats((const float *)at); }
+#elif DTYPE == 1 && defined(__AVX512F__)
+INLINE floats load(const char *at) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)at));
+    return (floats)_mm512_slli_epi32(wide, 16);
+}
+#elif DTYPE == 1 && defined(__AVX2__)
+INLINE floats load(const char *at) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)at));
+    return (floats)_mm256_slli_epi32(wide, 16);
+}
+#elif DTYPE == 1
+typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
+typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
+INLINE floats load(const char *at) {
+    halves raw;
+    memcpy(&raw, at, sizeof raw);
+    return (floats)(__builtin_convertvector(raw, words) << 16);
+}
+#elif defined(__AVX512F__)
+INLINE floats load(const char *at) {
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)at));
+}
+#elif defined(__F16C__)
+INLINE floats load(const char *at) {
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)at));
+}
+#elif defined(__aarch64__)
+typedef _Float16 halves __attribute__((vector_size(2 * WIDTH)));
+INLINE floats load(const char *at) {
+    halves raw;
+    memcpy(&raw, at, sizeof raw);
+    return __builtin_convertvector(raw, floats);
+}
+#else
+#error "this processor does not convert fp16"
+#endif
+
+INLINE float sum(floats numbers) {
+#if WIDTH == 16
+    floats8 halves_of[2];
+    memcpy(halves_of, &numbers, sizeof numbers);
+    floats8 eight = halves_of[0] + halves_of[1];
+#else
+    floats8 eight = numbers;
+#endif
+    floats4 quarters[2];
+    memcpy(quarters, &eight, sizeof eight);
+    floats4 four = quarters[0] + quarters[1];
+    return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+/* 2^x for x <= 0, within 2e-7 of it; NaN for NaN. */
+INLINE floats exp2_of(floats x) {
+    const floats lowest = (floats){0} - 126.0f;
+    const float rounding = 12582912.0f; /* 1.5 * 2^23 */
+    ints is_low = x < lowest;
+    x = (floats)(((ints)x & ~is_low) | ((ints)lowest & is_low));
+    floats nan_or_zero = x - x;
+    floats shifted = x + rounding;
+    floats fraction = x - (shifted - rounding);
+    floats power = (floats){0} + 1.5403530e-4f;
+    power = power * fraction + 1.3333558e-3f;
+    power = power * fraction + 9.6181291e-3f;
+    power = power * fraction + 5.5504109e-2f;
+    power = power * fraction + 2.4022651e-1f;
+    power = power * fraction + 6.9314718e-1f;
+    power = power * fraction + 1.0f;
+    ints exponent = (ints)shifted << 23;
+    return (floats)((ints)power + exponent) + nan_or_zero;
+}
+
+typedef struct {
+    const float *query; /* (heads, rows, dim), scaled for powers of 2 */
+    const char *key;
+    const char *value;
+    float *out; /* (heads, blocks, rows, value_dim) */
+    float *lse; /* (heads, blocks, rows), natural */
+    int64_t key_head_bytes, value_head_bytes;
+    int64_t n_keys, block_keys;
+    int heads, rows, dim, value_dim, n_blocks;
+    atomic_int next_task;
+} Call;
+
+/* The running statistics of R rows. `highest` is in units of log 2. */
+typedef struct {
+    float highest, total;
+    float summed[MAX_DIM];
+} Row;
+
+/* Scores of two keys at a time: enough sums in flight for the processor. */
+INLINE void score_keys(const float *query, const char *key, int dim, int n_keys,
+                       float (*scores)[STEP], const int R) {
+    const int key_bytes = dim * SIZE;
+    for (int i = 0; i < n_keys; i += 2) {
+        const char *first = key + i * key_bytes;
+        const char *second = i + 1 < n_keys ? first + key_bytes : first;
+        for (int line = 0; line < 2 * key_bytes; line += CACHE_LINE)
+            __builtin_prefetch(first + AHEAD * key_bytes + line);
+        floats first_sums[R], second_sums[R];
+        for (int r = 0; r < R; r++) {
+            first_sums[r] = (floats){0};
+            second_sums[r] = (floats){0};
+        }
+        for (int j = 0; j < dim; j += WIDTH) {
+            floats first_part = load(first + j * SIZE);
+            floats second_part = load(second + j * SIZE);
+            for (int r = 0; r < R; r++) {
+                floats query_part = load_floats(query + r * dim + j);
+                first_sums[r] += query_part * first_part;
+                second_sums[r] += query_part * second_part;
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            scores[r][i] = sum(first_sums[r]);
+            scores[r][i + 1] = sum(second_sums[r]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int i = n_keys; i < STEP; i++) scores[r][i] = -INFINITY;
+}
+
+/* Turn the scores of a row into weights. */
+INLINE void weigh_keys(Row *row, float *scores, int value_dim) {
+    float highest = row->highest;
+    for (int i = 0; i < STEP; i++)
+        highest = scores[i] > highest ? scores[i] : highest;
+    floats total = {0};
+    for (int i = 0; i < STEP; i += WIDTH) {
+        floats weights = exp2_of(load_floats(scores + i) - highest);
+        total += weights;
+        store_floats(scores + i, weights);
+    }
+    if (highest != row->highest) {
+        float shrink = exp2f(row->highest - highest);
+        row->total *= shrink;
+        for (int j = 0; j < value_dim; j++) row->summed[j] *= shrink;
+    }
+    row->highest = highest;
+    row->total += sum(total);
+}
+
+/* Add weighted values, two registers of columns at a time. */
+INLINE void add_values(Row *rows, const char *value, int value_dim, int n_keys,
+                       float (*weights)[STEP], const int R) {
+    for (int j = 0; j < value_dim; j += 2 * WIDTH) {
+        const char *column = value + j * SIZE;
+        floats left[R], right[R];
+        for (int r = 0; r < R; r++) {
+            left[r] = load_floats(rows[r].summed + j);
+            right[r] = load_floats(rows[r].summed + j + WIDTH);
+        }
+        for (int i = 0; i < n_keys; i++) {
+            const char *at = column + i * value_dim * SIZE;
+            floats left_values = load(at);
+            floats right_values = load(at + WIDTH * SIZE);
+            for (int r = 0; r < R; r++) {
+                left[r] += weights[r][i] * left_values;
+                right[r] += weights[r][i] * right_values;
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            store_floats(rows[r].summed + j, left[r]);
+            store_floats(rows[r].summed + j + WIDTH, right[r]);
+        }
+    }
+}
+
+/* Attend from R rows of a head, from `first_row` on, over one block of keys. */
+INLINE void attend_rows(const Call *call, int head, int block, int first_row,
+                        const int R) {
+    const int dim = call->dim, value_dim = call->value_dim;
+    const int64_t start = block * call->block_keys;
+    const int64_t end = start + call->block_keys;
+    const int64_t stop = block + 1 == call->n_blocks ? call->n_keys : end;
+    const int64_t row_at = (int64_t)head * call->rows + first_row;
+    const float *query = call->query + row_at * dim;
+    const char *key = call->key + head * call->key_head_bytes;
+    const char *value = call->value + head * call->value_head_bytes;
+    Row rows[R];
+    float scores[R][STEP];
+    for (int r = 0; r < R; r++) {
+        memset(&rows[r], 0, sizeof rows[r]);
+        rows[r].highest = -INFINITY;
+    }
+    for (int64_t at = start; at < stop; at += STEP) {
+        const int n_keys = stop - at < STEP ? stop - at : STEP;
+        score_keys(query, key + at * dim * SIZE, dim, n_keys, scores, R);
+        for (int r = 0; r < R; r++) weigh_keys(&rows[r], scores[r], value_dim);
+        add_values(rows, value + at * value_dim * SIZE, value_dim, n_keys, scores, R);
+    }
+    const int64_t block_at = (int64_t)head * call->n_blocks + block;
+    const int64_t result_at = block_at * call->rows + first_row;
+    for (int r = 0; r < R; r++) {
+        float *out = call->out + (result_at + r) * value_dim;
+        for (int j = 0; j < value_dim; j++) out[j] = rows[r].summed[j] / rows[r].total;
+        float log2_total = rows[r].highest + log2f(rows[r].total);
+        call->lse[result_at + r] = log2_total * 0.6931471805599453f;
+    }
+}
+
+/* One task is a block of keys of one head. Threads take them as they become free. */
+static void *take_tasks(void *argument) {
+    Call *call = argument;
+    const int n_tasks = call->heads * call->n_blocks;
+    for (;;) {
+        const int task = atomic_fetch_add(&call->next_task, 1);
+        if (task >= n_tasks) return 0;
+        const int head = task / call->n_blocks;
+        const int block = task % call->n_blocks;
+        int row = 0;
+        for (; row + 4 <= call->rows; row += 4) attend_rows(call, head, block, row, 4);
+        for (; row + 2 <= call->rows; row += 2) attend_rows(call, head, block, row, 2);
+        for (; row < call->rows; row++) attend_rows(call, head, block, row, 1);
+    }
+}
+
+void attend_few_rows(const float *query, const void *key, const void *value,
+                     float *out, float *lse, int64_t key_head_bytes,
+                     int64_t value_head_bytes, int64_t n_keys, int64_t block_keys,
+                     int heads, int rows, int dim, int value_dim, int n_blocks,
+                     int n_threads) {
+    Call call = {query, key, value, out, lse, key_head_bytes, value_head_bytes,
+                 n_keys, block_keys, heads, rows, dim, value_dim, n_blocks, 0};
+    pthread_t threads[MAX_THREADS];
+    int n_started = 0;
+    while (n_started < n_threads - 1 && n_started < MAX_THREADS) {
+        if (pthread_create(&threads[n_started], 0, take_tasks, &call)) break;
+        n_started++;
+    }
+    take_tasks(&call);
+    for (int i = 0; i < n_started; i++) pthread_join(threads[i], 0);
+}

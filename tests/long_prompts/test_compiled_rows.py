@@ -1,0 +1,95 @@
+"""Attention of a few rows by the C function, against the equations in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quorum_attention.long_prompts import compiled_rows
+from quorum_attention.long_prompts.compiled_rows import compiled_statistics
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def wait_for_build(dtype: torch.dtype) -> None:
+    """Skip the test where there is no compiler."""
+    build = compiled_rows._build_of(dtype)
+    assert build.is_over.wait(60)
+    if build.function is None:
+        pytest.skip("no C compiler, or one that does not take the source")
+
+
+def assert_right(
+    rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tolerance: float = 2e-6,
+) -> None:
+    """The results differ from the equations' in float64 by the rounding of fp32."""
+    scale = 0.3
+    statistics = compiled_statistics(rows, key, value, scale)
+    assert statistics is not None
+    out, lse = statistics
+    scores = rows.double() @ key.double().mT * scale
+    expected = scores.softmax(dim=-1) @ value.double()
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    expected_lse = scores.logsumexp(dim=-1)
+    torch.testing.assert_close(
+        lse.double(), expected_lse, atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_are_those_of_the_equations(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All numbers of rows, blocks that end anywhere, heads with gaps between them."""
+    wait_for_build(dtype)
+    monkeypatch.setattr(compiled_rows, "_MIN_KEYS", 1)
+    torch.manual_seed(0)
+    n_keys_of_rows = {1: 1, 2: 1024, 3: 1025, 4: 2500, 5: 63, 6: 64, 7: 65, 8: 3001}
+    for n_rows, n_keys in n_keys_of_rows.items():
+        rows = torch.randn(2, 3, n_rows, 64).to(dtype)
+        memory = torch.randn(2, 3, n_keys + 10, 64).to(dtype)
+        key = memory[:, :, 10:]
+        value = torch.randn(2, 3, n_keys, 32).to(dtype)
+        assert_right(rows, key, value)
+
+
+def test_large_and_small_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The running maximum: weights neither overflow nor vanish."""
+    wait_for_build(torch.float32)
+    monkeypatch.setattr(compiled_rows, "_MIN_KEYS", 1)
+    rows = torch.full((1, 1, 2, 32), 1.0)
+    rows[:, :, 1] = -1.0
+    key = torch.linspace(-20, 20, 3000).reshape(1, 1, -1, 1).expand(-1, -1, -1, 32)
+    value = torch.randn(1, 1, 3000, 32)
+    # Scores reach 192, whose rounding in fp32 the weights show.
+    assert_right(rows, key.contiguous(), value, 1e-4)
+
+
+def test_a_nan_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_build(torch.float32)
+    monkeypatch.setattr(compiled_rows, "_MIN_KEYS", 1)
+    rows = torch.ones(1, 1, 1, 32)
+    key = torch.ones(1, 1, 100, 32)
+    key[0, 0, 70, 3] = torch.nan
+    statistics = compiled_statistics(rows, key, key, 1.0)
+    assert statistics is not None
+    assert statistics[1].isnan().all()
+
+
+@pytest.mark.parametrize("width", [16, 80, 288])
+def test_other_widths_are_left_to_others(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_rows, "_MIN_KEYS", 1)
+    key = torch.randn(1, 1, 100, width)
+    assert compiled_statistics(key[:, :, :1], key, key, 1.0) is None
+
+
+def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    build = compiled_rows._Build(torch.float32)
+    assert build.is_over.wait(60)
+    assert build.function is None
