@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quorum_attention.long_prompts.attend import attend_segments
+from quorum_attention.long_prompts.attend import attend_segments, compile_kernels
 from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.segments import SegmentedCache, concatenate
@@ -94,3 +94,25 @@ def test_questions_share_one_reading() -> None:
     cache.append(suffix, suffix)
     query = torch.randn(4, HEADS, 33, DIM, device="cuda", dtype=torch.bfloat16)
     assert_close(attend_segments(query, cache.segments()), expected_of(query, cache))
+
+
+@pytest.mark.parametrize("n_queries", [1, 64])
+def test_what_was_compiled_ahead_serves_the_first_token(
+    n_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled while a prompt is computed, for all numbers of keys."""
+    from triton import knobs
+
+    caches = [
+        filled_cache(CachePlaces("cuda", device_memory=0), n) for n in (30_000, 9_111)
+    ]
+    query = torch.randn(1, HEADS, n_queries, DIM, device="cuda", dtype=torch.bfloat16)
+    compile_kernels(query, caches[0].segments()[0].key.cuda())
+    compiled: list[str] = []
+    hook = lambda **named: compiled.append(str(named["repr"]))  # noqa: E731
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
+    sharing = HostSharing(torch.empty(4 << 20, dtype=torch.uint8, device="cuda"))
+    for cache in caches:
+        out = attend_segments(query, cache.segments(), sharing=sharing)
+        assert_close(out, expected_of(query, cache))
+    assert compiled == []

@@ -21,6 +21,7 @@ from quorum_attention.execution.device.lookup import HOST, on_host
 from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.merge import empty_, merge_
 from quorum_attention.kernels.sinks import join_sinks_
+from quorum_attention.long_prompts.compiled_rows import begin_to_compile
 from quorum_attention.long_prompts.cores import attend_on_cores
 from quorum_attention.long_prompts.flash_decode import KeysAt, can_decode, decode
 from quorum_attention.long_prompts.host_reader import PIECE_BYTES, Piece, copy_segment
@@ -35,6 +36,8 @@ from quorum_attention.units import counted
 
 # From so many queries on, kernels for many queries are faster than those for few.
 _MANY_QUERIES = 256
+# Tokens of a question: kernels compute blocks of at most 64 rows.
+_QUESTION_TOKENS = 64
 # With more rows of queries for each key head the cores compute longer than keys cross
 # the bus.
 _MAX_CORE_ROWS = 64
@@ -96,6 +99,30 @@ def attend_segments(
     if sinks is not None:
         join_sinks_(out, lse, sinks.to(lse))
     return out.to(query.dtype)
+
+
+@torch.no_grad()
+def compile_kernels(query: torch.Tensor, key: torch.Tensor) -> None:
+    """Compile what attends over host memory, by attention over a few tokens: to do it
+    when the first token waits for it takes seconds.
+
+    Args:
+        query: (b, h_q, n, d) on a GPU, at least one token.
+        key: (b, h_kv, n, d), as the cache will hold.
+    """
+    begin_to_compile(key.dtype)
+    n_keys = _MANY_QUERIES
+    shape = (*key.shape[:2], n_keys, key.shape[3])
+    keys = key.new_zeros(shape)
+    segment = Segment(keys, keys, Place.DEVICE)
+    pieces = [Piece(0, segment), Piece(n_keys, segment)]
+    # The rows of one token, and those of a question.
+    for n_queries in (1, _QUESTION_TOKENS):
+        queries = query.new_zeros((*query.shape[:2], n_queries, query.shape[3]))
+        mask = KeyMask(n_queries, 2 * n_keys)
+        call = _SegmentedCall(queries, mask, ScoreScaling(1.0))
+        state = _RunningStatistics(queries, key.shape[3])
+        _attend_on_pieces(call, pieces, state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,8 @@ def _merge_splits(
     value_dim = out.shape[-1]
     n_rows = merged_lse.numel()
     block_value_dim = _power_of_two(value_dim)
-    block_splits = max(1, min(_power_of_two(out.shape[0]), 4096 // block_value_dim))
+    # One size for all numbers of splits: each size is a kernel to compile.
+    block_splits = max(1, 4096 // block_value_dim)
     with torch.cuda.device_of(out):
         _kernels().merge_splits_kernel[(n_rows,)](
             out,

@@ -240,7 +240,7 @@ class LayerwisePrefill:
         into."""
         prepare = getattr(self.cache, "prepare_device", None)
         if prepare is not None:
-            prepare(key, value)
+            prepare(query, key, value)
 
     def _reach_attention(
         self, number: int, index: int, span: TileSpan, hidden: torch.Tensor

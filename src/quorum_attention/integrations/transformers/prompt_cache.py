@@ -110,17 +110,22 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         for layer in self._segmented_layers():
             layer.tokens.reserve(n_tokens)
 
-    def prepare_device(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def prepare_device(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
         """Take the memory of all layers' reserved tokens that the device has room for.
+        If that is not all, begin to compile what attends over host memory.
 
         Args:
-            key, value: tokens of one layer. Those of the others are probably like them.
+            query, key, value: tokens of one layer. Those of the others are probably
+                like them.
         """
         with torch.inference_mode(False):
             for layer in _spread(self._segmented_layers()):
                 if layer.tokens.taken_bytes:
                     continue
                 if not layer.tokens.prepare(key, value, Place.DEVICE):
+                    self._shared.compile_ahead(query, key)
                     return
 
     def prepare_host(

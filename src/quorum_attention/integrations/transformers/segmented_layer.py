@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from quorum_attention.integrations.transformers.segmented_tensor import LayerSegments
+from quorum_attention.long_prompts.attend import compile_kernels
 from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.segments import Segment, SegmentedCache
+from quorum_attention.threads import try_start
 
 
 class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -193,6 +196,7 @@ class SharedReader:
     def __init__(self, places: CachePlaces) -> None:
         self.places = places
         self._sharing: HostSharing | None = None
+        self._has_kernels = False
 
     def sharing_of(self, segments: Sequence[Segment]) -> HostSharing | None:
         """Return how segments in host memory are shared; None if none is there, or no
@@ -203,6 +207,17 @@ class SharedReader:
             memory = self.places.staging_memory()
             self._sharing = None if memory is None else HostSharing(memory)
         return self._sharing
+
+    def compile_ahead(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Let a thread compile the kernels for tokens in host memory, once, while a
+        prompt is computed; see ``compile_kernels``."""
+        if self._has_kernels or not query.is_cuda:
+            return
+        self._has_kernels = True
+        arguments = (query[:, :, :1], key[:, :, :1])
+        thread = threading.Thread(target=compile_kernels, args=arguments, daemon=True)
+        # Without a thread they are compiled when they are needed.
+        try_start(thread)
 
     def forget_copies(self) -> None:
         """Forget copies that were made ahead of attention: tokens are about to
