@@ -33,8 +33,8 @@ _LIBRARY_FLAGS = ("-shared", "-fPIC", "-pthread")
 # A compiler that takes longer is not waited for.
 _TIMEOUT_SECONDS = 60.0
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Head dimensions are multiples of two registers of fp32, which hold at most 16 each.
-_DIM_STEP = 32
+# Head dimensions are multiples of a register, which holds at most 16 numbers in fp32.
+_DIM_STEP = 16
 _MAX_DIM = 256
 # With more rows for each key head torch's operator is faster.
 _MAX_ROWS = 8

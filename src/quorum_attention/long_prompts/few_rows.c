@@ -191,30 +191,33 @@ INLINE void weigh_keys(Row *row, float *scores, int value_dim) {
     row->total += sum(total);
 }
 
-/* Add weighted values, two registers of columns at a time. */
+/* Add weighted values to N registers of columns, from column `j` on. */
+INLINE void add_columns(Row *rows, const char *value, int value_dim, int n_keys,
+                        float (*weights)[STEP], int j, const int R, const int N) {
+    floats sums[R][N];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++)
+            sums[r][n] = load_floats(rows[r].summed + j + n * WIDTH);
+    for (int i = 0; i < n_keys; i++) {
+        const char *at = value + (i * value_dim + j) * SIZE;
+        floats columns[N];
+        for (int n = 0; n < N; n++) columns[n] = load(at + n * WIDTH * SIZE);
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] += weights[r][i] * columns[n];
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++)
+            store_floats(rows[r].summed + j + n * WIDTH, sums[r][n]);
+}
+
+/* Add weighted values, two registers at a time: enough sums in flight. */
 INLINE void add_values(Row *rows, const char *value, int value_dim, int n_keys,
                        float (*weights)[STEP], const int R) {
-    for (int j = 0; j < value_dim; j += 2 * WIDTH) {
-        const char *column = value + j * SIZE;
-        floats left[R], right[R];
-        for (int r = 0; r < R; r++) {
-            left[r] = load_floats(rows[r].summed + j);
-            right[r] = load_floats(rows[r].summed + j + WIDTH);
-        }
-        for (int i = 0; i < n_keys; i++) {
-            const char *at = column + i * value_dim * SIZE;
-            floats left_values = load(at);
-            floats right_values = load(at + WIDTH * SIZE);
-            for (int r = 0; r < R; r++) {
-                left[r] += weights[r][i] * left_values;
-                right[r] += weights[r][i] * right_values;
-            }
-        }
-        for (int r = 0; r < R; r++) {
-            store_floats(rows[r].summed + j, left[r]);
-            store_floats(rows[r].summed + j + WIDTH, right[r]);
-        }
-    }
+    int j = 0;
+    for (; j + 2 * WIDTH <= value_dim; j += 2 * WIDTH)
+        add_columns(rows, value, value_dim, n_keys, weights, j, R, 2);
+    for (; j < value_dim; j += WIDTH)
+        add_columns(rows, value, value_dim, n_keys, weights, j, R, 1);
 }
 
 /* Attend from R rows of a head, from `first_row` on, over one block of keys. */

@@ -102,7 +102,7 @@ class HostReader:
     @property
     def is_done(self) -> bool:
         """Whether the device has attended over all pieces that were asked for."""
-        return self._attended.query()
+        return bool(self._attended.query())
 
     def forget(self) -> None:
         """Forget what was copied ahead: the tokens may have changed."""
