@@ -15,8 +15,8 @@ def wait_for_build(dtype: torch.dtype) -> None:
     """Skip the test where there is no compiler."""
     build = compiled_rows._build_of(dtype)
     assert build.is_over.wait(60)
-    if build.function is None:
-        pytest.skip("no C compiler, or one that does not take the source")
+    if build.function is None or compiled_rows._has_wide_products():
+        pytest.skip("no C compiler that takes the source, or torch is as fast")
 
 
 def assert_right(

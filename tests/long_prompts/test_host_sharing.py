@@ -1,27 +1,69 @@
-"""The threads of the cores that attend over keys in host memory."""
+"""The shares of the bus and the cores in keys in host memory, without a GPU."""
 
-import threading
+from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quorum_attention.long_prompts import host_sharing
+from quorum_attention.long_prompts.host_reader import Piece
+from quorum_attention.long_prompts.places import Place
+from quorum_attention.long_prompts.segments import Segment
 
 
-def test_fewer_threads_for_the_cores_are_no_fewer_for_others(
-    monkeypatch: pytest.MonkeyPatch,
+class FakeEvent:
+    """An event that is what ``is_done`` says."""
+
+    is_done = True
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> host_sharing.HostSharing:
+    monkeypatch.setattr(host_sharing, "HostReader", lambda memory: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    return host_sharing.HostSharing(torch.empty(0, dtype=torch.uint8))
+
+
+def piece_of(start: int, n_tokens: int, place: Place = Place.HOST) -> Piece:
+    keys = torch.zeros(1, 2, n_tokens, 16)
+    return Piece(start, Segment(keys, keys, place))
+
+
+def test_whoever_ends_first_gets_more(sharing: host_sharing.HostSharing) -> None:
+    """The share moves until both end together, and stays a share."""
+    for is_done, last in ((True, 1.0), (False, 0.0)):
+        FakeEvent.is_done = is_done
+        shares = []
+        for _ in range(200):
+            sharing.adjust()
+            shares.append(sharing.bus_share)
+        assert shares == sorted(shares, reverse=not is_done)
+        assert shares[-1] == last
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_each_token_is_read_once(
+    sharing: host_sharing.HostSharing, share: float
 ) -> None:
-    monkeypatch.setattr(host_sharing, "HostReader", lambda memory: None)
-    before = torch.get_num_threads()
-    torch.set_num_threads(8)
-    try:
-        sharing = host_sharing.HostSharing(torch.empty(0, dtype=torch.uint8))
-        on_cores = sharing._executors[0].submit(torch.get_num_threads).result()
-        counts: list[int] = []
-        later = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
-        later.start()
-        later.join()
-        assert (torch.get_num_threads(), counts) == (8, [8])
-        assert on_cores == 8 - host_sharing._BUSY_CORES
-    finally:
-        torch.set_num_threads(before)
+    """The bus gets the first tokens of page-locked memory, the cores all others."""
+    sharing.bus_share = share
+    pieces = [
+        piece_of(0, 5000),
+        piece_of(5000, 700, Place.FILE),
+        piece_of(5700, 1001),
+    ]
+    by_bus, by_cores = sharing.split(pieces)
+    tokens: list[int] = []
+    for part in (*by_bus, *by_cores):
+        tokens += range(part.start, part.start + part.segment.n_tokens)
+    assert sorted(tokens) == list(range(6701))
+    assert all(part.segment.place is Place.HOST for part in by_bus)
+    n_by_bus = sum(part.segment.n_tokens for part in by_bus)
+    assert n_by_bus <= share * 6701
+    assert n_by_bus > min(share * 6701, 6000 * share) - 2 * 128 - 1

@@ -1,17 +1,16 @@
 """Attention of a few queries over the segments of a cache, each computed where it lies.
 
-Segments on the device are computed there. Of page-locked host memory a share crosses
-the bus, a piece at a time, while the cores attend over the rest; files are left to the
-cores. The segments are disjoint sets of keys, so their results are merged by
-log-sum-exp.
+Segments on the device are computed there. Of page-locked host memory the device reads a
+share across the bus, while the cores attend over the rest; files are left to the cores.
+Many queries have it copied. The segments are disjoint sets of keys, so their results
+are merged by log-sum-exp.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -288,8 +287,8 @@ def _attend_with_device(
     sharing: HostSharing | None,
     next_segments: Sequence[Segment],
 ) -> None:
-    """Merge attention over pieces anywhere. The cores begin first, in a thread; then
-    the device is given its work."""
+    """Merge attention over pieces anywhere. The device is given its work; then the
+    cores do theirs."""
     device = call.query.device
     on_device = [
         _moved(piece, device)
@@ -300,25 +299,35 @@ def _attend_with_device(
     if not elsewhere:
         _attend_on_device(call, on_device, state)
         return
-    are_rows_few = _rows_per_head(call, elsewhere[0]) <= _MAX_CORE_ROWS
-    shares = _Shares([], elsewhere, [])
-    if sharing is not None:
-        by_bus, not_staged = sharing.split(elsewhere, for_cores=are_rows_few)
-        following = sharing.following(next_segments, for_cores=are_rows_few)
-        shares = _Shares(by_bus, not_staged, following)
-    wait_for_cores = None
-    if shares.not_staged and are_rows_few:
-        wait_for_cores = _start_on_cores(call, shares.not_staged, sharing)
+    if _rows_per_head(call, elsewhere[0]) > _MAX_CORE_ROWS:
+        _attend_on_device(call, on_device, state)
+        _attend_on_pieces(call, _copied(elsewhere, device), state)
+        return
+    shares = _Shares([], elsewhere)
+    if sharing is not None and _can_read_host_memory(call, elsewhere[0]):
+        shares = _Shares(*sharing.split(elsewhere))
+        on_device += sharing.arrived(shares.by_bus)
+    host_call = call.to_host()
+    is_query_there = torch.cuda.current_stream(device).record_event()
     if on_device:
         _attend_on_device(call, on_device, state)
     if sharing is not None:
-        _attend_on_pieces(
-            call, sharing.staged_pieces(shares.by_bus, shares.following), state
-        )
-    if wait_for_cores is not None:
-        state.merge(*wait_for_cores())
-    else:
-        _attend_on_pieces(call, _copied(shares.not_staged, call.query.device), state)
+        sharing.copy_ahead(next_segments)
+    # The device has computed and copied the queries, and written the last tokens.
+    is_query_there.synchronize()
+    if not shares.by_cores:
+        return
+    statistics = _attend_on_cores(host_call, shares.by_cores)
+    if sharing is not None:
+        sharing.adjust()
+    state.merge(*statistics)
+
+
+def _can_read_host_memory(call: _SegmentedCall, piece: Piece) -> bool:
+    """Whether the device's kernels compute such a call: they read page-locked memory
+    too."""
+    value_dim = piece.segment.value.shape[3]
+    return can_decode(call.query, value_dim, _rows_per_head(call, piece))
 
 
 def _moved(piece: Piece, device: torch.device) -> Piece:
@@ -335,15 +344,12 @@ class _Shares(NamedTuple):
     """How pieces in host memory and files are shared.
 
     Attributes:
-        by_bus: pieces that are copied to the device through the buffers.
-        not_staged: pieces that the cores attend over; or that are copied too, with many
-            rows.
-        following: pieces that are copied ahead, for the next call.
+        by_bus: pieces that the device reads.
+        by_cores: pieces that the cores attend over.
     """
 
     by_bus: Sequence[Piece]
-    not_staged: Sequence[Piece]
-    following: Sequence[Piece]
+    by_cores: Sequence[Piece]
 
 
 def _attend_on_pieces(
@@ -359,18 +365,6 @@ def _rows_per_head(call: _SegmentedCall, piece: Piece) -> int:
     batch, heads, n_queries, _ = call.query.shape
     rows, key_heads = piece.segment.key.shape[:2]
     return batch * heads * n_queries // max(1, rows * key_heads)
-
-
-def _start_on_cores(
-    call: _SegmentedCall, pieces: Sequence[Piece], sharing: HostSharing | None
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Let the cores attend over pieces in host memory; return a function that waits for
-    it."""
-    host_call = call.to_host()
-    # The device must have computed and copied the queries, and written the last tokens.
-    torch.cuda.current_stream(call.query.device).synchronize()
-    attend = partial(_attend_on_cores, host_call, pieces)
-    return attend if sharing is None else sharing.start_on_cores(attend)
 
 
 def _attend_on_cores(

@@ -1,8 +1,8 @@
 """Attention of a few rows over keys in host memory, by a C function that is compiled on
 this machine.
 
-torch's operator for CPUs computes blocks of many rows: with the few rows of one token
-its cores compute longer than memory takes to hand them the keys. The C function
+Processors without instructions for products of 16 bits compute longer with torch's
+operator for CPUs than memory takes to hand them the keys of a few rows. The C function
 (few_rows.c) is compiled in a thread, for the processor that it runs on. Until it is
 there, and where there is no compiler, calls go to torch's operator. Triton compiles C
 on the same terms.
@@ -110,7 +110,7 @@ def _build_of(dtype: torch.dtype) -> _Build:
 def begin_to_compile(dtype: torch.dtype) -> None:
     """Compile the function for keys of a dtype in a thread, if that was not begun
     yet."""
-    if dtype in _DTYPES:
+    if dtype in _DTYPES and not _has_wide_products():
         _build_of(dtype)
 
 
@@ -147,7 +147,16 @@ def _is_suited(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     n_keys = key.shape[2]
     if key.dtype not in _DTYPES or rows.shape[2] > _MAX_ROWS or n_keys < _MIN_KEYS:
         return False
+    if _has_wide_products():
+        return False
     return _is_readable(key) and _is_readable(value)
+
+
+@cache
+def _has_wide_products() -> bool:
+    """Whether torch's operator reads keys as fast as memory hands them out: measured on
+    a server with AVX-512 and AMX."""
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

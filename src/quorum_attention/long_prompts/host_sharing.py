@@ -1,40 +1,30 @@
 """Shares the keys in host memory between the bus and the cores.
 
-Both work at the same time: a share of the keys crosses the bus to the device, which
-attends over it, and the cores attend over the rest. Whichever ends first gets a little
-more the next time, so both soon end together. Rates would not say what the shares have
-to be: both read the same memory, and the bus begins ahead of the cores.
+Both work at the same time: the device reads a share of the keys across the bus, and the
+cores attend over the rest. Whichever ends first gets a little more the next time, so
+both soon end together. Rates would not say what the shares have to be: both read the
+same memory, and the bus begins ahead of the cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
-from quorum_attention.long_prompts.host_reader import (
-    HostReader,
-    Piece,
-    whole_pieces,
-)
+from quorum_attention.long_prompts.host_reader import HostReader, Piece
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
-from quorum_attention.threads import start_executors
 
-Statistics = tuple[torch.Tensor, torch.Tensor]
-
-# Cores that give the device its work and copies meanwhile. A thread that had to share
-# one of them would be the last one, and all others would wait for it.
-_BUSY_CORES = 2
 # The bus's share at first, and what it changes by.
 _FIRST_BUS_SHARE = 0.6
 _STEP = 0.02
+# The device's kernels read blocks of keys.
+_KEYS_TOGETHER = 128
 
 
 class HostSharing:
-    """How keys in host memory are shared, and the copies of the bus's share.
+    """How keys in host memory are shared, and the copies made ahead for the bus.
 
     Args:
         memory: (n_bytes,) uint8 on a CUDA device, for copies.
@@ -45,14 +35,9 @@ class HostSharing:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._reader = HostReader(memory)
-        # Without a thread the cores begin when the device has its work.
-        self._executors = start_executors(1, "attends on the cores")
-        n_threads = torch.get_num_threads()
-        for executor in self._executors:
-            executor.submit(_keep_to, max(1, n_threads - _BUSY_CORES)).result()
-        # Threads that begin later take the number that was set last, in whichever
-        # thread.
-        torch.set_num_threads(n_threads)
+        self._device = memory.device
+        # Recorded behind the device's attention.
+        self._is_attended = torch.cuda.Event()
         self.bus_share = _FIRST_BUS_SHARE
 
     def forget(self) -> None:
@@ -60,92 +45,55 @@ class HostSharing:
         order."""
         self._reader.forget()
 
-    def split(
-        self, pieces: Sequence[Piece], *, for_cores: bool
-    ) -> tuple[list[Piece], list[Piece]]:
+    def split(self, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
         """Divide pieces in host memory and files between the bus and the cores.
 
-        Args:
-            for_cores: whether the cores are to have a share; if not, all that is
-                page-locked goes over the bus.
-
         Returns:
-            The pieces for the bus, each no larger than a buffer; and the others.
+            The pieces for the bus, in page-locked memory; and the others.
         """
         n_bytes = sum(piece.segment.nbytes for piece in pieces)
-        bytes_left = (self.bus_share if for_cores else 1.0) * n_bytes
+        bytes_left = self.bus_share * n_bytes
         by_bus: list[Piece] = []
         by_cores: list[Piece] = []
         for piece in pieces:
-            copyable = self._copyable(piece)
-            n_copied = 0
-            for part in copyable:
-                # The number of pieces that is nearest to the share.
-                if part.segment.nbytes > 2 * bytes_left:
-                    break
-                bytes_left -= part.segment.nbytes
-                n_copied += part.segment.n_tokens
-                by_bus.append(part)
-            if n_copied < piece.segment.n_tokens:
-                rest = piece.segment.narrow(n_copied, piece.segment.n_tokens)
-                by_cores.append(Piece(piece.start + n_copied, rest))
+            n_tokens = piece.segment.n_tokens
+            n_read = self._n_read_by_bus(piece.segment, bytes_left)
+            if n_read > 0:
+                by_bus.append(piece.first(n_read))
+                bytes_left -= by_bus[-1].segment.nbytes
+            if n_read < n_tokens:
+                by_cores.append(piece.behind(n_read))
         return by_bus, by_cores
 
-    def _copyable(self, piece: Piece) -> list[Piece]:
-        segment = piece.segment
+    def _n_read_by_bus(self, segment: Segment, n_bytes: float) -> int:
+        """How many of a segment's first tokens fill ``n_bytes``."""
         if segment.place is not Place.HOST or not segment.key.is_pinned():
+            return 0
+        token_bytes = max(1, segment.nbytes // max(1, segment.n_tokens))
+        n_tokens = int(n_bytes / token_bytes) // _KEYS_TOGETHER * _KEYS_TOGETHER
+        return max(0, min(n_tokens, segment.n_tokens))
+
+    def arrived(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return pieces for the bus as the device reads them; see
+        ``HostReader.arrived``."""
+        if not pieces:
             return []
-        return whole_pieces(piece.start, segment, self._reader.piece_bytes)
+        return [*self._reader.arrived(pieces[0]), *pieces[1:]]
 
-    def following(self, segments: Sequence[Segment], *, for_cores: bool) -> list[Piece]:
-        """Return the bus's share of what is read next; see ``split``."""
-        pieces = []
-        start = 0
-        for segment in segments:
-            if segment.place is not Place.DEVICE:
-                pieces.append(Piece(start, segment))
-            start += segment.n_tokens
-        return self.split(pieces, for_cores=for_cores)[0]
+    def copy_ahead(self, next_segments: Sequence[Segment]) -> None:
+        """Copy what the bus reads first of the next segments, behind the attention that
+        the current stream has been given."""
+        self._is_attended.record(torch.cuda.current_stream(self._device))
+        pieces = [
+            Piece(0, segment)
+            for segment in next_segments
+            if segment.place is not Place.DEVICE
+        ]
+        by_bus, _ = self.split(pieces)
+        if by_bus:
+            self._reader.copy_ahead(by_bus[0].segment)
 
-    def staged_pieces(
-        self, pieces: Sequence[Piece], following: Iterable[Piece]
-    ) -> Iterator[Piece]:
-        """Yield ``pieces`` on the device: see ``HostReader.staged_pieces``."""
-        return self._reader.staged_pieces(pieces, following)
-
-    def start_on_cores(
-        self, attend: Callable[[], Statistics]
-    ) -> Callable[[], Statistics]:
-        """Let the cores attend in a thread.
-
-        The caller meanwhile hands the device its work, which takes milliseconds.
-
-        Args:
-            attend: computes the statistics.
-
-        Returns:
-            A function that waits for the statistics.
-        """
-        if not self._executors:
-            return attend
-        future = self._executors[0].submit(torch.no_grad()(attend))
-        return partial(self._wait, future)
-
-    def _wait(self, future: Future[Statistics]) -> Statistics:
-        """Wait for the cores, and change the shares by who was first."""
-        were_cores_first = future.done()
-        statistics = future.result()
-        is_bus_done = self._reader.is_done
-        if not is_bus_done:
-            self.bus_share = max(0.0, self.bus_share - _STEP)
-        elif not were_cores_first:
-            self.bus_share = min(1.0, self.bus_share + _STEP)
-        return statistics
-
-
-def _keep_to(n_threads: int) -> None:
-    """Let torch use ``n_threads`` for work of the thread that calls this."""
-    torch.set_num_threads(n_threads)
-    # torch looks at the process's number once in each thread: now, not when it is
-    # another.
-    torch.get_num_threads()
+    def adjust(self) -> None:
+        """Change the shares, at the moment when the cores are done."""
+        change = _STEP if self._is_attended.query() else -_STEP
+        self.bus_share = min(1.0, max(0.0, self.bus_share + change))

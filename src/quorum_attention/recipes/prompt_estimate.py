@@ -280,7 +280,8 @@ def _attention_seconds(
     shape: ModelShape, request: PromptRequest, prompt_plan: PromptPlan
 ) -> float:
     """Seconds of one layer's attention, as the planner has it."""
-    inputs: Literal["device", "host"] = "device" if prompt_plan.is_on_device else "host"
+    is_resident = prompt_plan.is_on_device or request.device != GPU
+    inputs: Literal["device", "host"] = "device" if is_resident else "host"
     call = plan(
         request.tokens,
         heads=shape.heads,
@@ -290,7 +291,7 @@ def _attention_seconds(
         is_causal=True,
         inputs=inputs,
         device=request.device,
-        budget=1 << 50 if prompt_plan.is_on_device else prompt_plan.budget,
+        budget=1 << 50 if is_resident else prompt_plan.budget,
     )
     return float(call.predicted_seconds)
 

@@ -18,6 +18,7 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.execution.device.mover import ImmediateStream
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
+from quorum_attention.long_prompts.head_copies import HeadCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = None if self._stream is None else HeadCopies(self._stream)
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -68,13 +70,25 @@ class SideStream:
         Returns:
             An event for ``wait``.
         """
-        if self._stream is None:
-            _copy_all(targets, sources)
+        if self._stream is None or self._copies is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
             return ImmediateStream()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            _copy_all(targets, sources)
+        for target, source in zip(targets, sources, strict=True):
+            self._copy(self._copies, target, source)
         return self._stream.record_event()
+
+    def _copy(
+        self, copies: HeadCopies, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Begin a copy of one tensor."""
+        stays = target.device == source.device
+        if stays or target.dim() < 3:
+            with torch.cuda.stream(self._stream):
+                target.copy_(source, non_blocking=True)
+            return
+        copies.copy(target, source)
 
     def wait(self, event: Any) -> None:
         """Let the computation wait for a copy."""
@@ -85,29 +99,6 @@ class SideStream:
         """Wait until all copies are made."""
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        copy_rows(target, source)
-
-
-def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy (..., tokens, width) without waiting, head by head: each is one run of
-    memory.
-
-    torch copies tensors with gaps between host and device slowly, and the host waits.
-    """
-    stays = target.device == source.device
-    if stays or target.dim() < 3:
-        target.copy_(source, non_blocking=True)
-        return
-    if source.device.type != "cpu":
-        source = source.contiguous()
-    target_heads = target.flatten(0, -3)
-    source_heads = source.flatten(0, -3)
-    for target_head, source_head in zip(target_heads, source_heads, strict=True):
-        target_head.copy_(source_head, non_blocking=True)
 
 
 class DeviceTiles:
