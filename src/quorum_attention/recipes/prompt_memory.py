@@ -23,8 +23,12 @@ _WORKING_SHARE = 3
 CHUNK_BYTES = 1536 << 20
 # An attention call that streams from host memory gets no faster with more.
 _ATTENTION_BYTES = 4 << 30
-# A tile may take this share of the working memory.
-_TILE_SHARE = 4
+# A tile may take this share of the working memory. The host launches each tile anew, so
+# larger ones are computed sooner.
+_TILE_SHARE = 3
+# Tokens behind a prompt may take this share of what stays free for them; attention over
+# the prompt needs the rest.
+_CHUNK_SHARE = 2
 # A share of the device that nobody plans with: the allocator's gaps, and kernels'
 # workspaces.
 MARGIN = 0.04
@@ -155,6 +159,11 @@ def plan_prompt(token: TokenBytes, n_tokens: int, working: int) -> PromptPlan:
         device_bytes=buffer_bytes + max(tile_bytes, budget),
         host_bytes=rows_bytes,
     )
+
+
+def tile_behind_prompt(token: TokenBytes) -> int:
+    """The tile of tokens that are computed when the cache has the prompt's already."""
+    return _tile_within(token, CHUNK_BYTES // _CHUNK_SHARE)
 
 
 def _tile_within(token: TokenBytes, n_bytes: int) -> int:

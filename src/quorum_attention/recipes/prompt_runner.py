@@ -25,6 +25,7 @@ from quorum_attention.recipes.prompt_memory import (
     PromptPlan,
     TokenBytes,
     plan_prompt,
+    tile_behind_prompt,
 )
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, spans_of
 
@@ -69,11 +70,8 @@ class PromptRunner:
         if inputs is None:
             return run_model(model, **named)
         batch = next(iter(inputs.tensors.values())).shape[0]
-        plan = self._plan(inputs.n_tokens, batch)
-        # Behind a prompt the cache has taken most of the memory that computing it
-        # needed.
-        is_at_once = plan.fits_at_once and not inputs.past
-        if is_at_once or inputs.n_tokens <= plan.tile:
+        plan = self._plan(inputs.n_tokens, batch, is_behind=inputs.past > 0)
+        if plan.fits_at_once or inputs.n_tokens <= plan.tile:
             return run_model(model, **named)
         cache = named[_CACHE]
         if self.layered is None or inputs.past:
@@ -93,10 +91,15 @@ class PromptRunner:
         rest = {name: value for name, value in named.items() if name != _CACHE}
         return PromptInputs.from_arguments(rest, cache.get_seq_length())
 
-    def _plan(self, n_tokens: int, batch: int) -> PromptPlan:
+    def _plan(self, n_tokens: int, batch: int, *, is_behind: bool) -> PromptPlan:
         token = self.token.of_batch(batch)
         plan = plan_prompt(token, n_tokens, self.working)
-        return plan if self.tile is None else plan.with_tile(self.tile)
+        if self.tile is not None:
+            return plan.with_tile(self.tile)
+        if is_behind:
+            # The cache has taken most of the memory that computing the prompt needed.
+            return plan.with_tile(min(plan.tile, tile_behind_prompt(token)))
+        return plan
 
     def _run_layers(
         self, layered: LayeredModel, inputs: PromptInputs, plan: PromptPlan, cache: Any
