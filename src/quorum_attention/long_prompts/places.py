@@ -99,12 +99,7 @@ class CachePlaces:
         """The bytes of a GPU that are set aside for copies from host memory."""
         if on_host(self.device):
             return 0
-        limit = self._limits[Place.DEVICE]
-        return (
-            _STAGING_BYTES
-            if limit is None
-            else min(_STAGING_BYTES, limit // _STAGING_SHARE)
-        )
+        return staging_bytes(self._limits[Place.DEVICE])
 
     def staging_memory(self) -> torch.Tensor | None:
         """Allocate the bytes of a GPU that are set aside for copies from host memory.
@@ -209,6 +204,14 @@ class CachePlaces:
     def __repr__(self) -> str:
         used = (f"{place.value} {format_bytes(self._used[place])}" for place in Place)
         return f"CachePlaces({self.device}: {', '.join(used)})"
+
+
+def staging_bytes(limit: int | None) -> int:
+    """Return the bytes of a GPU that are set aside for copies, of those that caches may
+    take; None: there is no limit."""
+    if limit is None:
+        return _STAGING_BYTES
+    return min(_STAGING_BYTES, limit // _STAGING_SHARE)
 
 
 def _bytes_or_none(value: int | str | None, name: str) -> int | None:

@@ -3,13 +3,16 @@ a token."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from quorum_attention.argument_checks import one_of, whole_number
+from quorum_attention.arithmetic import ceil_div
 from quorum_attention.execution.device.lookup import GPU
+from quorum_attention.long_prompts.places import staging_bytes
 from quorum_attention.planner import plan
 from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.recipes.prompt_memory import (
@@ -38,8 +41,9 @@ _CPU_MATRIX_RATE = 70e9
 # and how many times a tile's numbers are read or written for that.
 _ELEMENT_RATE = 3.5e12
 _PASSES = 3.0
-# Seconds of the host for a layer of one token.
+# Seconds of the host for a layer of one token, and of one tile.
 _LAYER_SECONDS = 1.0e-3
+_TILE_SECONDS = 2.0e-3
 # The longest prompt is told in steps of so many tokens, up to a billion.
 _PROMPT_GRAIN = 1024
 _MAX_PROMPT = 1 << 30
@@ -315,6 +319,9 @@ def _tiles_seconds(
         return operations / (_CPU_MATRIX_RATE * torch.get_num_threads())
     element_bytes = _PASSES * request.tokens * token.tile
     compute_seconds = operations / _MATRIX_RATE + element_bytes / _ELEMENT_RATE
+    # Each tile is launched up to attention, and again behind it.
+    n_launches = 2 * ceil_div(request.tokens, prompt_plan.tile)
+    compute_seconds = max(compute_seconds, n_launches * _TILE_SECONDS)
     if prompt_plan.is_on_device:
         return compute_seconds
     # Hidden states twice to the device and once back, queries, keys and values back,
@@ -348,12 +355,20 @@ def _token_seconds(
         return device_bytes / _CORES_RATE + file_seconds
     launch_seconds = shape.layers * _LAYER_SECONDS
     device_seconds = max(device_bytes / _DEVICE_RATE, launch_seconds)
-    # The bus brings weights, while the cores read the cache.
-    weights_seconds = weights.host / _BUS_RATE
-    read_meanwhile = weights_seconds * _CORES_RATE
-    remaining = max(0.0, cache.host - read_meanwhile)
-    shared_seconds = remaining / _BUS_AND_CORES_RATE
-    return device_seconds + weights_seconds + shared_seconds + file_seconds
+    ahead = min(device_seconds * _BUS_RATE, _most_ahead(shape, request, cache))
+    remaining = max(0.0, cache.host + weights.host - ahead)
+    seconds = device_seconds + remaining / _BUS_AND_CORES_RATE
+    # The cores do not read weights.
+    return max(seconds, weights.host / _BUS_RATE) + file_seconds
+
+
+def _most_ahead(shape: ModelShape, request: PromptRequest, cache: PartBytes) -> float:
+    """Bytes that cross the bus while layers compute: all weights, and of each layer in
+    host memory what the buffer for copies holds."""
+    n_bytes = cache.device + cache.host + cache.file
+    host_layers = shape.layers * cache.host / max(1, n_bytes)
+    buffers = host_layers * staging_bytes(request.device_memory)
+    return buffers if request.weights == "device" else math.inf
 
 
 def _advice(missing: int, cache: PartBytes) -> str:

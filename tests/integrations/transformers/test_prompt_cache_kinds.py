@@ -146,11 +146,21 @@ def model_of(kind: str) -> Any:
     return model.eval()
 
 
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+def padding_of(ids: torch.Tensor) -> torch.Tensor:
+    """The first entry of a batch has seven tokens of padding."""
     padding = torch.ones_like(ids)
-    padding[0, :7] = 0
+    if len(ids) > 1:
+        padding[0, :7] = 0
+    return padding
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     tokens: torch.Tensor = model.generate(
-        ids, attention_mask=padding, max_new_tokens=16, do_sample=False, **options
+        ids,
+        attention_mask=padding_of(ids),
+        max_new_tokens=16,
+        do_sample=False,
+        **options,
     )
     return tokens
 
@@ -207,3 +217,61 @@ def test_an_encoder_and_a_decoder(
             model.generate(ids, past_key_values=cache, **options), expected
         )
         assert own.get_seq_length() == 24
+
+
+def generate_in_mode(
+    mode: str, model: Any, ids: torch.Tensor, cache: Any, folder: Path
+) -> torch.Tensor:
+    """Let a model generate in one of ``MODES``, with a cache or a saved one."""
+    if mode == "beams":
+        return generate(model, ids, past_key_values=cache, num_beams=3)
+    if mode == "chunked":
+        return generate(model, ids, past_key_values=cache, prefill_chunk_size=8)
+    if mode == "assisted":
+        ids = ids[1:]
+        return generate(model, ids, past_key_values=cache, prompt_lookup_num_tokens=3)
+    with torch.no_grad():
+        model(
+            ids[:, :20], attention_mask=padding_of(ids)[:, :20], past_key_values=cache
+        )
+    if mode == "forked" and isinstance(cache, PromptCache):
+        generate(model, ids.flip(1), past_key_values=cache.fork())
+        cache = cache.fork()
+    if mode == "saved" and isinstance(cache, PromptCache):
+        try:
+            cache.save(folder / "saved")
+        except NotImplementedError as error:
+            # Recurrences, by name.
+            pytest.skip(str(error))
+        cache = PromptCache(model.config)
+        cache.load(folder / "saved")
+    return generate(model, ids, past_key_values=cache)
+
+
+MODES = ("beams", "chunked", "assisted", "forked", "saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_plain_cache_in_each_mode(
+    kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kind of model cannot do with the plain cache is left out."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("this version of Transformers does not have it")
+    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
+    register(min_tokens=0)
+    torch.manual_seed(0)
+    model = model_of(kind)
+    ids = torch.randint(3, 96, (2, 33))
+    plain = transformers.DynamicCache(config=model.config)
+    try:
+        expected = generate_in_mode(mode, model, ids, plain, tmp_path)
+    except (ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
+        pytest.skip(f"{kind} with the plain cache: {error}")
+    model.set_attn_implementation("quorum")
+    cache = PromptCache(model.config, device_memory=9000, folder=tmp_path / "files")
+    tokens = generate_in_mode(mode, model, ids, cache, tmp_path)
+    assert torch.equal(tokens, expected)
