@@ -260,6 +260,8 @@ def test_tokens_are_those_of_the_plain_cache_in_each_mode(
     """What a kind of model cannot do with the plain cache is left out."""
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip("this version of Transformers does not have it")
+    if (kind, mode) == ("recurrent_gemma", "forked"):
+        pytest.skip("its state lies in its modules, not in a cache")
     monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
     monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
     register(min_tokens=0)
