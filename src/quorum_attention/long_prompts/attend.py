@@ -309,8 +309,7 @@ def _attend_with_device(
         on_device += sharing.arrived(shares.by_bus)
     host_call = call.to_host()
     is_query_there = torch.cuda.current_stream(device).record_event()
-    if on_device:
-        _attend_on_device(call, on_device, state)
+    _attend_on_device(call, on_device, state)
     if sharing is not None:
         sharing.copy_ahead(next_segments)
     # The device has computed and copied the queries, and written the last tokens.
@@ -434,7 +433,8 @@ def _with_equal_entries(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             yield run
             run = []
         run.append(piece)
-    yield run
+    if run:
+        yield run
 
 
 def _attend_rows(
