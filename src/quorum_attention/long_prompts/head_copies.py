@@ -56,10 +56,10 @@ class HeadCopies:
 
 def _has_equal_runs(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether each head is one run of memory, the same in both."""
-    width = source.shape[-1]
-    runs = (width, 1)
-    is_dense = target.stride()[-2:] == runs and source.stride()[-2:] == runs
-    return is_dense and target.dtype == source.dtype
+    dense_strides = (source.shape[-1], 1)
+    if target.dtype != source.dtype:
+        return False
+    return all(tensor.stride()[-2:] == dense_strides for tensor in (target, source))
 
 
 def copy_heads(target: torch.Tensor, source: torch.Tensor) -> None:

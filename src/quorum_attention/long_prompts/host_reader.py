@@ -51,7 +51,7 @@ class HostReader:
         self._memory = memory
         self._stream = torch.cuda.Stream(memory.device)
         self._copies = HeadCopies(self._stream)
-        # What was copied, in host memory and on the device.
+        # The tokens that were copied ahead, in host memory and on the device.
         self._copied: tuple[Segment, Segment] | None = None
         self._is_copied = torch.cuda.Event()
 
@@ -91,10 +91,10 @@ class HostReader:
         self._copied = (source, target)
 
 
-def _begins_with(segment: Segment, other: Segment) -> bool:
-    """Whether two segments begin with the same token in the same memory."""
-    is_place_same = segment.key.data_ptr() == other.key.data_ptr()
-    return is_place_same and segment.entries == other.entries
+def _begins_with(segment: Segment, copied: Segment) -> bool:
+    """Whether a segment begins with the tokens that were copied, in the same memory."""
+    is_place_same = segment.key.data_ptr() == copied.key.data_ptr()
+    return is_place_same and segment.entries == copied.entries
 
 
 def copy_segment(memory: torch.Tensor, segment: Segment) -> Segment:

@@ -365,10 +365,13 @@ def _token_seconds(
 def _most_ahead(shape: ModelShape, request: PromptRequest, cache: PartBytes) -> float:
     """Bytes that cross the bus while layers compute: all weights, and of each layer in
     host memory what the buffer for copies holds."""
+    if request.weights == "host":
+        return math.inf
     n_bytes = cache.device + cache.host + cache.file
-    host_layers = shape.layers * cache.host / max(1, n_bytes)
-    buffers = host_layers * staging_bytes(request.device_memory)
-    return buffers if request.weights == "device" else math.inf
+    host_share = cache.host / max(1, n_bytes)
+    n_host_layers = shape.layers * host_share
+    buffer_bytes = staging_bytes(request.device_memory)
+    return n_host_layers * buffer_bytes
 
 
 def _advice(missing: int, cache: PartBytes) -> str:
