@@ -118,6 +118,8 @@ class Version:
         self.package: Any = None
         with self.active():
             self.package = importlib.import_module(PACKAGE)
+            importlib.import_module(f"{PACKAGE}.operator")
+            _unregister_operators()
         file = Path(self.package.__file__).resolve()
         assert file.is_relative_to(source.resolve()), f"{file} is not under {source}"
 
@@ -134,6 +136,16 @@ class Version:
             sys.path.remove(self.source)
             self.modules = _take_modules()
             sys.modules.update(outside)
+
+
+def _unregister_operators() -> None:
+    """Let another version register operators of the same names: measured calls need
+    none."""
+    for name, module in sys.modules.items():
+        operators = getattr(module, "_library", None)
+        is_ours = isinstance(operators, torch.library.Library)
+        if name.startswith(f"{PACKAGE}.operator") and is_ours:
+            operators._destroy()
 
 
 def _take_modules() -> dict[str, ModuleType]:
