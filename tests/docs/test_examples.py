@@ -174,6 +174,45 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ours < 0.6 * plain
 
 
+# A notebook, its sizes, and those of a test.
+NOTEBOOKS = {
+    "long_prompt": {"8192": "384"},
+    "diffusion": {"SIDE = 64": "SIDE = 12"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_prints_what_it_shows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each cell as it is stored, with other numbers; memory is saved there."""
+    pytest.importorskip("transformers")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    path = ROOT / "examples" / f"{name}.ipynb"
+    book = json.loads(path.read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    n_pictures = 0
+    stored_text = ""
+    for cell in book["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        source = "".join(cell["source"])
+        for size, smaller in NOTEBOOKS[name].items():
+            source = source.replace(size, smaller)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(source, names)
+        texts = [output.get("text", []) for output in cell["outputs"]]
+        stored = "".join("".join(text) for text in texts)
+        assert in_kind(printed.getvalue()) == in_kind(stored)
+        stored_text += stored
+        n_pictures += sum("image/png" in o.get("data", ()) for o in cell["outputs"])
+    assert n_pictures == 1
+    (plain, ours) = re.findall(r"as it comes: (\d+) MiB, now: (\d+)", stored_text)[0]
+    assert int(ours) < 0.5 * int(plain)
+
+
 @pytest.mark.slow
 def test_train_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
