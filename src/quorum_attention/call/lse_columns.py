@@ -251,7 +251,11 @@ def _with_zero_columns(
     """Return a copy of (..., n, d) with columns of 0 after its own."""
     own_width = tensor.shape[-1]
     shape = (*tensor.shape[:-1], width)
-    wider = torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
+    wider = torch.empty(
+        shape,
+        dtype=dtype or tensor.dtype,
+        device=tensor.device,
+    )
     wider[..., :own_width].copy_(tensor)
     wider[..., own_width:].zero_()
     return wider

@@ -108,7 +108,11 @@ class Task:
             if low >= high:
                 return
             offset = span.start - starts[number]
-            yield Span(low + offset, high + offset, span.bits | bit)
+            yield Span(
+                low + offset,
+                high + offset,
+                span.bits | bit,
+            )
 
     def segments(self, local_start: int, local_stop: int) -> list[Rows]:
         """The local positions [local_start, local_stop), as runs of consecutive

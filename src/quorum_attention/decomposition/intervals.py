@@ -52,7 +52,11 @@ class Rows(NamedTuple):
         high = min(stop, self.stop)
         if low >= high:
             return None
-        return Rows(low, high, self.local + low - self.start)
+        return Rows(
+            low,
+            high,
+            self.local + low - self.start,
+        )
 
     def continued(self, after: Rows) -> Rows | None:
         """Both as one if ``after`` comes next in the sequence and in the task; else

@@ -89,7 +89,11 @@ def cover(
     diagonal: list[Rectangle] = []
     for span, span_bits in enumerate(bits):
         if span_bits == 0:
-            square = _square(starts[span], starts[span + 1], is_causal)
+            square = _square(
+                starts[span],
+                starts[span + 1],
+                is_causal,
+            )
             diagonal.append(square)
     if is_causal:
         return [*plain, *diagonal]

@@ -181,7 +181,11 @@ class _OpenPass:
             devices=self._device, budget=message.budget, total=report, report=report
         )
         views = {
-            name: self._call.cut(tensor, message.block, of_keys=name in OF_KEYS)
+            name: self._call.cut(
+                tensor,
+                message.block,
+                of_keys=name in OF_KEYS,
+            )
             for name, tensor in self._tensors.items()
             if name not in message.sums
         }

@@ -160,7 +160,11 @@ class Coordinator:
             self.sums.add(item.block, buffers)
         if self.progress is not None:
             pass_name = "backward" if self.worker_pass.backward else "forward"
-            self.progress(len(self.report.ran), self.report.parts, pass_name)
+            self.progress(
+                len(self.report.ran),
+                self.report.parts,
+                pass_name,
+            )
 
     def _lose_worker(self, device: int, why: str) -> None:
         """End a worker, whose device leaves the pool."""

@@ -178,7 +178,11 @@ class _StagedPass:
         self._collect(returning)
 
     def _send_inputs(self, stage: int) -> Exchange:
-        exchange = Exchange.inputs(self._slices(stage), self._shards, self._group)
+        exchange = Exchange.inputs(
+            self._slices(stage),
+            self._shards,
+            self._group,
+        )
         exchange.start()
         return exchange
 

@@ -126,7 +126,11 @@ def _check_fits_whole_call(mask: Mask, n_tokens: int, tensors: Tensors) -> None:
         ValueError: one does not, by name.
     """
     query, key, value = (
-        tensor.new_empty(()).expand(*tensor.shape[:-2], n_tokens, tensor.shape[-1])
+        tensor.new_empty(()).expand(
+            *tensor.shape[:-2],
+            n_tokens,
+            tensor.shape[-1],
+        )
         for tensor in tensors[:3]
     )
     check_tensors(

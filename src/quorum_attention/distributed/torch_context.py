@@ -108,7 +108,11 @@ def _sharded_in_place(
     """
     originals = [buffer.detach() for buffer in buffers]
     for buffer, dim in zip(buffers, dims, strict=True):
-        shard = buffer.detach().narrow(dim, rows.start, rows.stop - rows.start)
+        shard = buffer.detach().narrow(
+            dim,
+            rows.start,
+            rows.stop - rows.start,
+        )
         # Memory of its own: others may be views of this one's, as inputs and labels of
         # one batch.
         buffer.set_(shard.clone(memory_format=torch.contiguous_format))

@@ -65,7 +65,11 @@ def compute_here(run: FileRun, numbers: Sequence[int]) -> Iterator[int]:
 
 def _part_progress(bar: Any, number: int, n_parts: int) -> Any:
     """Return a function that shows the progress of a part as progress of all parts."""
-    return lambda done, total, label: bar(number * total + done, n_parts * total, label)
+    return lambda done, total, label: bar(
+        number * total + done,
+        n_parts * total,
+        label,
+    )
 
 
 def _compute_part(run: FileRun, block: CallBlock, options: CallOptions) -> None:

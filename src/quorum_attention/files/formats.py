@@ -193,7 +193,11 @@ def create_tensors(
     # address.
     n_spaces = -(_LENGTH_BYTES + len(text)) % _ALIGNMENT
     text += b" " * n_spaces
-    _create(path, len(text).to_bytes(_LENGTH_BYTES, "little") + text, start)
+    _create(
+        path,
+        len(text).to_bytes(_LENGTH_BYTES, "little") + text,
+        start,
+    )
     return open_tensors(path, writable=True)
 
 

@@ -104,7 +104,11 @@ def store(name: str, change: Callable[[Any], object], *, durable: bool = False) 
         OSError: it cannot be written, or is not to be trusted (``PermissionError``).
     """
     path = private_folder(cache_folder()) / name
-    write_text(path, json.dumps(change(_read_json(path)), indent=1), durable=durable)
+    write_text(
+        path,
+        json.dumps(change(_read_json(path)), indent=1),
+        durable=durable,
+    )
 
 
 def refusal() -> str | None:

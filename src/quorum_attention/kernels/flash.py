@@ -70,7 +70,11 @@ class FlashKernel(RectangleKernel):
         out, lse = results[:2]
         # The lse of a row whose sum is NaN is +inf. With that, a backward would compute
         # 0 for all probabilities of the row that are not NaN themselves.
-        lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
+        lse.nan_to_num_(
+            nan=torch.nan,
+            posinf=torch.nan,
+            neginf=-torch.inf,
+        )
         return out, lse
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:

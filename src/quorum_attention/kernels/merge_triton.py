@@ -244,13 +244,21 @@ def _add_kernel(
     if SCALED:
         factor *= tl.load(unscale + key_lane)
     old = tl.load(target_at, mask=cells, other=0.0)
-    tl.store(target_at, old + part * factor, mask=cells)
+    tl.store(
+        target_at,
+        old + part * factor,
+        mask=cells,
+    )
     if CHECKED:
         # The comparison is false for NaN, too.
         is_finite = tl.abs(part) < float("inf")
         bad = tl.max(tl.where(is_finite, 0, 1), axis=1)
         flag_at = overflow + key_lane
-        tl.atomic_or(flag_at + 0 * row, bad, mask=bad > 0)
+        tl.atomic_or(
+            flag_at + 0 * row,
+            bad,
+            mask=bad > 0,
+        )
 
 
 @triton.jit(do_not_specialize=["norms", "heads", "rows", "blocks", "group"])

@@ -89,7 +89,11 @@ class Saved:
 
     def mapped(self, on_rows: Pick) -> Saved:
         """Return other rows of all three."""
-        return Saved(on_rows(self.grad_out), on_rows(self.out), on_rows(self.lse))
+        return Saved(
+            on_rows(self.grad_out),
+            on_rows(self.out),
+            on_rows(self.lse),
+        )
 
 
 def whole_task(call: Call) -> TaskTensors:

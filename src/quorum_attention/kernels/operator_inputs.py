@@ -76,7 +76,11 @@ def as_operator_readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     if rows.dtype == dtype and is_dense and not is_expanded:
         return rows
     batch, heads, n, width = rows.shape
-    by_token = torch.empty((batch, n, heads, width), dtype=dtype, device=rows.device)
+    by_token = torch.empty(
+        (batch, n, heads, width),
+        dtype=dtype,
+        device=rows.device,
+    )
     copy = by_token.transpose(1, 2)
     return copy.copy_(rows)
 

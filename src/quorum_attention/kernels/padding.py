@@ -66,7 +66,11 @@ def bias_for_padding(
             return None
         bias = call.query.new_zeros((1, 1, 1, n_keys))
     bias = bias.expand(*bias.shape[:-1], n_keys)
-    bias = torch.nn.functional.pad(bias, (0, missing_keys), value=-torch.inf)
+    bias = torch.nn.functional.pad(
+        bias,
+        (0, missing_keys),
+        value=-torch.inf,
+    )
     if bias.shape[2] > 1:
         bias = repeat_last(bias, least_queries)
     return bias

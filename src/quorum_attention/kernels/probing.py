@@ -303,7 +303,11 @@ def _results(
     Args:
         to: brings a tensor to the device and the dtype to compute in.
     """
-    call = call.mapped(to, to, bias=None if call.bias is None else to(call.bias))
+    call = call.mapped(
+        to,
+        to,
+        bias=None if call.bias is None else to(call.bias),
+    )
     # Results as they are computed, not rounded to what the inputs are.
     call = replace(call, stored=state_dtype(call.query.dtype))
     # By one call of an operator, if it takes that: Triton would have to compile what
@@ -317,7 +321,11 @@ def _results(
     if not shape.needs_grad:
         return results
     rows = lse.masked_fill(torch.isneginf(lse), 0.0) if is_whole else lse
-    saved = Saved(to(grad_out), out.to(call.query.dtype), rows)
+    saved = Saved(
+        to(grad_out),
+        out.to(call.query.dtype),
+        rows,
+    )
     grad_query, grad_key, grad_value = method.whole_backward(kernel, call, saved)
     results["the gradient of query"] = grad_query
     results["the gradient of key"] = grad_key

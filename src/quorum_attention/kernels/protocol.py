@@ -187,7 +187,11 @@ class Kernel(ABC):
         query = call.query
         rows = query.shape[:3]
         dtype = state_dtype(query.dtype)
-        out = empty_like_input(query, (*rows, call.value.shape[-1]), dtype)
+        out = empty_like_input(
+            query,
+            (*rows, call.value.shape[-1]),
+            dtype,
+        )
         lse = torch.empty(rows, dtype=dtype, device=query.device)
         empty_(out, lse)
         self.forward(whole_task(call), Statistics(out, lse))

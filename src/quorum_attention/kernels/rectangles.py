@@ -147,8 +147,16 @@ class RectangleKernel(CallsKernel):
         query = call.query
         rows = query.shape[:3]
         dtype = call.stored or query.dtype
-        out = empty_like_input(query, (*rows, call.value.shape[-1]), dtype)
-        lse = torch.empty(rows, dtype=state_dtype(query.dtype), device=query.device)
+        out = empty_like_input(
+            query,
+            (*rows, call.value.shape[-1]),
+            dtype,
+        )
+        lse = torch.empty(
+            rows,
+            dtype=state_dtype(query.dtype),
+            device=query.device,
+        )
         for part in parts:
             part_out, part_lse = self._single_forward(_part_of_call(call, part))
             out[part.query_rows].copy_(part_out)

@@ -80,7 +80,11 @@ def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
     They are left out, so that the scale is right for all others.
     """
     batch, heads = tensor.shape[:2]
-    largest = torch.zeros((batch, heads), dtype=torch.float32, device=tensor.device)
+    largest = torch.zeros(
+        (batch, heads),
+        dtype=torch.float32,
+        device=tensor.device,
+    )
     for block in _blocks(tensor):
         norms = torch.linalg.vector_norm(
             tensor[block],

@@ -275,7 +275,12 @@ class QueryBlock:
             task.dropout.at(self.heads.start, self.entries.start),
             like.shape[0],
             self.heads.stop - self.heads.start,
-            positions(task.task, self.rows.start, self.rows.stop, like.device),
+            positions(
+                task.task,
+                self.rows.start,
+                self.rows.stop,
+                like.device,
+            ),
             task.task.segments(keys.start, keys.stop),
         )
         return is_dropped.view(like.shape)

@@ -112,13 +112,21 @@ def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> N
     """Raise ``norms`` (b * key_heads,) fp32 to the largest squared norm of a finite row
     of ``tensor`` (b, h, n, d), last dimension contiguous, for each key head."""
     group = tensor.shape[1] // key_heads
-    _launch("norm", (tensor, norms), (group, tensor.stride()[:3]))
+    _launch(
+        "norm",
+        (tensor, norms),
+        (group, tensor.stride()[:3]),
+    )
 
 
 def launch_gap(out: torch.Tensor, grad_out: torch.Tensor, gap: torch.Tensor) -> None:
     """Write the gap of delta to ``gap``, dense; see ``delta.rounding_gap``."""
     unit, strides = _strides_in_units(out, grad_out)
-    _launch("gap", (out, grad_out, gap), (*strides, unit))
+    _launch(
+        "gap",
+        (out, grad_out, gap),
+        (*strides, unit),
+    )
 
 
 def _launch(name: str, pointers: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:

@@ -65,7 +65,11 @@ def draw_recovery(
         summary_of(decomposition, words),
     )
     axes = figure.add_axes(_RIGHT_HALF)
-    draw_bars(axes, [_memory_bar(*bar) for bar in bars], budget_bytes)
+    draw_bars(
+        axes,
+        [_memory_bar(*bar) for bar in bars],
+        budget_bytes,
+    )
     axes.axvline(
         budget_bytes,
         color=INK,

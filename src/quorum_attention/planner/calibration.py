@@ -215,7 +215,11 @@ def calibrate(
         **{name: medians[name] for name in _COMMON_RATES},
     }
     key = device_key(where, dtype)
-    store(_FILE, lambda content: {**_entries_of(content), key: figures}, durable=True)
+    store(
+        _FILE,
+        lambda content: {**_entries_of(content), key: figures},
+        durable=True,
+    )
     for cached in (_stored_entries, hardware_of, rates_known):
         cached.cache_clear()
     spread = {name: max(measured) / min(measured) for name, measured in values.items()}

@@ -154,7 +154,11 @@ class _UnitRun:
             results = self._compute(block, block_inputs, masked)
             self._add(states[query_chunk], states[key_chunk], results)
         for chunk in chunks:
-            self._pass.leave_state(self._unit, chunk, states.get(chunk, []))
+            self._pass.leave_state(
+                self._unit,
+                chunk,
+                states.get(chunk, []),
+            )
 
     def _merge_states(self) -> State:
         """Return the results of a chunk, from the states that tasks have left."""

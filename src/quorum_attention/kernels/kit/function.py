@@ -231,7 +231,11 @@ class FunctionKernel(CallsKernel):
             )
         out, lse = results
         rows = tuple(query.shape[:3])
-        self._check_result("out", out, (*rows, value.shape[-1]))
+        self._check_result(
+            "out",
+            out,
+            (*rows, value.shape[-1]),
+        )
         self._check_result("lse", lse, rows)
         return out, lse
 

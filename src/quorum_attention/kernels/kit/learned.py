@@ -249,7 +249,11 @@ class _TableGradients(torch.autograd.Function):
         """Return the gradients of out and lse as they came, and those of tables."""
         grad_out, grad_lse = upstream
         out, lse, query, key, value, *_ = ctx.saved_tensors
-        saved = Saved(torch.zeros_like(out) if grad_out is None else grad_out, out, lse)
+        saved = Saved(
+            torch.zeros_like(out) if grad_out is None else grad_out,
+            out,
+            lse,
+        )
         call = Call(query, key, value, scale=ctx.scale)
         with no_grad_no_autocast():
             gradients = ctx.kernel.table_gradients(call, saved, grad_lse)

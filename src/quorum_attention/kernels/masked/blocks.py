@@ -80,8 +80,16 @@ class Blocks:
         parts = self._bounds[numbers]
         starts = parts[:, ::2]
         stops = parts[:, 1::2]
-        np.maximum(starts, (queries.start, keys.start), out=starts)
-        np.minimum(stops, (queries.stop, keys.stop), out=stops)
+        np.maximum(
+            starts,
+            (queries.start, keys.start),
+            out=starts,
+        )
+        np.minimum(
+            stops,
+            (queries.stop, keys.stop),
+            out=stops,
+        )
         for number, bounds in zip(numbers.tolist(), parts.tolist(), strict=True):
             part = Ranges.from_bounds(*bounds)
             yield part, narrowed(self._bands[number])

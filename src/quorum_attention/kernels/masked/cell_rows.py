@@ -126,7 +126,11 @@ class Results:
         if places.is_filled:
             spare_row = len(self._flat) - 1
             rows.masked_fill_(places.is_copy[:, None], spare_row)
-        self._flat.index_copy_(0, rows.view(-1), part.reshape(-1, self._width))
+        self._flat.index_copy_(
+            0,
+            rows.view(-1),
+            part.reshape(-1, self._width),
+        )
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The results; of ``dtype`` if there was no part."""

@@ -63,7 +63,11 @@ class CellSide:
 
     def part(self, cells: slice) -> CellSide:
         """Some of the cells."""
-        return CellSide(self.tokens[cells], self.counts[cells], self.n_tokens)
+        return CellSide(
+            self.tokens[cells],
+            self.counts[cells],
+            self.n_tokens,
+        )
 
 
 @dataclass(frozen=True, eq=False)

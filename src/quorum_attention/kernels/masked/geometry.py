@@ -189,7 +189,12 @@ class Geometry:
             # Our own rules broadcast, which takes less time than torch.vmap.
             rows = at.queries[..., None, None, :, None]  # (tiles, 1, 1, q, 1)
             columns = at.keys[..., None, None, None, :]  # (tiles, 1, 1, 1, k)
-            is_kept = mask_mod(at.entries[:1], at.heads[:1], rows, columns)
+            is_kept = mask_mod(
+                at.entries[:1],
+                at.heads[:1],
+                rows,
+                columns,
+            )
             shape = torch.broadcast_shapes(rows.shape, columns.shape)
             return is_kept.expand(shape)
         keeps_pairs = over_pairs(mask_mod)

@@ -62,7 +62,11 @@ class _PackedCells(WholeCallPart):
             return bias if masked is None else bias.masked_fill(masked, -torch.inf)
         if masked is None:
             return None
-        bias = torch.zeros(masked.shape, dtype=call.query.dtype, device=masked.device)
+        bias = torch.zeros(
+            masked.shape,
+            dtype=call.query.dtype,
+            device=masked.device,
+        )
         return bias.masked_fill_(masked, -torch.inf)
 
     def _masked_pairs(self) -> torch.Tensor | None:

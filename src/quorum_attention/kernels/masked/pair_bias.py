@@ -105,7 +105,11 @@ class PairBias:
         largest = replace(shape, n_queries=extent.max_queries, n_keys=extent.max_keys)
         n_entries = ceil_div(extent.batch, self.calls(largest, max(1, extent.batch)))
         part = replace(extent, batch=n_entries)
-        biased = replace(shape, bias=self.shape(shape.bias), is_causal=self.is_causal)
+        biased = replace(
+            shape,
+            bias=self.shape(shape.bias),
+            is_causal=self.is_causal,
+        )
         n_bytes = workspace_bytes(kernel, biased, part, backward=backward)
         n_bytes += extent.batch * (extent.max_queries + extent.max_keys) * _TOKEN_BYTES
         tested_rows = extent.max_queries if self.has_rows else 1
