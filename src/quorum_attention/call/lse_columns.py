@@ -116,24 +116,24 @@ def with_columns(
     value = _with_zero_columns(value, wide.value_dim)
     # Nothing flows into a row without keys.
     lse = backward_inputs.lse.to(backward_inputs.grad_lse.device)
-    grad_lse = backward_inputs.grad_lse.to(shape.state_dtype).masked_fill(
-        lse == -torch.inf, 0.0
-    )
+    grad_lse = backward_inputs.grad_lse.to(shape.state_dtype)
+    grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
     factor = grad_lse  # g over the norm of the value's rows
     n_digits = _n_digits(shape)
     if shape.dtype == torch.float16:
         least_norms = _least_norms(grad_lse, backward_inputs.grad_out, shape)
         norms = _norms(tensors.value).to(least_norms.device)
         norms = torch.maximum(norms, least_norms)
-        factor = grad_lse / norms.repeat_interleave(shape.queries_per_key_head, dim=-2)
-        value[..., shape.value_dim + n_digits] = least_norms.to(value.device)
+        norms = norms.repeat_interleave(shape.queries_per_key_head, dim=-2)
+        factor = grad_lse / norms
+        norm_column = shape.value_dim + n_digits
+        value[..., norm_column] = least_norms.to(value.device)
     factor = _powers_above(factor, backward_inputs.grad_out.dtype, shape.dtype)
     grad_out = _with_zero_columns(backward_inputs.grad_out, wide.value_dim)
     # Digits are rounded as kernels get them; a narrower output would round them more.
     out = backward_inputs.out
-    out = _with_zero_columns(
-        out, wide.value_dim, torch.promote_types(out.dtype, shape.dtype)
-    )
+    out_dtype = torch.promote_types(out.dtype, shape.dtype)
+    out = _with_zero_columns(out, wide.value_dim, out_dtype)
     remainder = grad_lse.div(factor).neg_()  # p, less the digits that are written
     for column in range(shape.value_dim, shape.value_dim + n_digits):
         digit = remainder.to(shape.dtype)
@@ -146,13 +146,8 @@ def with_columns(
         grad_lse=None,
         grads=_wider_grads(backward_inputs.grads, wide),
     )
-    wide_tensors = Tensors(
-        query,
-        key,
-        value,
-        *tensors[3:],
-    )
-    return wide_tensors, replace(request, shape=wide), backward_inputs
+    tensors = tensors._replace(query=query, key=key, value=value)
+    return tensors, replace(request, shape=wide), backward_inputs
 
 
 def _wider_grads(grads: Three | None, shape: CallShape) -> Three | None:
@@ -186,15 +181,17 @@ def without_columns(
     """Cut the gradients of query, key and value to the widths of ``shape``, in
     ``grads`` if any."""
     widths = (shape.head_dim, shape.head_dim, shape.value_dim)
+    targets = grads or (None, None, None)
     results = []
-    for number, (wide_grad, width) in enumerate(zip(wide_grads, widths, strict=True)):
-        part = wide_grad if wide_grad.shape[-1] == width else wide_grad[..., :width]
-        if grads is None:
+    for wide_grad, width, target in zip(wide_grads, widths, targets, strict=True):
+        if wide_grad is target:
+            results.append(target)
+            continue
+        part = wide_grad[..., :width]
+        if target is None:
             results.append(part.contiguous())
-        elif part is grads[number]:
-            results.append(part)
         else:
-            results.append(grads[number].copy_(part))
+            results.append(target.copy_(part))
     return tuple(results)
 
 
@@ -226,20 +223,21 @@ def _least_norms(
     # Rows of 2**-11 of the largest gradient still have a factor that is a normal
     # number.
     upper = (largest_grad_lse * 4.0).clamp_(1.0, 2.0**14)
-    ratio = torch.minimum(largest_grad_lse / largest_upstream, upper)
+    ratio = largest_grad_lse / largest_upstream
+    ratio = torch.minimum(ratio, upper)
     ratio = ratio.nan_to_num_(1.0)
     exponent = torch.frexp(ratio).exponent - 1
     exponent = exponent.clamp_(0, 14)
-    return torch.ldexp(torch.ones_like(ratio), exponent).unsqueeze(-1)
+    powers = torch.ldexp(torch.ones_like(ratio), exponent)
+    return powers.unsqueeze(-1)
 
 
 def _largest_of_kv_heads(rows: torch.Tensor, shape: CallShape) -> torch.Tensor:
     """Return the largest finite magnitude of (*batch, heads, n) for each key/value
     head."""
     finite = rows.nan_to_num(0.0, posinf=0.0, neginf=0.0)
-    grouped = finite.unflatten(
-        -2, (shape.kv_heads, -1)
-    )  # (*batch, kv_heads, queries_per, n)
+    # (*batch, kv_heads, queries_per_key_head, n)
+    grouped = finite.unflatten(-2, (shape.kv_heads, -1))
     magnitudes: torch.Tensor = grouped.abs()
     largest = magnitudes.amax(dim=(-2, -1))
     return largest.float()

@@ -233,9 +233,9 @@ def is_worth_trimming(pairs: Pairs) -> bool:
     """
     shorter = min(pairs.n_queries, pairs.n_keys)
     longer = max(pairs.n_queries, pairs.n_keys)
-    return (
-        pairs.verdict is not None or shorter * policy.MIN_LENGTH_RATIO_TO_TRIM <= longer
-    )
+    if pairs.verdict is not None:
+        return True
+    return shorter * policy.MIN_LENGTH_RATIO_TO_TRIM <= longer
 
 
 def sizes_after_trimming(
@@ -257,20 +257,21 @@ def _group_sizes(shape: CallShape, constraints: PlanConstraints) -> list[GroupSi
     """Return the head group asked for, or all that may be of use, the largest first."""
     if constraints.group is not None:
         return [constraints.group]
+    groups = group_sizes(shape)
+    if groups:
+        return groups
     # A call without batch entries or heads has one empty group.
-    return group_sizes(shape) or [
-        GroupSize(max(1, shape.batch), max(1, shape.kv_heads))
-    ]
+    return [GroupSize(max(1, shape.batch), max(1, shape.kv_heads))]
 
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:
     """Return the numbers of kernel calls in flight that are tried."""
-    if (
-        not problem.backend.own_memory
-        or problem.kernel.launches is not Launches.CALLS_ON_STREAMS
-    ):
+    uses_streams = problem.kernel.launches is Launches.CALLS_ON_STREAMS
+    if not problem.backend.own_memory or not uses_streams:
         return (1,)
-    return (1, 2) if constraints.streams is None else (constraints.streams,)
+    if constraints.streams is not None:
+        return (constraints.streams,)
+    return (1, 2)
 
 
 def _slot_routes(problem: Problem, constraints: PlanConstraints) -> list[Slots]:
@@ -300,12 +301,9 @@ def _may_run_blockwise(
     may_gain = kernel.launches is Launches.CALLS_ON_STREAMS
     if kernel.own_attention:
         may_gain = kernel.launches is not Launches.CALLS
-    if (
-        wants_slots
-        or wants_host_accumulator
-        or not may_gain
-        or decomposition.depth != 1
-    ):
+    if wants_slots or wants_host_accumulator:
+        return False
+    if not may_gain or decomposition.depth != 1:
         return False
     if has_own_memory:
         return decomposition.n_tasks <= policy.MAX_CHUNKS_IN_PLACE
@@ -329,11 +327,8 @@ def _saves_little(
     """Whether nobody asked for tasks of two chunks of three, and no mask makes them
     smaller."""
     is_asked_for = constraints.levels is not None
-    return (
-        decomposition.levels == (3,)
-        and not is_asked_for
-        and problem.pairs.verdict is None
-    )
+    has_mask = problem.pairs.verdict is not None
+    return decomposition.levels == (3,) and not is_asked_for and not has_mask
 
 
 def _resident_rows(

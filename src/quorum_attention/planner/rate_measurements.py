@@ -66,7 +66,14 @@ class RateMeasurements:
             NotImplementedError: it does not work on rectangles.
         """
         shape = CallShape(
-            self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True
+            self.device.type,
+            self.dtype,
+            heads=1,
+            kv_heads=1,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            is_causal=True,
+            needs_grad=True,
         )
         kernel = select_kernel("auto", shape, self.device)
         if not kernel.operator:
@@ -90,31 +97,33 @@ class RateMeasurements:
         # A forward is parallel over queries, so the queries are the long side.
         forward = Call(long, short_key, short_value, False, scale)
         forward_seconds = self.seconds(
-            lambda: kernel.whole_forward(forward), 0.3, self.sizes.warm_seconds
+            lambda: kernel.whole_forward(forward),
+            0.3,
+            self.sizes.warm_seconds,
         )
         # A backward is parallel over keys, so here the keys are the long side.
         call = Call(short_key, long, long_grad, False, scale)
         saved = Saved(short_value, *kernel.whole_forward(call))
         backward_seconds = self.seconds(
-            lambda: kernel.whole_backward(call, saved), 0.3, self.sizes.warm_seconds
+            lambda: kernel.whole_backward(call, saved),
+            0.3,
+            self.sizes.warm_seconds,
         )
         return flops / forward_seconds, 2.5 * flops / backward_seconds
 
     def causal_flops(self) -> float:
         """Measure the FLOP/s of a causal square."""
         kernel = self.kernel(_HEAD_DIM)
-        query = self._random(self.causal_rows, _HEAD_DIM)
-        key = self._random(self.causal_rows, _HEAD_DIM)
-        value = self._random(self.causal_rows, _HEAD_DIM)
-        call = Call(
-            query,
-            key,
-            value,
-            True,
-            _HEAD_DIM**-0.5,
-        )
+        call = self._square_call(self.causal_rows, causal=True)
         seconds = self.seconds(lambda: kernel.whole_forward(call), 0.2)
         return 2.0 * _HEAD_DIM * self.causal_rows * self.causal_rows / seconds
+
+    def _square_call(self, rows: int, *, causal: bool) -> Call:
+        """Draw a call with as many queries as keys."""
+        query = self._random(rows, _HEAD_DIM)
+        key = self._random(rows, _HEAD_DIM)
+        value = self._random(rows, _HEAD_DIM)
+        return Call(query, key, value, causal, _HEAD_DIM**-0.5)
 
     def merge_rate(self) -> float:
         """Measure the bytes per second of a merge in device memory."""
@@ -122,7 +131,11 @@ class RateMeasurements:
         out = self._zeros(1, 1, rows, _HEAD_DIM)
         lse = self._zeros(1, 1, rows)
         part = torch.ones_like(out, dtype=self.dtype)
-        seconds = self.seconds(lambda: merge_(out, lse, part, lse + 1), 0.1)
+
+        def merge_part() -> None:
+            merge_(out, lse, part, lse + 1)
+
+        seconds = self.seconds(merge_part, 0.1)
         # The output is read and written, the part is read.
         bytes_of_element = 2 * out.element_size() + part.element_size()
         merged_bytes = part.numel() * bytes_of_element
@@ -132,25 +145,17 @@ class RateMeasurements:
         """Measure the bytes per second of copies to the device and back, both at
         once."""
         n_bytes = self.sizes.copy_bytes
-        return n_bytes / self.seconds(self.backend.both_ways(self.device, n_bytes), 0.2)
+        copy = self.backend.both_ways(self.device, n_bytes)
+        return n_bytes / self.seconds(copy, 0.2)
 
     def host_seconds(self) -> tuple[float, float]:
         """Measure the seconds of the host for one call with its merge, forward and
         backward."""
         kernel = self.kernel(_HEAD_DIM)
-        query = self._random(_SHORT_TOKENS, _HEAD_DIM)
-        key = self._random(_SHORT_TOKENS, _HEAD_DIM)
-        value = self._random(_SHORT_TOKENS, _HEAD_DIM)
+        call = self._square_call(_SHORT_TOKENS, causal=False)
         grad_out = self._random(_SHORT_TOKENS, _HEAD_DIM)
         state = self._zeros(1, 1, _SHORT_TOKENS, _HEAD_DIM)
         lse_state = self._zeros(1, 1, _SHORT_TOKENS)
-        call = Call(
-            query,
-            key,
-            value,
-            False,
-            _HEAD_DIM**-0.5,
-        )
         saved = Saved(grad_out, *kernel.whole_forward(call))
 
         def run_forwards() -> None:
@@ -163,9 +168,11 @@ class RateMeasurements:
                 for grad in kernel.whole_backward(call, saved):
                     add_(state, grad)
 
+        forwards_seconds = self.seconds(run_forwards, 0.1)
+        backwards_seconds = self.seconds(run_backwards, 0.1)
         # The factors are for slicing, scaling and streams around a call.
-        forward = 2 * self.seconds(run_forwards, 0.1) / _N_CALLS
-        backward = 2.5 * self.seconds(run_backwards, 0.1) / _N_CALLS
+        forward = 2 * forwards_seconds / _N_CALLS
+        backward = 2.5 * backwards_seconds / _N_CALLS
         return forward, backward
 
     def seconds(

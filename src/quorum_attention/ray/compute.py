@@ -84,10 +84,10 @@ class _UnitRun:
         self._unit = unit
         self._device = device
         self._report = report
-        self._inputs: NamedTensors = {
-            name: tensor.open() if isinstance(tensor, TensorHandle) else tensor
-            for name, tensor in farm_pass.inputs.items()
-        }
+        self._inputs: NamedTensors = {}
+        for name, source in farm_pass.inputs.items():
+            tensor = source.open() if isinstance(source, TensorHandle) else source
+            self._inputs[name] = tensor
         bias = self._inputs.pop("bias", None)
         mask = farm_pass.call.whole_call.mask
         self._sinks: torch.Tensor | None = None
@@ -179,12 +179,11 @@ class _UnitRun:
     def _read_rows(self, chunk: int, place: torch.device = HOST) -> NamedTensors:
         """Return a chunk's rows of all inputs."""
         block = self._block(chunk, chunk)
-        return {
-            name: moved_to(
-                self._call.cut(tensor, block, of_keys=name in OF_KEYS), place
-            )
-            for name, tensor in self._inputs.items()
-        }
+        rows: NamedTensors = {}
+        for name, tensor in self._inputs.items():
+            part = self._call.cut(tensor, block, of_keys=name in OF_KEYS)
+            rows[name] = moved_to(part, place)
+        return rows
 
     def _compute(
         self, block: CallBlock, inputs: NamedTensors, masked: Masked | None
@@ -196,11 +195,13 @@ class _UnitRun:
             masked: the mask of the block, if it is known already.
         """
         call = self._pass.call
-        out_dtype = (
-            call.out_dtype if self._unit.kind == "head" else call.shape.state_dtype
-        )
+        out_dtype = call.shape.state_dtype
+        if self._unit.kind == "head":
+            out_dtype = call.out_dtype
         options = call.options._replace(
-            budget=self._budget, devices=self._device, report=self._report
+            budget=self._budget,
+            devices=self._device,
+            report=self._report,
         )
         results = BlockResults(out_dtype=out_dtype)
         return compute_block(
@@ -234,18 +235,13 @@ class _UnitRun:
         if not self._pass.call.backward:
             out, lse = row_state
             new_out, new_lse = results
-            merge_(
-                out,
-                lse,
-                new_out,
-                new_lse.to(lse.device),
-            )
+            new_lse = new_lse.to(lse.device)
+            merge_(out, lse, new_out, new_lse)
             return
         grad_query, _, _ = row_state
         _, grad_key, grad_value = key_state
-        for target, grad in zip(
-            (grad_query, grad_key, grad_value), results, strict=True
-        ):
+        targets = (grad_query, grad_key, grad_value)
+        for target, grad in zip(targets, results, strict=True):
             add_(target, grad)
 
     def _choose_place(self, chunks: Sequence[int]) -> torch.device:
@@ -282,18 +278,15 @@ def _keeps_nothing(shape: CallShape, block: CallBlock, masked: Masked) -> bool:
     mask, is_causal = masked
     if mask is None or not mask.is_structured:
         return False
+    n_queries = block.rows.length
+    n_keys = block.keys.length
     block_shape = replace(
         shape,
         batch_shape=(1,),
-        n_queries=block.rows.length,
-        n_keys=block.keys.length,
+        n_queries=n_queries,
+        n_keys=n_keys,
         is_causal=is_causal,
     )
-    all_pairs = Ranges.from_bounds(
-        0,
-        block.rows.length,
-        0,
-        block.keys.length,
-    )
+    all_pairs = Ranges.from_bounds(0, n_queries, 0, n_keys)
     geometries = resolve(mask, block_shape).geometries
     return all(geometry.verdict(all_pairs) == EMPTY for geometry in geometries)
