@@ -78,7 +78,12 @@ def accuracy(options: Namespace, measure: Measure) -> Section:
     for method in options.methods:
         for dtype in dtypes:
             spec = spec_of(
-                options, method, options.tokens, dtype=dtype, backward=True, draws=draws
+                options,
+                method,
+                options.tokens,
+                dtype=dtype,
+                backward=True,
+                draws=draws,
             )
             measurement = measure("accuracy", spec)
             rows.append([method, dtype, *_error_cells(measurement)])
@@ -104,7 +109,12 @@ def cost(options: Namespace, measure: Measure) -> Section:
     for backward in (True,) if options.quick else (False, True):
         for method in options.methods:
             rows += _cost_rows(
-                options, measure, method, backward, repeats, first_seconds
+                options,
+                measure,
+                method,
+                backward,
+                repeats,
+                first_seconds,
             )
     text = (
         f"Seconds (median of {repeats}), ratio to the first method that ran, and peak "
@@ -133,14 +143,22 @@ def _cost_rows(
     seconds = 0.0
     rows: list[list[str]] = []
     while tokens <= last_tokens and _GROWTH * (repeats + 1) * seconds <= most_seconds:
-        spec = spec_of(options, method, tokens, backward=backward, repeats=repeats)
+        spec = spec_of(
+            options,
+            method,
+            tokens,
+            backward=backward,
+            repeats=repeats,
+        )
         measurement = measure("cost", spec)
         row = [method, f"{tokens:,}", passes]
+        rows.append(row)
         if not measurement.ok:
-            return [*rows, [*row, label(measurement), "", ""]]
+            row += [label(measurement), "", ""]
+            return rows
         seconds = median(measurement.call_seconds())
         ratio = seconds / first_seconds.setdefault((tokens, backward), seconds)
-        rows.append([*row, f"{seconds:.4g}", f"{ratio:.3g}", measurement.memory])
+        row += [f"{seconds:.4g}", f"{ratio:.3g}", measurement.memory]
         tokens *= 2
     return rows
 

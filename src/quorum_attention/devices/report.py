@@ -85,7 +85,9 @@ class PoolPass:
         lines = [summary]
         for number, name in enumerate(self.devices):
             parts = counted(len(self.parts_of(number)), "part")
-            busy_share = self.busy(number) / self.seconds if self.seconds else 0.0
+            busy_share = 0.0
+            if self.seconds:
+                busy_share = self.busy(number) / self.seconds
             lines.append(f"  {name}: {parts}, busy {busy_share:.0%}")
         lines += [f"  {line}" for line in self.history]
         return "\n".join(lines)

@@ -91,8 +91,12 @@ def remembered(
             answers = answers_by_kernel.get(kernel)
             if answers is None:
                 answers = answers_by_kernel.setdefault(kernel, Cache(limit))
-            other_args = args[:position] + args[position + 1 :]
-            key = (*subject_key, *other_args, *sorted(named.items()))
+            key = (
+                *subject_key,
+                *args[:position],
+                *args[position + 1 :],
+                *sorted(named.items()),
+            )
             return answers.get(key, lambda: function(*args, **named))
 
         return ask

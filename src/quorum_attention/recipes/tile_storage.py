@@ -104,8 +104,6 @@ class SideStream:
 class DeviceTiles:
     """Rows that all lie on the device: tiles are views."""
 
-    is_host = False
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -143,8 +141,6 @@ class DeviceTiles:
 
 class HostTiles(DeviceTiles):
     """Rows in page-locked host memory: tiles are copied to the device and back."""
-
-    is_host = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -45,7 +45,8 @@ class Blocks:
     ) -> None:
         self._bounds = bounds
         self._bands = [Band()] * len(bounds) if bands is None else bands
-        self.distinct_bands = tuple(dict.fromkeys(self._bands if bands else [Band()]))
+        distinct = dict.fromkeys(bands or [Band()])
+        self.distinct_bands = tuple(distinct)
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -67,16 +68,8 @@ class Blocks:
         """The parts of ``block`` that lie in these blocks, each with its band within
         ``band``."""
         narrowed = cache(band.__and__)
-        sides = _Sides(*self._bounds.T)
         queries, keys = block
-        # The blocks are sorted by their queries.
-        first = int(np.searchsorted(sides.query_stop, queries.start, side="right"))
-        last = int(np.searchsorted(sides.query_start, queries.stop, side="left"))
-        near = _Sides(*self._bounds[first:last].T)
-        begins_before = near.key_start < keys.stop
-        ends_after = near.key_stop > keys.start
-        meets = begins_before & ends_after
-        numbers = first + np.flatnonzero(meets)
+        numbers = self._numbers_of_meeting(block)
         parts = self._bounds[numbers]
         starts = parts[:, ::2]
         stops = parts[:, 1::2]
@@ -93,6 +86,18 @@ class Blocks:
         for number, bounds in zip(numbers.tolist(), parts.tolist(), strict=True):
             part = Ranges.from_bounds(*bounds)
             yield part, narrowed(self._bands[number])
+
+    def _numbers_of_meeting(self, block: Ranges) -> NDArray[np.int64]:
+        """The numbers of the blocks that have a pair in common with ``block``."""
+        queries, keys = block
+        sides = _Sides(*self._bounds.T)
+        # The blocks are sorted by their queries.
+        first = int(np.searchsorted(sides.query_stop, queries.start, side="right"))
+        last = int(np.searchsorted(sides.query_start, queries.stop, side="left"))
+        near = _Sides(*self._bounds[first:last].T)
+        begins_before = near.key_start < keys.stop
+        ends_after = near.key_stop > keys.start
+        return first + np.flatnonzero(begins_before & ends_after)
 
     def verdict(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions."""

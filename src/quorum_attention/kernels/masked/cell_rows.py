@@ -37,19 +37,20 @@ class CellPlaces:
 
     def __init__(self, cells: Bucket, side: CellSide, call: Call) -> None:
         device = call.query.device
-        numbers = cells.entries - call.first_entry
-        first = int(numbers[0])
-        stop = int(numbers[-1]) + 1
+        entries = cells.entries - call.first_entry
+        first = int(entries[0])
+        stop = int(entries[-1]) + 1
         self.is_all = side.is_all
         self.run: slice | None = None
-        if self.is_all and stop - first == len(numbers):
+        if self.is_all and stop - first == len(entries):
             self.run = slice(first, stop)
         with no_torch_modes():
-            self.entries = torch.from_numpy(numbers).to(device)
+            self.entries = torch.from_numpy(entries).to(device)
             self.tokens = torch.from_numpy(side.tokens).to(device)
             counts = torch.from_numpy(side.counts).to(device)
         self.is_filled = side.is_filled
-        self.is_copy = torch.arange(side.longest, device=device) >= counts[:, None]
+        columns = torch.arange(side.longest, device=device)
+        self.is_copy = columns >= counts.unsqueeze(1)
 
     def rows(self, heads: int, n_tokens: int) -> torch.Tensor:
         """The numbers (cells, heads, longest) of rows of (entries, heads, n_tokens)."""

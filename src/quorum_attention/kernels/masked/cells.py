@@ -230,7 +230,8 @@ class _TokenGroups:
         begins = np.ones(ids.shape, np.bool_)
         begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         starts = np.flatnonzero(begins)
-        counts = np.diff(np.append(starts, ids.size))
+        edges = np.append(starts, ids.size)
+        counts = np.diff(edges)
         names = ordered.ravel()[starts]
         is_there = names != NO_KEY
         self._order = order.ravel()

@@ -103,7 +103,8 @@ class PairBias:
     ) -> int:
         """Upper bound of the device bytes of a whole call that ``kernel`` computes."""
         largest = replace(shape, n_queries=extent.max_queries, n_keys=extent.max_keys)
-        n_entries = ceil_div(extent.batch, self.calls(largest, max(1, extent.batch)))
+        n_calls = self.calls(largest, max(1, extent.batch))
+        n_entries = ceil_div(extent.batch, n_calls)
         part = replace(extent, batch=n_entries)
         biased = replace(
             shape,
@@ -111,7 +112,8 @@ class PairBias:
             is_causal=self.is_causal,
         )
         n_bytes = workspace_bytes(kernel, biased, part, backward=backward)
-        n_bytes += extent.batch * (extent.max_queries + extent.max_keys) * _TOKEN_BYTES
+        n_tokens = extent.max_queries + extent.max_keys
+        n_bytes += extent.batch * n_tokens * _TOKEN_BYTES
         tested_rows = extent.max_queries if self.has_rows else 1
         n_bytes += n_entries * tested_rows * extent.max_keys * _TEST_BYTES
         if n_entries < extent.batch:
