@@ -97,13 +97,13 @@ class WholeCall:
     def mask_of(self, block: CallBlock) -> Masked:
         """Return ``attn_mask`` and ``is_causal`` of the block."""
         mask = None if self.mask is None else cut_mask(self, self.mask, block)
-        queries, keys = block.rows, block.keys
-        if not self.shape.is_causal or keys.stop <= queries.start + 1:
+        first_query = block.rows.start
+        if not self.shape.is_causal or block.keys.stop <= first_query + 1:
             return mask, False  # no key is later than any query
-        if queries.start == keys.start:
+        offset = first_query - block.keys.start
+        if offset == 0:
             return mask, True
         # The block's first query does not stand at its first key.
-        offset = queries.start - keys.start
         causal = Mask(causal=True, offset=offset)
         if mask is not None:
             causal = mask & causal
@@ -121,13 +121,10 @@ class WholeCall:
         if len(self.shape.batch_shape) == 1:
             return cut_entries(bias, block, 4)
         batch_index = self._batch_index(block)[-n_batch_dims:]
-        # A dimension of size 1 broadcasts: its only entry is that of all blocks.
-        index = [
-            0 if size == 1 else position
-            for size, position in zip(
-                bias.shape[:n_batch_dims], batch_index, strict=True
-            )
-        ]
+        index: list[int] = []
+        for size, position in zip(bias.shape, batch_index, strict=False):
+            # A dimension of size 1 broadcasts: its only entry is that of all blocks.
+            index.append(0 if size == 1 else position)
         return bias[tuple(index)]
 
     def _batch_index(self, block: CallBlock) -> tuple[int, ...]:
@@ -241,14 +238,20 @@ def _cut_documents(
     has_all_rows = block.rows == (0, call.shape.n_queries)
     has_all_keys = block.keys == (0, call.shape.n_keys)
     if not (has_all_rows and has_all_keys):
-        return query_ids[..., slice(*block.rows)], key_ids[..., slice(*block.keys)]
-    return (query_ids, key_ids) if isinstance(documents, tuple) else query_ids
+        query_ids = query_ids[..., slice(*block.rows)]
+        key_ids = key_ids[..., slice(*block.keys)]
+    elif not isinstance(documents, tuple):
+        return query_ids
+    return query_ids, key_ids
 
 
 def cut_entries(tensor: torch.Tensor, block: CallBlock, n_dims: int) -> torch.Tensor:
     """Return the block's entries of a tensor that has batch entries first if it has
     ``n_dims``."""
-    if tensor.dim() < n_dims or len(tensor) == 1 or block.entries == (0, len(tensor)):
+    if tensor.dim() < n_dims:
+        return tensor
+    n_entries = len(tensor)
+    if n_entries == 1 or block.entries == (0, n_entries):
         return tensor
     return tensor[slice(*block.entries)]
 
@@ -265,7 +268,10 @@ class _ShiftedKeeps:
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         return self.keeps(
-            batch + self.entry, head + self.head, query + self.row, key + self.key
+            batch + self.entry,
+            head + self.head,
+            query + self.row,
+            key + self.key,
         )
 
 

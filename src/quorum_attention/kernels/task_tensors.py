@@ -77,7 +77,8 @@ class TaskTensors:
         return bias is not None and bias.dtype != self.query.dtype
 
     def _bias_of_first_pair(self, r: Rectangle) -> torch.Tensor | None:
-        q, k = r.query_start, r.key_start
+        q = r.query_start
+        k = r.key_start
         return self.bias(
             Rectangle(
                 q,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.masked.packed_calls import PackedKernel
-from quorum_attention.kernels.masked.pair_bias import BiasedKernel
+from quorum_attention.kernels.masked.pair_bias import BiasedKernel, PairBias
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.masked.user_functions import capped
 from quorum_attention.kernels.protocol import Kernel
@@ -50,20 +50,15 @@ def kernel_for_mask(
     resolved = resolve(mask, shape)
     if resolved.keeps_all and mask.softcap is None:
         return replace(shape, is_causal=resolved.is_causal), requested
-    choose_base = partial(
-        _base,
-        requested=requested,
-        shape=replace(shape, needs_grad=needs_grad),
-        device=device,
-        tried=tried,
-    )
+    recorded = replace(shape, needs_grad=needs_grad)
+    choice = _BaseChoice(requested, recorded, device, tried)
     if resolved.pair_bias is not None:
-        biased = _kernel_with_bias(resolved, requested, choose_base)
+        biased = _kernel_with_bias(resolved, resolved.pair_bias, choice)
         if biased is not None:
             return replace(shape, is_causal=False), biased
         resolved = resolved.without_bias()
-    base = choose_base(resolved)
-    packs = _takes_packed_calls(base, resolved, shape, needs_grad=needs_grad)
+    base = choice.base_of(resolved)
+    packs = _takes_packed_calls(base, resolved, recorded)
     # The kernel holds its base, so that the id stays the base's own. All else that the
     # kernel depends on is in the mask.
     key = (id(base), packs)
@@ -72,56 +67,124 @@ def kernel_for_mask(
     return replace(shape, is_causal=resolved.is_causal), resolved.kernels[key]
 
 
+@dataclass(frozen=True)
+class _BaseChoice:
+    """Chooses the kernel for the parts of masks, for one call.
+
+    Attributes:
+        requested: the kernel that the caller asked for.
+        tried: whether kernels have to pass their test on the device.
+    """
+
+    requested: str | Kernel
+    shape: CallShape
+    device: torch.device
+    tried: bool
+
+    def select(self, name: str | Kernel, flops: float = 0.0) -> Kernel:
+        """Return a kernel for the call; see ``select_kernel``."""
+        return select_kernel(
+            name,
+            self.shape,
+            self.device,
+            tried=self.tried,
+            flops=flops,
+        )
+
+    def base_of(self, mask: ResolvedMask) -> Kernel:
+        """Choose the kernel for the parts of a mask, with the mask's soft cap.
+
+        Raises:
+            NotImplementedError: the kernel asked for cannot run them.
+        """
+        requested = self.requested
+        if requested == "auto":
+            return self._preferred_base(mask)
+        if requested == "tiles" or isinstance(get_kernel(requested), DenseKernel):
+            return _tiles(mask.softcap)
+        kernel = self.select(requested)
+        if not _runs_parts(kernel):
+            raise NotImplementedError(
+                f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels "
+                "of plain attention that can be called by rectangles do (native "
+                "without options of its own, cudnn, flash, efficient, cpu and dense)"
+            )
+        capped_kernel = _with_softcap(kernel, mask.softcap)
+        if capped_kernel is None:
+            raise NotImplementedError(
+                f"kernel {kernel.name!r} has no soft cap; fa4, native, dense and auto "
+                "have"
+            )
+        return capped_kernel
+
+    def _preferred_base(self, mask: ResolvedMask) -> Kernel:
+        """Choose the kernel for a call that asked for none: the first that can run the
+        parts."""
+        if mask.few_bands:
+            # The preferred kernel of a call that keeps so many pairs, if it takes
+            # bands.
+            n_pairs = mask.kept_pairs * self.shape.batch * self.shape.heads
+            flops = 2.0 * self.shape.kv_width * n_pairs
+            with suppress(NotImplementedError):
+                kernel = self.select("auto", flops)
+                capped_kernel = _with_softcap(kernel, mask.softcap)
+                if isinstance(capped_kernel, RectangleKernel) and capped_kernel.bands:
+                    return capped_kernel
+        # On a GPU the native kernel runs a task in one launch, whatever its mask.
+        names = ("native", "auto") if self.device.type == "cuda" else ("auto",)
+        for name in names:
+            with suppress(NotImplementedError):
+                part_kernel = _part_kernel(self.select(name), mask.softcap)
+                if part_kernel is not None:
+                    return part_kernel
+        return _tiles(mask.softcap)
+
+
 def _kernel_with_bias(
-    mask: ResolvedMask, requested: str | Kernel, choose_base: partial[Kernel]
+    mask: ResolvedMask, pair_bias: PairBias, choice: _BaseChoice
 ) -> Kernel | None:
     """The kernel of a mask that becomes a bias; None where no vendor's kernel takes
-    that.
-
-    Args:
-        choose_base: ``_base`` of the call, of a mask.
-    """
-    pair_bias, shape = mask.pair_bias, choose_base.keywords["shape"]
-    if pair_bias is None or shape.dropout:
+    that."""
+    shape = choice.shape
+    if shape.dropout:
         return None
     biased = replace(
-        shape, bias=pair_bias.shape(shape.bias), is_causal=pair_bias.is_causal
+        shape,
+        bias=pair_bias.shape(shape.bias),
+        is_causal=pair_bias.is_causal,
     )
-    select = partial(select_kernel, **{**choose_base.keywords, "shape": biased})
     try:
-        kernel = select()
+        kernel = replace(choice, shape=biased).select(choice.requested)
     except NotImplementedError:
         return None
-    base = _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
+    base = _part_kernel(kernel, mask.softcap)
     if not isinstance(base, RectangleKernel):
         return None
     if not base.takes_whole(biased, biased.n_tokens, all_heads=True):
         return None
-    if shape.dtype in base.scaled_backward:
-        # Tasks are scaled if whole calls are.
-        choose_base = partial(choose_base, requested=base)
     # The kernel by blocks is chosen for this call's sizes, and one mask serves calls of
     # many.
-    sizes = (
+    requested = choice.requested
+    key = (
+        id(base),
+        requested if isinstance(requested, str) else id(requested),
         shape.dtype,
         shape.head_dim,
         shape.value_dim,
         shape.kv_heads,
         shape.needs_grad,
-    )
-    key = (
-        id(base),
-        requested if isinstance(requested, str) else id(requested),
-        sizes,
         shape.bias,
     )
     if key not in mask.kernels:
-        by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, choose_base))
+        if shape.dtype in base.scaled_backward:
+            # Tasks are scaled if whole calls are.
+            choice = replace(choice, requested=base)
+        by_blocks = partial(_kernel_by_blocks, mask.by_blocks, choice.base_of)
         biased_kernel = BiasedKernel(
             pair_bias,
             shape=mask.shape,
             base=base,
-            by_blocks=by_blocks,
+            by_blocks=cache(by_blocks),
             scores=capped(mask.softcap),
         )
         biased_kernel.remember_prices()
@@ -129,15 +192,13 @@ def _kernel_with_bias(
     return mask.kernels[key]
 
 
-def _takes_packed_calls(
-    base: Kernel, mask: ResolvedMask, shape: CallShape, *, needs_grad: bool
-) -> bool:
+def _takes_packed_calls(base: Kernel, mask: ResolvedMask, shape: CallShape) -> bool:
     """Tell whether a mask has packed calls, and ``base`` takes their biases in such a
     call: one mask serves calls of many dtypes and widths."""
     if mask.packing is None:
         return False
     for bias in mask.packing.bias_shapes:
-        if base.refusal(replace(shape, bias=bias, needs_grad=needs_grad)) is not None:
+        if base.refusal(replace(shape, bias=bias)) is not None:
             return False
     return True
 
@@ -155,6 +216,7 @@ def _kernel_of(mask: ResolvedMask, base: Kernel, *, packs: bool) -> Kernel:
     if not packs:
         return by_blocks()
     shape = mask.shape
+    n_pairs = shape.batch * shape.n_queries * shape.n_keys
     return PackedKernel(
         mask.packing,
         rules=mask.rules,
@@ -162,7 +224,7 @@ def _kernel_of(mask: ResolvedMask, base: Kernel, *, packs: bool) -> Kernel:
         base=base,
         by_blocks=by_blocks,
         scores=capped(mask.softcap),
-        share=mask.packing.pairs / (shape.batch * shape.n_queries * shape.n_keys),
+        share=mask.packing.pairs / n_pairs,
     )
 
 
@@ -174,71 +236,16 @@ def _kernel_by_blocks(
     return MaskedKernel(mask, choose_base(mask))
 
 
-def _base(
-    mask: ResolvedMask,
-    *,
-    requested: str | Kernel,
-    shape: CallShape,
-    device: torch.device,
-    tried: bool,
-) -> Kernel:
-    """Choose the kernel for the parts of a mask, with the mask's soft cap.
-
-    Raises:
-        NotImplementedError: the kernel asked for cannot run them.
-    """
-    select = partial(select_kernel, shape=shape, device=device, tried=tried)
-    if requested == "auto":
-        return _preferred_base(mask, shape, device, select)
-    if requested == "tiles" or isinstance(get_kernel(requested), DenseKernel):
-        return _tiles(mask.softcap)
-    kernel = select(requested)
-    if not _runs_parts(kernel):
-        raise NotImplementedError(
-            f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of "
-            "plain attention that can be called by rectangles do (native without "
-            "options of its own, cudnn, flash, efficient, cpu and dense)"
-        )
-    capped = _with_softcap(kernel, mask.softcap)
-    if capped is None:
-        raise NotImplementedError(
-            f"kernel {kernel.name!r} has no soft cap; fa4, native, dense and auto have"
-        )
-    return capped
-
-
-def _preferred_base(
-    mask: ResolvedMask,
-    shape: CallShape,
-    device: torch.device,
-    select: Callable[..., Kernel],
-) -> Kernel:
-    """Choose the kernel for a call that asked for none: the first that can run the
-    parts."""
-    if mask.few_bands:
-        # The preferred kernel of a call that keeps so many pairs, if it takes bands.
-        pairs = mask.kept_pairs * shape.batch * shape.heads
-        with suppress(NotImplementedError):
-            kernel = select("auto", flops=2.0 * shape.kv_width * pairs)
-            capped = _with_softcap(kernel, mask.softcap)
-            if isinstance(capped, RectangleKernel) and capped.bands:
-                return capped
-    # On a GPU the native kernel runs a task in one launch, whatever its mask.
-    for name in ("native", "auto") if device.type == "cuda" else ("auto",):
-        with suppress(NotImplementedError):
-            kernel = select(name)
-            capped = (
-                _with_softcap(kernel, mask.softcap) if _runs_parts(kernel) else None
-            )
-            if capped is not None:
-                return capped
-    return _tiles(mask.softcap)
-
-
 def _runs_parts(kernel: Kernel) -> bool:
     """Tell whether a kernel computes plain attention and can be called by
     rectangles."""
     return kernel.operator and kernel.plain_variant is None
+
+
+def _part_kernel(kernel: Kernel, softcap: float | None) -> Kernel | None:
+    """Return a kernel for parts under a soft cap; None if it runs no parts, or has
+    none."""
+    return _with_softcap(kernel, softcap) if _runs_parts(kernel) else None
 
 
 @lru_cache(maxsize=16)
