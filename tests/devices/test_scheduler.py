@@ -25,12 +25,13 @@ from quorum_attention.devices.messages import Answer, Compute, WorkerPass
 from quorum_attention.devices.partition import is_whole, pairs, partition
 from quorum_attention.devices.report import PoolPass
 from quorum_attention.devices.simulation import simulate
-from quorum_attention.devices.sums import Buffers, GradientSums
+from quorum_attention.devices.sums import GradientSums
 from quorum_attention.devices.work_queue import BlockQueue
 from quorum_attention.devices.worker import Worker
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import CallShape
+from quorum_attention.kernels.tensors import NamedTensors
 
 CALL = WholeCall(shape_of((1,), 8, 8, 1024, 1024, True))
 Behaviour = Callable[[Compute, int], Any]
@@ -317,7 +318,7 @@ def test_rows_are_added_up_in_the_same_way_whatever_comes_first(seed: int) -> No
     call = WholeCall(shape_of((2,), 6, 2, 1000, 1000, True))
     key = torch.randn(2, 2, 1000, 4).half()
     homes = partition(call.shape, [1.0] * draw.randint(2, 5), draw.choice([1, 10]))
-    made: list[tuple[CallBlock, Buffers]] = []
+    made: list[tuple[CallBlock, NamedTensors]] = []
     for block in (block for home in homes for block in home):
         buffers = GradientSums(call, key, key).buffers(block)
         if buffers:

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quorum_attention.api import attention_backward, attention_with_lse
+from quorum_attention.kernels.tensors import NamedTensors
 
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 RESULTS = ("out", *GRADIENTS)
@@ -31,7 +32,7 @@ class CallTensors:
     inputs: list[torch.Tensor]
     grad: torch.Tensor | None
     options: dict[str, Any] = field(default_factory=dict)
-    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    results: NamedTensors = field(default_factory=dict)
 
     def allocate_results(self) -> None:
         """Allocate results in (page-locked) host memory, as in a program that

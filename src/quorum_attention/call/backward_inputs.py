@@ -17,6 +17,7 @@ from quorum_attention.call.validation import (
     check_tensor,
 )
 from quorum_attention.kernels.operator_call import Three
+from quorum_attention.kernels.tensors import NamedTensors
 
 _GRADS = ("grads[0]", "grads[1]", "grads[2]")
 
@@ -81,7 +82,7 @@ def check_backward_inputs(
 
 def _checked_upstream(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
-) -> dict[str, torch.Tensor]:
+) -> NamedTensors:
     """Return the tensors that a backward reads beside the inputs, checked, by name."""
     query = tensors.query
     lse_shape = tuple(query.shape[:-1])
@@ -92,7 +93,7 @@ def _checked_upstream(
         "lse": lse_shape,
         "grad_lse": lse_shape,
     }
-    upstream: dict[str, torch.Tensor] = {}
+    upstream: NamedTensors = {}
     for name in shapes:
         tensor = getattr(backward_inputs, name)
         if tensor is not None:
@@ -114,9 +115,9 @@ def _checked_upstream(
 
 def _preallocated(
     tensors: Tensors, backward_inputs: BackwardInputs, originals: Sequence[torch.Tensor]
-) -> dict[str, torch.Tensor]:
+) -> NamedTensors:
     """Return the gradients that the caller preallocated, unchecked, by name."""
-    results: dict[str, torch.Tensor] = {}
+    results: NamedTensors = {}
     grads = backward_inputs.grads
     if grads is not None:
         if not isinstance(grads, (tuple, list)) or len(grads) != 3:
@@ -139,9 +140,7 @@ def _preallocated(
     return results
 
 
-def _checked_results(
-    tensors: Tensors, results: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _checked_results(tensors: Tensors, results: NamedTensors) -> NamedTensors:
     """Return preallocated gradients as tensors that can be written to, checked, by
     name."""
     results = {

@@ -9,6 +9,7 @@ import torch
 
 from quorum_attention.cli import options as shared
 from quorum_attention.files.inputs import FileStamp, read_one
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.mask import Mask
 
 # Options, by what ``argparse`` calls them, that make a mask.
@@ -144,9 +145,9 @@ def mask_of(
 
 def _read_tensors(
     options: argparse.Namespace,
-) -> tuple[dict[str, torch.Tensor], dict[str, FileStamp]]:
+) -> tuple[NamedTensors, dict[str, FileStamp]]:
     """Read the files that options name: the tensors by name, the files by option."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: NamedTensors = {}
     files: dict[str, FileStamp] = {}
     for name, (_, *tensor_names) in FILES.items():
         path = getattr(options, name, None)

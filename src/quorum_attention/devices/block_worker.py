@@ -30,6 +30,7 @@ from quorum_attention.errors import BudgetError, is_out_of_memory
 from quorum_attention.execution.device.host_memory import bytes_of_host, is_locked
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.mask import Mask
 from quorum_attention.passes.block_call import compute_block
 
@@ -41,7 +42,6 @@ _LONG_SECONDS = 10.0
 # memory.
 _MAX_LOCKED_SHARE = 1 / 8
 
-NamedTensors = dict[str, torch.Tensor]
 """Tensors by the names of their handles."""
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from quorum_attention.devices.messages import Answer, Compute, WorkerPass
 from quorum_attention.devices.report import PartTiming, PoolPass
 from quorum_attention.devices.shared_files import handle_of
-from quorum_attention.devices.sums import Buffers, GradientSums
+from quorum_attention.devices.sums import GradientSums
 from quorum_attention.devices.work_queue import BlockQueue
 from quorum_attention.devices.worker import Worker, end_workers, next_answers
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.units import counted
 
 _WORKER_ENDED = "its worker has ended"
@@ -47,7 +48,7 @@ class Coordinator:
     sums: GradientSums | None = None
     progress: Callable[[int, int, str], None] | None = None
     _began: float = field(default_factory=time.perf_counter)
-    _sum_buffers: dict[int, Buffers] = field(default_factory=dict)
+    _sum_buffers: dict[int, NamedTensors] = field(default_factory=dict)
     _error: Exception | None = None
     _out_of_memory: str = ""
 

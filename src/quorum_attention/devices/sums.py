@@ -18,9 +18,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.partition import block_of, is_whole
 from quorum_attention.devices.shared_files import alloc_shared
 from quorum_attention.kernels.call_shape import state_dtype
-
-Buffers = dict[str, torch.Tensor]
-"""Gradients of a block by name: grad_key and grad_value, grad_bias."""
+from quorum_attention.kernels.tensors import NamedTensors
 
 
 class _KeyHead(NamedTuple):
@@ -47,9 +45,11 @@ class _HeadSum:
         early: blocks that came before their turn.
     """
 
-    totals: Buffers
+    totals: NamedTensors
     next_start: _BlockStart
-    early: dict[_BlockStart, tuple[CallBlock, Buffers]] = field(default_factory=dict)
+    early: dict[_BlockStart, tuple[CallBlock, NamedTensors]] = field(
+        default_factory=dict
+    )
 
     def add_in_order(self, n_queries: int) -> None:
         """Add all blocks whose turn it is."""
@@ -88,7 +88,7 @@ class GradientSums:
         self.bias = None if bias is None else _zeros(bias.shape, bias)
         self._heads: dict[_KeyHead, _HeadSum] = {}
 
-    def buffers(self, block: CallBlock) -> Buffers:
+    def buffers(self, block: CallBlock) -> NamedTensors:
         """Allocate shared memory for those of a block's gradients that are added up.
 
         The other gradients of the block are results themselves.
@@ -96,7 +96,7 @@ class GradientSums:
         Raises:
             OSError: there is no memory or no file for it.
         """
-        parts: Buffers = {}
+        parts: NamedTensors = {}
         if not is_whole(self._call.shape, block):
             for name, tensor in self._inputs.items():
                 parts[name] = self._call.cut(tensor, block, of_keys=True)
@@ -107,7 +107,7 @@ class GradientSums:
             for name, part in parts.items()
         }
 
-    def add(self, block: CallBlock, gradients: Buffers) -> None:
+    def add(self, block: CallBlock, gradients: NamedTensors) -> None:
         """Add the gradients of a block that is done.
 
         A block has some rows of one query head, or all rows of several.
@@ -141,7 +141,7 @@ class GradientSums:
 
     def _empty_sum(self, key_head: _KeyHead) -> _HeadSum:
         """Return the sum of a head to which nothing has been added."""
-        totals: Buffers = {}
+        totals: NamedTensors = {}
         for name, tensor in self._inputs.items():
             totals[name] = _zeros(tensor.shape[-2:], tensor)
         group_size = self._call.shape.queries_per_key_head

@@ -25,13 +25,13 @@ from quorum_attention.distributed.assignment import (
 )
 from quorum_attention.distributed.gathered_rows import (
     GatheredRows,
-    NamedTensors,
     RowsByHeads,
     add_rows,
 )
 from quorum_attention.distributed.groups import deref_group
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.passes.block_call import compute_block
 
 

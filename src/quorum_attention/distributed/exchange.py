@@ -19,10 +19,10 @@ from quorum_attention.arithmetic import round_up
 from quorum_attention.distributed.assignment import Operand, RowSlice
 from quorum_attention.distributed.gathered_rows import (
     GatheredRows,
-    NamedTensors,
     RowsByHeads,
     Shards,
 )
+from quorum_attention.kernels.tensors import NamedTensors
 
 # Tensors of a message begin at multiples of this, so that each can be viewed in any
 # dtype.

@@ -12,8 +12,7 @@ import torch
 from quorum_attention.decomposition.intervals import Interval, below, counted, union
 from quorum_attention.distributed.assignment import HeadSlice, Operand
 from quorum_attention.kernels.merge import add_, merge_
-
-NamedTensors = dict[str, torch.Tensor]
+from quorum_attention.kernels.tensors import NamedTensors
 
 
 @dataclass(frozen=True, slots=True)

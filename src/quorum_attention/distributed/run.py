@@ -25,12 +25,12 @@ from quorum_attention.distributed.call import NO_MASK_PARAMS, MaskParams, Sharde
 from quorum_attention.distributed.exchange import Exchange
 from quorum_attention.distributed.gathered_rows import (
     GatheredRows,
-    NamedTensors,
     RowsByHeads,
     Shards,
     add_rows,
 )
 from quorum_attention.execution.device.streams import TwoStreams
+from quorum_attention.kernels.tensors import NamedTensors
 
 # Tensors that a forward keeps for the backward where rows were gathered, in this order.
 _KEPT_NAMES = {Operand.QUERY: ("query", "out", "lse"), Operand.KV: ("key", "value")}

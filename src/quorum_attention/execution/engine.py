@@ -22,6 +22,7 @@ from quorum_attention.execution.pass_spec import RowSpec, TensorsByName
 from quorum_attention.execution.scaling import BackwardScaling
 from quorum_attention.execution.slot_rows import SlotRows, Unit
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.tensors import NamedTensors
 
 
 class StoringError(RuntimeError):
@@ -200,7 +201,7 @@ class Engine:
             self.limits,
             query_key_value,
         )
-        saved: dict[str, torch.Tensor] = {}
+        saved: NamedTensors = {}
         for item in job.spec.saved_inputs:
             saved[item.name] = _without_column(fields[item.name], item)
         states = [

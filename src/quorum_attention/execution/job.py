@@ -21,6 +21,7 @@ from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.task_tensors import Bias, TaskTensors
+from quorum_attention.kernels.tensors import NamedTensors
 
 Progress = Callable[[int, int, str], None]
 
@@ -51,13 +52,13 @@ class PassJob:
     """
 
     problem: Problem
-    tensors: dict[str, torch.Tensor]
+    tensors: NamedTensors
     scale: float
     device: torch.device
     bias: BiasView | None = None
     sinks: torch.Tensor | None = None
     dropout: Dropout | None = None
-    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    results: NamedTensors = field(default_factory=dict)
     divisor: torch.Tensor | None = None
     report: PassReport | None = None
     progress: Progress | None = None

@@ -42,6 +42,7 @@ from quorum_attention.kernels.scaling import (
     largest_norms,
     usual_shift,
 )
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.kernels.torch_private import capturing
 
 # At least the bytes of each small tensor that a scaled backward makes for a head group.
@@ -75,7 +76,7 @@ def all_finite(parts: Sequence[torch.Tensor]) -> bool:
 def inputs_of_group(tensors: TensorsByName, group: Group) -> TensorsByName:
     """The inputs of a backward's head group of one batch entry, without the
     log-sum-exp."""
-    inputs: dict[str, torch.Tensor] = {}
+    inputs: NamedTensors = {}
     for item in _WIDE_INPUTS:
         tensor = tensors[item.name]
         inputs[item.name] = group_part(tensor, group, item.axis)
@@ -215,7 +216,7 @@ class BackwardScaling:
         more."""
         entry, kv_head = head
         # The inputs of a unit in a slot come with its states, which overflowed.
-        parts: dict[str, torch.Tensor] = {}
+        parts: NamedTensors = {}
         value = inputs["value"]
         for item in _WIDE_INPUTS:
             tensor = inputs[item.name]

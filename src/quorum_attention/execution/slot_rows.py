@@ -23,6 +23,7 @@ from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.pass_spec import RowSpec, StateSpec
 from quorum_attention.execution.slot_layout import SlotLayout
 from quorum_attention.kernels.device_copies import copy_on_device
+from quorum_attention.kernels.tensors import NamedTensors
 
 # Most lists of views that are remembered: enough for a few head groups.
 _MOST_BLOCKS = 64
@@ -93,9 +94,9 @@ class Unit:
     group: Group
     visit: Visit
     slot: int
-    fields: dict[str, torch.Tensor]
+    fields: NamedTensors
     after: int
-    previous: tuple[int, dict[str, torch.Tensor]] | None = None
+    previous: tuple[int, NamedTensors] | None = None
     staying: StayingChunk | None = None
 
     @property
@@ -172,12 +173,12 @@ class SlotRows:
             if name != divided and layout.keeps(name):
                 self._passed_on.append(name)
         # Fields by slot, entries, heads, queries and keys.
-        self._views: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        self._views: dict[tuple[int, ...], NamedTensors] = {}
         # Parts by identity of the row tensor: these are held here, so no id is used
         # twice.
         self._blocks: dict[tuple[int, Group], list[torch.Tensor]] = {}
 
-    def fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
+    def fields(self, slot: int, group: Group, visit: Visit) -> NamedTensors:
         """The tensors of a unit in its slot, by name."""
         n_queries = visit.task.count_below(self._shape.n_queries)
         n_keys = visit.task.count_below(self._shape.n_keys)
@@ -188,7 +189,7 @@ class SlotRows:
         places = [(self._layout, self.slots[slot])]
         if self._layout.common is not None:
             places.append((self._layout.common, self.common))
-        fields: dict[str, torch.Tensor] = {}
+        fields: NamedTensors = {}
         for layout, memory in places:
             for name, field in layout.fields.items():
                 n_rows = n_queries if field.axis == "query" else n_keys

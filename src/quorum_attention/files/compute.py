@@ -16,6 +16,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files.file_call import FileCall
 from quorum_attention.files.formats import create_tensors
 from quorum_attention.files.settings import RunSettings, lse_given
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.passes.block_call import check_forward, compute_block
 from quorum_attention.progress import progress_bar
 
@@ -102,9 +103,7 @@ def _compute_part(run: FileRun, block: CallBlock, options: CallOptions) -> None:
             result.copy_(target)
 
 
-def _scratch_tensors(
-    run: FileRun, results: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _scratch_tensors(run: FileRun, results: Mapping[str, torch.Tensor]) -> NamedTensors:
     """Return accumulators of a part that are not its results themselves, in a file.
 
     The file has no name: the system writes it to the disk and reads it back, so it may

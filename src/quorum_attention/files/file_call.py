@@ -16,6 +16,7 @@ from quorum_attention.call.validation import Tensors, as_mask
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.files.formats import TensorSpecs
 from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.mask import Mask
 from quorum_attention.partition import split_at_multiples
 
@@ -93,9 +94,7 @@ class FileCall:
             specs["lse"] = (rows, shape.state_dtype)
         return specs
 
-    def with_heads(
-        self, results: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def with_heads(self, results: Mapping[str, torch.Tensor]) -> NamedTensors:
         """Return results with a dimension of heads, views."""
         if not self.without_heads:
             return dict(results)
@@ -136,7 +135,7 @@ class FileCall:
 
     def cut(
         self, tensors: Mapping[str, torch.Tensor], block: CallBlock
-    ) -> dict[str, torch.Tensor]:
+    ) -> NamedTensors:
         """Return a part of inputs or results (*batch, heads, ...), views (entries,
         heads, ...)."""
         return {
@@ -209,7 +208,7 @@ def file_call(
 
 def _upstream(
     named_tensors: Mapping[str, torch.Tensor], tensors: Tensors, request: Request
-) -> dict[str, torch.Tensor]:
+) -> NamedTensors:
     """Return what a backward reads beside the inputs, checked, views with all
     dimensions.
 

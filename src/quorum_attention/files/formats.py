@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from quorum_attention.call.validation import as_tensor
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.writing import open_regular, reserve_space, with_file_name
 
 Path_ = str | PathLike[str]
@@ -65,7 +66,7 @@ _ALIGNMENT = 64
 _LARGEST_SIZE = 2**63 - 1
 
 
-def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tensor]:
+def open_tensors(path: Path_, *, writable: bool = False) -> NamedTensors:
     """The tensors of a safetensors file by name, mapped: nothing is read yet.
 
     With ``writable``, writes to the tensors go to the file. Without it, a write to one
@@ -83,7 +84,7 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         mapping = mmap.mmap(file.fileno(), 0, access=access)
     header.pop(_METADATA, None)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: NamedTensors = {}
     for name, entry in header.items():
         label = f"{path}: {name}"
         dtype = _dtype_of(label, entry)
@@ -160,7 +161,7 @@ def _metadata(path: Path_, file: BinaryIO) -> dict[str, str]:
 
 def create_tensors(
     path: Path_, tensors: TensorSpecs, metadata: Mapping[str, str] | None = None
-) -> dict[str, torch.Tensor]:
+) -> NamedTensors:
     """Create a safetensors file, which must not exist and can be opened at once.
 
     Returns:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quorum_attention.files.formats import NPY_SUFFIX, open_npy, open_tensors
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.writing import open_regular
 
 NAMES = {
@@ -112,7 +113,7 @@ class Inputs:
         unknown: the names of what the files hold besides.
     """
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: NamedTensors = field(default_factory=dict)
     files: dict[str, FileStamp] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 

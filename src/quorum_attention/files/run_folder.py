@@ -23,12 +23,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from quorum_attention import writing
 from quorum_attention.files import formats
 from quorum_attention.files.formats import NPY_SUFFIX, TensorSpecs
 from quorum_attention.files.output import Output
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.units import counted
 
 LOCK = "lock"
@@ -77,7 +76,7 @@ class RunFolder:
     progress: RunProgress
     resumed: bool
 
-    def open(self) -> dict[str, torch.Tensor]:
+    def open(self) -> NamedTensors:
         """Return the results by name, mapped: those that are there, or new ones.
 
         Raises:
@@ -86,7 +85,7 @@ class RunFolder:
         """
         if not self.progress.files:
             return self._create()
-        results: dict[str, torch.Tensor] = {}
+        results: NamedTensors = {}
         for path, specs in zip(self._paths(), self.output.files.values(), strict=True):
             try:
                 results |= _open(path, specs)
@@ -97,9 +96,9 @@ class RunFolder:
                 ) from error
         return results
 
-    def _create(self) -> dict[str, torch.Tensor]:
+    def _create(self) -> NamedTensors:
         """Create the files of results."""
-        results: dict[str, torch.Tensor] = {}
+        results: NamedTensors = {}
         token = secrets.token_hex(4)
         for target, specs in self.output.files.items():
             number = len(self.progress.files)
@@ -144,7 +143,7 @@ class RunFolder:
         return [self.output.run / name for name in self.progress.files]
 
 
-def _open(path: Path, specs: TensorSpecs) -> dict[str, torch.Tensor]:
+def _open(path: Path, specs: TensorSpecs) -> NamedTensors:
     """Return the results in a file by name, mapped for writing.
 
     Raises:

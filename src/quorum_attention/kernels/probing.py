@@ -24,7 +24,7 @@ from quorum_attention.kernels.operator_call import Call, Saved
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel
-from quorum_attention.kernels.tensors import Pick
+from quorum_attention.kernels.tensors import NamedTensors, Pick
 from quorum_attention.kernels.torch_private import (
     capturing,
     flash_implementation,
@@ -296,7 +296,7 @@ def _probe_lengths(shape: CallShape) -> tuple[int, int]:
 
 def _results(
     kernel: Kernel, shape: CallShape, call: Call, grad_out: torch.Tensor, to: Pick
-) -> dict[str, torch.Tensor]:
+) -> NamedTensors:
     """Return a kernel's statistics, and gradients if needed, of one task that is the
     whole call.
 

@@ -12,6 +12,9 @@ from quorum_attention.decomposition.rectangles import Batch
 Pick = Callable[[torch.Tensor], torch.Tensor]
 """Selects a part of a tensor (b, h, n, ...), as a view."""
 
+NamedTensors = dict[str, torch.Tensor]
+"""Tensors by the names of what they are: "query", "grad_key" ..."""
+
 
 def query_rows(
     tensor: torch.Tensor, batch: Batch, heads: slice = slice(None)

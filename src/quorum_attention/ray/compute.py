@@ -26,6 +26,7 @@ from quorum_attention.files.file_call import OF_KEYS
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.passes.block_call import compute_block
 from quorum_attention.ray.chunks import FarmUnit, chunks_of_task
 from quorum_attention.ray.farm_pass import FarmPass, moved_to
@@ -38,8 +39,6 @@ _SHARE_OF_FREE = 0.9
 
 State = list[torch.Tensor]
 """Out and lse of a chunk's rows; or the gradients of its query, key and value."""
-
-NamedTensors = dict[str, torch.Tensor]
 
 
 def compute(farm_pass: FarmPass, unit: FarmUnit) -> tuple[str, float, Report]:

@@ -24,6 +24,7 @@ from quorum_attention.devices.report import PartTiming, PoolPass, PoolReport
 from quorum_attention.devices.request import check_options
 from quorum_attention.execution.report import Report
 from quorum_attention.files.file_call import GRADIENTS, FileCall, file_call
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import map_tensors
@@ -219,7 +220,7 @@ class Farm(AbstractContextManager["Farm"]):
         kernel: str = "auto",
         report: PoolReport | None = None,
         **dropout: Any,
-    ) -> dict[str, torch.Tensor]:
+    ) -> NamedTensors:
         """Compute all heads of a call into its results, which are checked first.
 
         Args:

@@ -31,6 +31,7 @@ from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.device_copies import copy_on_device
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.task_tensors import TaskTensors
+from quorum_attention.kernels.tensors import NamedTensors
 
 
 def all_rectangles(
@@ -106,7 +107,7 @@ def compute_group(
         copies: whether to copy inputs that operators cannot read; if not, the kernel
             does.
     """
-    saved: dict[str, torch.Tensor] = {}
+    saved: NamedTensors = {}
     for item in job.spec.saved_inputs:
         # An input that is divided is not copied: dividing it makes a copy anyway.
         is_divided = job.problem.scaled and item.name == job.spec.rescaled_input

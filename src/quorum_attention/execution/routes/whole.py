@@ -37,6 +37,7 @@ from quorum_attention.execution.work_counts import WorkCounts
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.operator_call import Call, Saved
 from quorum_attention.kernels.sinks import join_sinks_
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.kernels.torch_private import capturing
 
 # A kernel call takes the host about as long as copying so many bytes, there or on a
@@ -307,7 +308,7 @@ def _call_kernel(
 def _call_of(
     job: PassJob,
     group: Group | None,
-    inputs: dict[str, torch.Tensor],
+    inputs: NamedTensors,
     causal: bool,
     bias: torch.Tensor | None,
 ) -> Call:
@@ -329,7 +330,7 @@ def _call_of(
     )
 
 
-def _kernel_inputs(job: PassJob, group: Group | None) -> dict[str, torch.Tensor]:
+def _kernel_inputs(job: PassJob, group: Group | None) -> NamedTensors:
     """The inputs by name, (b, heads, n, d); lse is (b, heads, n)."""
     if group is not None:
         return {
@@ -363,7 +364,7 @@ def saved_of(
     return Saved(grad_out, out, lse)
 
 
-def _saved_of(job: PassJob, inputs: dict[str, torch.Tensor]) -> Saved:
+def _saved_of(job: PassJob, inputs: NamedTensors) -> Saved:
     """The tensors of a backward after query, key and value, as its kernel reads
     them."""
     return saved_of(

@@ -27,7 +27,7 @@ from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.operator_call import OutLse, Saved, Three
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
 from quorum_attention.kernels.task_tensors import Indices, TaskTensors
-from quorum_attention.kernels.tensors import row_blocks
+from quorum_attention.kernels.tensors import NamedTensors, row_blocks
 from quorum_attention.keywords import helps_with_names
 
 LseFunction = Callable[..., OutLse]
@@ -380,7 +380,7 @@ def _optional_parameters(
 
 def _optional_arguments(
     names: tuple[str, ...], at: Indices | None, heads: slice
-) -> dict[str, torch.Tensor]:
+) -> NamedTensors:
     """The optional arguments of these names, for some pairs of some heads."""
     if at is None:
         return {}
