@@ -1,5 +1,5 @@
 """An interrupt (Ctrl-C) at any step of a call leaves gradients and autocast as they
-were."""
+were, and no level of torch.vmap and no mode behind."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import quorum_attention as qa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Interrupts are raised in the package, and where torch turns gradients and autocast
-# off.
+# off, and opens levels of torch.vmap and modes.
 _PLACES = (
     "quorum_attention",
     "torch/autograd/grad_mode.py",
     "torch/amp/autocast_mode.py",
+    "torch/_functorch/",
+    "torch/overrides.py",
 )
 _CALLS_OF_EACH = 25
 
@@ -32,11 +34,13 @@ class Interrupt:
     Attributes:
         step: the number of the step.
         steps: how many there were so far.
+        steps_of_torch: the numbers of those that were torch's.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.steps = 0
+        self.steps_of_torch: list[int] = []
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         # In a generator expression that is being let go of, Python only prints an
@@ -50,6 +54,8 @@ class Interrupt:
         # not: not between the body of a ``with`` block and its end.)
         if event == "call":
             self.steps += 1
+            if "quorum_attention" not in code.co_filename:
+                self.steps_of_torch.append(self.steps)
             if self.steps == self.step:
                 raise KeyboardInterrupt
         return None
@@ -98,7 +104,20 @@ def _operator(q: torch.Tensor) -> object:
     return torch.ops.quorum_attention.attention(q, q, q, None, None, None, *rest)
 
 
-CALLS = [_plain, _cut, _under_a_mask, _backward, _recorded, _operator]
+def _function_of_scores(q: torch.Tensor) -> object:
+    kernel = qa.from_score_mod(lambda score, b, h, i, j: score + 1, compiled=False)
+    return qa.attention(q, q, q, kernel=kernel)
+
+
+def _function_of_a_mask(q: torch.Tensor) -> object:
+    mask = qa.Mask(keeps=lambda b, h, i, j: (i + j) % 3 > 0)
+    return qa.attention(q, q, q, mask, kernel="dense")
+
+
+CALLS = [
+    _plain, _cut, _under_a_mask, _backward, _recorded, _operator, _function_of_scores,
+    _function_of_a_mask,
+]  # fmt: skip
 PLACES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "eager": nullcontext,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -118,8 +137,10 @@ def test_gradients_and_autocast_are_as_before(
     def made() -> object:
         return call(torch.ones(1, 2, 40, 8))
 
-    def state() -> tuple[bool, bool]:
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    def state() -> tuple[object, ...]:
+        levels = torch._C._functorch.get_dynamic_layer_stack_depth()
+        modes = torch._C._len_torch_function_stack()
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), levels, modes
 
     with PLACES[place]():
         made()
@@ -129,11 +150,14 @@ def test_gradients_and_autocast_are_as_before(
         interrupted = 0
         for _ in range(_CALLS_OF_EACH):
             step = draw.randint(1, counter.steps)
+            if draw.random() < 0.5:
+                step = draw.choice(counter.steps_of_torch or [step])
             try:
                 Interrupt(step).run(
                     made
                 )  # which may have fewer steps than the one before
-            except KeyboardInterrupt:
+            # RuntimeError: torch.vmap closes a level that it has not opened yet.
+            except (KeyboardInterrupt, RuntimeError):
                 interrupted += 1
             assert state() == before, f"interrupted at step {step} of {counter.steps}"
         assert interrupted > _CALLS_OF_EACH // 2

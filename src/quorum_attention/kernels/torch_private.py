@@ -23,6 +23,7 @@ from contextlib import (
     suppress,
 )
 from functools import wraps
+from traceback import clear_frames
 from types import CodeType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -39,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _autograd: Any = torch._C._autograd
+_functorch: Any = torch._C._functorch
 _modes_before_dispatch = mode_stack_state_for_pre_dispatch()
 # torch's own classes of tensors: one of another class may stand for others.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -130,18 +132,39 @@ def restores_grad_and_autocast(
     function: Callable[_Params, _Result],
 ) -> Callable[_Params, _Result]:
     """Return ``function`` such that after its errors gradients and autocast are as they
-    were before."""
+    were before, and neither a level of torch.vmap nor a function mode is left open."""
 
     @wraps(function)
     def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
         before = GradAndAutocast.now()
+        n_levels = _functorch.get_dynamic_layer_stack_depth()
+        n_modes = _len_torch_function_stack()
         try:
             return function(*args, **named)
-        except BaseException:
+        except BaseException as error:
+            _end_contexts(error)
+            _close_levels(n_levels, n_modes)
             before.restore()
             raise
 
     return call
+
+
+def _end_contexts(error: BaseException | None) -> None:
+    """End the contexts that an interrupt kept from ending: frames of its traceback hold
+    them, and would change the thread's state when they are let go of."""
+    while error is not None:
+        if not isinstance(error, Exception):
+            clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _close_levels(n_levels: int, n_modes: int) -> None:
+    """Close levels of torch.vmap and function modes beyond so many."""
+    if _functorch.get_dynamic_layer_stack_depth() > n_levels:
+        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(n_levels)
+    while _len_torch_function_stack() > n_modes:
+        _pop_mode()
 
 
 class _NoGradNoAutocast:
