@@ -29,10 +29,10 @@ from quorum_attention.units import format_bytes
 # query reads on the device, across the bus, and on the host's cores; and that a disk
 # gives.
 _DEVICE_RATE = 2.8e12
-_BUS_RATE = 55e9
+_BUS_RATE = 52e9
 _CORES_RATE = 45e9
 # Both at once read the same memory.
-_BUS_AND_CORES_RATE = 70e9
+_BUS_AND_CORES_RATE = 87e9
 _DISK_RATE = 2e9
 # FLOP/s of a layer's matrix products in 16 bits, and of a CPU's thread.
 _MATRIX_RATE = 600e12
@@ -41,8 +41,10 @@ _CPU_MATRIX_RATE = 70e9
 # and how many times a tile's numbers are read or written for that.
 _ELEMENT_RATE = 3.5e12
 _PASSES = 3.0
-# Seconds of the host for a layer of one token, and of one tile.
-_LAYER_SECONDS = 1.0e-3
+# Seconds of the host for a layer of one token, what a layer in host memory takes beside
+# reading it, and seconds of the host for a layer of one tile.
+_LAYER_SECONDS = 1.2e-3
+_HOST_LAYER_SECONDS = 1.2e-3
 _TILE_SECONDS = 2.0e-3
 # The longest prompt is told in steps of so many tokens, up to a billion.
 _PROMPT_GRAIN = 1024
@@ -355,23 +357,24 @@ def _token_seconds(
         return device_bytes / _CORES_RATE + file_seconds
     launch_seconds = shape.layers * _LAYER_SECONDS
     device_seconds = max(device_bytes / _DEVICE_RATE, launch_seconds)
-    ahead = min(device_seconds * _BUS_RATE, _most_ahead(shape, request, cache))
-    remaining = max(0.0, cache.host + weights.host - ahead)
-    seconds = device_seconds + remaining / _BUS_AND_CORES_RATE
-    # The cores do not read weights.
-    return max(seconds, weights.host / _BUS_RATE) + file_seconds
-
-
-def _most_ahead(shape: ModelShape, request: PromptRequest, cache: PartBytes) -> float:
-    """Bytes that cross the bus while layers compute: all weights, and of each layer in
-    host memory what the buffer for copies holds."""
+    n_host_layers = _layers_in_host_memory(shape, cache)
+    most_ahead = n_host_layers * staging_bytes(request.device_memory)
     if request.weights == "host":
-        return math.inf
+        # Weights cross the bus all the time.
+        most_ahead = math.inf
+    ahead = min(device_seconds * _BUS_RATE, most_ahead)
+    remaining = max(0.0, cache.host + weights.host - ahead)
+    host_seconds = n_host_layers * _HOST_LAYER_SECONDS
+    host_seconds += remaining / _BUS_AND_CORES_RATE
+    # The cores do not read weights.
+    seconds = max(device_seconds + host_seconds, weights.host / _BUS_RATE)
+    return seconds + file_seconds
+
+
+def _layers_in_host_memory(shape: ModelShape, cache: PartBytes) -> float:
+    """How many layers of a cache lie in host memory."""
     n_bytes = cache.device + cache.host + cache.file
-    host_share = cache.host / max(1, n_bytes)
-    n_host_layers = shape.layers * host_share
-    buffer_bytes = staging_bytes(request.device_memory)
-    return n_host_layers * buffer_bytes
+    return shape.layers * cache.host / max(1, n_bytes)
 
 
 def _advice(missing: int, cache: PartBytes) -> str:
