@@ -102,6 +102,7 @@ def test_options_of_every_kind() -> None:
     assert report.total.kernels["dense"] == 20
 
 
+@pytest.mark.slow
 def test_a_value_may_vary_and_the_budget_is_that_of_the_graph() -> None:
     report, q = qa.Report(), three(grad=False)[0]
     call = compiled(lambda q, budget: qa.attention(q, q, q, depth=1, budget=budget))
@@ -115,6 +116,7 @@ def test_a_value_may_vary_and_the_budget_is_that_of_the_graph() -> None:
         assert_close(call(q, cap), qa.attention(q, q, q, qa.Mask(softcap=cap)), 1e-10)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "options",
     [{"kernel": DenseKernel()}, {"report": qa.Report()}, {"progress": lambda *done: None},

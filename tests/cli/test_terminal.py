@@ -108,6 +108,7 @@ def test_commands_in_a_terminal(columns: int, folder: Path) -> None:
     check_looks(written, [line for line in lines if not line.startswith("$")], columns)
 
 
+@pytest.mark.slow
 def test_a_bar_takes_no_memory_of_a_limited_process(folder: Path) -> None:
     """Its thread's stack was more than what the process may take beside the call's
     tensors."""

@@ -158,6 +158,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("heads_", [1, 5])
 def test_kept_pairs_are_shared_evenly(name: str, heads_: int) -> None:

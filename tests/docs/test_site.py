@@ -103,6 +103,7 @@ def test_the_site_builds(site: Path) -> None:
     assert (site / "reference" / "calls.html").exists()
 
 
+@pytest.mark.slow
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     """Scripts, styles, fonts and pictures lie in the site."""
     checked = 0

@@ -40,6 +40,7 @@ print(json.dumps({"anonymous": of_status("RssAnon") - anonymous}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="RLIMIT_DATA counts like this on Linux"
 )

@@ -95,6 +95,7 @@ def test_a_broken_file_is_none_and_is_replaced(folder: Path, text: str) -> None:
     assert load(NAME) == [None]
 
 
+@pytest.mark.slow
 def test_a_call_without_a_home_folder_goes_on(tmp_path: Path) -> None:
     environment = {
         n: v for n, v in os.environ.items() if n not in ("HOME", "XDG_CACHE_HOME")

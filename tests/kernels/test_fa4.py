@@ -112,6 +112,7 @@ def test_a_row_that_is_not_finite_stays_so(stand_in, what, depth) -> None:  # ty
     assert all(bool(grad[0, 0].isfinite().all()) for grad in grads)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(40))
 def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) -> None:  # type: ignore[no-untyped-def]
     """No pair is tested one by one, and each call keeps its pairs: against float64."""

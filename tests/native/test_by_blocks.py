@@ -70,6 +70,7 @@ def test_what_a_block_is_said_to_be_it_is(
         assert torch.equal(got, part), (i, j)
 
 
+@pytest.mark.slow
 def test_a_window_beside_a_rule(device: str) -> None:
     """The kernel reads either the bounds of a window or the strides of bits."""
     inputs = [torch.randn(1, 2, 150, 16) for _ in range(4)]

@@ -88,6 +88,7 @@ def test_random_cases(
     assert 2 in ways or not (dropout and on_gpu)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [3, 70])
 def test_a_query_of_nan(n: int, causal: bool, device: str) -> None:

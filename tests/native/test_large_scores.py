@@ -51,6 +51,7 @@ def one_of_many(
     return case, which
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [half, brain], ids=str)
 @pytest.mark.parametrize(("size", "n_keys"), [(3e3, 70), (1e5, 70), (1e5, 1)])
 @pytest.mark.parametrize(

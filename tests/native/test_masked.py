@@ -62,7 +62,8 @@ def test_random_masks_against_float64(
     assert options["report"].forward.kernel == "native"
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("number", range(4))
 def test_packed_calls(
     number: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
