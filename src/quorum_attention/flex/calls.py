@@ -27,7 +27,7 @@ from quorum_attention.kernels.kit.learned import (
     with_table_gradients,
 )
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
-from quorum_attention.kernels.torch_private import PLAIN
+from quorum_attention.kernels.torch_private import PLAIN, uncompiled
 from quorum_attention.mask import Mask
 
 _Flex = Callable[..., Any]
@@ -70,9 +70,18 @@ def _users_of(function: _Flex) -> list[ModuleType]:
     return [module for module in modules if vars(module).get(_NAME) is function]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 @wraps(_original)
-def _flex_attention(
+def _flex_attention(*args: Any, **named: Any) -> Any:
+    """The function that stands in place of torch's.
+
+    ``torch.compile`` of it compiles this call alone: a function that is itself marked
+    as uncompiled would be taken out of its mark.
+    """
+    return _attend(*args, **named)
+
+
+@uncompiled
+def _attend(
     query: Any,
     key: Any,
     value: Any,
@@ -85,7 +94,7 @@ def _flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """The function that stands in place of torch's."""
+    """Compute a call, with the arguments of torch's function."""
     if not _is_taken(query, key, value, block_mask, return_aux):
         return _original(
             query,

@@ -79,8 +79,8 @@ class LearnedScoreModKernel(ScoreModKernel):
 
     def table_gradients(
         self, call: Call, saved: Saved, grad_lse: torch.Tensor | None
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of ``tables``; None for one that no score depends on.
+    ) -> list[torch.Tensor]:
+        """Return the gradients of ``tables``; zeros for one that no score depends on.
 
         Args:
             call: the whole call.
@@ -95,7 +95,7 @@ class LearnedScoreModKernel(ScoreModKernel):
         partwise = PartwiseKernel(self.geometry, tiles, tiles.scores)
         partwise.backward(whole_task(call), grads)
         return [
-            None if total is None else total.to(table.dtype)
+            total.to(table.dtype)
             for total, table in zip(tiles.totals, self.tables, strict=True)
         ]
 
@@ -108,7 +108,7 @@ class _TableTiles(TiledKernel):
         grad_lse: (b, h, n), upstream of the lse; None: none.
 
     Attributes:
-        totals: the gradients so far, in fp32 or float64; None: no score depended on it.
+        totals: the gradients so far, in fp32 or float64.
     """
 
     def __init__(
@@ -117,7 +117,10 @@ class _TableTiles(TiledKernel):
         super().__init__(kernel.transform)
         self._kernel = kernel
         self._grad_lse = grad_lse
-        self.totals: list[torch.Tensor | None] = [None] * len(kernel.tables)
+        self.totals: list[torch.Tensor] = []
+        for table in kernel.tables:
+            dtype = torch.promote_types(table.dtype, torch.float32)
+            self.totals.append(torch.zeros_like(table, dtype=dtype))
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's part of the tables' gradients to ``totals``."""
@@ -148,17 +151,9 @@ class _TableTiles(TiledKernel):
                 block.by_head(grad_scores),
                 allow_unused=True,
             )
-        for number, part in enumerate(parts):
+        for total, part in zip(self.totals, parts, strict=True):
             if part is not None:
-                self._add(number, part)
-
-    def _add(self, number: int, part: torch.Tensor) -> None:
-        total = self.totals[number]
-        if total is None:
-            dtype = torch.promote_types(part.dtype, torch.float32)
-            self.totals[number] = part.to(dtype)
-        else:
-            total.add_(part)
+                total.add_(part)
 
 
 def _global_tensors(function: Any) -> list[torch.Tensor]:
