@@ -158,6 +158,12 @@ def changes_by(model: Any, owner: str) -> ChangeSet | None:
     return None
 
 
+def names_of_changes(model: Any) -> tuple[str, ...]:
+    """Return the names of all changes that a model carries."""
+    pieces = [piece for changes in _change_sets(model) for piece in changes.pieces]
+    return tuple(piece.name for piece in pieces)
+
+
 def undo_changes(model: Any, owner: str) -> None:
     """Undo what a function changed in a model, and first all that was changed after
     that.

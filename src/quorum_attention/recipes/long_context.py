@@ -52,6 +52,7 @@ from quorum_attention.recipes.changes import (
     ModelPiece,
     base_model,
     changing,
+    names_of_changes,
     undo_changes,
 )
 from quorum_attention.recipes.checkpoints import PLACES, LayerCheckpoints
@@ -74,10 +75,12 @@ class LongContext:
     Attributes:
         model: the model.
         changes: all changes, in the order in which they were tried.
+        owner: the function that made them.
     """
 
     model: Any
     changes: tuple[Change, ...]
+    owner: str = _OWNER
 
     @property
     def done(self) -> tuple[str, ...]:
@@ -98,7 +101,7 @@ class LongContext:
             RuntimeError: a library (such as FSDP) has made other classes of changed
                 modules since.
         """
-        undo_changes(self.model, _OWNER)
+        undo_changes(self.model, self.owner)
 
     def __enter__(self) -> LongContext:
         return self
@@ -177,7 +180,7 @@ def long_context(
             outcomes.append(_make(changes, base, switch, piece))
         layer_checkpoints = None
         if checkpoints is not None:
-            training = _training_of(base, budget, changes)
+            training = training_of(base, budget)
             layer_checkpoints = LayerCheckpoints(checkpoints, training)
         outcomes.append(_make(changes, base, CHECKPOINTS, layer_checkpoints))
     return LongContext(base, tuple(outcomes))
@@ -192,7 +195,7 @@ def _make(
     return changes.make(base, piece)
 
 
-def _training_of(model: Any, budget: int | str | None, changes: ChangeSet) -> Training:
+def training_of(model: Any, budget: int | str | None) -> Training:
     """Return how a model is trained, as far as it says: checkpoints plan steps by
     it."""
     has_frozen_weights = not all(weight.requires_grad for weight in model.parameters())
@@ -202,5 +205,5 @@ def _training_of(model: Any, budget: int | str | None, changes: ChangeSet) -> Tr
         lora=1 if has_frozen_weights else None,
         budget=None if budget is None else parse_bytes(budget),
         device=model.device.type,
-        on=tuple(piece.name for piece in changes.pieces),
+        on=names_of_changes(model),
     )
