@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quorum_attention.argument_checks import one_of, whole_number
+from quorum_attention.keywords import helps_with_names
 from quorum_attention.recipes.changes import (
     ModelPiece,
     base_model,
@@ -25,6 +26,7 @@ from quorum_attention.recipes.tiled_mlp import TiledMLPs
 from quorum_attention.units import parse_bytes
 
 
+@helps_with_names
 def chunk_loss(model: Any) -> LongContext:
     """Let ``model(..., labels=...)`` compute its loss for some tokens at a time.
 
@@ -44,6 +46,7 @@ def chunk_loss(model: Any) -> LongContext:
     return _changed(model, "chunk_loss", lambda _: ChunkedLoss())
 
 
+@helps_with_names
 def tile_mlps(model: Any, tokens: int = MLP_TILE) -> LongContext:
     """Compute gated MLPs for some tokens at a time.
 
@@ -57,6 +60,7 @@ def tile_mlps(model: Any, tokens: int = MLP_TILE) -> LongContext:
     return _changed(model, "tile_mlps", lambda _: TiledMLPs(tokens))
 
 
+@helps_with_names
 def fuse_norms(model: Any) -> LongContext:
     """Compute RMS norms by torch's kernel, if it has one for the model's device.
 
@@ -68,6 +72,7 @@ def fuse_norms(model: Any) -> LongContext:
     return _changed(model, "fuse_norms", lambda _: FusedNorms())
 
 
+@helps_with_names
 def checkpoint_layers(
     model: Any, place: str = "auto", *, budget: int | str | None = None
 ) -> LongContext:
