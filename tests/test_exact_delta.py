@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fa4 import stand_in
+from helpers.memory import usage
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quorum_attention as qa
@@ -232,3 +233,15 @@ def test_another_value_is_refused(value) -> None:  # type: ignore[no-untyped-def
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(TypeError, match="exact_delta"):
         qa.attention(q, q, q, exact_delta=value)
+
+
+def test_both_passes_stay_within_the_budget() -> None:
+    """It holds copies of inputs in fp32, both parts of the output, and their sum."""
+    q, k, v, grad_out = saturated((2, 1500, 64), 1500, torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    options = {"is_causal": True, "exact_delta": True, "budget": "10MiB"}
+    qa.attention(*leaves, **options).backward(grad_out)  # kernels are tried out
+    forward = usage(lambda: qa.attention(*leaves, **options))
+    out = qa.attention(*leaves, **options)
+    backward = usage(lambda: torch.autograd.grad(out, leaves, grad_out))
+    assert max(forward.peak, backward.peak) <= 10 << 20

@@ -91,6 +91,7 @@ class AutogradPass:
         out, lse, grad_out, grad_lse, *rest = inputs[6:]
         if rest:
             out = joined(out, *rest)
+            request = _reserving_out(request, out.device, "the unrounded output")
         grad_mask, grad_sinks = self.wanted_grads
         backward_inputs = BackwardInputs(
             grad_out,
@@ -107,14 +108,10 @@ def _split_results(
     tensors: Tensors, request: Request
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute (out, lse) of a call, and the rest of the output."""
-    out_bytes = 0
-    if tensors.query.device == request.options.device:
-        shape = request.shape
-        n_heads = shape.lanes
-        out_rows = n_heads * shape.n_queries
-        out_bytes = out_rows * shape.value_dim * 4  # both parts, 2 bytes each
+    device = tensors.query.device
+    request_with_parts = _reserving_out(request, device, "the two parts of the output")
     wide_request = replace(
-        request.reserving(out_bytes, "the two parts of the output"),
+        request_with_parts,
         out=None,
         out_dtype=torch.float32,
     )
@@ -124,6 +121,17 @@ def _split_results(
     else:
         out = request.out.detach().copy_(unrounded)
     return out, lse, rest_of(unrounded, out)
+
+
+def _reserving_out(request: Request, home: torch.device, purpose: str) -> Request:
+    """Reserve the bytes of an output in fp32, or of its two parts, in the budget of a
+    call that is computed where its tensors are."""
+    if home != request.options.device:
+        return request
+    shape = request.shape
+    n_rows = shape.lanes * shape.n_queries
+    out_bytes = n_rows * shape.value_dim * torch.float32.itemsize
+    return request.reserving(out_bytes, purpose)
 
 
 class Attention(torch.autograd.Function):
