@@ -24,6 +24,7 @@ from quorum_attention.flex.settings import LEAST_TOKENS_SETTING
 from quorum_attention.kernels.kit import from_score_mod
 from quorum_attention.kernels.kit.learned import (
     LearnedScoreModKernel,
+    learned_tables,
     with_table_gradients,
 )
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
@@ -130,10 +131,8 @@ def _kernel_of(
     score_mod: Callable[..., torch.Tensor], pair_test: _PairTest | None
 ) -> ScoreModKernel:
     """Return the kernel of a call with a score modification."""
-    if torch.is_grad_enabled():
-        learned = LearnedScoreModKernel(score_mod, pair_test, "flex, learned")
-        if learned.tables:
-            return learned
+    if torch.is_grad_enabled() and learned_tables(score_mod):
+        return LearnedScoreModKernel(score_mod, pair_test, "flex, learned")
     return from_score_mod(score_mod, pair_test)
 
 

@@ -11,7 +11,6 @@ the tables. So a table of any shape has its gradient without a tensor of queries
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel, modified_scores
+from quorum_attention.kernels.masked.captured_tensors import tensors
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.partwise import PartwiseKernel
 from quorum_attention.kernels.operator_call import (
@@ -45,6 +45,21 @@ _Edge = tuple[Any, int]
 """A node of autograd's graph, and the number of one of its outputs."""
 
 
+def learned_tables(score_mod: Any) -> list[torch.Tensor]:
+    """Return the tensors that a score modification reads and that require a gradient,
+    as far as they are found: in closures, defaults and attributes, and by names of its
+    module."""
+    values: list[Any] = [*tensors([score_mod])]
+    if isinstance(score_mod, types.FunctionType):
+        module = score_mod.__globals__
+        values += [module.get(name) for name in score_mod.__code__.co_names]
+    tables: dict[int, torch.Tensor] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            tables[id(value)] = value
+    return list(tables.values())
+
+
 class LearnedScoreModKernel(ScoreModKernel):
     """The kernel of a score modification that reads tensors that require a gradient.
 
@@ -58,13 +73,7 @@ class LearnedScoreModKernel(ScoreModKernel):
         self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str
     ) -> None:
         super().__init__(score_mod, mask_mod, name)
-        self.tables: list[torch.Tensor] = []
-        candidates = [*self.captured(), *_global_tensors(score_mod)]
-        seen_ids = set[int]()
-        for tensor in candidates:
-            if tensor.requires_grad and id(tensor) not in seen_ids:
-                self.tables.append(tensor)
-                seen_ids.add(id(tensor))
+        self.tables = learned_tables(score_mod)
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
@@ -154,14 +163,6 @@ class _TableTiles(TiledKernel):
         for total, part in zip(self.totals, parts, strict=True):
             if part is not None:
                 total.add_(part)
-
-
-def _global_tensors(function: Any) -> list[torch.Tensor]:
-    """Return the tensors that a function reads by names of its module."""
-    if not isinstance(function, types.FunctionType):
-        return []
-    values = inspect.getclosurevars(function).globals.values()
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _follows_only(result: torch.Tensor, tables: Sequence[torch.Tensor]) -> bool:
