@@ -53,6 +53,7 @@ def _backward(
     n = out.shape[2]
     assert out.transpose(1, 2).is_contiguous()
     assert lse.is_contiguous()
+    assert lse.data_ptr() % 16 == 0
     assert lse.shape[-1] % 32 == 0
     assert bool((lse[..., n:] == torch.inf).all())
     leaves = [t.double().requires_grad_() for t in (query, key, value)]
@@ -127,4 +128,22 @@ def test_it_hands_over_what_the_operator_reads(
     for grad, expected in zip((*grads[:3], summed), wanted, strict=True):
         torch.testing.assert_close(grad.double(), expected, atol=1e-4, rtol=0)
     for grad, other in zip(grads[:3], others, strict=True):
+        assert torch.equal(grad, other)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_the_lse_of_rows_that_begin_anywhere(
+    kernel: EfficientKernel, first: int
+) -> None:
+    """The operator reads four numbers at a time: where a part of the rows began at an
+    address of its own, it ended with "misaligned address"."""
+    n, m = 64, 20
+    query, key, value = (torch.randn(1, 1, rows, 16) for rows in (n, m, m))
+    call = Call(query, key, value, False, 0.5)
+    out, lse = kernel.whole_forward(call)
+    rows = torch.empty(1, 1, first + n)[..., first:].copy_(lse)
+    grad_out = torch.randn(out.shape)
+    grads = kernel.whole_backward(call, Saved(grad_out, out, rows))
+    others = kernel.whole_backward(call, Saved(grad_out, out, lse))
+    for grad, other in zip(grads, others, strict=True):
         assert torch.equal(grad, other)

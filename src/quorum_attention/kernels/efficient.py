@@ -198,12 +198,15 @@ def _expanded_bias(call: Call) -> torch.Tensor | None:
 
 
 def _padded_lse(lse: torch.Tensor) -> torch.Tensor:
-    """Return lse with rows past the end as the operator's forward has them: +inf,
-    because exp(s - inf) = 0."""
+    """Return lse at an address that the operator can read, with rows past the end as
+    its forward has them: +inf, because exp(s - inf) = 0."""
     missing = -lse.shape[-1] % _LSE_ROWS
-    if missing == 0:
+    if missing > 0:
+        return torch.constant_pad_nd(lse, (0, missing), torch.inf)
+    if lse.data_ptr() % _ROW_UNIT_BYTES == 0:
         return lse.contiguous()
-    return torch.constant_pad_nd(lse, (0, missing), torch.inf)
+    # The operator reads four numbers at a time, and rows of a part begin anywhere.
+    return lse.clone(memory_format=torch.contiguous_format)
 
 
 def _input_copies_bytes(sizes: OperatorSizes) -> int:
