@@ -270,3 +270,35 @@ def test_a_mask_of_calls_with_other_sizes_is_packed_where_its_kernel_takes_their
             mask, "cpu", shape, device, needs_grad=True, tried=False
         )[1:]
     assert [type(kernel) for kernel in kernels] == [PackedKernel, MaskedKernel]
+
+
+def test_a_mask_is_packed_where_its_kernel_takes_grouped_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An operator that takes as many key heads as query heads was handed fewer, and
+    failed."""
+
+    def takes_equal_heads(
+        self: CpuKernel, shape: CallShape, tokens: int, all_heads: bool
+    ) -> bool:
+        return shape.heads == shape.kv_heads
+
+    monkeypatch.setattr(CpuKernel, "takes_whole", takes_equal_heads)
+    mask = qa.Mask(key_lengths=torch.randint(1, 13, (3000,)))
+    kernels: list[Any] = []
+    for kv_heads in (2, 1):
+        shape = CallShape(
+            "cpu",
+            torch.float32,
+            2,
+            kv_heads,
+            8,
+            8,
+            batch_shape=(3000,),
+            n_queries=12,
+            n_keys=12,
+        )
+        kernels += kernel_for_mask(
+            mask, "cpu", shape, torch.device("cpu"), needs_grad=True, tried=False
+        )[1:]
+    assert [type(kernel) for kernel in kernels] == [PackedKernel, MaskedKernel]

@@ -118,3 +118,26 @@ def test_masks_of_entries_take_few_calls(
     wanted_grads = torch.autograd.grad(wanted, exact, upstream.float())
     for result, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
         assert error(result, right.nan_to_num(0.0)) < 0.05
+
+
+@pytest.mark.parametrize("dtype", _TOLERANCE, ids=str)
+def test_grouped_heads_on_a_kernel_that_takes_equal_heads(dtype: torch.dtype) -> None:
+    """Packed or not: ``efficient`` was handed fewer key heads than query heads."""
+    entries, n, m = 300, 3, 8
+    shapes = [(entries, 4, n, 16), (entries, 2, m, 16), (entries, 2, m, 16)]
+    given = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    lengths = torch.randint(1, m + 1, (entries,))
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    mask = qa.Mask(key_lengths=lengths)
+    out = qa.attention(*leaves, mask, enable_gqa=True, kernel="efficient")
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, upstream)
+    exact = [tensor.double().requires_grad_() for tensor in given]
+    key, value = (tensor.repeat_interleave(2, 1) for tensor in exact[1:])
+    is_kept = torch.arange(m) < lengths[:, None]
+    scores = exact[0] @ key.mT * 0.25
+    scores = scores.masked_fill(~is_kept.cuda()[:, None, None], -torch.inf)
+    wanted = scores.softmax(-1) @ value
+    wanted_grads = torch.autograd.grad(wanted, exact, upstream.double())
+    for result, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        assert error(result, right) < 0.05

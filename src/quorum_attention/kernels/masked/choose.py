@@ -193,9 +193,12 @@ def _kernel_with_bias(
 
 
 def _takes_packed_calls(base: Kernel, mask: ResolvedMask, shape: CallShape) -> bool:
-    """Tell whether a mask has packed calls, and ``base`` takes their biases in such a
-    call: one mask serves calls of many dtypes and widths."""
+    """Tell whether a mask has packed calls, and ``base`` takes their heads and biases
+    in such a call: one mask serves calls of many dtypes and widths."""
     if mask.packing is None:
+        return False
+    # A packed call is handed to an operator as it is, with grouped heads too.
+    if isinstance(base, RectangleKernel) and not base.takes_whole(shape, 1, True):
         return False
     for bias in mask.packing.bias_shapes:
         if base.refusal(replace(shape, bias=bias)) is not None:
