@@ -14,6 +14,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.call import capture
+from quorum_attention.execution import slot_rows
 from quorum_attention.kernels import device_copies
 
 N = 12
@@ -100,3 +101,13 @@ def test_what_a_graph_reads_at_replays_is_kept() -> None:
     assert kernel_alive() is not None
     device_copies._READ_BY_GRAPHS.clear()
     capture._KERNELS_OF_GRAPHS.clear()
+
+
+def test_slots_are_refused_before_the_host_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA's error came in the middle, and spoilt the program's random numbers."""
+    monkeypatch.setattr(slot_rows, "capturing", lambda device: True)
+    call()
+    with pytest.raises(NotImplementedError, match=r"slots .* give kernel='native'"):
+        call(kernel="dense", depth=1)

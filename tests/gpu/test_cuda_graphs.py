@@ -58,6 +58,30 @@ def test_a_replay_follows_masks_on_the_device() -> None:
     assert close(out, qa.attention(*three, mask))
 
 
+@pytest.mark.parametrize("kernel", ["auto", "native"])
+def test_a_backward_under_a_mask_with_grouped_heads(kernel: str) -> None:
+    """It is captured, or refused by name, and the program goes on."""
+    query, key, value = (t.requires_grad_() for t in inputs())
+    shared = [key[:, :1], value[:, :1]]
+    kept = torch.rand(3, 1, 1, N, device="cuda") < 0.7
+
+    def call() -> torch.Tensor:
+        out = qa.attention(query, *shared, kept, enable_gqa=True, kernel=kernel)
+        (grad_query,) = torch.autograd.grad(out, query, torch.ones_like(out))
+        return grad_query
+
+    try:
+        graph, grad_query = captured(call)
+    except NotImplementedError as error:
+        assert kernel == "auto"
+        assert "goes through slots" in str(error)  # noqa: PT017
+        torch.randn(3, device="cuda")
+        return
+    kept.logical_not_()
+    graph.replay()
+    assert close(grad_query, call())
+
+
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_a_replay_after_a_mask_has_gone(decomposed: bool) -> None:
     """Its tables are read from page-locked memory at every replay."""

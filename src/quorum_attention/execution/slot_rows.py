@@ -24,6 +24,7 @@ from quorum_attention.execution.pass_spec import RowSpec, StateSpec
 from quorum_attention.execution.slot_layout import SlotLayout
 from quorum_attention.kernels.device_copies import copy_on_device
 from quorum_attention.kernels.tensors import NamedTensors
+from quorum_attention.kernels.torch_private import capturing
 
 # Most lists of views that are remembered: enough for a few head groups.
 _MOST_BLOCKS = 64
@@ -445,7 +446,16 @@ def open_slots(
     All slots are of one arena and one mover. At the end, also after a failure, no copy
     is in flight any more, and the results of units that were reported done have
     arrived.
+
+    Raises:
+        NotImplementedError: a CUDA graph is being captured.
     """
+    if capturing(job.device):
+        raise NotImplementedError(
+            "this call goes through slots in device memory, for which the host waits, "
+            "and that cannot be captured in a CUDA graph: give kernel='native', "
+            "without a budget or a depth, or make the call outside the graph"
+        )
     backend = backend_of(job.device)
     arena_bytes = 0
     n_all_slots = 0
