@@ -38,14 +38,16 @@ _DISK_RATE = 2e9
 _MATRIX_RATE = 600e12
 _CPU_MATRIX_RATE = 70e9
 # Bytes a second of what is computed number by number (norms, activations, rotations),
-# and how many times a tile's numbers are read or written for that.
+# and how many times a tile's numbers are read or written for that: rows that wait for
+# attention are stored, and loaded again.
 _ELEMENT_RATE = 3.5e12
-_PASSES = 3.0
+_PASSES = 8.0
+_PASSES_AT_ONCE = 3.0
 # Seconds of the host for a layer of one token, what a layer in host memory takes beside
 # reading it, and seconds of the host for a layer of one tile.
 _LAYER_SECONDS = 1.2e-3
 _HOST_LAYER_SECONDS = 1.2e-3
-_TILE_SECONDS = 2.0e-3
+_TILE_SECONDS = 1.7e-3
 # The longest prompt is told in steps of so many tokens, up to a billion.
 _PROMPT_GRAIN = 1024
 _MAX_PROMPT = 1 << 30
@@ -319,7 +321,8 @@ def _tiles_seconds(
     operations = 2 * request.tokens * (projections + mlp)
     if request.device != GPU:
         return operations / (_CPU_MATRIX_RATE * torch.get_num_threads())
-    element_bytes = _PASSES * request.tokens * token.tile
+    n_passes = _PASSES_AT_ONCE if prompt_plan.fits_at_once else _PASSES
+    element_bytes = n_passes * request.tokens * token.tile
     compute_seconds = operations / _MATRIX_RATE + element_bytes / _ELEMENT_RATE
     # Each tile is launched up to attention, and again behind it.
     n_launches = 2 * ceil_div(request.tokens, prompt_plan.tile)
