@@ -4,6 +4,7 @@ rounded to 16 bits is noise."""
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from helpers.fa4 import stand_in
 from helpers.memory import usage
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
 from quorum_attention.call.split_output import joined, rest_of
@@ -245,3 +247,16 @@ def test_both_passes_stay_within_the_budget() -> None:
     out = qa.attention(*leaves, **options)
     backward = usage(lambda: torch.autograd.grad(out, leaves, grad_out))
     assert max(forward.peak, backward.peak) <= 10 << 20
+
+
+def test_a_checkpoint_has_it() -> None:
+    """What is saved may be unpacked once alone."""
+    torch.manual_seed(5)
+    q, k, v, grad_out = saturated((2, 9, 16), 9, torch.bfloat16)
+    truth = gradients(unfused, (q, k, v, grad_out), torch.float64)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = checkpoint(
+        partial(qa.attention, exact_delta=True), *leaves, use_reentrant=False
+    )
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    assert errors(grads, truth) < 4e-3

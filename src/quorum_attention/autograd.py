@@ -189,11 +189,13 @@ class Attention(torch.autograd.Function):
         grad_out, grad_lse, *_ = upstream
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
-        saved = ctx.saved_tensors[:8]
+        # To unpack saved tensors twice is an error under a checkpoint.
+        saved_tensors = ctx.saved_tensors
+        saved = saved_tensors[:8]
         out = saved[6]
         inputs = (*saved, grad_or_zeros(out, grad_out), grad_lse)
         if forward_pass.request.splits_out:
-            inputs = (*inputs, ctx.saved_tensors[8])
+            inputs = (*inputs, saved_tensors[8])
         backward_pass = AutogradPass(forward_pass.request, needed[3:5])
         if is_recorded(*inputs):
             grads = Attention.apply(*inputs, backward_pass)

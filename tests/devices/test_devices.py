@@ -83,6 +83,19 @@ def test_a_gradient_of_the_lse(pool: Pool, heads: int) -> None:
     near(found, wanted)
 
 
+def test_saturated_attention_has_exact_gradients(pool: Pool) -> None:
+    """Workers round no output: gradients are those of one process."""
+    q, k, v, grad_out = ((9 * torch.randn(1, 4, 64, 16)).bfloat16() for _ in "qkvg")
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    options = {"is_causal": True, "exact_delta": True}
+    grads = []
+    for devices in (None, pool):
+        out = qa.attention(*leaves, devices=devices, **options)
+        grads.append(torch.autograd.grad(out, leaves, grad_out))
+    for ours, expected in zip(*grads, strict=True):
+        assert float((ours - expected).norm() / expected.norm()) < 4e-3
+
+
 def test_by_their_names() -> None:
     """The workers are started once, and kept until they are closed."""
     q = torch.randn(1, 4, 200, 8).share_memory_()

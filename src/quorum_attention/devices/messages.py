@@ -28,7 +28,7 @@ class WorkerPass:
             none.
         tensors: the handles of INPUTS, bias and sinks, and of the results; in a
             backward those of grad_out, out, lse and grad_lse too.
-        options: depth, kernel and accumulator.
+        options: depth, kernel, accumulator and exact_delta.
     """
 
     number: int

@@ -62,7 +62,10 @@ def request_on_devices(
         pool,
         budgets,
         CallOptions(
-            depth=options.depth, kernel=options.kernel, accumulator=options.accumulator
+            depth=options.depth,
+            kernel=options.kernel,
+            accumulator=options.accumulator,
+            exact_delta=options.exact_delta,
         ),
         None if mask is None else _sent_mask(mask, request.shape, home),
         is_uniform=mask is None or not mask.is_structured,

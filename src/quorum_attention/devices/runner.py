@@ -66,7 +66,7 @@ class PoolRunner:
     Attributes:
         pool: the pool, or the names of devices whose calls share one.
         budgets: bytes for each device of the pool; None for what is free there.
-        options: depth, kernel and accumulator.
+        options: depth, kernel, accumulator and exact_delta.
         mask: the mask without bias and sinks, as workers get it; None if there is none.
         is_uniform: whether blocks take as long as their pairs say.
     """
