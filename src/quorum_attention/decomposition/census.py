@@ -84,7 +84,8 @@ def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:
     for block, verdict in walk(all_tiles, tiles.verdict, quarters):
         is_above_diagonal = pairs.is_causal and block.keys.start >= block.queries.stop
         if not is_above_diagonal:
-            counts[verdict] += block.queries.length * block.keys.length
+            n_tiles = block.queries.length * block.keys.length
+            counts[verdict] += n_tiles
     return counts
 
 

@@ -191,7 +191,8 @@ class Task:
         """The rectangles without limits, remembered."""
         if is_causal not in self._covers:
             bits = [span.bits for span in self.spans]
-            self._covers[is_causal] = tuple(cover(self.local_starts, bits, is_causal))
+            rectangles = cover(self.local_starts, bits, is_causal)
+            self._covers[is_causal] = tuple(rectangles)
         return self._covers[is_causal]
 
     @cached_property
@@ -210,7 +211,8 @@ class Task:
         by_span = np.zeros((n_spans, n_spans), dtype=bool)
         for row, query in enumerate(self.spans):
             for column, key in enumerate(self.spans):
-                by_span[row, column] = query.bits & key.bits == 0
+                is_kept = query.bits & key.bits == 0
+                by_span[row, column] = is_kept
         lengths = [span.stop - span.start for span in self.spans]
         by_query = np.repeat(by_span, lengths, axis=0)
         return np.repeat(by_query, lengths, axis=1)
@@ -218,7 +220,10 @@ class Task:
 
 def tokens_of(*tasks: Task) -> list[Interval]:
     """The global positions of all tokens of ``tasks``."""
-    return union((start, stop) for task in tasks for start, stop, _ in task.runs)
+    intervals: list[Interval] = []
+    for task in tasks:
+        intervals += [Interval(start, stop) for start, stop, _ in task.runs]
+    return union(intervals)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ class Pairs:
         k1 = min(k1, self.n_keys)
         if q0 >= q1 or k0 >= k1:
             return EMPTY
-        verdict = self._verdict_inside(Ranges.from_bounds(q0, q1, k0, k1))
+        inside = Ranges.from_bounds(q0, q1, k0, k1)
+        verdict = self._verdict_inside(inside)
         return PARTIAL if verdict is FULL else verdict
 
     def _verdict_inside(self, block: Ranges) -> Verdict:

@@ -221,7 +221,12 @@ def _cut_plain(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectan
         query_stop = min(query_start + height, r.query_stop)
         for key_start in range(r.key_start, r.key_stop, width):
             key_stop = min(key_start + width, r.key_stop)
-            yield Rectangle(query_start, query_stop, key_start, key_stop)
+            yield Rectangle(
+                query_start,
+                query_stop,
+                key_start,
+                key_stop,
+            )
 
 
 def _even_part(n: int, limit: int) -> int:

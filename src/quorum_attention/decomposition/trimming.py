@@ -59,7 +59,8 @@ def trimmed(
         smaller = restricted(task, _needed(task, pairs, tile))
         is_worth_it = smaller.n_tokens <= _MAX_KEPT_SHARE * task.n_tokens
         trimmed_tasks.append(smaller if is_worth_it else task)
-    end = max((task.spans[-1].stop for task in tasks if task.spans), default=0)
+    ends = [task.spans[-1].stop for task in tasks if task.spans]
+    end = max(ends, default=0)
     if n_results is not None:
         end = min(n_results, end)
     # Each token whose row is a result must be in a task.
@@ -68,9 +69,11 @@ def trimmed(
     for number, task in enumerate(tasks):
         if tokens_in_tasks == result_tokens:
             break
-        missing = without(below(tokens_of(task), end), tokens_in_tasks)
+        results_of_task = below(tokens_of(task), end)
+        missing = without(results_of_task, tokens_in_tasks)
         if missing:
-            tokens = union([*tokens_of(trimmed_tasks[number]), *missing])
+            tokens = tokens_of(trimmed_tasks[number])
+            tokens = union([*tokens, *missing])
             trimmed_tasks[number] = restricted(task, tokens)
             tokens_in_tasks = union([*tokens_in_tasks, *missing])
     return [task for task in trimmed_tasks if task.spans]
@@ -145,13 +148,16 @@ def _span_pairs(
     def verdict(block: Ranges) -> Verdict:
         queries = spans[block.queries.start : block.queries.stop]
         keys = spans[block.keys.start : block.keys.stop]
+        first_query = queries[0]
+        first_key = keys[0]
         is_one_pair = len(queries) == len(keys) == 1
-        if is_one_pair and queries[0].bits & keys[0].bits:
+        if is_one_pair and first_query.bits & first_key.bits:
             return EMPTY
-        tokens = Ranges.from_bounds(
-            queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop
+        positions = Ranges(
+            Interval(first_query.start, queries[-1].stop),
+            Interval(first_key.start, keys[-1].stop),
         )
-        if pairs.verdict_of(tokens) is EMPTY:
+        if pairs.verdict_of(positions) is EMPTY:
             return EMPTY
         if is_one_pair:
             return FULL

@@ -149,5 +149,5 @@ def _neighbours(l: int) -> list[int]:
     """The largest quorum size below ``l``, if there is one, and the smallest from ``l``
     on."""
     smaller = list(filter(has_interest_set, range(1, l)))
-    larger = next(filter(has_interest_set, count(max(l, 1))))
+    larger = next(filter(has_interest_set, count(l)))
     return [*smaller[-1:], larger]

@@ -112,7 +112,8 @@ class Field:
         """Product of two elements."""
         if a == 0 or b == 0:
             return 0
-        return self.power[(self.log[a] + self.log[b]) % (self.q - 1)]
+        exponent = self.log[a] + self.log[b]
+        return self.power[exponent % (self.q - 1)]
 
     def plus(self, a: int, b: int) -> int:
         """Sum of two elements: digit by digit in base p, without carry."""
@@ -145,8 +146,10 @@ def _powers_of_x(tail: int, p: int, k: int) -> list[int] | None:
         # Times x: digits move up by one place, and the leading one comes back as
         # multiples of tail.
         lead, rest = divmod(x, top)
-        digits = [(rest * p // place + lead * (tail // place)) % p for place in places]
-        x = sum(digit * place for digit, place in zip(digits, places, strict=True))
+        x = 0
+        for place in places:
+            digit = rest * p // place + lead * (tail // place)
+            x += digit % p * place
         if x == 1:
             return powers if len(powers) == n_powers else None
         if len(powers) == n_powers:
