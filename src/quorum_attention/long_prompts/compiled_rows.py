@@ -1,8 +1,8 @@
 """Attention of a few rows over keys in host memory, by a C function that is compiled on
 this machine.
 
-Processors without instructions for products of 16 bits compute longer with torch's
-operator for CPUs than memory takes to hand them the keys of a few rows. The C function
+Processors with AVX2 and no AVX-512 compute longer with torch's operator for CPUs than
+memory takes to hand them the keys of a few rows. The C function
 (few_rows.c) is compiled in a thread, for the processor that it runs on. Until it is
 there, and where there is no compiler, calls go to torch's operator. Triton compiles C
 on the same terms.
@@ -33,8 +33,8 @@ _LIBRARY_FLAGS = ("-shared", "-fPIC", "-pthread")
 # A compiler that takes longer is not waited for.
 _TIMEOUT_SECONDS = 60.0
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Head dimensions are multiples of a register, which holds at most 16 numbers in fp32.
-_DIM_STEP = 16
+# Head dimensions are multiples of a register in fp32.
+_DIM_STEP = 8
 _MAX_DIM = 256
 # With more rows for each key head torch's operator is faster.
 _MAX_ROWS = 8
@@ -110,7 +110,7 @@ def _build_of(dtype: torch.dtype) -> _Build:
 def begin_to_compile(dtype: torch.dtype) -> None:
     """Compile the function for keys of a dtype in a thread, if that was not begun
     yet."""
-    if dtype in _DTYPES and not _has_wide_products():
+    if dtype in _DTYPES and _is_processor_suited():
         _build_of(dtype)
 
 
@@ -147,16 +147,17 @@ def _is_suited(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     n_keys = key.shape[2]
     if key.dtype not in _DTYPES or rows.shape[2] > _MAX_ROWS or n_keys < _MIN_KEYS:
         return False
-    if _has_wide_products():
+    if not _is_processor_suited():
         return False
     return _is_readable(key) and _is_readable(value)
 
 
 @cache
-def _has_wide_products() -> bool:
-    """Whether torch's operator reads keys as fast as memory hands them out: measured on
-    a server with AVX-512 and AMX."""
-    return "AVX512" in torch.backends.cpu.get_cpu_capability()
+def _is_processor_suited() -> bool:
+    """Whether the processor has AVX2 and no more. On a server with AVX-512 and AMX
+    torch's operator reads keys as fast as memory hands them out; others were not
+    measured."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

@@ -1,23 +1,18 @@
-/* Attention of a few rows of queries over many keys, with log-sum-exp, in fp32.
+/* Attention of a few rows of queries over many keys, with log-sum-exp, in fp32, for
+   processors with AVX2.
 
    Keys and values are read once for all rows of a head, as they lie in memory.
    DTYPE says what they are: 0 for fp32, 1 for bf16, 2 for fp16. */
 
+#include <immintrin.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#if defined(__AVX512F__)
-#define WIDTH 16
-#else
+/* Numbers in a register. */
 #define WIDTH 8
-#endif
 #if DTYPE == 0
 #define SIZE 4
 #else
@@ -35,7 +30,6 @@
 
 typedef float floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
-typedef float floats8 __attribute__((vector_size(32)));
 typedef float floats4 __attribute__((vector_size(16)));
 
 INLINE floats load_floats(const float *at) {
@@ -50,54 +44,21 @@ INLINE void store_floats(float *at, floats numbers) {
 
 #if DTYPE == 0
 INLINE floats load(const char *at) { return load_floats((const float *)at); }
-#elif DTYPE == 1 && defined(__AVX512F__)
-INLINE floats load(const char *at) {
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)at));
-    return (floats)_mm512_slli_epi32(wide, 16);
-}
-#elif DTYPE == 1 && defined(__AVX2__)
+#elif DTYPE == 1
 INLINE floats load(const char *at) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)at));
     return (floats)_mm256_slli_epi32(wide, 16);
 }
-#elif DTYPE == 1
-typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
-typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
-INLINE floats load(const char *at) {
-    halves raw;
-    memcpy(&raw, at, sizeof raw);
-    return (floats)(__builtin_convertvector(raw, words) << 16);
-}
-#elif defined(__AVX512F__)
-INLINE floats load(const char *at) {
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)at));
-}
-#elif defined(__F16C__)
+#else
 INLINE floats load(const char *at) {
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)at));
 }
-#elif defined(__aarch64__)
-typedef _Float16 halves __attribute__((vector_size(2 * WIDTH)));
-INLINE floats load(const char *at) {
-    halves raw;
-    memcpy(&raw, at, sizeof raw);
-    return __builtin_convertvector(raw, floats);
-}
-#else
-#error "this processor does not convert fp16"
 #endif
 
 INLINE float sum(floats numbers) {
-#if WIDTH == 16
-    floats8 halves_of[2];
-    memcpy(halves_of, &numbers, sizeof numbers);
-    floats8 eight = halves_of[0] + halves_of[1];
-#else
-    floats8 eight = numbers;
-#endif
-    floats4 quarters[2];
-    memcpy(quarters, &eight, sizeof eight);
-    floats4 four = quarters[0] + quarters[1];
+    floats4 halves[2];
+    memcpy(halves, &numbers, sizeof numbers);
+    floats4 four = halves[0] + halves[1];
     return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
