@@ -66,6 +66,9 @@ def test_estimate_of_a_long_prompt(
         assert f"{refused[0]} does not go with --prompt" in capsys.readouterr().err
     assert main(["estimate", "--model", str(file), "--tokens", "5", "--causal"]) == 2
     assert "--causal does not go with --model" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*prompt, "--memory", "24"])
+    assert "24 is 24 bytes; such as 24GiB" in capsys.readouterr().err
     assert main(["estimate", "--prompt", "5"]) == 2
     assert "--prompt goes with --model only" in capsys.readouterr().err
 

@@ -110,7 +110,7 @@ def show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) ->
     title = (
         f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a prompt of "
         f"{counted(estimate.tokens, 'token')}, {counted(estimate.generate, 'token')} "
-        "after it"
+        f"after it, on {request.device}"
     )
     show_table(["part", "device", "host memory", "files"], rows, title=title)
     say(f"prefill: {format_seconds(estimate.prefill_seconds)}")

@@ -41,13 +41,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ),
         (
             "--memory",
-            shared.bytes_of,
+            shared.memory_of,
             "with --model: memory of the device; only the switches that "
             "are needed to fit are on (default: all)",
         ),
         (
             "--host-memory",
-            shared.bytes_of,
+            shared.memory_of,
             "with --model: memory of the host, of which five sixths "
             "may be page-locked (default: what is free on this machine)",
         ),
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
             }
         )
         return
-    _show(options, shape, needs)
+    _show(options, shape, needs, training.device)
     if fits is None:
         say(_all_on_words(needs, host))
         return
@@ -173,10 +173,12 @@ def _longest_words(longest: int | None) -> str:
     return f"longest {format_count(longest)}"
 
 
-def _show(options: argparse.Namespace, shape: ModelShape, needs: StepMemory) -> None:
+def _show(
+    options: argparse.Namespace, shape: ModelShape, needs: StepMemory, device: str
+) -> None:
     title = (
         f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training "
-        f"step of {options.batch} x {counted(options.tokens, 'token')}"
+        f"step of {options.batch} x {counted(options.tokens, 'token')} on {device}"
     )
     switched = "all on" if options.memory is None else "these on"
     rows = [
