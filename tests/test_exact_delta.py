@@ -11,7 +11,15 @@ import pytest
 import torch
 from helpers.fa4 import stand_in
 from helpers.memory import usage
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from helpers.saturated import (
+    MOST_OVER_UNFUSED,
+    distance,
+    errors,
+    gradients,
+    rounding_of_fp32,
+    saturated,
+    unfused,
+)
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
@@ -21,52 +29,6 @@ from quorum_attention.kernels.select import select_kernel
 
 __all__ = ["stand_in"]
 HALF = [torch.bfloat16, torch.float16]
-_MOST_OVER_UNFUSED = 3.0
-
-
-def saturated(shape, n_keys, dtype, kv_heads=None):  # type: ignore[no-untyped-def]
-    """Query, key, value and an upstream gradient; the first three times 9."""
-    heads, n_queries, head_dim = shape
-    kv_heads = kv_heads or heads
-    sizes = [(heads, n_queries), (kv_heads, n_keys), (kv_heads, n_keys)]
-    tensors = [(9 * torch.randn(1, *size, head_dim)).to(dtype) for size in sizes]
-    return [*tensors, torch.randn(1, *shape).to(dtype)]
-
-
-def unfused(q, k, v, **options):  # type: ignore[no-untyped-def]
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-
-def gradients(call, tensors, dtype=None, **options):  # type: ignore[no-untyped-def]
-    """Of query, key and value by ``call``, computed in ``dtype``."""
-    q, k, v, grad_out = (t.detach().to(dtype or t.dtype) for t in tensors)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = call(*leaves, **options)
-    return torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
-
-
-def errors(grads, truth):  # type: ignore[no-untyped-def]
-    """Of dQ and dK, as a share of the larger norm of the two."""
-    size = max(float(t.norm()) for t in truth[:2])
-    return distance(grads, truth) / size
-
-
-def distance(grads, truth):  # type: ignore[no-untyped-def]
-    """The larger error of dQ and dK."""
-    pairs = list(zip(grads, truth, strict=True))[:2]
-    return max(float((g.double() - t).norm()) for g, t in pairs)
-
-
-def rounding_of_fp32(tensors):  # type: ignore[no-untyped-def]
-    """What a row's dS is off by where its true value is far below: fp32 fused kernels
-    have that too."""
-    q, k, v, grad_out = (t.double() for t in tensors)
-    group = q.shape[1] // k.shape[1]
-    v = v.repeat_interleave(group, 1)
-    products = (grad_out.abs() @ v.abs().mT).amax(-1)
-    rows = max(float(t.norm(dim=-1).max()) for t in (q, k))
-    return 2**-22 * q.shape[-1] ** -0.5 * rows * float(products.norm())
 
 
 def drawn(draw: random.Random) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -95,7 +57,7 @@ def check_drawn(seeds: range) -> None:
         of_unfused = distance(gradients(unfused, tensors, **options), truth)
         ours = {"depth": draw.choice([0, "auto", 1]), "exact_delta": True}
         error = distance(gradients(qa.attention, tensors, **options, **ours), truth)
-        most = _MOST_OVER_UNFUSED * of_unfused + rounding_of_fp32(tensors)
+        most = MOST_OVER_UNFUSED * of_unfused + rounding_of_fp32(tensors)
         assert error <= most, (seed, error, of_unfused)
 
 
