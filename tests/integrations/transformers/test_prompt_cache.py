@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ pytest.importorskip("transformers")
 from helpers.models import DECODERS, MIXED, VOCABULARY, attended, some_ids, tiny
 
 from quorum_attention.integrations.transformers import register, segmented_tensor
-from quorum_attention.integrations.transformers.prompt_cache import PromptCache
+from quorum_attention.integrations.transformers.prompt_cache import PromptCache, _spread
 from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
 from quorum_attention.long_prompts import segments as segments_module
 from quorum_attention.long_prompts.places import Place
@@ -259,3 +260,34 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     other = cache_of(model_of("qwen3"), None, tmp_path / "segments")
     with pytest.raises(ValueError, match="another model"):
         other.load(tmp_path / "book")
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 28, 36])
+def test_layers_on_the_device_are_spread_among_all(n_layers: int) -> None:
+    """Layers in host memory that lie together have nothing to be copied under."""
+    order = _spread(list(range(n_layers)))
+    assert sorted(order) == list(range(n_layers))
+    for n_on_device in range(n_layers // 2, n_layers):
+        in_host_memory = sorted(order[n_on_device:])
+        gaps = [behind - at for at, behind in pairwise(in_host_memory)]
+        even_gap = n_layers / max(1, len(in_host_memory))
+        assert all(even_gap / 2.7 <= gap <= even_gap * 2.7 for gap in gaps)
+
+
+def test_the_next_layer_in_host_memory_is_copied_ahead() -> None:
+    """Layers on the device between are passed over; behind the last comes the first."""
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(num_hidden_layers=5, num_key_value_heads=1)
+    cache = PromptCache(config)
+    tokens = torch.randn(1, 1, 9, 8)
+    for number in range(5):
+        cache.update(tokens, tokens, number)
+    layers = cache._segmented_layers()
+    for number in (1, 3):
+        prefix = layers[number].tokens._prefixes[0]
+        prefix.block.place = Place.HOST
+    following = [layer._next_segments()[0].key.data_ptr() for layer in layers]
+    addresses = [layer.tokens.segments()[0].key.data_ptr() for layer in layers]
+    expected = [addresses[number] for number in (1, 3, 3, 1, 1)]
+    assert following == expected

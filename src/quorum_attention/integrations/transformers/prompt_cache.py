@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -31,6 +31,8 @@ from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import load_layers, save_layers
 from quorum_attention.long_prompts.segments import SegmentedCache
 from quorum_attention.units import counted, format_bytes
+
+_Layer = TypeVar("_Layer")
 
 
 class PromptCache(DynamicCache):  # type: ignore[misc]
@@ -264,7 +266,7 @@ def remove_tokens(layers: Iterable[Any]) -> None:
         layer.reset()
 
 
-def _spread(layers: Sequence[SegmentedLayer]) -> list[SegmentedLayer]:
+def _spread(layers: Sequence[_Layer]) -> list[_Layer]:
     """Return layers in an order whose first ones, however many, lie spread evenly among
     all.
 
