@@ -130,6 +130,32 @@ def test_small_entries_go_many_to_a_call(
     assert len(calls) == 2 * n_calls
 
 
+@pytest.mark.parametrize("rows", [1, 12])
+def test_a_mask_of_each_entry_with_grouped_heads_takes_few_calls(
+    calls: list[tuple[int, ...]], rows: int
+) -> None:
+    """Its entries and key heads are no one dimension, so entries ran one by one: 13
+    times torch's seconds."""
+    query = torch.randn(500, 6, 12, 8).requires_grad_()
+    key, value = (torch.randn(500, 3, 12, 8).requires_grad_() for _ in range(2))
+    kept = torch.rand(500, 1, rows, 12) < 0.7
+    upstream = torch.randn(query.shape)
+    three = [query, key, value]
+    calls.clear()
+    out = qa.attention(*three, kept, enable_gqa=True)
+    grads = torch.autograd.grad(out, three, upstream)
+    # Some are of the test before the kernel's first use.
+    assert len(calls) < 20
+    repeated = [query, *(t.repeat_interleave(2, 1) for t in (key, value))]
+    wanted = qa.attention(*repeated, kept)
+    for result, right in zip(
+        (out, *grads),
+        (wanted, *torch.autograd.grad(wanted, three, upstream)),
+        strict=True,
+    ):
+        torch.testing.assert_close(result, right, rtol=0, atol=1e-6)
+
+
 def test_a_budget_that_holds_a_part_of_the_entries_cuts_between_many_of_them(
     calls: list[tuple[int, ...]],
 ) -> None:

@@ -4,8 +4,9 @@ expanded keys.
 In a forward without a causal mask, the query heads that share a key/value head become
 further rows of one head. Otherwise each key/value head becomes a batch entry: the query
 heads of its group are the entry's heads, and all of them read its keys through a stride
-of 0. Where (batch, key heads) cannot become one dimension without a copy, batch entries
-run one after the other.
+of 0. Where (batch, key heads) cannot become one dimension without a copy (a mask of
+each entry for all heads), batch entries run one after the other, or key heads if these
+are fewer.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
         rows = query.reshape(batch, key_heads, -1, head_dim)  # (b, hk, g * n, d)
         out, lse = run(replace(call, query=rows))
     else:
-        parts = [run(part) for _, part in _calls_of_equal_heads(call)]
+        dim, calls = _calls_of_equal_heads(call)
+        parts = [run(part) for _, part in calls]
         outs, lses = zip(*parts, strict=True)
-        out = _joined(outs)
-        lse = _joined(lses)
+        out = _joined(outs, dim)
+        lse = _joined(lses, dim)
     rows_shape = query.shape[:-1]
     return out.reshape(*rows_shape, -1), lse.reshape(rows_shape)
 
@@ -63,13 +65,19 @@ def grouped_backward(
     Args:
         run: computes the gradients of a call with as many key heads as query heads.
     """
+    dim, calls = _calls_of_equal_heads(call)
     parts: list[Three] = []
-    for pick, part in _calls_of_equal_heads(call):
+    for pick, part in calls:
         grad_query, grad_key, grad_value = run(
             part, saved.mapped(partial(_rows_of, part, pick))
         )
-        parts.append((grad_query, grad_key.sum(1), grad_value.sum(1)))
-    grad_query, grad_key, grad_value = map(_joined, zip(*parts, strict=True))
+        grad_key = grad_key.sum(1, keepdim=True)
+        grad_value = grad_value.sum(1, keepdim=True)
+        parts.append((grad_query, grad_key, grad_value))
+    grads = (
+        _joined(grads_of_parts, dim) for grads_of_parts in zip(*parts, strict=True)
+    )
+    grad_query, grad_key, grad_value = grads
     return (
         grad_query.reshape(call.query.shape),
         grad_key.view(call.key.shape),
@@ -83,20 +91,49 @@ def _rows_of(part: Call, pick: Pick, rows: torch.Tensor) -> torch.Tensor:
     return pick(rows).reshape(*lanes, *rows.shape[2:])
 
 
-def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _calls_of_equal_heads(call: Call) -> Iterator[tuple[Pick, Call]]:
-    """Yield calls with each key head as a batch entry, and what selects their batch
-    entries.
+def _calls_of_equal_heads(call: Call) -> tuple[int, Iterator[tuple[Pick, Call]]]:
+    """Return calls in which each key head is there for every query head of its group.
 
-    It is one call of all entries where that takes no copy; else each entry is a call.
+    It is one call of all entries where that takes no copy; else a call of each entry,
+    or of each key head if these are fewer.
+
+    Returns:
+        The dimension along which results of the calls are joined; and the calls, each
+        with what selects its rows of a tensor (b, hq, n, ...).
     """
     grouped = _groups_as_entries(call)
     if grouped is not None:
-        yield as_it_is, grouped
-        return
+        return 0, iter([(as_it_is, grouped)])
+    batch, key_heads = call.key.shape[:2]
+    if key_heads < batch:
+        return 1, _calls_of_key_heads(call)
+    return 0, _calls_of_entries(call)
+
+
+def _calls_of_key_heads(call: Call) -> Iterator[tuple[Pick, Call]]:
+    """Yield the call of each key head, for all entries."""
+    heads = call.query.shape[1]
+    key_heads = call.key.shape[1]
+    group = heads // key_heads
+    for key_head in range(key_heads):
+        first = key_head * group
+        pick = itemgetter((slice(None), slice(first, first + group)))
+        pick_key = itemgetter((slice(None), slice(key_head, key_head + 1)))
+        bias = call.bias
+        if bias is not None and bias.shape[1] > 1:
+            bias = pick(bias)
+        part = call.mapped(pick, pick_key, bias=bias)
+        key = part.key.expand(-1, group, -1, -1)
+        value = part.value.expand(-1, group, -1, -1)
+        yield pick, replace(part, key=key, value=value)
+
+
+def _calls_of_entries(call: Call) -> Iterator[tuple[Pick, Call]]:
+    """Yield the call of each entry, with each key head as an entry."""
     for entry in range(call.key.shape[0]):
         pick = itemgetter(slice(entry, entry + 1))
         bias = call.bias
