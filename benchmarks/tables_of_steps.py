@@ -125,8 +125,8 @@ def whole_step(longest: dict[str, Any]) -> str:
     all_seconds = seconds / longest["layers"] * of_layers
     host = gib(longest["host_by_estimate"])
     return (
-        f"a step of these {seconds:.1f} s (all {of_layers} layers, not run: by that "
-        f"{all_seconds:,.0f} s, and {host} of host memory)"
+        f"{seconds:.1f} s a step (by that all {of_layers} layers, which were not run, "
+        f"take {all_seconds:,.0f} s, and by `estimate` {host} of host memory)"
     )
 
 
