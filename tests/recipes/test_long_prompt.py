@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ pytest.importorskip("transformers")
 
 import transformers
 from helpers.models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
-from transformers.models.nemotron import modeling_nemotron
 
 from quorum_attention.recipes import long_prompt, undo_long_prompt
 from quorum_attention.recipes.changes import changes_by
@@ -64,7 +64,6 @@ LAYERED: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {},
     "mixtral": EXPERTS,
-    "nemotron": {},
     "olmo": EIGHT,
     "olmo2": EIGHT,
     "olmo3": {"sliding_window": 9, "layer_types": MIXED},
@@ -80,9 +79,7 @@ LAYERED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Kinds that are given their prompts in chunks, or as they were.
 CHUNKED: dict[str, dict[str, Any]] = {
-    "gptj": {**OLD, "rotary_dim": 8},
     "bloom": {"n_layer": 2, "n_head": 4, **EIGHT},
-    "codegen": {**OLD, "rotary_dim": 8},
     "falcon": {
         "ffn_hidden_size": 48,
         "new_decoder_architecture": True,
@@ -90,9 +87,16 @@ CHUNKED: dict[str, dict[str, Any]] = {
         **EIGHT,
     },
 }
-if not hasattr(modeling_nemotron, "ALL_ATTENTION_FUNCTIONS"):
-    # In Transformers 5.6 its attention has no name.
-    del LAYERED["nemotron"]
+# Their attention has a name in some versions of Transformers, and none in others.
+NAMED_IN_SOME: dict[str, dict[str, Any]] = {
+    "codegen": {**OLD, "rotary_dim": 8},
+    "gptj": {**OLD, "rotary_dim": 8},
+    "nemotron": {},
+}
+for kind, sizes in NAMED_IN_SOME.items():
+    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    kinds = LAYERED if hasattr(module, "ALL_ATTENTION_FUNCTIONS") else CHUNKED
+    kinds[kind] = sizes
 N_PROMPT = 67
 N_GENERATED = 64
 TILE = 20
