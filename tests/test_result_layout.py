@@ -44,6 +44,8 @@ ROUTES: dict[str, dict[str, Any]] = {
     "dense": {"kernel": "dense"},
     "under a mask": {"attn_mask": Mask(window=(9, 0))},
     "with an additive mask": {"attn_mask": torch.zeros(TOKENS, TOKENS)},
+    "lengths of entries": {"attn_mask": Mask(key_lengths=torch.arange(BATCH) * 3 + 2)},
+    "scattered documents": {"attn_mask": Mask(documents=torch.arange(TOKENS) % 3)},
     "with sinks": {"attn_mask": Mask(sinks=torch.zeros(HEADS))},
     "with a soft cap": {"attn_mask": Mask(softcap=3.0)},
     "with dropout": {"dropout_p": 0.1},

@@ -3,12 +3,14 @@ written back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quorum_attention.kernels.masked.cells import Bucket, CellSide
 from quorum_attention.kernels.operator_call import Call
+from quorum_attention.kernels.result_layout import result_strides
 from quorum_attention.kernels.torch_private import no_torch_modes
 
 
@@ -52,14 +54,20 @@ class CellPlaces:
         columns = torch.arange(side.longest, device=device)
         self.is_copy = columns >= counts.unsqueeze(1)
 
-    def rows(self, heads: int, n_tokens: int) -> torch.Tensor:
-        """The numbers (cells, heads, longest) of rows of (entries, heads, n_tokens)."""
+    def rows(self, heads: int, steps: Sequence[int]) -> torch.Tensor:
+        """The numbers (cells, heads, longest) of rows in memory.
+
+        Args:
+            steps: from an entry, a head and a token to the next, in rows.
+        """
+        entry_step, head_step, token_step = steps
         head_numbers = torch.arange(heads, device=self.entries.device)
-        first_lanes = self.entries * heads
-        lanes = first_lanes.unsqueeze(1) + head_numbers  # (cells, heads)
-        first_rows = lanes.unsqueeze(2) * n_tokens  # (cells, heads, 1)
+        first_rows = self.entries.unsqueeze(1) * entry_step
+        first_rows = first_rows + head_numbers * head_step  # (cells, heads)
         tokens = self.tokens.unsqueeze(1)  # (cells, 1, longest)
-        return first_rows + tokens
+        if token_step != 1:
+            tokens = tokens * token_step
+        return first_rows.unsqueeze(2) + tokens
 
 
 Places = EntryRun | CellPlaces
@@ -84,7 +92,7 @@ class RowReader:
         _, heads, n_tokens, width = tensor.shape
         if self._flat is None:
             self._flat = tensor.reshape(-1, width)
-        rows = places.rows(heads, n_tokens)
+        rows = places.rows(heads, (heads * n_tokens, n_tokens, 1))
         gathered = self._flat.index_select(0, rows.view(-1))
         return gathered.view(*rows.shape, width)
 
@@ -93,12 +101,14 @@ class Results:
     """Results (b, h, n, width) that are written part by part.
 
     Args:
-        like: has the results' first three dimensions and device.
+        like: has the results' first three dimensions, their order in memory and device.
         fill: what rows of no part hold.
     """
 
     def __init__(self, like: torch.Tensor, width: int, fill: float = 0.0) -> None:
         self._like = like
+        # From an entry, a head and a token to the next, in rows.
+        self._steps = result_strides(like, (*like.shape[:3], 1))[:3]
         self._width = width
         self._fill = fill
         self._tensor: torch.Tensor | None = None
@@ -122,8 +132,7 @@ class Results:
 
     def _write_rows(self, places: CellPlaces, part: torch.Tensor) -> None:
         assert self._flat is not None
-        _, heads, n_tokens = self._like.shape[:3]
-        rows = places.rows(heads, n_tokens)
+        rows = places.rows(self._like.shape[1], self._steps)
         if places.is_filled:
             spare_row = len(self._flat) - 1
             rows.masked_fill_(places.is_copy[:, None], spare_row)
@@ -141,5 +150,6 @@ class Results:
             self._flat = torch.full(
                 size, self._fill, dtype=dtype, device=self._like.device
             )
-            self._tensor = self._flat[:-1].view(*shape, self._width)
+            strides = [step * self._width for step in self._steps]
+            self._tensor = self._flat.as_strided((*shape, self._width), (*strides, 1))
         return self._tensor

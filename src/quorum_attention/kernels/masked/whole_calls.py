@@ -154,7 +154,9 @@ class WholeCallKernel(Kernel):
             return self._by_blocks().whole_forward(call)
         readers = [RowReader(tensor) for tensor in call.inputs]
         out = Results(call.query, call.value.shape[-1])
-        lse = Results(call.query, 1, -torch.inf)
+        # Head after head, whatever the order of the query's dimensions.
+        rows = call.query.new_empty(()).expand(*call.query.shape[:3], 1)
+        lse = Results(rows, 1, -torch.inf)
         for part in self.parts(call, _shape_of(call)):
             part_call = _call_of(part, call, readers)
             part_out, part_lse = self.base.whole_forward(part_call)
