@@ -83,7 +83,7 @@ CASES = {
     "short": Case(1 << 15, 8, 8, 64, _HALF, "16MiB"),
 }
 CPU_CASES = {
-    "16384": Case(1 << 14, 2, 2, 64, torch.float32, "24MiB", "device"),
+    "16384": Case(1 << 14, 2, 2, 64, torch.float32, "32MiB", "device"),
     "8192-cut": Case(1 << 13, 2, 2, 64, torch.float32, None, "device", depth=1),
     "small": Case(64, 8, 8, 64, torch.float32, None, "device", calls=200),
 }
