@@ -165,17 +165,24 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return tokens
 
 
-@pytest.mark.slow_but_first
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_the_plain_cache(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shared layers, compressed keys, recurrences, biases of positions, one key head,
-    experts."""
-    if kind not in transformers.CONFIG_MAPPING:
-        pytest.skip("this version of Transformers does not have it")
+@pytest.fixture(autouse=True)
+def blocks_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens fill several blocks of memory."""
     monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
     monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
+
+
+def skip_if_unknown(kind: str) -> None:
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("this version of Transformers does not have it")
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_plain_cache(kind: str, tmp_path: Path) -> None:
+    """Shared layers, compressed keys, recurrences, biases of positions, one key head,
+    experts."""
+    skip_if_unknown(kind)
     register(min_tokens=0)
     torch.manual_seed(0)
     model = model_of(kind)
@@ -187,12 +194,8 @@ def test_tokens_are_those_of_the_plain_cache(
         assert torch.equal(generate(model, ids, past_key_values=cache), expected)
 
 
-def test_an_encoder_and_a_decoder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     """T5: the decoder's own tokens in segments, a bias for every pair, beams."""
-    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
-    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
     register(min_tokens=0)
     torch.manual_seed(0)
     config = transformers.T5Config(
@@ -255,15 +258,12 @@ MODES = ("beams", "chunked", "assisted", "forked", "saved")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_plain_cache_in_each_mode(
-    kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, mode: str, tmp_path: Path
 ) -> None:
     """What a kind of model cannot do with the plain cache is left out."""
-    if kind not in transformers.CONFIG_MAPPING:
-        pytest.skip("this version of Transformers does not have it")
+    skip_if_unknown(kind)
     if (kind, mode) == ("recurrent_gemma", "forked"):
         pytest.skip("its state lies in its modules, not in a cache")
-    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
-    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
     register(min_tokens=0)
     torch.manual_seed(0)
     model = model_of(kind)
