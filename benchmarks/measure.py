@@ -8,6 +8,7 @@ import gc
 import importlib
 import io
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -154,6 +155,20 @@ def _take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
+def forget_host_peak() -> None:
+    """Let ``host_peak_bytes`` count from here on."""
+    # Linux: 5 resets the peak of resident memory.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def host_peak_bytes() -> int:
+    """The most memory that this process held in RAM, page-locked memory included."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    kibibytes = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert kibibytes is not None, "Linux says the peak of resident memory"
+    return int(kibibytes[1]) << 10
+
+
 class Meter:
     """Seconds of a block, and the most memory that torch's allocator gave out at one
     time.
@@ -166,6 +181,7 @@ class Meter:
 
     Attributes:
         seconds, peak: valid after the block.
+        host_peak: the most host memory that the process held in the block, in bytes.
     """
 
     def __init__(self, device: str, allocated: int = 0) -> None:
@@ -175,8 +191,10 @@ class Meter:
         self._start = 0.0
         self.seconds = 0.0
         self.peak = 0
+        self.host_peak = 0
 
     def __enter__(self) -> Meter:
+        forget_host_peak()
         if self._device == "cuda":
             gc.collect()
             wait()
@@ -189,6 +207,7 @@ class Meter:
     def __exit__(self, *error: Any) -> None:
         wait()
         self.seconds = time.perf_counter() - self._start
+        self.host_peak = host_peak_bytes()
         if self._device == "cuda":
             self.peak = torch.cuda.max_memory_allocated()
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from measure import wait
+from measure import forget_host_peak, host_peak_bytes, wait
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -257,6 +257,7 @@ def measure(row: dict[str, Any]) -> None:
     )
     ids = random_ids(model, 1, row["tokens"], device)
     runs = []
+    forget_host_peak()
     for _ in range(row["repeats"]):
         cache = None
         free_memory(device)
@@ -270,6 +271,7 @@ def measure(row: dict[str, Any]) -> None:
             ),
             "first_token_seconds": runs[-1][1],
             "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+            "host_peak_bytes": host_peak_bytes(),
             "weights_bytes": weights,
             "cache": str(cache)[:500],
         },

@@ -72,6 +72,8 @@ CASES = {
     "1048576-128MiB": Case(*_MILLION, "128MiB"),
     "1048576-pageable": Case(*_MILLION, "1GiB", "pageable"),
     "1048576-device": Case(*_MILLION, None, "device"),
+    "131072-device": Case(1 << 17, 8, 8, 64, _HALF, None, "device"),
+    "131072x128-device": Case(1 << 17, 8, 8, 128, _HALF, None, "device"),
     "native": Case(1 << 18, 8, 8, 64, _HALF, "256MiB", kernel="native"),
     "flex": Case(1 << 18, 8, 8, 64, _HALF, None, "device", 4096, "flex"),
     "flex-cut": Case(1 << 18, 8, 8, 64, _HALF, None, "device", 4096, "flex", 1),

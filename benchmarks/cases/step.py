@@ -356,6 +356,7 @@ def long_steps(
         "first_seconds": seconds[0],
         "seconds": seconds[-1],
         "peak": meter.peak,
+        "host_peak": meter.host_peak,
         "loss": loss,
     }
 
@@ -482,9 +483,13 @@ class LongestText:
             f"{WAYS[self._way]}: {tokens:,} tokens, {format_bytes(meter.peak)}",
             flush=True,
         )
-        self.points.append(
-            {"tokens": tokens, "peak": meter.peak, "seconds": meter.seconds}
-        )
+        point = {
+            "tokens": tokens,
+            "peak": meter.peak,
+            "host_peak": meter.host_peak,
+            "seconds": meter.seconds,
+        }
+        self.points.append(point)
 
     def _reach(self, grain: int) -> int:
         """Tokens at which the line through the last two points reaches the memory."""
