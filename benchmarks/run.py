@@ -31,9 +31,9 @@ import torch
 from quorum_attention.bench.record import RunRecord, describe_run, new_path
 
 CASES = re.findall(r"^([a-z]+)  +\w", __doc__, re.M)
-# Options that name places of one machine, or the source: a record's arguments are
-# without these.
-LOCAL = ("results", "commit", "before")
+# Options that name places of one machine, or the source, or end a run that takes too
+# long: a record's arguments are without these.
+LOCAL = ("results", "commit", "before", "timeout")
 
 
 def main(arguments: list[str]) -> None:
