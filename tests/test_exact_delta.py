@@ -222,3 +222,42 @@ def test_a_checkpoint_has_it() -> None:
     )
     grads = torch.autograd.grad(out, leaves, grad_out)
     assert errors(grads, truth) < 4e-3
+
+
+@pytest.mark.parametrize("options", [{"exact_delta": True}, {"out_dtype": torch.float}])
+def test_a_graph_of_the_compiler_has_it(options) -> None:  # type: ignore[no-untyped-def]
+    """The graph does not break, and its results have the dtype of an eager call's."""
+    torch.manual_seed(5)
+    tensors = saturated((2, 9, 16), 9, torch.bfloat16)
+    truth = gradients(unfused, tensors, torch.float64)
+    call = partial(qa.attention, **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    grads = gradients(compiled, tensors)
+    assert errors(grads, truth) < 4e-3
+    leaf = tensors[0].requires_grad_()
+    out = compiled(leaf, *tensors[1:3])
+    expected = call(leaf, *tensors[1:3])
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("through", ["eager", "compiled"])
+def test_settings_have_it(through: str) -> None:
+    """A graph that was made without them computes the output again."""
+    torch.manual_seed(5)
+    q, k, v, grad_out = saturated((2, 9, 16), 9, torch.bfloat16)
+    truth = gradients(unfused, (q, k, v, grad_out), torch.float64)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    call = qa.attention
+    if through == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    call(*leaves)
+    with qa.using(exact_delta=True):
+        out = call(*leaves)
+        rounded = call(*leaves, exact_delta=False)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    assert errors(grads, truth) < 4e-3
+    noise = torch.autograd.grad(rounded, leaves, grad_out)
+    assert errors(noise, truth) > 3 * errors(grads, truth)

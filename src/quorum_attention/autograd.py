@@ -91,7 +91,7 @@ class AutogradPass:
         out, lse, grad_out, grad_lse, *rest = inputs[6:]
         if rest:
             out = joined(out, *rest)
-            request = _reserving_out(request, out.device, "the unrounded output")
+            request = reserving_out(request, out.device, "the unrounded output")
         grad_mask, grad_sinks = self.wanted_grads
         backward_inputs = BackwardInputs(
             grad_out,
@@ -109,7 +109,7 @@ def _split_results(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute (out, lse) of a call, and the rest of the output."""
     device = tensors.query.device
-    request_with_parts = _reserving_out(request, device, "the two parts of the output")
+    request_with_parts = reserving_out(request, device, "the two parts of the output")
     wide_request = replace(
         request_with_parts,
         out=None,
@@ -123,7 +123,7 @@ def _split_results(
     return out, lse, rest_of(unrounded, out)
 
 
-def _reserving_out(request: Request, home: torch.device, purpose: str) -> Request:
+def reserving_out(request: Request, home: torch.device, purpose: str) -> Request:
     """Reserve the bytes of an output in fp32, or of its two parts, in the budget of a
     call that is computed where its tensors are."""
     if home != request.options.device:

@@ -83,15 +83,17 @@ def test_a_gradient_of_the_lse(pool: Pool, heads: int) -> None:
     near(found, wanted)
 
 
-def test_saturated_attention_has_exact_gradients(pool: Pool) -> None:
+@pytest.mark.parametrize("wanted", [{"exact_delta": True}, {"out_dtype": torch.float}])
+def test_saturated_attention_has_exact_gradients(
+    pool: Pool, wanted: dict[str, Any]
+) -> None:
     """Workers round no output: gradients are those of one process."""
     q, k, v, grad_out = ((9 * torch.randn(1, 4, 64, 16)).bfloat16() for _ in "qkvg")
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    options = {"is_causal": True, "exact_delta": True}
     grads = []
     for devices in (None, pool):
-        out = qa.attention(*leaves, devices=devices, **options)
-        grads.append(torch.autograd.grad(out, leaves, grad_out))
+        out = qa.attention(*leaves, is_causal=True, devices=devices, **wanted)
+        grads.append(torch.autograd.grad(out, leaves, grad_out.to(out.dtype)))
     for ours, expected in zip(*grads, strict=True):
         assert float((ours - expected).norm() / expected.norm()) < 4e-3
 

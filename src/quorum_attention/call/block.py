@@ -328,7 +328,9 @@ def request_of_block(
         options=options,
     )
     function = "attention_backward" if is_backward else "attention"
-    tensors, request = request_of(function, query, key, value, arguments)
+    tensors, request = request_of(
+        function, query, key, value, arguments, records=call.records
+    )
     if dropout is not None:
         assert block.rows.start == block.keys.start == 0, (
             "dropout counts positions from 0"
@@ -337,7 +339,6 @@ def request_of_block(
     request = replace(
         request,
         dropout=dropout,
-        records=call.records or request.records,
         mask_grad=call.mask_grad or request.mask_grad,
         lse=results.lse,
     )

@@ -46,13 +46,13 @@ class SettingsKeywords(TypedDict, total=False):
     devices: Devices | None
     progress: Any
     report: Report | None
+    exact_delta: bool | None
 
 
 class CallKeywords(SettingsKeywords, total=False):
     """Options that a call takes by keyword."""
 
     plan: Plan | None
-    exact_delta: bool | None
 
 
 class CallOptions(NamedTuple):

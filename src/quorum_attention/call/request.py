@@ -128,12 +128,15 @@ def request_of(
     key: torch.Tensor,
     value: torch.Tensor,
     arguments: Arguments,
+    *,
+    records: bool = False,
 ) -> tuple[Tensors, Request]:
     """Check a call, and return the tensors that it reads and its request.
 
     Args:
         function: name of the public function. "attention_backward" draws no seed, and
             takes kernels that have gradients.
+        records: whether autograd sees the call in another place than this one.
 
     Raises:
         ValueError, TypeError, NotImplementedError: arguments that do not fit, by name.
@@ -170,7 +173,7 @@ def request_of(
     mask_grad = _needs_grad(bias)
     out = checked.out
     out_dtype = _out_dtype_of(arguments, out, query)
-    records = mask_grad or recorded
+    records = mask_grad or recorded or records
     shape = replace(
         shape,
         wide_out=_needs_unrounded(arguments, shape, out_dtype, records=records),

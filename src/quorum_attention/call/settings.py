@@ -42,7 +42,7 @@ Settings = dict[str, Any]
 MIN_TOKENS = 4096
 
 _PINNED_BY_PLAN = ("budget", "depth", "kernel", "accumulator")
-_FREE = ("devices", "progress")
+_FREE = ("devices", "progress", "exact_delta")
 
 # The layers of a context, outermost first.
 _LAYERS: ContextVar[tuple[Settings, ...]] = ContextVar(
@@ -157,7 +157,7 @@ class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     asyncio task inherits them. ``kernel`` must compute plain attention: settings say
     how calls are run, never what they compute.
 
-    Options: budget, depth, kernel, accumulator, progress: as in
+    Options: budget, depth, kernel, accumulator, progress, exact_delta: as in
         ``quorum_attention.attention``; their
             defaults there (None, "auto") undo an outer block's.
         devices: one device, or None.

@@ -18,7 +18,15 @@ from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import Mask
 
 # Options of a pool's call that `Pool.attention` does not name.
-_OPTIONS = ("budget", "depth", "kernel", "accumulator", "progress", "plan")
+_OPTIONS = (
+    "budget",
+    "depth",
+    "kernel",
+    "accumulator",
+    "progress",
+    "plan",
+    "exact_delta",
+)
 
 
 class Pool(WorkerPool):
@@ -83,7 +91,8 @@ class Pool(WorkerPool):
                 dropout_seed, out: as there; tensors in host memory or on a CUDA device.
             report: filled with what happened.
             options: budget, of each device, a list has one for each; depth, kernel,
-                accumulator and progress, as there; progress is counted in parts.
+                accumulator, exact_delta and progress, as there; progress is counted in
+                parts.
 
         Returns:
             (..., heads, n_queries, value_dim), in shared memory if the inputs are in

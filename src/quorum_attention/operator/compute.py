@@ -7,6 +7,7 @@ from itertools import count
 
 import torch
 
+from quorum_attention.autograd import reserving_out
 from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.options import Arguments
 from quorum_attention.call.request import Request, request_of
@@ -105,6 +106,9 @@ def compute_backward(
     )
     arguments = _decoded(arguments, sinks, options, numbers, parts, settings)
     tensors, request = _request(query, key, value, arguments, True, of_mask)
+    if request.splits_out:
+        out = _unrounded_output(tensors, request)
+        request = reserving_out(request, out.device, "the unrounded output")
     backward_inputs = BackwardInputs(
         grad_out, out, lse, grad_mask=of_mask, grad_sinks=of_sinks, grad_lse=grad_lse
     )
@@ -160,8 +164,20 @@ def _request(
     # A forward that is recorded takes kernels that have gradients, as a backward does.
     function = "attention_backward" if recorded else "attention"
     with torch.no_grad():  # ``recorded`` says whether these tensors get gradients
-        tensors, request = request_of(function, query, key, value, arguments)
-    return tensors, replace(request, records=recorded, mask_grad=mask_grad)
+        tensors, request = request_of(
+            function, query, key, value, arguments, records=recorded
+        )
+    return tensors, replace(request, mask_grad=mask_grad)
+
+
+def _unrounded_output(tensors: Tensors, request: Request) -> torch.Tensor:
+    """Compute the output of a call in fp32.
+
+    Settings of the moment may ask for ``exact_delta``, where the graph has a place for
+    the rounded output alone.
+    """
+    out, _ = run_forward(tensors, replace(request, out_dtype=torch.float32))
+    return out
 
 
 def _keep_settings(settings: Settings | None) -> int:

@@ -59,6 +59,11 @@ def as_operator(
     _check_fakes(query, key, value, encoded)
     recorded = _is_recorded(query, key, value, encoded.bias, encoded.sinks)
     has_learned_bias = encoded.bias is not None and encoded.bias.requires_grad
+    result_dtype = arguments.out_dtype or query.dtype
+    reads_unrounded = recorded and arguments.options.exact_delta is True
+    if reads_unrounded and query.dtype.itemsize == 2:
+        # The backward reads this output. The graph rounds what the call returns.
+        arguments = arguments._replace(out_dtype=torch.float32)
     out, lse, _ = torch.ops.quorum_attention.attention(
         query,
         key,
@@ -77,6 +82,7 @@ def as_operator(
         recorded,
         recorded and has_learned_bias,
     )
+    out = out.to(result_dtype)
     if without_heads:
         return out.squeeze(0), lse.squeeze(0)
     return out, lse
@@ -94,9 +100,6 @@ def _encode_arguments(
         torch.compiler.is_dynamo_compiling()
         and torch.autograd.forward_ad._current_level >= 0
     ):
-        return None
-    # The operator's backward gets the output as it is returned.
-    if arguments.options.exact_delta:
         return None
     if arguments.out is not None or names_several(arguments.options.devices):
         return None
