@@ -81,6 +81,8 @@ def _broadcast_batch(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Return the batch dimensions to which those of all tensors (*batch, heads, n, d)
     broadcast."""
     batches = [t.shape[:-3] for t in tensors]
+    if all(batch == batches[0] for batch in batches):
+        return batches[0]  # torch's function imports sympy, which takes a second
     try:
         return tuple(torch.broadcast_shapes(*batches))
     except RuntimeError:
