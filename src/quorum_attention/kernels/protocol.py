@@ -26,6 +26,7 @@ from quorum_attention.kernels.operator_call import (
     whole_task,
 )
 from quorum_attention.kernels.result_layout import empty_like_input
+from quorum_attention.kernels.speed import KernelSpeed
 from quorum_attention.kernels.task_tensors import (
     Gradients,
     Indices,
@@ -65,6 +66,8 @@ class Kernel(ABC):
             is one launch.
         rates: speeds of its forward and its backward, as shares of the device's best
             kernel's.
+        speed: what the planner knows of its calls beyond ``rates``; None: they are like
+            cuDNN's.
         scaled_backward: dtypes for which a scaled backward is more exact; the kernel
             undoes the scaling (kernels/scaling.py). With other dtypes, or dropout,
             nothing is scaled.
@@ -103,6 +106,7 @@ class Kernel(ABC):
     launches: Launches = Launches.CALLS
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
     rates: tuple[float, float] = (1.0, 1.0)
+    speed: KernelSpeed | None = None
     scaled_backward: frozenset[torch.dtype] = frozenset()
     fp32_products: bool = False
     dropout: bool = False
@@ -145,6 +149,7 @@ class Kernel(ABC):
         """Take over how ``base`` computes, for a kernel whose calls ``base`` runs."""
         self.launch_seconds = base.launch_seconds
         self.rates = base.rates
+        self.speed = base.speed
         self.scaled_backward = base.scaled_backward
         self.fp32_products = base.fp32_products
         self.dropout = base.dropout

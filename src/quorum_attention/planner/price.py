@@ -21,7 +21,7 @@ from quorum_attention.kernels.call_shape import CallShape, Lengths
 from quorum_attention.kernels.protocol import Launches
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.plan import Cost, Plan
-from quorum_attention.planner.rates import fa4_hardware
+from quorum_attention.planner.rates import hardware_at_speed
 from quorum_attention.quorums import interest_set, quorum_size
 
 # A copy within a device takes the host as long as this many others, which are issued in
@@ -121,9 +121,13 @@ def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     kernel = problem.kernel
     share_kept = kept_share(problem.pairs)
     forward_share, backward_share = kernel.rates
-    if kernel.name == "fa4":
-        is_backward = problem.spec.backward
-        hardware = fa4_hardware(hardware, problem.shape.head_dim, backward=is_backward)
+    if kernel.speed is not None:
+        hardware = hardware_at_speed(
+            hardware,
+            kernel.speed,
+            problem.shape.head_dim,
+            backward=problem.spec.backward,
+        )
     return replace(
         hardware,
         flops=hardware.flops * forward_share / share_kept,

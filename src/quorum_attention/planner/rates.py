@@ -1,5 +1,4 @@
-"""Rates that are assumed: those of a device until it is calibrated, and
-FlashAttention-4's.
+"""Rates that are assumed: those of a device until it is calibrated, and of kernels.
 
 The rates of a GPU are those of one, the H200, whatever GPU is there;
 ``devices/speeds.py`` has others by name. They are good enough to rank plans on machines
@@ -8,17 +7,17 @@ like those measured. Sources: docs/planner.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.kernels.speed import KernelSpeed, RatesByHeadDim
 from quorum_attention.planner.hardware import HardwareModel
 
-# FLOP/s of a forward and of a backward, by head dimension.
-RatesByHeadDim = Mapping[int, tuple[float, float]]
+# Rows of a tile of cuDNN's.
+_TILE_ROWS = 128
 
 # FLOP/s of cuDNN on an H200.
 _H200 = {
@@ -36,14 +35,6 @@ _CPU_THREAD = {
     torch.float32: (70e9, 65e9),
     torch.bfloat16: (50e9, 65e9),
     torch.float16: (25e9, 4.5e9),
-}
-# FlashAttention-4's rates as shares of cuDNN's (docs/kernels.md).
-_FA4_OVER_CUDNN = {
-    64: (1.16, 1.17),
-    96: (1.36, 1.30),
-    128: (1.12, 1.16),
-    192: (1.12, 1.60),
-    256: (1.10, 1.0),
 }
 
 
@@ -102,26 +93,30 @@ def _cpu_hardware(dtype: torch.dtype) -> HardwareModel:
     )
 
 
-def fa4_hardware(
-    hardware: HardwareModel, head_dim: int, *, backward: bool
+def hardware_at_speed(
+    hardware: HardwareModel, speed: KernelSpeed, head_dim: int, *, backward: bool
 ) -> HardwareModel:
-    """Return the rates of ``hardware`` as FlashAttention-4 reaches them.
-
-    This kernel begins a causal call with the longest rows, walks keys in an order that
-    suits the cache, and has nothing to prepare for a new shape.
-    """
-    forward_share, backward_share = rates_at_head_dim(_FA4_OVER_CUDNN, head_dim)
-    # Its forward has tiles of 192 rows where heads are narrow.
-    has_tall_tiles = head_dim <= 96 and not backward
-    wave_rows = (
-        hardware.wave_rows * 192 // 128 if has_tall_tiles else hardware.wave_rows
-    )
+    """Return the rates of ``hardware`` as a kernel of this speed reaches them."""
+    forward_share, backward_share = rates_at_head_dim(speed.over_cudnn, head_dim)
     return replace(
         hardware,
         flops=hardware.flops * forward_share,
         backward_flops=hardware.backward_flops * backward_share,
-        wave_rows=wave_rows,
-        filling_causal=4_000,
-        cache_penalty=0.0,
-        plan_seconds=0.0,
+        wave_rows=_wave_rows(hardware, speed, head_dim, backward=backward),
+        filling_causal=speed.filling_causal,
+        cache_penalty=speed.cache_penalty,
+        plan_seconds=speed.plan_seconds,
     )
+
+
+def _wave_rows(
+    hardware: HardwareModel, speed: KernelSpeed, head_dim: int, *, backward: bool
+) -> int:
+    """Return the rows that occupy every multiprocessor once."""
+    if backward:
+        return hardware.wave_rows
+    for largest_head_dim in sorted(speed.tile_rows):
+        if head_dim <= largest_head_dim:
+            tile_rows = speed.tile_rows[largest_head_dim]
+            return hardware.wave_rows * tile_rows // _TILE_ROWS
+    return hardware.wave_rows
