@@ -23,6 +23,7 @@ from quorum_attention.kernels import (
     registry,
 )
 from quorum_attention.kernels.cudnn import CudnnKernel
+from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.masked.choose import kernel_for_mask
 from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.protocol import Kernel
@@ -107,8 +108,9 @@ def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
     assert "\n" not in reason
 
 
-def test_torch_is_tested_once_for_all(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("kernel_class", [CudnnKernel, Fa4Kernel])
+def test_packages_are_tested_once_for_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_class: type[Kernel]
 ) -> None:
     """But for those that fail, and again where a version differs or the file is
     damaged."""
@@ -122,13 +124,16 @@ def test_torch_is_tested_once_for_all(
 
     def in_another_process() -> tuple[str | None, int]:
         reason = probe(
-            CudnnKernel(), call("cuda", torch.float16), torch.device("cuda:0")
+            kernel_class(), call("cuda", torch.float16), torch.device("cuda:0")
         )
         return reason, len(tested)
 
     assert in_another_process() == ("it is wrong", 1)
     assert [in_another_process() for _ in range(3)] == [(None, 2)] * 3
-    monkeypatch.setattr(torch, "__version__", "9.0")
+    if kernel_class is CudnnKernel:
+        monkeypatch.setattr(torch, "__version__", "9.0")
+    else:
+        monkeypatch.setattr(f"{there}.fa4_versions", lambda: ("4.1",))
     assert [in_another_process() for _ in range(2)] == [(None, 3)] * 2
     (tmp_path / "passed.json").write_text('{"no": "list"}')
     assert [in_another_process() for _ in range(2)] == [(None, 4)] * 2

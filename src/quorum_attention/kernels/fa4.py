@@ -38,6 +38,7 @@ from quorum_attention.kernels.speed import KernelSpeed
 
 _on_device = torch.cuda.device
 _PACKAGE = "flash-attn-4"
+_COMPILERS = ("nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi")
 _SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _DSL_FOLDERS = (
@@ -254,8 +255,19 @@ def _held_bytes(size: int) -> int:
 def version() -> str | None:
     """Return the version that is installed; None if there is none. Nothing is
     imported."""
+    return _version_of(_PACKAGE)
+
+
+@functools.cache
+def versions() -> tuple[str | None, ...]:
+    """Return the versions of the package and of what compiles it; None for those that
+    are not installed."""
+    return (version(), *map(_version_of, _COMPILERS))
+
+
+def _version_of(package: str) -> str | None:
     try:
-        return importlib.metadata.version(_PACKAGE)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 

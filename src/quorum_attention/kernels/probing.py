@@ -20,6 +20,7 @@ from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.cache_files import load, store
 from quorum_attention.kernels.call_shape import CallShape, state_dtype
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.fa4 import versions as fa4_versions
 from quorum_attention.kernels.operator_call import Call, Saved
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -56,8 +57,8 @@ _TOLERANCES = {
 # passed.
 _MOST_ANSWERS = 1024
 _PASSED_FILE = "passed.json"
-# torch's own operators on a GPU are tested by one process for all others.
-_KERNELS_OF_TORCH = ("cudnn", "flash", "efficient")
+# Operators of other packages on a GPU are tested by one process for all others.
+_KERNELS_OF_PACKAGES = ("cudnn", "flash", "efficient", "fa4")
 
 
 def probe(
@@ -110,7 +111,7 @@ def _answer(
             f"kernel {kernel.name!r} has to be tried out before a CUDA graph is "
             "captured: make one such call first, as warm-up"
         )
-    if device.type != "cuda" or not _is_of_torch(kernel):
+    if device.type != "cuda" or not _is_of_a_package(kernel):
         with no_torch_modes():
             return _tested_with_memory(kernel, shape, device)
     test_name = _test_name(kernel, shape, device, deterministic)
@@ -127,22 +128,23 @@ def _answer(
     return reason
 
 
-def _is_of_torch(kernel: Kernel) -> bool:
-    """Whether a kernel is one of ours that calls an operator of torch's."""
+def _is_of_a_package(kernel: Kernel) -> bool:
+    """Whether a kernel is one of ours that calls an operator of torch's or of
+    FlashAttention-4."""
     package, _, module = type(kernel).__module__.rpartition(".")
-    return package == __package__ and module in _KERNELS_OF_TORCH
+    return package == __package__ and module in _KERNELS_OF_PACKAGES
 
 
 def _test_name(
     kernel: Kernel, shape: CallShape, device: torch.device, deterministic: bool
 ) -> str:
-    """Return a name of a test of an operator of torch's, with all that may change its
-    result."""
+    """Return a name of a test of an operator, with all that may change its result."""
     return repr(
         (
             torch.__version__,
             torch.backends.cudnn.version(),
             flash_implementation(),
+            fa4_versions(),
             torch.cuda.get_device_name(device),
             deterministic,
             kernel.name,
