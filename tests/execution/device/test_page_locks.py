@@ -18,6 +18,7 @@ from helpers.processes import until
 
 from quorum_attention.execution.device import page_locks
 from quorum_attention.execution.device.page_locks import PAGE_BYTES, Copied, PageLocks
+from quorum_attention.execution.device.pinned_pool import Locker, PinnedPool
 
 PIECE = WORTH = 1 << 16
 
@@ -213,3 +214,38 @@ def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) ->
     assert len(interrupts) == 3
     assert len(runtime.order) == 1
     assert not runtime.locked
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_of_the_pool_is_one_piece_that_stays_locked(
+    runtime: Runtime, refused: bool
+) -> None:
+    """A call that used it for the second time waited for its lock before it began:
+    0.05 s a gibibyte."""
+    locker = Locker(runtime.lock, runtime.cudaHostUnregister, lambda: None)
+    pool = PinnedPool(locker, 1 << 30)
+    lent = pool.lend(made(64 * PIECE))
+    address = lent.data_ptr()
+    del lent
+    memory = pool.take(63 * PIECE, lock_later=True)
+    assert memory is not None
+    assert memory.data_ptr() == address
+    output = memory.view(1, 63, -1, 64)
+    runtime.refused = lambda start: refused
+    locks = PageLocks([Copied(output, True, True)], late=True, pool=pool)
+    with locks:
+        assert not runtime.locked, "it is locked when the device has something to do"
+        locks.begin()
+        assert locks.covers(output) != refused
+        locks.release(output[0], lambda: True)
+        time.sleep(5e-3)
+    assert bool((output == 7).all()), "it may hold something"
+    assert runtime.locked_bytes() == (0 if refused else 64 * PIECE)
+    del memory, output, locks
+    runtime.refused = lambda start: False
+    again = pool.take(64 * PIECE)
+    assert again is not None
+    assert again.data_ptr() == address
+    assert runtime.locked_bytes() == 64 * PIECE
+    del again
+    pool.give_back()

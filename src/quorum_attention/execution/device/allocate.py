@@ -94,7 +94,7 @@ def empty_result(
         return empty(shape, dtype, device, purpose, like)
     if pool is None or n_bytes < WORTH_LOCKING_BYTES:
         return empty(shape, dtype, device, purpose)
-    memory = pool.take(n_bytes)
+    memory = pool.take(n_bytes, lock_later=True)
     if memory is None:
         memory = pool.lend(_fresh_or_given_back(n_bytes, purpose, pool))
     return memory.view(dtype).view(shape)

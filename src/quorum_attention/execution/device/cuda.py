@@ -81,7 +81,7 @@ class Cuda(Backend):
 
     def page_locks(self, tensors: Iterable[Copied]) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and large."""
-        return PageLocks(map(by_address, tensors), late=True)
+        return PageLocks(map(by_address, tensors), late=True, pool=self.pinned)
 
     def mover(
         self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock

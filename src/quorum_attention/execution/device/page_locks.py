@@ -18,6 +18,8 @@ through buffers (staging.py).
 
 A call of 0.1 s cannot hide that. So the memory of results is kept for the next call
 when they are freed, touched and locked as one piece, up to a limit (pinned_pool.py).
+That piece is locked when the memory is used for the second time, while the first tasks
+compute, and stays locked.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from quorum_attention.execution.device.host_memory import (
     mapped_ranges,
     touch,
 )
+from quorum_attention.execution.device.pinned_pool import PinnedPool, ResultMemory
 from quorum_attention.threads import try_start
 
 # Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory
@@ -96,6 +99,8 @@ class _LockedPiece:
         settled: it is decided whether it is locked.
         locked: it is locked.
         urgent: a copy waits for it.
+        owner: memory of a ``PinnedPool`` that stays locked; None: it is unlocked at the
+            end.
     """
 
     start: int
@@ -107,6 +112,7 @@ class _LockedPiece:
     settled: bool = False
     locked: bool = False
     urgent: bool = False
+    owner: ResultMemory | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -135,10 +141,17 @@ class PageLocks:
         tensors: what is copied from or to. Only those in host memory, large and not
             locked yet are locked.
         late: nothing is locked before ``begin``, but what a copy waits for.
+        pool: its memory among the tensors stays locked.
     """
 
-    def __init__(self, tensors: Iterable[Copied], *, late: bool = False) -> None:
-        self._pieces = _pieces_worth_locking(tensors)
+    def __init__(
+        self,
+        tensors: Iterable[Copied],
+        *,
+        late: bool = False,
+        pool: PinnedPool | None = None,
+    ) -> None:
+        self._pieces = _pieces_worth_locking(tensors, pool)
         self._starts = [piece.start for piece in self._pieces]
         # Copies reach pieces in this order.
         by_share = sorted(self._pieces, key=lambda piece: (piece.share, piece.fresh))
@@ -218,7 +231,7 @@ class PageLocks:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._at_work)
         for piece in self._pieces:
-            if piece.locked:
+            if piece.locked and piece.owner is None:
                 piece.locked = False
                 runtime.cudaHostUnregister(piece.start)
 
@@ -346,6 +359,9 @@ class PageLocks:
                 locked = False
                 if not job.lock:
                     runtime.cudaHostUnregister(piece.start)
+                elif piece.owner is not None:
+                    locked = _lock(runtime, piece)
+                    piece.owner.locked = locked
                 elif piece.fresh:
                     touch(piece.start, piece.n_bytes)
                     locked = _lock(runtime, piece)
@@ -413,7 +429,9 @@ class PageLocks:
         return min(seconds, default=None)
 
 
-def _pieces_worth_locking(tensors: Iterable[Copied]) -> list[_LockedPiece]:
+def _pieces_worth_locking(
+    tensors: Iterable[Copied], pool: PinnedPool | None
+) -> list[_LockedPiece]:
     """The pieces of the memory of ``tensors`` that is worth locking, by address.
     Tensors that overlap are one range."""
     # Small tensors are asked as well: they may be parts of large ones.
@@ -432,9 +450,26 @@ def _pieces_worth_locking(tensors: Iterable[Copied]) -> list[_LockedPiece]:
             ranges.append(_Range(start, stop, [copied]))
     pieces: list[_LockedPiece] = []
     for addresses in ranges:
-        if addresses.stop - addresses.start >= WORTH_LOCKING_BYTES:
+        owner = None if pool is None else pool.unlocked_at(addresses.start)
+        if owner is not None:
+            pieces.append(_piece_of_pool(owner))
+        elif addresses.stop - addresses.start >= WORTH_LOCKING_BYTES:
             pieces += _cut(addresses.start, addresses.stop, addresses.tensors)
     return pieces
+
+
+def _piece_of_pool(memory: ResultMemory) -> _LockedPiece:
+    """All memory of a result, as one piece that copies wait for."""
+    start = memory.memory.data_ptr()
+    return _LockedPiece(
+        start,
+        start + memory.n_bytes,
+        share=0.0,
+        fresh=True,
+        only_read=False,
+        needed=None,
+        owner=memory,
+    )
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ _LARGEST_FIT = 1.25
 
 
 @dataclass(slots=True, eq=False)
-class _ResultMemory:
+class ResultMemory:
     """Memory of one result after another.
 
     Attributes:
@@ -107,7 +107,9 @@ class PinnedPool:
     may_keep: Callable[[torch.Tensor], bool] = lambda memory: True
     # Appended to by whatever thread frees a result, in the middle of anything: no lock
     # is taken, so it is changed by single operations of the list only.
-    _free: list[_ResultMemory] = field(default_factory=list)
+    _free: list[ResultMemory] = field(default_factory=list)
+    # By address: memory in use that ``take`` left to be locked later.
+    _to_lock: dict[int, ResultMemory] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -119,13 +121,17 @@ class PinnedPool:
         freed, unless the memory is too large to be kept."""
         if memory.nbytes > self.most_bytes:
             return memory
-        return self._lend(_ResultMemory(memory), memory.nbytes)
+        return self._lend(ResultMemory(memory), memory.nbytes)
 
-    def take(self, n_bytes: int) -> torch.Tensor | None:
+    def take(self, n_bytes: int, *, lock_later: bool = False) -> torch.Tensor | None:
         """(n_bytes,) uint8 that is page-locked and was touched; None if nothing fits.
 
         Memory that has been free for long is given back, and the oldest of what is too
         much.
+
+        Args:
+            lock_later: leave memory that is not locked yet to ``PageLocks``, which
+                finds it by ``unlocked_at``: to lock a gibibyte takes 0.05 s.
         """
         with self._lock:
             chosen = self._choose(n_bytes)
@@ -140,7 +146,7 @@ class PinnedPool:
             self._unlock(surplus)
             if chosen is None:
                 return None
-            if not chosen.locked:
+            if not chosen.locked and not lock_later:
                 chosen.locked = self.locker.lock(
                     chosen.memory.data_ptr(), chosen.n_bytes
                 )
@@ -150,11 +156,20 @@ class PinnedPool:
             if chosen is not None:
                 self._free.append(chosen)
             raise
-        return self._lend(chosen, n_bytes) if chosen.locked else None
+        if not chosen.locked and not lock_later:
+            return None
+        if not chosen.locked:
+            self._to_lock[chosen.memory.data_ptr()] = chosen
+        return self._lend(chosen, n_bytes)
+
+    def unlocked_at(self, address: int) -> ResultMemory | None:
+        """The memory in use that begins at ``address`` and was left to be locked
+        later."""
+        return self._to_lock.get(address)
 
     def give_back(self) -> None:
         """Unlock and free all that is not in use."""
-        unused: list[_ResultMemory] = []
+        unused: list[ResultMemory] = []
         with self._lock:
             while self._free:
                 unused.append(self._free.pop())
@@ -162,11 +177,11 @@ class PinnedPool:
             self.locker.wait()
             self._unlock(unused)
 
-    def _oldest_first(self) -> list[_ResultMemory]:
+    def _oldest_first(self) -> list[ResultMemory]:
         """The free memory, by when it was freed."""
         return sorted(self._free, key=lambda pooled: pooled.freed)
 
-    def _choose(self, n_bytes: int) -> _ResultMemory | None:
+    def _choose(self, n_bytes: int) -> ResultMemory | None:
         """The smallest free memory that fits, not too large; one that is locked rather
         than not."""
         largest = n_bytes * _LARGEST_FIT
@@ -181,11 +196,11 @@ class PinnedPool:
             default=None,
         )
 
-    def _surplus(self, chosen: _ResultMemory | None) -> list[_ResultMemory]:
+    def _surplus(self, chosen: ResultMemory | None) -> list[ResultMemory]:
         """The free memory to give back, without ``chosen``."""
         free = [pooled for pooled in self._oldest_first() if pooled is not chosen]
         too_much = sum(pooled.n_bytes for pooled in free) - self.most_bytes
-        surplus: list[_ResultMemory] = []
+        surplus: list[ResultMemory] = []
         for pooled in free:
             is_old = self.clock() - pooled.freed > _KEPT_SECONDS
             if too_much > 0 or is_old:
@@ -193,7 +208,7 @@ class PinnedPool:
                 too_much -= pooled.n_bytes
         return surplus
 
-    def _lend(self, pooled: _ResultMemory, n_bytes: int) -> torch.Tensor:
+    def _lend(self, pooled: ResultMemory, n_bytes: int) -> torch.Tensor:
         """The first bytes of ``pooled`` as a tensor that hands the memory back when it
         is freed."""
         address = pooled.memory.data_ptr()
@@ -203,8 +218,9 @@ class PinnedPool:
         finalizer.atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
-    def _take_back(self, pooled: _ResultMemory) -> None:
+    def _take_back(self, pooled: ResultMemory) -> None:
         """Keep memory whose result was freed, unless too much is kept already."""
+        self._to_lock.pop(pooled.memory.data_ptr(), None)
         if not self.may_keep(pooled.memory):
             return
         # A copy, because another thread may append meanwhile.
@@ -214,7 +230,7 @@ class PinnedPool:
             pooled.freed = self.clock()
             self._free.append(pooled)
 
-    def _unlock(self, memory: Iterable[_ResultMemory]) -> None:
+    def _unlock(self, memory: Iterable[ResultMemory]) -> None:
         """Undo the page locks of ``memory``."""
         for pooled in memory:
             if pooled.locked:
@@ -225,4 +241,5 @@ class PinnedPool:
         """In a child, which has the parent's memory, but neither its locks nor its
         devices."""
         self._free = []
+        self._to_lock = {}
         self._lock = threading.Lock()
