@@ -30,8 +30,8 @@ from quorum_attention import devices as pools
 from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices import Pool, PoolReport
-from quorum_attention.devices.block_worker import BlockWorker
 from quorum_attention.devices.messages import Compute, WorkerPass
+from quorum_attention.devices.worker_loop import BlockWorker
 from quorum_attention.devices.worker_mappings import WorkerMappings
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST
@@ -106,11 +106,13 @@ def test_by_their_names() -> None:
         q, q, q, is_causal=True, devices=TWO, budget=["16MiB", "32MiB"], report=report
     )
     near([out, lse], qa.attention_with_lse(q, q, q, is_causal=True))
-    kept = [w.process.pid for p in pools.pool_cache._pools.values() for w in p.workers]
+    kept = [
+        w.process.pid for p in pools.shared_pools._pools.values() for w in p.workers
+    ]
     grads = qa.attention_backward(out, q, q, q, out, lse, is_causal=True, devices=TWO)
     near(grads, qa.attention_backward(out, q, q, q, out, lse, is_causal=True))
     assert kept == [
-        w.process.pid for p in pools.pool_cache._pools.values() for w in p.workers
+        w.process.pid for p in pools.shared_pools._pools.values() for w in p.workers
     ]
     assert report.forward is not None
     made = report.pool.forward
@@ -123,7 +125,7 @@ def test_by_their_names() -> None:
     leaf = q.clone().requires_grad_()
     out = qa.attention(leaf, q, q, is_causal=True, devices=TWO, report=report)
     pools.close()
-    assert not pools.pool_cache._pools
+    assert not pools.shared_pools._pools
     out.sum().backward()  # by other workers
     assert [report.pool.forward.copied_bytes, report.pool.backward.copied_bytes] == [
         q.nbytes

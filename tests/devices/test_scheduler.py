@@ -27,7 +27,7 @@ from quorum_attention.devices.report import PoolPass
 from quorum_attention.devices.simulation import simulate
 from quorum_attention.devices.sums import GradientSums
 from quorum_attention.devices.work_queue import BlockQueue
-from quorum_attention.devices.worker import Worker
+from quorum_attention.devices.worker_process import Worker
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import CallShape

@@ -124,7 +124,7 @@ def _started() -> subprocess.Popen[str]:
 
 
 # Workers of a pool, started without importing torch for each.
-_WARM = ("torch", "torch._dynamo", "quorum_attention.devices.worker")
+_WARM = ("torch", "torch._dynamo", "quorum_attention.devices.worker_process")
 
 
 def warm_forks() -> Any:

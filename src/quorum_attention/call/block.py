@@ -21,10 +21,13 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.mask_numbers import with_offsets
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.mask import Documents, Keeps, Mask
 
 Masked = tuple[Mask | None, bool]
 """``attn_mask`` and ``is_causal`` of a block."""
+# The tensors whose heads and rows are those of keys; files have shorter names.
+_OF_KEYS = frozenset({"key", "value", "grad_key", "grad_value", "dk", "dv"})
 
 
 class CallBlock(NamedTuple):
@@ -93,6 +96,14 @@ class WholeCall:
         else:
             entries = tensor[self._batch_index(block)][None]
         return entries[:, slice(*heads), slice(*tokens)]
+
+    def cut_named(self, tensors: NamedTensors, block: CallBlock) -> NamedTensors:
+        """Return the block's part of inputs, results and gradients, as ``cut`` does.
+        Their names say which of them are of keys and values."""
+        return {
+            name: self.cut(tensor, block, of_keys=name in _OF_KEYS)
+            for name, tensor in tensors.items()
+        }
 
     def mask_of(self, block: CallBlock) -> Masked:
         """Return ``attn_mask`` and ``is_causal`` of the block."""

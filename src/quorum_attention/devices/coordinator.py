@@ -12,7 +12,7 @@ from quorum_attention.devices.report import PartTiming, PoolPass
 from quorum_attention.devices.shared_files import handle_of
 from quorum_attention.devices.sums import GradientSums
 from quorum_attention.devices.work_queue import BlockQueue
-from quorum_attention.devices.worker import Worker, end_workers, next_answers
+from quorum_attention.devices.worker_process import Worker, end_workers, next_answers
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.tensors import NamedTensors

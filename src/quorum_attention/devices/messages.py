@@ -12,8 +12,6 @@ from quorum_attention.execution.report import Report
 INPUTS = ("query", "key", "value")
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 RESULTS = {"out", "lse", *GRADIENTS}
-OF_KEYS = {"key", "value", "grad_key", "grad_value"}
-"""The tensors whose heads and rows are those of keys."""
 
 
 @dataclass(frozen=True, slots=True)

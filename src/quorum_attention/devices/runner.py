@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -22,39 +21,24 @@ from quorum_attention.call.validation import Tensors
 from quorum_attention.devices.coordinator import Coordinator
 from quorum_attention.devices.messages import GRADIENTS, INPUTS, WorkerPass
 from quorum_attention.devices.partition import pieces_of
-from quorum_attention.devices.pool_cache import shared_pool
 from quorum_attention.devices.report import PoolPass, PoolReport, merge_reports
 from quorum_attention.devices.shared_memory import (
     SharedTensor,
     shared_result,
     to_handle,
 )
+from quorum_attention.devices.shared_pools import shared_pool
 from quorum_attention.devices.speeds import expected_speed
 from quorum_attention.devices.sums import GradientSums
 from quorum_attention.devices.work_queue import BlockQueue
-from quorum_attention.devices.worker import Worker
 from quorum_attention.devices.worker_pool import WorkerPool
+from quorum_attention.devices.worker_process import Worker
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.result_layout import empty_like_input, result_strides
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.passes.run_decision import progress_of
-
-
-class _ResultSpec(NamedTuple):
-    """A result to compute.
-
-    Attributes:
-        preallocated: the caller's tensor for it, or None.
-        shape, dtype: of the result.
-        like: the input whose layout the result has; None if its dimensions are in
-            order.
-    """
-
-    preallocated: torch.Tensor | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    like: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -86,11 +70,14 @@ class PoolRunner:
         query = tensors.query
         rows = tuple(query.shape[:-1])
         out_shape = (*rows, tensors.value.shape[-1])
-        specs = {
-            "out": _ResultSpec(request.out, out_shape, request.out_dtype, query),
-            "lse": _ResultSpec(None, rows, state_dtype(query.dtype), None),
-        }
-        out, lse = self._run(tensors, request, {}, specs)
+        pool = self._open_pool()
+        out = _empty_result(pool, query, request.out, out_shape, request.out_dtype)
+        lse_dtype = state_dtype(query.dtype)
+        if on_host(query.device):
+            lse = shared_result(rows, lse_dtype)
+        else:
+            lse = query.new_empty(rows, dtype=lse_dtype)
+        self._run(pool, tensors, request, {}, {"out": out, "lse": lse})
         return out, lse
 
     def backward(
@@ -109,17 +96,11 @@ class PoolRunner:
         if backward_inputs.grad_lse is not None:
             upstream["grad_lse"] = backward_inputs.grad_lse
         preallocated = backward_inputs.grads or (None, None, None)
-        specs = {
-            name: _ResultSpec(
-                grad,
-                tuple(tensor.shape),
-                tensor.dtype,
-                tensor,
-            )
-            for name, grad, tensor in zip(
-                GRADIENTS, preallocated, tensors[:3], strict=True
-            )
-        }
+        pool = self._open_pool()
+        gradients = tuple(
+            _empty_result(pool, tensor, grad, tuple(tensor.shape), tensor.dtype)
+            for tensor, grad in zip(tensors[:3], preallocated, strict=True)
+        )
         bias = None if backward_inputs.grad_mask is False else tensors.bias
         sums = GradientSums(
             _whole_call(request),
@@ -127,7 +108,8 @@ class PoolRunner:
             tensors.value,
             bias,
         )
-        gradients = self._run(tensors, request, upstream, specs, sums)
+        named = dict(zip(GRADIENTS, gradients, strict=True))
+        self._run(pool, tensors, request, upstream, named, sums)
         if bias is None or sums.bias is None:
             return gradients
         grad_bias = backward_inputs.grad_mask
@@ -136,27 +118,27 @@ class PoolRunner:
         with torch.no_grad():
             return (*gradients, grad_bias.copy_(sums.bias))
 
+    def _open_pool(self) -> WorkerPool:
+        if isinstance(self.pool, WorkerPool):
+            return self.pool
+        return shared_pool(self.pool)
+
     def _run(
         self,
+        pool: WorkerPool,
         tensors: Tensors,
         request: Request,
-        upstream: Mapping[str, torch.Tensor],
-        specs: Mapping[str, _ResultSpec],
+        upstream: NamedTensors,
+        targets: NamedTensors,
         sums: GradientSums | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> None:
         """Run a pass.
 
         Args:
             upstream: what a backward reads beside the inputs.
-            specs: the results by name.
+            targets: the results by name, to be written.
             sums: adds up gradients; None in a forward.
-
-        Returns:
-            The results, in the order of ``specs``.
         """
-        pool = (
-            self.pool if isinstance(self.pool, WorkerPool) else shared_pool(self.pool)
-        )
         home = tensors.query.device
         mappings = cache(Mappings.now)
         with (
@@ -164,9 +146,6 @@ class PoolRunner:
             torch.no_grad(),
         ):
             inputs = self._share_inputs(tensors, upstream, mappings, report)
-            targets = {
-                name: _allocate_result(spec, home, pool) for name, spec in specs.items()
-            }
             results = {
                 name: to_handle(target.detach(), mappings, writable=True)
                 for name, target in targets.items()
@@ -195,12 +174,11 @@ class PoolRunner:
                 computed = results[name].tensor
                 if computed.data_ptr() != target.data_ptr():
                     target.detach().copy_(computed)
-        return tuple(targets.values())
 
     def _share_inputs(
         self,
         tensors: Tensors,
-        upstream: Mapping[str, torch.Tensor],
+        upstream: NamedTensors,
         mappings: Callable[[], Mappings],
         report: PoolPass,
     ) -> dict[str, SharedTensor]:
@@ -213,10 +191,10 @@ class PoolRunner:
         for name, tensor in zip(names, tensors, strict=False):
             if tensor is not None and name not in self._shared_inputs:
                 self._shared_inputs[name] = _share_input(tensor, mappings, report)
-        shared_tensors = dict(self._shared_inputs)
-        for name, tensor in upstream.items():
-            shared_tensors[name] = _share_input(tensor, mappings, report)
-        return shared_tensors
+        return self._shared_inputs | {
+            name: _share_input(tensor, mappings, report)
+            for name, tensor in upstream.items()
+        }
 
     def _worker_budgets(
         self, workers: Sequence[Worker], request: Request, home: torch.device
@@ -300,29 +278,33 @@ def _has_own_memory(device_name: str) -> bool:
     return backend_of(torch.device(device_name)).own_memory
 
 
-def _allocate_result(
-    spec: _ResultSpec, home: torch.device, pool: WorkerPool
+def _empty_result(
+    pool: WorkerPool,
+    like: torch.Tensor,
+    preallocated: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the caller's tensor for a result, or an uninitialised one.
 
     That is in shared memory where the inputs are on the host.
+
+    Args:
+        pool: computes the result.
+        like: the input whose layout the result has.
+        preallocated: the caller's tensor, or None.
+        shape, dtype: of the result.
     """
-    shape = spec.shape
-    if spec.preallocated is not None:
-        torch.autograd.graph.increment_version(spec.preallocated)
-        return spec.preallocated
-    if not on_host(home):
-        if spec.like is None:
-            return torch.empty(shape, dtype=spec.dtype, device=home)
-        return empty_like_input(spec.like, shape, spec.dtype)
-    like = spec.like
-    if like is None or like.is_contiguous() or 0 in shape:
-        return shared_result(shape, spec.dtype)
-    if any(map(_has_own_memory, pool.devices)):
-        return shared_result(
-            shape, spec.dtype
-        )  # workers of GPUs page-lock it head by head
-    flat = shared_result((math.prod(shape),), spec.dtype)
+    if preallocated is not None:
+        torch.autograd.graph.increment_version(preallocated)
+        return preallocated
+    if not on_host(like.device):
+        return empty_like_input(like, shape, dtype)
+    # Workers of GPUs page-lock a result head by head.
+    has_gpu = any(map(_has_own_memory, pool.devices))
+    if like.is_contiguous() or has_gpu or 0 in shape:
+        return shared_result(shape, dtype)
+    flat = shared_result((math.prod(shape),), dtype)
     return flat.as_strided(shape, result_strides(like, shape))
 
 

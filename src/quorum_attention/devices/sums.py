@@ -98,8 +98,7 @@ class GradientSums:
         """
         parts: NamedTensors = {}
         if not is_whole(self._call.shape, block):
-            for name, tensor in self._inputs.items():
-                parts[name] = self._call.cut(tensor, block, of_keys=True)
+            parts |= self._call.cut_named(self._inputs, block)
         if self.bias is not None:
             parts["grad_bias"] = self._call.cut_bias(self.bias, block)
         return {
@@ -127,6 +126,7 @@ class GradientSums:
 
     def store(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> None:
         """Write the sums into the gradients of keys and values."""
+        gradients = {"grad_key": grad_key, "grad_value": grad_value}
         shape = self._call.shape
         all_rows = Interval(0, shape.n_queries)
         for key_head, head_sum in self._heads.items():
@@ -134,16 +134,15 @@ class GradientSums:
             one_head = Interval(key_head.head, key_head.head + 1)
             query_heads = self._call.query_heads(one_head)
             block = block_of(shape, key_head.entry, query_heads, all_rows)
-            grad_key_part = self._call.cut(grad_key, block, of_keys=True)
-            grad_value_part = self._call.cut(grad_value, block, of_keys=True)
-            grad_key_part.copy_(head_sum.totals["grad_key"])
-            grad_value_part.copy_(head_sum.totals["grad_value"])
+            for name, part in self._call.cut_named(gradients, block).items():
+                part.copy_(head_sum.totals[name])
 
     def _empty_sum(self, key_head: _KeyHead) -> _HeadSum:
         """Return the sum of a head to which nothing has been added."""
-        totals: NamedTensors = {}
-        for name, tensor in self._inputs.items():
-            totals[name] = _zeros(tensor.shape[-2:], tensor)
+        totals = {
+            name: _zeros(tensor.shape[-2:], tensor)
+            for name, tensor in self._inputs.items()
+        }
         group_size = self._call.shape.queries_per_key_head
         first_block = _BlockStart(key_head.head * group_size, 0)
         return _HeadSum(totals, first_block)

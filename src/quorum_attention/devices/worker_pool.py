@@ -17,7 +17,7 @@ from quorum_attention.argument_checks import whole_number
 from quorum_attention.call.options import DevicePool
 from quorum_attention.devices.device_names import device_names
 from quorum_attention.devices.shared_memory import give_back
-from quorum_attention.devices.worker import Worker, end_workers, start_workers
+from quorum_attention.devices.worker_process import Worker, end_workers, start_workers
 
 _all_pools: WeakSet[WorkerPool] = WeakSet()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class FileRun:
 
     call: FileCall
     settings: RunSettings
-    results: Mapping[str, torch.Tensor]
+    results: NamedTensors
     folder: Path
     report: Report
 
@@ -76,8 +76,8 @@ def _part_progress(bar: Any, number: int, n_parts: int) -> Any:
 def _compute_part(run: FileRun, block: CallBlock, options: CallOptions) -> None:
     """Compute a part into its results."""
     call = run.call
-    inputs = call.cut(call.tensors, block)
-    results = call.cut(run.results, block)
+    inputs = call.whole_call.cut_named(call.tensors, block)
+    results = call.whole_call.cut_named(run.results, block)
     targets = results | _scratch_tensors(run, results)
     if call.backward:
         grads = (targets["dq"], targets["dk"], targets["dv"])
@@ -103,7 +103,7 @@ def _compute_part(run: FileRun, block: CallBlock, options: CallOptions) -> None:
             result.copy_(target)
 
 
-def _scratch_tensors(run: FileRun, results: Mapping[str, torch.Tensor]) -> NamedTensors:
+def _scratch_tensors(run: FileRun, results: NamedTensors) -> NamedTensors:
     """Return accumulators of a part that are not its results themselves, in a file.
 
     The file has no name: the system writes it to the disk and reads it back, so it may

@@ -3,7 +3,6 @@ other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,8 +21,6 @@ from quorum_attention.partition import split_at_multiples
 
 INPUTS = ("query", "key", "value")
 GRADIENTS = ("dq", "dk", "dv")
-OF_KEYS = ("key", "value", "dk", "dv")
-"""The tensors whose heads and rows are those of keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class FileCall:
         without_heads: inputs were (tokens, head_dim), and so are results.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: NamedTensors
     whole_call: WholeCall
     out_dtype: torch.dtype
     backward: bool
@@ -94,7 +91,7 @@ class FileCall:
             specs["lse"] = (rows, shape.state_dtype)
         return specs
 
-    def with_heads(self, results: Mapping[str, torch.Tensor]) -> NamedTensors:
+    def with_heads(self, results: NamedTensors) -> NamedTensors:
         """Return results with a dimension of heads, views."""
         if not self.without_heads:
             return dict(results)
@@ -133,20 +130,10 @@ class FileCall:
             return n_entries * heads_per_entry
         return max(1, min(n_heads, heads_per_entry))
 
-    def cut(
-        self, tensors: Mapping[str, torch.Tensor], block: CallBlock
-    ) -> NamedTensors:
-        """Return a part of inputs or results (*batch, heads, ...), views (entries,
-        heads, ...)."""
-        return {
-            name: self.whole_call.cut(tensor, block, of_keys=name in OF_KEYS)
-            for name, tensor in tensors.items()
-        }
-
 
 def file_call(
     options: CallOptions,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: NamedTensors,
     attn_mask: torch.Tensor | Mask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -207,7 +194,7 @@ def file_call(
 
 
 def _upstream(
-    named_tensors: Mapping[str, torch.Tensor], tensors: Tensors, request: Request
+    named_tensors: NamedTensors, tensors: Tensors, request: Request
 ) -> NamedTensors:
     """Return what a backward reads beside the inputs, checked, views with all
     dimensions.

@@ -132,7 +132,7 @@ def _decide(call: FileCall, block: CallBlock, *, in_file: bool) -> Decision:
     given."""
     dtype = call.shape.state_dtype if in_file else call.out_dtype
     given_result = torch.empty(0, dtype=dtype, device="cpu")
-    inputs = call.cut(call.tensors, block)
+    inputs = call.whole_call.cut_named(call.tensors, block)
     out_dtype = None if call.backward else call.out_dtype
     with torch.no_grad():
         tensors, request, backward_inputs = request_of_block(

@@ -22,7 +22,6 @@ from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.devices.handles import TensorHandle
 from quorum_attention.execution.device.lookup import GPU, HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.files.file_call import OF_KEYS
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.merge import add_, merge_
@@ -178,11 +177,8 @@ class _UnitRun:
     def _read_rows(self, chunk: int, place: torch.device = HOST) -> NamedTensors:
         """Return a chunk's rows of all inputs."""
         block = self._block(chunk, chunk)
-        rows: NamedTensors = {}
-        for name, tensor in self._inputs.items():
-            part = self._call.cut(tensor, block, of_keys=name in OF_KEYS)
-            rows[name] = moved_to(part, place)
-        return rows
+        parts = self._call.cut_named(self._inputs, block)
+        return {name: moved_to(part, place) for name, part in parts.items()}
 
     def _compute(
         self, block: CallBlock, inputs: NamedTensors, masked: Masked | None

@@ -212,7 +212,7 @@ class Farm(AbstractContextManager["Farm"]):
     @uncompiled
     def _compute(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: NamedTensors,
         results: Mapping[str, torch.Tensor | None],
         *call: Any,
         chunks: int | None = None,
@@ -262,7 +262,7 @@ class Farm(AbstractContextManager["Farm"]):
     def by_parts(
         self,
         call: FileCall,
-        results: Mapping[str, torch.Tensor],
+        results: NamedTensors,
         parts: Mapping[int, CallBlock],
         *,
         chunks: int | None = None,
@@ -435,9 +435,7 @@ class Farm(AbstractContextManager["Farm"]):
             ) from error
 
 
-def _check_targets(
-    call: FileCall, targets: Mapping[str, torch.Tensor], device: torch.device
-) -> None:
+def _check_targets(call: FileCall, targets: NamedTensors, device: torch.device) -> None:
     """Check the tensors that results are written to.
 
     Raises:

@@ -18,7 +18,7 @@ from quorum_attention.call.block import CallBlock
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.handles import TensorHandle
 from quorum_attention.execution.device.lookup import HOST, on_host
-from quorum_attention.files.file_call import GRADIENTS, OF_KEYS, FileCall
+from quorum_attention.files.file_call import GRADIENTS, FileCall
 from quorum_attention.ray.chunks import FarmUnit, rows_of_chunk, tasks_of_chunk
 
 
@@ -109,9 +109,7 @@ class FarmPass:
         layout = torch.empty_strided(
             target.shape, target.strides, dtype=target.dtype, device="meta"
         )
-        layout_of_block = self.call.whole_call.cut(
-            layout, block, of_keys=name in OF_KEYS
-        )
+        layout_of_block = self.call.whole_call.cut_named({name: layout}, block)[name]
         with (
             target.opened_file(os.O_WRONLY) as descriptor,
             open(descriptor, "wb", 0, closefd=False) as file,

@@ -18,7 +18,6 @@ from quorum_attention.devices.mask_transport import unpickle_mask
 from quorum_attention.devices.messages import (
     GRADIENTS,
     INPUTS,
-    OF_KEYS,
     RESULTS,
     Answer,
     Compute,
@@ -41,8 +40,6 @@ _LONG_SECONDS = 10.0
 # Workers keep at most this share of the host's memory page-locked, all of them the same
 # memory.
 _MAX_LOCKED_SHARE = 1 / 8
-
-"""Tensors by the names of their handles."""
 
 
 def run_worker(device_name: str, threads: int | None, pipe: Connection) -> None:
@@ -180,15 +177,13 @@ class _OpenPass:
         options = self.worker_pass.options._replace(
             devices=self._device, budget=message.budget, total=report, report=report
         )
-        views = {
-            name: self._call.cut(
-                tensor,
-                message.block,
-                of_keys=name in OF_KEYS,
-            )
+        # Sums have memory of their own.
+        tensors = {
+            name: tensor
             for name, tensor in self._tensors.items()
             if name not in message.sums
         }
+        views = self._call.cut_named(tensors, message.block)
         with prefaulting(self._untouched_results(views)):
             if not self.worker_pass.backward:
                 self._compute_forward(message.block, views, options)

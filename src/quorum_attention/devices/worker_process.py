@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.multiprocessing
 
-from quorum_attention.devices.block_worker import run_worker
 from quorum_attention.devices.messages import Answer
+from quorum_attention.devices.worker_loop import run_worker
 
 # A worker has to be ready by then: it imports torch and opens its device.
 _START_SECONDS = 180.0
