@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
+
 
 def ceil_div(n: int, size: int) -> int:
     """Return how many parts of ``size`` hold ``n``."""
@@ -11,3 +14,10 @@ def ceil_div(n: int, size: int) -> int:
 def round_up(n: int, unit: int) -> int:
     """Return the least multiple of ``unit`` that is not below ``n``."""
     return ceil_div(n, unit) * unit
+
+
+def last_fitting(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to ``limit`` that fits, where all smaller ones do; 0 if
+    1 does not."""
+    numbers = range(1, limit + 1)
+    return bisect_left(numbers, True, key=lambda number: not fits(number))

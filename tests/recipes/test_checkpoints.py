@@ -38,15 +38,14 @@ LAYERS = 4
 SIZES = {"num_hidden_layers": LAYERS, "hidden_size": 64}
 
 
-class LateStore:
-    """Host memory of a device that is a CPU, with copies as late as the events
-    allow."""
+class LateStream:
+    """Copies to host memory of a device that is a CPU, as late as the events allow."""
 
     def __init__(self) -> None:
         self.late: list[Any] = []
 
-    def allocate(self, n_bytes: int) -> torch.Tensor:
-        return torch.full((n_bytes,), 255, dtype=torch.uint8)
+    def empty_on_host(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, 255, dtype=dtype)
 
     def copy(self, targets: Any, sources: Any) -> int:
         self.late.append((targets, sources))
@@ -102,7 +101,7 @@ def in_host_memory(
         step = begin(self, hidden)
         step.offload_bytes = away
         step.n_recomputed = recomputed
-        step.store = LateStore()
+        step.stream = LateStream()
         return step
 
     monkeypatch.setattr(checkpoints.LayerCheckpoints, "_begin_step", elsewhere)

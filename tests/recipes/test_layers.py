@@ -338,8 +338,8 @@ def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = SimpleNamespace(free_bytes=lambda device: 16 << 30)
     monkeypatch.setattr(checkpoints, "backend_of", lambda device: backend)
     monkeypatch.setattr(checkpoints, "host_room", lambda: 300 << 30)
-    monkeypatch.setattr(checkpoints, "HostStore", lambda device: None)
-    monkeypatch.setattr(checkpoints, "_shape_of", lambda model: shape)
+    monkeypatch.setattr(checkpoints, "SideStream", lambda device: None)
+    monkeypatch.setattr(checkpoints, "shape_of_model", lambda model: shape)
     ours = checkpoints.LayerCheckpoints("auto", training)
     ours.make(tiny("llama"))
     kept: list[int] = []

@@ -17,13 +17,13 @@ pytest.importorskip("transformers")
 import transformers
 from helpers.models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
 
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.recipes import long_prompt, undo_long_prompt
 from quorum_attention.recipes.changes import changes_by
 from quorum_attention.recipes.prompt_changes import OWNER, prompt_forward_in
 from quorum_attention.recipes.tile_storage import (
     DeviceTiles,
     HostTiles,
-    TileSpan,
     spans_of,
 )
 
@@ -388,7 +388,7 @@ def test_tiles_of_host_memory_are_those_of_the_device() -> None:
     """Rows come back as they were stored, with a tile that does not divide the
     tokens."""
     spans = spans_of(67, 20)
-    assert spans[0] == TileSpan(0, 17)
+    assert spans[0] == Interval(0, 17)
     assert [span.length for span in spans] == [17, 17, 17, 16]
     rows = torch.randn(2, 3, 67, 5)
     for tiles in (DeviceTiles(torch.device("cpu")), HostTiles(torch.device("cpu"))):

@@ -11,7 +11,6 @@ from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import best_device
-from quorum_attention.recipes.layer_bytes import returned_bytes
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.offload import host_room, page_locked_share
 from quorum_attention.recipes.remedies import (
@@ -19,11 +18,7 @@ from quorum_attention.recipes.remedies import (
     longest_that_fits,
     switch_until_it_fits,
 )
-from quorum_attention.recipes.step_estimate import (
-    DEFAULT_WORKSPACE,
-    StepMemory,
-    step_memory,
-)
+from quorum_attention.recipes.step_estimate import StepMemory, step_memory, with_budget
 from quorum_attention.recipes.switches import SWITCHES
 from quorum_attention.recipes.training import OPTIMIZERS, Training
 from quorum_attention.units import counted, format_bytes, format_count
@@ -93,7 +88,9 @@ def run(options: argparse.Namespace) -> None:
     fits = None
     longest = None
     if options.memory is None:
-        needs = _all_switched_on(shape, training)
+        # A device of any size: all is switched on.
+        budgeted = with_budget(shape, training)
+        needs = step_memory(shape, replace(budgeted, on=SWITCHES))
     else:
         needs, fits = switch_until_it_fits(shape, training, options.memory)
         if not fits or needs.host_bytes > host:
@@ -117,14 +114,6 @@ def run(options: argparse.Namespace) -> None:
         return
     for sentence in _advice(needs, fits, options.memory, host, longest):
         say(sentence)
-
-
-def _all_switched_on(shape: ModelShape, training: Training) -> StepMemory:
-    """A step on a device of any size."""
-    budget = training.budget
-    if budget is None:
-        budget = DEFAULT_WORKSPACE + returned_bytes(shape, training, backward=True)
-    return step_memory(shape, replace(training, budget=budget, on=SWITCHES))
 
 
 def _all_on_words(needs: StepMemory, host: int) -> str:

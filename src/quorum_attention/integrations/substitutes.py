@@ -22,7 +22,8 @@ class WholePrompt:
 
     Attributes:
         n_tokens: of the prompt, which begins an empty cache.
-        padding: (batch, n_tokens), the ``attention_mask`` of the prompt, or None.
+        padding: (batch, n_tokens), the ``attention_mask`` of the prompt as booleans, or
+            None.
     """
 
     n_tokens: int
@@ -41,38 +42,31 @@ class _Substitutes(
         prompt: whose masks are made; None: forwards see all their tokens.
         labelled_call: the innermost call with labels, which puts its output layer off,
             or None (``recipes.chunked_loss``).
+        layer: ``layer(number, call)``, which runs in place of each decoder layer; None:
+            layers run as they are (``recipes.layer_calls``).
+        attention_rows: (batch, heads, tokens, value_dim), of which attention modules
+            return the output projection; None: they run as they are.
     """
 
     attention: Callable[..., torch.Tensor] | None = None
     prompt: WholePrompt | None = None
     labelled_call: Any = None
+    layer: Callable[[int, Any], Any] | None = None
+    attention_rows: torch.Tensor | None = None
 
 
 substitutes = _Substitutes()
 
 
 @contextmanager
-def attention_replaced_by(function: Callable[..., Any]) -> Iterator[None]:
-    """Let layers call ``function(call, query, key, value, mask)`` in place of their
-    attention.
-
-    ``call`` of the other arguments computes the attention: (batch, heads, queries,
-    value_dim).
-    """
-    outside = substitutes.attention
-    substitutes.attention = function
+def substituting(**parts: Any) -> Iterator[None]:
+    """Let this thread's forwards run these substitutes, by the names of
+    ``substitutes``."""
+    outside = {name: getattr(substitutes, name) for name in parts}
     try:
+        for name, part in parts.items():
+            setattr(substitutes, name, part)
         yield
     finally:
-        substitutes.attention = outside
-
-
-@contextmanager
-def prompt_masks(n_tokens: int, padding: torch.Tensor | None) -> Iterator[None]:
-    """Let masks that a model makes of a tile be those of the whole prompt."""
-    is_token = None if padding is None else padding.bool()
-    substitutes.prompt = WholePrompt(n_tokens, is_token)
-    try:
-        yield
-    finally:
-        substitutes.prompt = None
+        for name, part in outside.items():
+            setattr(substitutes, name, part)

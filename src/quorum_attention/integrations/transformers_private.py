@@ -8,7 +8,7 @@ or a warning says what is not noticed any more.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -49,6 +49,15 @@ def attention_name(config: Any) -> str | None:
         )
     name: str | None = config._attn_implementation
     return name
+
+
+def configurations_in(config: Any) -> Iterator[Any]:
+    """Yield a configuration of Transformers and those within it, outer ones first."""
+    if not hasattr(config, "sub_configs"):  # no configuration of Transformers
+        return
+    yield config
+    for name in config.sub_configs:
+        yield from configurations_in(getattr(config, name, None))
 
 
 def set_attention_name(config: Any, name: str | None) -> None:

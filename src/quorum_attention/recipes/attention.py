@@ -15,16 +15,16 @@ import torch
 from quorum_attention.errors import BudgetError
 from quorum_attention.integrations.transformers_private import (
     attention_name,
+    configurations_in,
     set_attention_name,
 )
 from quorum_attention.recipes.changes import LeftOutError, ModelPiece
 from quorum_attention.recipes.switches import ATTENTION
-from quorum_attention.recipes.trials import evaluating
+from quorum_attention.recipes.trials import evaluating, is_near, some_ids
 
 # Tokens of a trial: more than the largest block that a model of Transformers compresses
-# its keys by. They have few values, because large ones may stand for images.
+# its keys by.
 _TRIED_TOKENS = 144
-_TRIED_VALUES = 11
 # Two kernels may differ by this many square roots of the dtype's precision.
 _ROOTS = 4
 
@@ -113,15 +113,11 @@ def _part_configs(model: Any) -> list[Any]:
 def implementations(model: Any) -> list[tuple[Any, str | None]]:
     """The configurations of a model and of its parts, outer ones first, each with the
     name of its attention."""
-    waiting = _part_configs(model)
     names: dict[int, tuple[Any, str | None]] = {}
-    while waiting:
-        config = waiting.pop(0)
-        names.setdefault(id(config), (config, attention_name(config)))
-        parts = [getattr(config, key, None) for key in config.sub_configs]
-        waiting += [
-            part for part in parts if part is not None and id(part) not in names
-        ]
+    for part_config in _part_configs(model):
+        for config in configurations_in(part_config):
+            name = attention_name(config)
+            names.setdefault(id(config), (config, name))
     return list(names.values())
 
 
@@ -129,10 +125,7 @@ def _try_model(model: Any) -> list[torch.Tensor] | Exception:
     """The loss and the logits (those that there are) of a few tokens, or what was
     raised."""
     try:
-        table = model.get_input_embeddings().weight
-        device = "cpu" if table.device.type == "meta" else table.device
-        n_values = min(_TRIED_VALUES, len(table))
-        ids = torch.arange(_TRIED_TOKENS, device=device)[None] % n_values
+        ids = some_ids(model, _TRIED_TOKENS)
         with torch.no_grad(), evaluating(model):
             output = model(input_ids=ids, labels=ids)
         results = [getattr(output, name, None) for name in ("loss", "logits")]
@@ -149,8 +142,6 @@ def agree(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     for value, exact in zip(results, expected, strict=True):
         # Norms and losses of models are in float32 at most.
         precision = max(torch.finfo(exact.dtype).eps, torch.finfo(torch.float32).eps)
-        distance = torch.linalg.vector_norm((value - exact).float())
-        size = torch.linalg.vector_norm(exact.float())
-        if not bool(distance <= _ROOTS * precision**0.5 * size):
+        if not is_near(exact, value, _ROOTS * precision**0.5):
             return False
     return True

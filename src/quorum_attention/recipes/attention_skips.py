@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from quorum_attention.recipes.layer_calls import make_skippable, make_unskippable
+from quorum_attention.recipes.layer_calls import run_attention_module
+from quorum_attention.recipes.patching import patch
 
 
 @dataclass
@@ -71,11 +72,6 @@ def skip_attention(watches: Sequence[AttentionWatch]) -> bool:
     skippable = [watch for watch in watches if watch.can_be_skipped()]
     for watch in skippable:
         assert watch.module is not None
-        make_skippable(watch.module, watch.called[0])
+        output_name = watch.called[0]
+        patch(watch.module, "forward", run_attention_module, output_name)
     return bool(skippable)
-
-
-def skip_no_attention(model: torch.nn.Module) -> None:
-    """Undo ``skip_attention``."""
-    for module in model.modules():
-        make_unskippable(module)

@@ -42,9 +42,10 @@ from quorum_attention.recipes.changes import (
 )
 from quorum_attention.recipes.kept_layer import ForwardStep, KeptLayer
 from quorum_attention.recipes.layer_bytes import KeptBytes
-from quorum_attention.recipes.model_shape import ModelShape, read_shape
-from quorum_attention.recipes.offload import HostStore, host_room
+from quorum_attention.recipes.model_shape import ModelShape, shape_of_model
+from quorum_attention.recipes.offload import host_room
 from quorum_attention.recipes.switches import ATTENTION, CHECKPOINTS
+from quorum_attention.recipes.tile_storage import SideStream
 from quorum_attention.recipes.tiled_layer import TiledLayer
 from quorum_attention.recipes.tiled_layer_trial import reason_to_run_whole
 from quorum_attention.recipes.training import Training
@@ -113,7 +114,8 @@ class LayerCheckpoints(ModelPiece):
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise LeftOutError(f"{type(model).__name__} does not support them")
         self._model = model
-        self._shape = _shape_of(model)
+        # Without a shape everything goes to host memory.
+        self._shape = shape_of_model(model)
         try:
             with self._attributes.recording(model):
                 replace_checkpoint_setter(model, self._set)
@@ -247,7 +249,7 @@ class LayerCheckpoints(ModelPiece):
             bytes_kept.result,
             device,
             free.tile,
-            HostStore(device) if free.host else None,
+            SideStream(device) if free.host else None,
         )
 
     def _training_of(self, hidden: torch.Tensor) -> Training | None:
@@ -337,13 +339,3 @@ def _checkpointed_layers(model: Any) -> list[Any]:
         if isinstance(module, GradientCheckpointingLayer)
         and module.gradient_checkpointing
     ]
-
-
-def _shape_of(model: Any) -> ModelShape | None:
-    """Return the shape of a model; None where its configuration has sizes by other
-    names, so that everything goes to host memory."""
-    n_parameters = sum(weight.numel() for weight in model.parameters())
-    try:
-        return read_shape(model.config.to_dict(), n_parameters)
-    except ValueError:
-        return None

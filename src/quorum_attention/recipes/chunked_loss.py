@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.integrations.substitutes import substitutes
+from quorum_attention.integrations.substitutes import substitutes, substituting
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.recipes.changes import (
     AttributeRecord,
@@ -48,16 +47,17 @@ from quorum_attention.recipes.patching import (
 )
 from quorum_attention.recipes.step_estimate import loss_tokens
 from quorum_attention.recipes.switches import LOSS
-from quorum_attention.recipes.trials import drawn, evaluating
+from quorum_attention.recipes.trials import (
+    differ_by_rounding,
+    drawn,
+    evaluating,
+    failure_words,
+    has_hooks,
+    some_ids,
+)
 from quorum_attention.units import counted
 
 _TRIAL_TOKENS = 12
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 class ChunkedLoss(ModelPiece):
@@ -146,19 +146,15 @@ def _reason_from_trial(model: Any) -> str | None:
     """Return why the loss needs all logits, tried on a few tokens; None if it does
     not."""
     trial = _LabelledCall()
-    substitutes.labelled_call = trial
     try:
-        table = model.get_input_embeddings().weight
-        ids = torch.arange(_TRIAL_TOKENS, device=table.device)[None] % len(table)
-        with torch.no_grad(), evaluating(model):
+        ids = some_ids(model, _TRIAL_TOKENS)
+        with substituting(labelled_call=trial), torch.no_grad(), evaluating(model):
             output = model(input_ids=ids, labels=ids)
     except BudgetError:
         # Attention's budget is too small for a few tokens: no fault of the loss.
         raise
     except Exception as error:  # whatever it is, the model keeps its own loss
-        return f"it failed on a few tokens: {type(error).__name__}: {error}"
-    finally:
-        substitutes.labelled_call = None
+        return failure_words(error)
     logits = output[1] if isinstance(output, tuple) else output.logits
     is_read = isinstance(logits, DeferredLogits) and logits.is_computed
     call = trial.inner or trial
@@ -231,9 +227,7 @@ def _put_off(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.T
         states: (..., width), its input.
     """
     call: _LabelledCall = substitutes.labelled_call
-    # A hook sees whole tensors, and may do anything to them.
-    has_hooks = any(getattr(part, hooks) for part in head.modules() for hooks in _HOOKS)
-    if has_hooks or _has_any_global_hook():
+    if has_hooks(head):
         call.reason = f"the output layer, {type(head).__name__}, has hooks"
         return _run(plain, head, states)
     sample = _sample(plain, head, states)
@@ -272,9 +266,7 @@ def _sample(
         return None
     if together.shape[:-1] != (1, 2):
         return None
-    distance = (together - apart).abs().max()
-    rounding = torch.finfo(together.dtype).eps * together.abs().max()
-    return together if bool(distance <= 100 * rounding) else None
+    return together if differ_by_rounding(together, apart) else None
 
 
 @uncompiled

@@ -20,6 +20,7 @@ from torch.nn.utils.stateless import (
 )  # as torch.func.functional_call
 from torch.utils._pytree import tree_map_only
 
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.recipes.patching import swapping
 from quorum_attention.recipes.trials import evaluating
@@ -50,7 +51,7 @@ class HeadCall:
     plain: Callable[..., torch.Tensor]
     head: torch.nn.Module
     states: torch.Tensor
-    weights: dict[str, torch.Tensor]
+    weights: NamedTensors
     versions: dict[str, int]
     grad: bool
     inference: bool
@@ -62,7 +63,7 @@ class HeadCall:
         cls, plain: Any, head: torch.nn.Module, states: torch.Tensor
     ) -> HeadCall:
         """The call as it would be now."""
-        weights: dict[str, torch.Tensor] = {}
+        weights: NamedTensors = {}
         versions: dict[str, int] = {}
         for name, weight in head.named_parameters():
             if weight.is_meta:  # offloaded: hooks of the layer fetch its numbers

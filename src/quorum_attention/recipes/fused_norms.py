@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm
 
-from quorum_attention.recipes.changes import LeftOutError, ModelPiece
+from quorum_attention.recipes.changes import LeftOutError
 from quorum_attention.recipes.patching import (
-    count_running,
+    PatchedForwards,
     has_own_forward,
     patch,
-    unpatch_all,
 )
 from quorum_attention.recipes.switches import NORMS
 from quorum_attention.recipes.trials import drawn, result_like
@@ -28,14 +27,14 @@ from quorum_attention.units import counted
 _TRIED_SIZES = (1e2, 1.0, 1e-2)
 
 
-class FusedNorms(ModelPiece):
+class FusedNorms(PatchedForwards):
     """Let every RMS norm of a model that computes what torch's does run as torch's."""
 
     name = NORMS
     checked = "each runs torch's kernel"
 
     def __init__(self) -> None:
-        self._n_changed = 0
+        super().__init__("norm", _run_fused)
 
     def make(self, model: torch.nn.Module) -> str:
         """Change all norms that are RMS norms with one weight, and no more than
@@ -56,19 +55,8 @@ class FusedNorms(ModelPiece):
             )
         for module in changed:
             patch(module, "forward", _run_fused, _epsilon(module))
-        self._n_changed = len(changed)
+        self.n_changed = len(changed)
         return f"{counted(len(changed), 'norm')}, torch's rms_norm"
-
-    def why_lost(self, model: torch.nn.Module) -> str | None:
-        """Look for norms that run another forward."""
-        n_others = self._n_changed - count_running(model, _run_fused)
-        return (
-            f"{counted(n_others, 'norm')} got another forward" if n_others > 0 else None
-        )
-
-    def undo(self, model: torch.nn.Module) -> None:
-        """Give all norms their forward back."""
-        unpatch_all(model, _run_fused)
 
 
 def _epsilon(module: torch.nn.Module) -> float | None:

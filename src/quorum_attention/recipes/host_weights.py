@@ -8,15 +8,15 @@ After the last layer comes the first one again, for the next token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.integrations.accelerate_private import fetches_weights
-from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes.tile_storage import SideStream
 
 # Weights begin at multiples of this many bytes.
@@ -31,42 +31,27 @@ class _LayerWeights:
         weights: the layer's parameters.
         host: (n_bytes,) uint8.
         views: each parameter's part of ``host``.
-        originals: the device that each parameter was on.
     """
 
     weights: list[torch.nn.Parameter]
     host: torch.Tensor
-    views: list[torch.Tensor] = field(default_factory=list)
-    originals: list[torch.device] = field(default_factory=list)
+    views: list[torch.Tensor]
 
     @classmethod
-    def moved(cls, layer: torch.nn.Module, device: torch.device) -> _LayerWeights:
-        """Move the weights of a layer to host memory, for copies to ``device``."""
+    def moved(cls, layer: torch.nn.Module, stream: SideStream) -> _LayerWeights:
+        """Move the weights of a layer to host memory, for copies by ``stream``."""
         weights = list(layer.parameters())
-        is_locked = device.type == "cuda"
-        memory = torch.empty(
-            _bytes_of(weights), dtype=torch.uint8, pin_memory=is_locked
-        )
+        memory = stream.empty_on_host([_bytes_of(weights)], torch.uint8)
         views = views_in(memory, weights)
-        moved = cls(weights, memory, views, [weight.device for weight in weights])
         for weight, view in zip(weights, views, strict=True):
             view.copy_(weight.data)
             weight.data = view
-        for buffer in layer.buffers():
-            buffer.data = buffer.data.to(device)
-        return moved
+        return cls(weights, memory, views)
 
     def place(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let the layer compute with these tensors as its weights."""
         for weight, tensor in zip(self.weights, tensors, strict=True):
             weight.data = tensor
-
-    def restore(self) -> None:
-        """Give the layer its weights where they were at first."""
-        for weight, view, device in zip(
-            self.weights, self.views, self.originals, strict=True
-        ):
-            weight.data = view.to(device, copy=True)
 
 
 def _bytes_of(weights: Sequence[torch.Tensor]) -> int:
@@ -88,32 +73,36 @@ def views_in(
 
 
 class HostWeights:
-    """The weights of all decoder layers of a model, in host memory.
+    """The weights of all decoder layers of a model, in host memory. All other tensors
+    of the model are on the device.
 
     Args:
+        model: the model.
         layers: the decoder's layers, in the order in which they run.
         device: where they compute.
 
     Attributes:
-        nbytes: bytes in host memory.
         device_bytes: bytes on the device.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Module], device: torch.device) -> None:
-        lock_pages_with_threads()
-        self._layers = [_LayerWeights.moved(layer, device) for layer in layers]
-        sizes = [layer.host.nbytes for layer in self._layers]
-        largest = max(sizes)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: Sequence[torch.nn.Module],
+        device: torch.device,
+    ) -> None:
+        self._origins = _move_others(model, layers, device)
+        self._stream = SideStream(device)
+        self._layers = [_LayerWeights.moved(layer, self._stream) for layer in layers]
+        largest = max(layer.host.nbytes for layer in self._layers)
         self._slots = [
             torch.empty(largest, dtype=torch.uint8, device=device),
             torch.empty(largest, dtype=torch.uint8, device=device),
         ]
-        self._stream = SideStream(device)
         # The layer whose weights are in each slot, or on their way there, with the
         # copy's event.
         self._contents: list[tuple[int, Any] | None] = [None, None]
         self._active: int | None = None
-        self.nbytes = sum(sizes)
         self.device_bytes = 2 * largest
 
     @contextmanager
@@ -157,21 +146,37 @@ class HostWeights:
         return slot
 
     def restore(self) -> None:
-        """Give all layers their weights where they were at first."""
+        """Move all tensors to where they were at first."""
         self._stream.synchronize()
-        for layer in self._layers:
-            layer.restore()
+        for tensor, device in self._origins:
+            tensor.data = tensor.data.to(device, copy=True)
 
 
-@contextmanager
-def weights_on_device(weights: HostWeights | None, number: int) -> Iterator[None]:
+def _move_others(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module], device: torch.device
+) -> list[tuple[torch.Tensor, torch.device]]:
+    """Move all tensors of a model to a device, but for the weights of its layers.
+
+    Returns:
+        These weights, and what was moved, each with the device that it was on.
+    """
+    in_layers = {id(weight) for layer in layers for weight in layer.parameters()}
+    origins: list[tuple[torch.Tensor, torch.device]] = []
+    for tensor in chain(model.parameters(), model.buffers()):
+        if id(tensor) in in_layers:
+            origins.append((tensor, tensor.device))
+        elif tensor.device != device:
+            origins.append((tensor, tensor.device))
+            tensor.data = tensor.data.to(device)
+    return origins
+
+
+def weights_on_device(
+    weights: HostWeights | None, number: int
+) -> AbstractContextManager[None]:
     """``weights.on_device(number)``; nothing where each layer has its weights
     (None)."""
-    if weights is None:
-        yield
-        return
-    with weights.on_device(number):
-        yield
+    return nullcontext() if weights is None else weights.on_device(number)
 
 
 def why_not(layers: Sequence[torch.nn.Module]) -> str | None:
@@ -190,37 +195,3 @@ def why_not(layers: Sequence[torch.nn.Module]) -> str | None:
     if len(set(shared)) < len(shared):
         return "layers share weights"
     return None
-
-
-class MovedTensors:
-    """Tensors of a model beside its layers, such as embeddings, moved to a device.
-
-    Args:
-        model: the model.
-        layers: whose tensors stay where they are.
-        device: where the others go.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        layers: Sequence[torch.nn.Module],
-        device: torch.device,
-    ) -> None:
-        in_layers = {id(tensor) for layer in layers for tensor in _tensors_of(layer)}
-        self._origins: list[tuple[torch.Tensor, torch.device]] = []
-        for tensor in _tensors_of(model):
-            if id(tensor) in in_layers or tensor.device == device:
-                continue
-            self._origins.append((tensor, tensor.device))
-            tensor.data = tensor.data.to(device)
-
-    def restore(self) -> None:
-        """Move them back."""
-        for tensor, device in self._origins:
-            tensor.data = tensor.data.to(device)
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

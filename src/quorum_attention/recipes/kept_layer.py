@@ -9,7 +9,8 @@ from itertools import chain
 
 import torch
 
-from quorum_attention.recipes.offload import HostStore, KeptTensor, OffloadedTensor
+from quorum_attention.recipes.offload import KeptTensor, OffloadedTensor
+from quorum_attention.recipes.tile_storage import SideStream
 
 # Tensors of fewer bytes stay where they are.
 _SMALL = 1 << 20
@@ -26,7 +27,7 @@ class ForwardStep:
         result_bytes: of attention's results in one layer, as expected.
         device: of the layers.
         tile: tokens of a tile of a layer; 0: layers are not computed in tiles.
-        store: host memory, or None.
+        stream: copies to host memory; None: nothing goes there.
         number: of the last layer; -1: none yet.
         previous: the last layer, weakly: the graph alone holds it.
     """
@@ -36,7 +37,7 @@ class ForwardStep:
     result_bytes: int
     device: torch.device
     tile: int
-    store: HostStore | None
+    stream: SideStream | None
     number: int = -1
     previous: Callable[[], KeptLayer | None] = lambda: None
 
@@ -61,19 +62,21 @@ class KeptLayer:
     def keep(self, tensor: torch.Tensor) -> KeptTensor:
         """Keep a tensor, in host memory while some has to go there."""
         tensor = tensor.detach()  # its graph may hold this layer
-        store = self._store_for(tensor)
-        stored = KeptTensor(tensor) if store is None else OffloadedTensor(tensor, store)
+        stream = self._stream_for(tensor)
+        stored = KeptTensor(tensor)
+        if stream is not None:
+            stored = OffloadedTensor(tensor, stream)
         self._tensors.append(stored)
         return stored
 
-    def _store_for(self, tensor: torch.Tensor) -> HostStore | None:
-        """Return where a tensor goes; None: it stays."""
+    def _stream_for(self, tensor: torch.Tensor) -> SideStream | None:
+        """Return what copies a tensor to host memory; None: it stays."""
         step = self._step
         if step is None or step.offload_bytes <= 0 or tensor.nbytes < _SMALL:
             return None
         step.offload_bytes -= tensor.nbytes
         # The results of a layer in tiles are in host memory.
-        return step.store if tensor.device == step.device else None
+        return step.stream if tensor.device == step.device else None
 
     def unpack(self, stored: KeptTensor) -> torch.Tensor:
         """Return a kept tensor: the layer's backward begins. The tensors that are

@@ -8,29 +8,17 @@ recorded, and stored results are returned in their place.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from quorum_attention.recipes.host_weights import HostWeights
-from quorum_attention.recipes.patching import is_patched, patch, unpatch
+from quorum_attention.integrations.substitutes import substitutes
+from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 
 _HIDDEN = "hidden_states"
-
-
-class _Replacement(threading.local):
-    """The function that this thread runs in place of layers, with a layer's number and
-    call."""
-
-    function: Callable[[int, LayerCall], Any] | None = None
-
-
-_REPLACEMENT = _Replacement()
 
 
 @dataclass(frozen=True)
@@ -88,27 +76,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     ]
 
 
-def make_replaceable(
-    layers: list[torch.nn.Module], weights: HostWeights | None
-) -> None:
-    """Change layers so that ``layers_replaced_by`` reaches them.
-
-    Args:
-        layers: the decoder's layers.
-        weights: of the layers, in host memory; None: each layer has its weights.
-    """
-    for number, layer in enumerate(layers):
-        patch(layer, "forward", _run_layer, number, weights)
-
-
-def make_plain(layers: list[torch.nn.Module]) -> None:
-    """Undo ``make_replaceable``."""
-    for layer in layers:
-        if is_patched(layer, _run_layer):
-            unpatch(layer, _run_layer)
-
-
-def _run_layer(
+def run_layer(
     number: int,
     weights: HostWeights | None,
     plain: Callable[..., Any],
@@ -116,83 +84,42 @@ def _run_layer(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """The forward of a changed layer."""
-    if _REPLACEMENT.function is not None:
-        return _REPLACEMENT.function(number, LayerCall.from_arguments(args, named))
-    if weights is None:
-        return plain(layer, *args, **named)
-    with weights.on_device(number):
-        return plain(layer, *args, **named)
-
-
-class _AttentionRows(threading.local):
-    """The rows that attention modules of this thread return the output projection of.
-
-    Attributes:
-        rows: (batch, heads, tokens, value_dim); None: modules run as they are.
-    """
-
-    rows: torch.Tensor | None = None
-
-
-_ATTENTION_ROWS = _AttentionRows()
-
-
-def make_skippable(module: torch.nn.Module, output_name: str) -> None:
-    """Let ``attention_skipped`` skip all of an attention module but its output
-    projection.
+    """The forward of a changed layer: ``substitutes.layer`` may run in its place.
 
     Args:
-        module: of one layer.
-        output_name: the name of the output projection among its children.
+        number: of the layer.
+        weights: of all layers, in host memory; None: each layer has its weights.
+        plain: the forward of the layer's class.
+        layer: the layer.
+        args, named: the arguments of its forward.
     """
-    patch(module, "forward", _run_attention_module, output_name)
+    if substitutes.layer is not None:
+        return substitutes.layer(number, LayerCall.from_arguments(args, named))
+    with weights_on_device(weights, number):
+        return plain(layer, *args, **named)
 
 
-def make_unskippable(module: torch.nn.Module) -> None:
-    """Undo ``make_skippable``."""
-    if is_patched(module, _run_attention_module):
-        unpatch(module, _run_attention_module)
-
-
-def _run_attention_module(
+def run_attention_module(
     output_name: str,
     plain: Callable[..., Any],
     module: torch.nn.Module,
     *args: Any,
     **named: Any,
 ) -> Any:
-    """The forward of a changed attention module: it returns its output, and no
-    weights."""
-    rows = _ATTENTION_ROWS.rows
+    """The forward of a changed attention module: it returns its output, and no weights.
+
+    All but its output projection is skipped for ``substitutes.attention_rows``.
+
+    Args:
+        output_name: the name of the output projection among its children.
+        plain: the forward of the module's class.
+        module: the module.
+        args, named: the arguments of its forward.
+    """
+    rows = substitutes.attention_rows
     if rows is None:
         return plain(module, *args, **named)
     project = getattr(module, output_name)
     # (batch, tokens, heads * value_dim)
     output = project(rows.transpose(1, 2).flatten(2))
     return output, None
-
-
-@contextmanager
-def attention_skipped(rows: torch.Tensor) -> Iterator[None]:
-    """Let skippable attention modules return the output projection of ``rows``, (batch,
-    heads, tokens, value_dim)."""
-    _ATTENTION_ROWS.rows = rows
-    try:
-        yield
-    finally:
-        _ATTENTION_ROWS.rows = None
-
-
-@contextmanager
-def layers_replaced_by(
-    function: Callable[[int, LayerCall], Any] | None,
-) -> Iterator[None]:
-    """Run ``function(number, call)`` in place of each decoder layer of this thread's
-    forwards."""
-    outside = _REPLACEMENT.function
-    _REPLACEMENT.function = function
-    try:
-        yield
-    finally:
-        _REPLACEMENT.function = outside

@@ -21,7 +21,7 @@ from quorum_attention.recipes.changes import (
     undo_changes,
 )
 from quorum_attention.recipes.layer_calls import decoder_layers
-from quorum_attention.recipes.model_shape import ModelShape, read_shape
+from quorum_attention.recipes.model_shape import ModelShape, shape_of_model
 from quorum_attention.recipes.patching import plain_class
 from quorum_attention.recipes.prompt_changes import (
     OWNER,
@@ -136,7 +136,9 @@ def _change(model: Any, weights: str) -> ChangeSet:
             placement = WeightsInHostMemory(device)
             changes.make(model, placement)
             host_weights = placement.weights
-        runner = PromptRunner(device, _token_bytes(model), 0, None)
+        shape = shape_of_model(model) or _guessed_shape(model)
+        token = TokenBytes.from_shape(shape, model.dtype.itemsize)
+        runner = PromptRunner(device, token, 0, None)
         forward = PromptForward(runner, host_weights)
         changes.make(model, forward)
         reason = _choose_way(model, changes, forward)
@@ -172,17 +174,6 @@ def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str |
         return result
     forward.runner.layered = result
     return None
-
-
-def _token_bytes(model: Any) -> TokenBytes:
-    """Bytes of a token of a model, from its configuration, or a guess where that says
-    no sizes."""
-    try:
-        parameters = sum(weight.numel() for weight in model.parameters())
-        shape = read_shape(model.config.to_dict(), parameters)
-    except ValueError:  # sizes by other names
-        shape = _guessed_shape(model)
-    return TokenBytes.from_shape(shape, model.dtype.itemsize)
 
 
 def _guessed_shape(model: Any) -> ModelShape:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quorum_attention.argument_checks import shown
+
+Configuration = Mapping[str, Any]
+"""What a ``config.json`` holds."""
 
 # Kinds of models whose queries and keys have norms; whose output projection is the
 # embedding.
@@ -74,7 +77,7 @@ class ModelShape:
 
 
 def read_shape(
-    config: Mapping[str, Any] | str | Path, parameters: int | None = None
+    config: Configuration | str | Path, parameters: int | None = None
 ) -> ModelShape:
     """The shape of a model from its configuration.
 
@@ -89,29 +92,26 @@ def read_shape(
     """
     contents = config if isinstance(config, Mapping) else _read_file(Path(config))
     inner = contents.get("text_config")
-    sizes: Mapping[str, Any] = inner if isinstance(inner, Mapping) else contents
-    layers = _DecoderSizes.of_config(sizes)
+    sizes: Configuration = inner if isinstance(inner, Mapping) else contents
+    decoder = _DecoderSizes.of_config(sizes)
     if parameters is None:
         parameters = _count_built(sizes)
     if parameters is None:
-        parameters = layers.count_parameters()
-    return ModelShape(
-        kind=layers.kind,
-        layers=layers.layers,
-        hidden=layers.hidden,
-        heads=layers.heads,
-        kv_heads=layers.kv_heads,
-        head_dim=layers.head_dim,
-        vocabulary=layers.vocabulary,
-        intermediate=layers.expert_width if layers.experts else layers.dense_width,
-        experts=layers.experts,
-        experts_per_token=layers.experts_per_token,
-        parameters=parameters,
-        mlp_width=layers.widest_mlp(),
-    )
+        parameters = decoder.count_parameters()
+    return replace(decoder.shape, parameters=parameters)
 
 
-def _read_file(path: Path) -> Mapping[str, Any]:
+def shape_of_model(model: Any) -> ModelShape | None:
+    """The shape of a model of Transformers; None where its configuration has sizes by
+    other names."""
+    n_parameters = sum(weight.numel() for weight in model.parameters())
+    try:
+        return read_shape(model.config.to_dict(), n_parameters)
+    except ValueError:
+        return None
+
+
+def _read_file(path: Path) -> Configuration:
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(
@@ -128,7 +128,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     return contents
 
 
-def _count_built(config: Mapping[str, Any]) -> int | None:
+def _count_built(config: Configuration) -> int | None:
     """The parameters of the model that Transformers builds, or None if it does not."""
     try:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -151,7 +151,7 @@ class _DecoderSizes:
     """The sizes that the formula counts parameters from.
 
     Attributes:
-        kind: ``model_type``.
+        shape: the sizes that others read too, without a number of parameters.
         dense_width: of an MLP without experts.
         expert_width, shared_width: of one expert; of what all tokens share beside
             experts.
@@ -163,16 +163,8 @@ class _DecoderSizes:
         tied: whether the output layer is the embedding.
     """
 
-    kind: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
+    shape: ModelShape
     dense_width: int
-    experts: int
-    experts_per_token: int
     expert_width: int
     shared_width: int
     dense_layers: int
@@ -183,7 +175,7 @@ class _DecoderSizes:
     tied: bool
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> _DecoderSizes:
+    def of_config(cls, config: Configuration) -> _DecoderSizes:
         """The sizes that a configuration says.
 
         Raises:
@@ -204,7 +196,12 @@ class _DecoderSizes:
         expert_width = _size(
             config, "moe_intermediate_size" if has_expert_width else "intermediate_size"
         )
-        return cls(
+        dense_width = _size(config, "intermediate_size", expert_width)
+        shared_width = _shared_width(config, expert_width)
+        dense_layers = _dense_layers(config, layers) if experts else layers
+        experts_per_token = _experts_per_token(config) if experts else 1
+        width_of_experts = experts_per_token * expert_width + shared_width
+        shape = ModelShape(
             kind=kind,
             layers=layers,
             hidden=hidden,
@@ -212,12 +209,20 @@ class _DecoderSizes:
             kv_heads=heads if latent else _size(config, "num_key_value_heads", heads),
             head_dim=head_dim,
             vocabulary=_size(config, "vocab_size"),
-            dense_width=_size(config, "intermediate_size", expert_width),
+            intermediate=expert_width if experts else dense_width,
             experts=experts,
-            experts_per_token=_experts_per_token(config) if experts else 1,
+            experts_per_token=experts_per_token,
+            parameters=0,
+            mlp_width=_widest(
+                (dense_layers, dense_width), (layers - dense_layers, width_of_experts)
+            ),
+        )
+        return cls(
+            shape=shape,
+            dense_width=dense_width,
             expert_width=expert_width,
-            shared_width=_shared_width(config, expert_width) if experts else 0,
-            dense_layers=_dense_layers(config, layers) if experts else layers,
+            shared_width=shared_width,
+            dense_layers=dense_layers,
             query_rank=_first(config, ("q_lora_rank",), 0) if latent else 0,
             kv_rank=_size(config, "kv_lora_rank") if latent else 0,
             rotated_dim=rotated_dim,
@@ -227,14 +232,16 @@ class _DecoderSizes:
 
     def count_parameters(self) -> int:
         """All parameters but biases, which are less than a thousandth."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        norms = (2 * self.layers + 1) * self.hidden
-        attention = self.layers * self._attention_parameters()
-        dense = self.dense_layers * 3 * self.hidden * self.dense_width
-        with_experts = self.layers - self.dense_layers
+        layers = self.shape.layers
+        hidden = self.shape.hidden
+        embeddings = self.shape.vocabulary * hidden * (1 if self.tied else 2)
+        norms = (2 * layers + 1) * hidden
+        attention = layers * self._attention_parameters()
+        dense = self.dense_layers * 3 * hidden * self.dense_width
+        with_experts = layers - self.dense_layers
         # Each expert, with its row of the router; and what all tokens share.
-        experts = self.experts * self.hidden * (3 * self.expert_width + 1)
-        shared = 3 * self.hidden * self.shared_width
+        experts = self.shape.experts * hidden * (3 * self.expert_width + 1)
+        shared = 3 * hidden * self.shared_width
         return (
             embeddings + norms + attention + dense + with_experts * (experts + shared)
         )
@@ -244,45 +251,40 @@ class _DecoderSizes:
         if self.kv_rank:
             return self._latent_attention_parameters()
         # A head of queries comes with one of the output, a head of keys with values.
-        n_heads = 2 * (self.heads + self.kv_heads)
-        projections = self.hidden * n_heads * self.head_dim
-        norms = 0
-        if self.kind in _HEAD_NORMS:
-            norms = 2 * self.head_dim
+        shape = self.shape
+        n_heads = 2 * (shape.heads + shape.kv_heads)
+        projections = shape.hidden * n_heads * shape.head_dim
+        norms = 2 * shape.head_dim if shape.head_norms else 0
         return projections + norms
 
     def _latent_attention_parameters(self) -> int:
         """Count the parameters of one layer's latent attention, with its norms."""
-        query_width = self.heads * self.head_dim
-        query = self.hidden * query_width
+        heads = self.shape.heads
+        hidden = self.shape.hidden
+        query_width = heads * self.shape.head_dim
+        query = hidden * query_width
         if self.query_rank:
-            query = self.query_rank * (self.hidden + query_width + 1)
+            query = self.query_rank * (hidden + query_width + 1)
         latent_width = self.kv_rank + self.rotated_dim
-        compressed = self.hidden * latent_width + self.kv_rank
-        plain_dim = self.head_dim - self.rotated_dim
-        expanded_width = self.heads * (plain_dim + self.value_dim)
+        compressed = hidden * latent_width + self.kv_rank
+        plain_dim = self.shape.head_dim - self.rotated_dim
+        expanded_width = heads * (plain_dim + self.value_dim)
         expanded = self.kv_rank * expanded_width
-        output = self.heads * self.value_dim * self.hidden
+        output = heads * self.value_dim * hidden
         return query + compressed + expanded + output
 
-    def widest_mlp(self) -> int:
-        """The width of the widest MLP that a token goes through."""
-        with_experts = self.experts_per_token * self.expert_width + self.shared_width
-        if not self.dense_layers:
-            return with_experts
-        if self.dense_layers == self.layers:
-            return self.dense_width
-        return max(self.dense_width, with_experts)
+
+def _widest(*layers: tuple[int, int]) -> int:
+    """The largest width of layers of several kinds: (how many, width) of each."""
+    return max(width for n_layers, width in layers if n_layers)
 
 
-def _experts_per_token(config: Mapping[str, Any]) -> int:
-    for name in _EXPERTS_PER_TOKEN:
-        if config.get(name) is not None:
-            return _size(config, name)
-    return _size(config, _EXPERTS_PER_TOKEN[0])
+def _experts_per_token(config: Configuration) -> int:
+    present = [name for name in _EXPERTS_PER_TOKEN if config.get(name) is not None]
+    return _size(config, (present or _EXPERTS_PER_TOKEN)[0])
 
 
-def _shared_width(config: Mapping[str, Any], expert_width: int) -> int:
+def _shared_width(config: Configuration, expert_width: int) -> int:
     """The width of what all tokens go through, beside a layer's experts."""
     width = config.get("shared_expert_intermediate_size")
     if width is not None:
@@ -292,7 +294,7 @@ def _shared_width(config: Mapping[str, Any], expert_width: int) -> int:
     return _first(config, _SHARED_EXPERTS, 0) * expert_width
 
 
-def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
+def _dense_layers(config: Configuration, layers: int) -> int:
     """How many layers of a model with experts have none."""
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, (list, tuple)):
@@ -313,7 +315,7 @@ def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
     return layers - len(sparse)
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
+def _first(config: Configuration, names: tuple[str, ...], default: int) -> int:
     """The first of these numbers that a configuration says, which may be 0."""
     for name in names:
         value = config.get(name)
@@ -322,7 +324,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> i
     return default
 
 
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _size(config: Configuration, name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

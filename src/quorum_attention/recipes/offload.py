@@ -13,34 +13,12 @@ from typing import Any
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.recipes.tile_storage import SideStream
 
 # A tensor goes to host memory in pieces of this many bytes: torch gives page-locked
 # memory in powers of two.
 _PIECE = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-class HostStore:
-    """Page-locked host memory for tensors of one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = SideStream(device)
-        lock_pages_with_threads()
-
-    def allocate(self, n_bytes: int) -> torch.Tensor:
-        """Return (n_bytes,) uint8, uninitialised."""
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
-
-    def copy(self, targets: Any, sources: Any) -> Any:
-        """Copy when all that the computation has been given so far is done; return an
-        event."""
-        return self._stream.copy(targets, sources)
-
-    def wait(self, event: Any) -> None:
-        """Let the computation wait for a copy."""
-        self._stream.wait(event)
 
 
 class KeptTensor:
@@ -76,6 +54,10 @@ class KeptTensor:
 class OffloadedTensor(KeptTensor):
     """A tensor that goes to page-locked host memory, and comes back for the backward.
 
+    Args:
+        tensor: the tensor.
+        stream: copies it both ways.
+
     Attributes:
         alive_bytes: host memory of all such tensors.
         peak_bytes: the most that there ever was: torch keeps that for later ones.
@@ -84,9 +66,9 @@ class OffloadedTensor(KeptTensor):
     alive_bytes = 0
     peak_bytes = 0
 
-    def __init__(self, tensor: torch.Tensor, store: HostStore) -> None:
+    def __init__(self, tensor: torch.Tensor, stream: SideStream) -> None:
         super().__init__(tensor)
-        self._store = store
+        self._stream = stream
         self._device = tensor.device
         self._layout = torch.empty_like(tensor, device="meta")  # without gaps
         # The tensor on its way back, and the copy's event.
@@ -94,12 +76,14 @@ class OffloadedTensor(KeptTensor):
         is_dense = tensor.stride() == self._layout.stride()
         dense = tensor if is_dense else tensor.clone()
         sources = _bytes_of(dense).split(_PIECE)
-        self._pieces = [store.allocate(source.numel()) for source in sources]
+        self._pieces = [
+            stream.empty_on_host(source.shape, source.dtype) for source in sources
+        ]
         # The computation waits before the memory of ``dense`` is used again: a host far
         # ahead of the device would find none free.
         self._leaving: tuple[torch.Tensor, Any] | None = (
             dense,
-            store.copy(self._pieces, sources),
+            stream.copy(self._pieces, sources),
         )
         self._host_bytes = sum(_power_of_two(piece.numel()) for piece in self._pieces)
         OffloadedTensor.alive_bytes += self._host_bytes
@@ -116,7 +100,7 @@ class OffloadedTensor(KeptTensor):
         """Let the computation wait for the copy, check the tensor, and let go of it."""
         if self._leaving is not None:
             _, event = self._leaving
-            self._store.wait(event)
+            self._stream.wait(event)
         super().finish_copy()
         self._leaving = None
         self._tensor = None
@@ -126,7 +110,7 @@ class OffloadedTensor(KeptTensor):
         if self._returning is None:
             tensor = torch.empty_like(self._layout, device=self._device)
             targets = _bytes_of(tensor).split(_PIECE)
-            self._returning = (tensor, self._store.copy(targets, self._pieces))
+            self._returning = (tensor, self._stream.copy(targets, self._pieces))
 
     def get(self) -> torch.Tensor:
         """Return a copy on the tensor's device."""
@@ -135,7 +119,7 @@ class OffloadedTensor(KeptTensor):
         assert self._returning is not None
         tensor, event = self._returning
         self._returning = None
-        self._store.wait(event)
+        self._stream.wait(event)
         return tensor
 
 

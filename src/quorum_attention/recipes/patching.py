@@ -22,6 +22,8 @@ from quorum_attention.integrations.accelerate_private import (
     is_run_by_hooks,
     replace_forward_in_hooks,
 )
+from quorum_attention.recipes.changes import ModelPiece
+from quorum_attention.units import counted
 
 # The attribute of a changed class that holds its ``_Patch``.
 _PATCH = "_quorum_attention_patch"
@@ -124,16 +126,40 @@ def runs(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
     return forward is None or _is_bound_forward(module, forward)
 
 
-def count_running(model: torch.nn.Module, function: Callable[..., Any]) -> int:
-    """Return how many modules of a model run a patch."""
-    return sum(runs(module, function) for module in model.modules())
-
-
 def unpatch_all(model: torch.nn.Module, function: Callable[..., Any]) -> None:
     """Take all patches by ``function`` in a model back."""
     for module in model.modules():
         if is_patched(module, function):
             unpatch(module, function)
+
+
+class PatchedForwards(ModelPiece):
+    """A change of a model that patches the forwards of many of its modules.
+
+    Args:
+        noun: what the modules are, "MLP".
+        function: runs in place of their forwards.
+
+    Attributes:
+        n_changed: how many modules were patched.
+    """
+
+    def __init__(self, noun: str, function: Callable[..., Any]) -> None:
+        self._noun = noun
+        self._function = function
+        self.n_changed = 0
+
+    def why_lost(self, model: torch.nn.Module) -> str | None:
+        """Look for modules that run another forward."""
+        n_running = sum(runs(module, self._function) for module in model.modules())
+        n_others = self.n_changed - n_running
+        if n_others <= 0:
+            return None
+        return f"{counted(n_others, self._noun)} got another forward"
+
+    def undo(self, model: torch.nn.Module) -> None:
+        """Give all modules their forward back."""
+        unpatch_all(model, self._function)
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:

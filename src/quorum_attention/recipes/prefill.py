@@ -23,38 +23,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from quorum_attention.api import attention
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.integrations.substitutes import (
-    attention_replaced_by,
-    prompt_masks,
-)
+from quorum_attention.integrations.substitutes import WholePrompt, substituting
 from quorum_attention.integrations.transformers.prompt_tiles import TileCache
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
-from quorum_attention.recipes.layer_calls import (
-    LayerCall,
-    attention_skipped,
-    layers_replaced_by,
-)
+from quorum_attention.recipes.layer_calls import LayerCall
 from quorum_attention.recipes.prompt_inputs import PromptInputs
-from quorum_attention.recipes.tile_storage import DeviceTiles, TileSpan, spans_of
+from quorum_attention.recipes.reached_attention import (
+    attend_where_heads_are,
+    reach_attention,
+)
+from quorum_attention.recipes.tile_storage import DeviceTiles, spans_of
 from quorum_attention.threads import try_start
-
-
-class _ReachedAttentionError(Exception):
-    """Ends a layer's forward at its attention.
-
-    Attributes:
-        call: the attention, without its query, key and value.
-        heads: query, key and value, (batch, heads, tokens, head_dim).
-    """
-
-    def __init__(self, call: Any, heads: tuple[torch.Tensor, ...]) -> None:
-        super().__init__()
-        self.call = call
-        self.heads = heads
 
 
 class _RecordedError(Exception):
@@ -179,7 +162,7 @@ class LayerwisePrefill:
         self._memory.clear()
         return self._run_head()
 
-    def _record(self, span: TileSpan) -> None:
+    def _record(self, span: Interval) -> None:
         """Compute a tile's embeddings, and record what each layer is given beside
         them."""
         recorder = _Recorder(self.model, self.tiles)
@@ -194,14 +177,16 @@ class LayerwisePrefill:
         self._calls.append(recorder.calls)
 
     def _run_model(
-        self, function: Callable[[int, LayerCall], Any], span: TileSpan
+        self, function: Callable[[int, LayerCall], Any], span: Interval
     ) -> Any:
         """Run the model's forward on a tile, with ``function`` in place of its
         layers."""
         self._tile_cache.past = span.start
         arguments = self.inputs.of_tile(span)
-        masks = prompt_masks(self.inputs.n_tokens, self.inputs.padding)
-        with masks, layers_replaced_by(function):
+        padding = self.inputs.padding
+        is_token = None if padding is None else padding.bool()
+        prompt = WholePrompt(self.inputs.n_tokens, is_token)
+        with substituting(prompt=prompt, layer=function):
             model = self.model.model
             return self.model.run_model(
                 model, **arguments, past_key_values=self._tile_cache
@@ -218,7 +203,10 @@ class LayerwisePrefill:
         self._tile_cache.is_storing = True
         loaded = self.tiles.load(self._spans, self._hidden)
         for index, (span, (hidden,)) in enumerate(loaded):
-            reached = self._reach_attention(number, index, span, hidden)
+            run = partial(
+                self._run_layer, number=number, index=index, span=span, hidden=hidden
+            )
+            reached = reach_attention(run)
             if call is None:
                 call = reached.call
                 self._take_device_memory(*reached.heads)
@@ -242,26 +230,12 @@ class LayerwisePrefill:
         if prepare is not None:
             prepare(query, key, value)
 
-    def _reach_attention(
-        self, number: int, index: int, span: TileSpan, hidden: torch.Tensor
-    ) -> _ReachedAttentionError:
-        def stop(
-            call: Any, query: Any, key: Any, value: Any, *mask: Any
-        ) -> torch.Tensor:
-            raise _ReachedAttentionError(partial(call, *mask), (query, key, value))
-
-        try:
-            self._run_layer(stop, number, index, span, hidden)
-        except _ReachedAttentionError as reached:
-            return reached.with_traceback(None)
-        raise NotImplementedError("a layer has no attention that can be replaced")
-
     def _run_layer(
         self,
         function: Any,
         number: int,
         index: int,
-        span: TileSpan,
+        span: Interval,
         hidden: torch.Tensor,
     ) -> Any:
         """Run a layer on a tile, with ``function`` in place of its attention."""
@@ -269,7 +243,7 @@ class LayerwisePrefill:
         layer = self.model.layers[number]
         stashed = self._calls[index][number]
         call = stashed.map_tensors(self.tiles.unstash)
-        with attention_replaced_by(function):
+        with substituting(attention=function):
             return call.with_hidden(hidden).run(layer)
 
     def _rows_like(self, name: str, tile: torch.Tensor) -> torch.Tensor:
@@ -287,16 +261,11 @@ class LayerwisePrefill:
         """Compute attention of all tokens, (batch, heads, tokens, value_dim)."""
         like_output = query[..., :1, :1].expand(*query.shape[:-2], 1, value.shape[-1])
         output = self._rows_like("output", like_output)
-        # The mask is the argument behind query, key and value.
-        options, module, *mask = call.args
-        named = tree_map_only(
-            torch.Tensor, lambda tensor: tensor.to(query.device), call.keywords
-        )
         compute = partial(_attention_into, output, self.budget)
         device = self.tiles.device
         with backend_of(device).current(device):
-            computed = call.func(
-                options, module, query, key, value, *mask, **named, compute=compute
+            computed = attend_where_heads_are(
+                call, (query, key, value), compute=compute
             )
         if computed.data_ptr() != output.data_ptr():
             output.copy_(computed)
@@ -307,7 +276,7 @@ class LayerwisePrefill:
         loaded = self.tiles.load(self._spans, self._hidden, outputs)
         for index, (span, (hidden, rows)) in enumerate(loaded):
             replay = partial(_return_rows, rows)
-            with attention_skipped(rows):
+            with substituting(attention_rows=rows):
                 result = self._run_layer(replay, number, index, span, hidden)
             hidden_after = self.model.hidden_of(number, result)
             self.tiles.store(span, [self._hidden], [hidden_after])

@@ -13,26 +13,21 @@ from typing import Any
 
 import torch
 
-from quorum_attention.integrations.substitutes import attention_replaced_by
+from quorum_attention.integrations.substitutes import substituting
 from quorum_attention.recipes.attention import agree
-from quorum_attention.recipes.attention_skips import (
-    AttentionWatch,
-    skip_attention,
-    skip_no_attention,
-)
+from quorum_attention.recipes.attention_skips import AttentionWatch, skip_attention
 from quorum_attention.recipes.host_weights import HostWeights
-from quorum_attention.recipes.layer_calls import LayerCall, layers_replaced_by
+from quorum_attention.recipes.layer_calls import LayerCall, run_attention_module
+from quorum_attention.recipes.patching import unpatch_all
 from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill
 from quorum_attention.recipes.prompt_inputs import PromptInputs
 from quorum_attention.recipes.tile_storage import DeviceTiles
-from quorum_attention.recipes.trials import evaluating
+from quorum_attention.recipes.trials import evaluating, failure_words, some_ids
 
 _TRIAL_TOKENS = 48
 _TRIAL_TILE = 20
 # Tokens behind the prompt, which see what is in the cache.
 _NEXT_TOKENS = 3
-# Ids of the trial: large ones may stand for images.
-_TRIAL_VALUES = 11
 
 
 @dataclass
@@ -66,10 +61,8 @@ class PromptTrial:
         try:
             with torch.no_grad(), evaluating(self.model):
                 layered = self._try()
-        except (
-            Exception
-        ) as error:  # whatever it is, the model gets its prompts in chunks
-            return f"it failed on a few tokens: {type(error).__name__}: {error}"
+        except Exception as error:  # the model gets its prompts in chunks
+            return failure_words(error)
         return layered or "it had other results for parts of the tokens"
 
     def _try(self) -> LayeredModel | None:
@@ -91,16 +84,13 @@ class PromptTrial:
                 is_right = False
             if is_right:
                 return layered
-            skip_no_attention(self.model)
+            unpatch_all(self.model, run_attention_module)
         results = self._run_layers(layered, prompt_ids, next_ids)
         return layered if agree(results, expected) else None
 
     def _some_ids(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids of a prompt, and of tokens behind it, (1, tokens)."""
-        table = self.model.get_input_embeddings().weight
-        n_values = min(_TRIAL_VALUES, len(table))
-        n_tokens = _TRIAL_TOKENS + _NEXT_TOKENS
-        ids = torch.arange(n_tokens, device=table.device)[None] % n_values
+        ids = some_ids(self.model, _TRIAL_TOKENS + _NEXT_TOKENS)
         return ids[:, :_TRIAL_TOKENS], ids[:, _TRIAL_TOKENS:]
 
     def _run_as_it_is(
@@ -108,7 +98,7 @@ class PromptTrial:
     ) -> list[torch.Tensor]:
         """The logits of the model as it is. What its layers return is noted."""
         cache = self.new_cache()
-        with layers_replaced_by(self._observe):
+        with substituting(layer=self._observe):
             result = self._run_model(prompt_ids, cache)
         return [result.logits, self._run_model(next_ids, cache).logits]
 
@@ -118,7 +108,7 @@ class PromptTrial:
             raise NotImplementedError("it does not run its layers in their order")
         watch = AttentionWatch()
         try:
-            with layers_replaced_by(None), attention_replaced_by(watch.attend):
+            with substituting(layer=None, attention=watch.attend):
                 result = call.run(self.layers[number])
         finally:
             watch.stop()

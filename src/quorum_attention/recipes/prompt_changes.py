@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from quorum_attention.recipes.attention_skips import skip_no_attention
 from quorum_attention.recipes.changes import ChangeSet, ModelPiece, changes_by
-from quorum_attention.recipes.host_weights import HostWeights, MovedTensors, why_not
+from quorum_attention.recipes.host_weights import HostWeights, why_not
 from quorum_attention.recipes.layer_calls import (
     decoder_layers,
-    make_plain,
-    make_replaceable,
+    run_attention_module,
+    run_layer,
 )
 from quorum_attention.recipes.patching import patch, runs, unpatch_all
 
@@ -34,7 +33,6 @@ class WeightsInHostMemory(ModelPiece):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._moved: MovedTensors | None = None
         self.weights: HostWeights | None = None
 
     def make(self, model: Any) -> str:
@@ -52,8 +50,7 @@ class WeightsInHostMemory(ModelPiece):
                 f'weights="host" cannot be used with this {type(model).__name__}: '
                 f"{reason}"
             )
-        self._moved = MovedTensors(model, layers, self._device)
-        self.weights = HostWeights(layers, self._device)
+        self.weights = HostWeights(model, layers, self._device)
         return "two layers at a time are copied to the device"
 
     def why_lost(self, model: Any) -> str | None:
@@ -64,8 +61,6 @@ class WeightsInHostMemory(ModelPiece):
         """Move all tensors back."""
         if self.weights is not None:
             self.weights.restore()
-        if self._moved is not None:
-            self._moved.restore()
 
 
 class PromptForward(ModelPiece):
@@ -90,7 +85,8 @@ class PromptForward(ModelPiece):
 
     def make(self, model: Any) -> str:
         """Change the forward of the model, and those of its decoder layers."""
-        make_replaceable(decoder_layers(model), self.weights)
+        for number, layer in enumerate(decoder_layers(model)):
+            patch(layer, "forward", run_layer, number, self.weights)
         patch(model, "forward", _run_model)
         return "some tokens at a time"
 
@@ -100,9 +96,8 @@ class PromptForward(ModelPiece):
 
     def undo(self, model: Any) -> None:
         """Give all modules their forward back."""
-        unpatch_all(model, _run_model)
-        make_plain(decoder_layers(model))
-        skip_no_attention(model)
+        for function in (_run_model, run_layer, run_attention_module):
+            unpatch_all(model, function)
 
 
 def prompt_forward_in(changes: ChangeSet) -> PromptForward:

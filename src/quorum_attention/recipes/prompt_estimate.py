@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from quorum_attention.argument_checks import one_of, whole_number
-from quorum_attention.arithmetic import ceil_div
+from quorum_attention.arithmetic import ceil_div, last_fitting
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.long_prompts.places import staging_bytes
 from quorum_attention.planner import plan
@@ -191,16 +191,12 @@ def longest_prompt(shape: ModelShape, request: PromptRequest) -> int:
     if not weights_fit(shape, request):
         return 0
     token = TokenBytes.from_shape(shape, request.dtype.itemsize)
-    fitting = 0
-    failing = _MAX_PROMPT // _PROMPT_GRAIN + 1
-    while failing - fitting > 1:
-        middle = (fitting + failing) // 2
-        longer = replace(request, tokens=middle * _PROMPT_GRAIN)
-        if _place(shape, longer, token).missing_bytes == 0:
-            fitting = middle
-        else:
-            failing = middle
-    return fitting * _PROMPT_GRAIN
+
+    def fits(n_grains: int) -> bool:
+        longer = replace(request, tokens=n_grains * _PROMPT_GRAIN)
+        return _place(shape, longer, token).missing_bytes == 0
+
+    return last_fitting(_MAX_PROMPT // _PROMPT_GRAIN, fits) * _PROMPT_GRAIN
 
 
 def _place(

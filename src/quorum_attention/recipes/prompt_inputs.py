@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from quorum_attention.recipes.tile_storage import TileSpan
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.kernels.tensors import NamedTensors
 
 # Tensors with a value for each token, by the dimension of tokens.
 _TOKEN_DIMS = {
@@ -20,7 +21,7 @@ _TOKEN_DIMS = {
 _MASK = "attention_mask"
 _LOGITS = "logits_to_keep"
 # Requests for what is only there if layers run as they are.
-_COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
+COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class PromptInputs:
         logits_to_keep: logits are asked for of so many last tokens; 0: of all.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: NamedTensors
     padding: torch.Tensor | None
     options: Mapping[str, Any]
     n_tokens: int
@@ -52,7 +53,7 @@ class PromptInputs:
             named: arguments without the cache.
             past: tokens in the cache.
         """
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: NamedTensors = {}
         options: dict[str, Any] = {}
         padding = named.get(_MASK)
         for name, value in named.items():
@@ -75,7 +76,7 @@ class PromptInputs:
         logits_to_keep = options.get(_LOGITS, 0)
         return cls(tensors, padding, options, n_tokens, past, logits_to_keep)
 
-    def of_tile(self, span: TileSpan) -> dict[str, Any]:
+    def of_tile(self, span: Interval) -> dict[str, Any]:
         """Return the arguments of the tokens of a span: of no later token."""
         arguments = dict(self.options)
         for name, tensor in self.tensors.items():
@@ -91,7 +92,7 @@ class PromptInputs:
             arguments[_LOGITS] = max(1, n_kept)
         return arguments
 
-    def has_logits(self, span: TileSpan) -> bool:
+    def has_logits(self, span: Interval) -> bool:
         """Whether logits are asked for of a token in a span."""
         if self.logits_to_keep == 0:
             return True
@@ -99,7 +100,7 @@ class PromptInputs:
         return span.stop > first
 
 
-def _have_tokens(tensors: Mapping[str, torch.Tensor], n_tokens: int) -> bool:
+def _have_tokens(tensors: NamedTensors, n_tokens: int) -> bool:
     """Whether all tensors have a value for each token."""
     lengths = [tensor.shape[_TOKEN_DIMS[name]] for name, tensor in tensors.items()]
     return all(length == n_tokens for length in lengths)
@@ -116,7 +117,7 @@ def _is_option(name: str, value: Any) -> bool:
     layers."""
     if name == "labels":
         return value is None
-    if name in _COLLECTED:
+    if name in COLLECTED:
         return not value
     if name == "return_dict":
         return bool(value)

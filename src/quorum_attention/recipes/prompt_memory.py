@@ -7,7 +7,7 @@ memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from quorum_attention.recipes.model_shape import ModelShape
 
@@ -73,13 +73,7 @@ class TokenBytes:
 
     def of_batch(self, batch: int) -> TokenBytes:
         """The bytes of one token of every text in a batch."""
-        return TokenBytes(
-            rows=batch * self.rows,
-            output=batch * self.output,
-            hidden=batch * self.hidden,
-            tile=batch * self.tile,
-            cache=batch * self.cache,
-        )
+        return TokenBytes(*(batch * n_bytes for n_bytes in astuple(self)))
 
 
 @dataclass(frozen=True)

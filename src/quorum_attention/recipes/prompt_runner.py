@@ -19,7 +19,7 @@ from quorum_attention.recipes.prefill import (
     LayerwisePrefill,
     joined_results,
 )
-from quorum_attention.recipes.prompt_inputs import PromptInputs
+from quorum_attention.recipes.prompt_inputs import COLLECTED, PromptInputs
 from quorum_attention.recipes.prompt_memory import (
     CHUNK_BYTES,
     PromptPlan,
@@ -165,9 +165,7 @@ def _report(show: Callable[[int, int, str], None], done: int, total: int) -> Non
 def _collects_results(model: Any) -> bool:
     """Whether a model's configuration asks for what is only there if layers run as they
     are."""
-    config = model.config
-    names = ("output_attentions", "output_hidden_states", "output_router_logits")
-    return any(getattr(config, name, False) for name in names)
+    return any(getattr(model.config, name, False) for name in COLLECTED)
 
 
 def named_arguments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quorum_attention.arithmetic import last_fitting
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.recipes.layer_bytes import returned_bytes
@@ -63,15 +64,12 @@ def longest_that_fits(
         Tokens, to a 64th of ``training.tokens``; 0 if none of these lengths fits.
     """
     grain = max(1, training.tokens // _RESOLUTION)
-    fitting = 0
-    failing = training.tokens // grain + 1
-    while failing - fitting > 1:
-        middle = (fitting + failing) // 2
-        if _fits(shape, replace(training, tokens=middle * grain), memory, host_memory):
-            fitting = middle
-        else:
-            failing = middle
-    return fitting * grain
+
+    def fits(n_grains: int) -> bool:
+        shorter = replace(training, tokens=n_grains * grain)
+        return _fits(shape, shorter, memory, host_memory)
+
+    return last_fitting(training.tokens // grain, fits) * grain
 
 
 def _switches(training: Training) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ MLP_TILE = 8192
 # The share of a plan's bound that calls take at their peak, measured on an H200.
 _PEAK_OVER_PLAN = 0.6
 # Attention takes this much beyond what it returns where nothing is said of memory.
-DEFAULT_WORKSPACE = 2 << 30
+_DEFAULT_WORKSPACE = 2 << 30
 # A budget for a device with room for anything.
 _UNLIMITED = 1 << 50
 
@@ -135,13 +135,19 @@ def transient_bytes(shape: ModelShape, training: Training) -> int:
 
 def layer_fits(shape: ModelShape, training: Training, free: int) -> bool:
     """Whether a layer that is not computed in tiles takes at most ``free`` bytes."""
-    budget = training.budget or DEFAULT_WORKSPACE + returned_bytes(
-        shape, training, backward=True
-    )
     try:
-        return transient_bytes(shape, replace(training, budget=budget)) <= free
+        return transient_bytes(shape, with_budget(shape, training)) <= free
     except BudgetError:
         return False
+
+
+def with_budget(shape: ModelShape, training: Training) -> Training:
+    """Return a training with the budget of attention that is usual where nothing is
+    said of memory, unless it has one."""
+    if training.budget is not None:
+        return training
+    returned = returned_bytes(shape, training, backward=True)
+    return replace(training, budget=_DEFAULT_WORKSPACE + returned)
 
 
 def loss_tokens(vocabulary: int, size: int) -> int:

@@ -10,43 +10,27 @@ computed, and results leave meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quorum_attention.arithmetic import ceil_div
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.mover import ImmediateStream
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
 from quorum_attention.long_prompts.head_copies import HeadCopies
+from quorum_attention.partition import split_at_multiples
 
 
-@dataclass(frozen=True, slots=True)
-class TileSpan:
-    """Consecutive tokens of a prompt, ``start`` to ``stop`` (exclusive)."""
-
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """The number of tokens."""
-        return self.stop - self.start
-
-
-def spans_of(n_tokens: int, tile: int) -> list[TileSpan]:
+def spans_of(n_tokens: int, tile: int) -> list[Interval]:
     """Return spans of about one length, at most ``tile`` tokens, that cover all
     tokens."""
     n_tiles = ceil_div(n_tokens, tile)
     length = ceil_div(n_tokens, n_tiles)
-    spans = []
-    for start in range(0, n_tokens, length):
-        stop = min(n_tokens, start + length)
-        spans.append(TileSpan(start, stop))
-    return spans
+    return split_at_multiples(Interval(0, n_tokens), length)
 
 
-def rows_of(tensor: torch.Tensor, span: TileSpan) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor, span: Interval) -> torch.Tensor:
     """Return the rows of a span as a view: tensors are (..., tokens, width)."""
     return tensor.narrow(-2, span.start, span.length)
 
@@ -58,9 +42,15 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
+        lock_pages_with_threads()
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies = None if self._stream is None else HeadCopies(self._stream)
+
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor in host memory, page-locked for a GPU."""
+        is_locked = self._stream is not None
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_locked)
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
@@ -114,14 +104,14 @@ class DeviceTiles:
         return torch.empty(shape, dtype=tile.dtype, device=self.device)
 
     def load(
-        self, spans: Sequence[TileSpan], *tensors: torch.Tensor
-    ) -> Iterator[tuple[TileSpan, list[torch.Tensor]]]:
+        self, spans: Sequence[Interval], *tensors: torch.Tensor
+    ) -> Iterator[tuple[Interval, list[torch.Tensor]]]:
         """Yield each span with its rows of every tensor, on the device."""
         for span in spans:
             yield span, [rows_of(tensor, span) for tensor in tensors]
 
     def store(
-        self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any
+        self, span: Interval, tensors: Sequence[torch.Tensor], tiles: Any
     ) -> None:
         """Write the tiles of a span, one for each tensor."""
         for tensor, tile in zip(tensors, tiles, strict=True):
@@ -151,18 +141,16 @@ class HostTiles(DeviceTiles):
         self._buffers: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         # Tiles that are being stored: the computation must not reuse their memory.
         self._leaving: tuple[Any, Any] | None = None
-        lock_pages_with_threads()
 
     def empty(self, tile: torch.Tensor, n_tokens: int) -> torch.Tensor:
         """Return uninitialised page-locked memory like ``tile``, with ``n_tokens``
         rows."""
         shape = (*tile.shape[:-2], n_tokens, tile.shape[-1])
-        is_locked = self.device.type == "cuda"
-        return torch.empty(shape, dtype=tile.dtype, device="cpu", pin_memory=is_locked)
+        return self._stores.empty_on_host(shape, tile.dtype)
 
     def load(
-        self, spans: Sequence[TileSpan], *tensors: torch.Tensor
-    ) -> Iterator[tuple[TileSpan, list[torch.Tensor]]]:
+        self, spans: Sequence[Interval], *tensors: torch.Tensor
+    ) -> Iterator[tuple[Interval, list[torch.Tensor]]]:
         """Yield each span with its rows, on the device. The next span's rows come
         meanwhile."""
         upcoming = self._begin_load(spans, 0, tensors)
@@ -173,7 +161,7 @@ class HostTiles(DeviceTiles):
             yield span, tiles
 
     def _begin_load(
-        self, spans: Sequence[TileSpan], number: int, tensors: Sequence[torch.Tensor]
+        self, spans: Sequence[Interval], number: int, tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], Any]:
         if number >= len(spans):
             return [], None
@@ -200,7 +188,7 @@ class HostTiles(DeviceTiles):
         return memory[:n_numbers].view(rows.shape)
 
     def store(
-        self, span: TileSpan, tensors: Sequence[torch.Tensor], tiles: Any
+        self, span: Interval, tensors: Sequence[torch.Tensor], tiles: Any
     ) -> None:
         """Write the tiles of a span to host memory, beside the computation."""
         targets = [rows_of(tensor, span) for tensor in tensors]

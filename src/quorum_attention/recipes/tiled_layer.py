@@ -18,27 +18,20 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map_only
 
 from quorum_attention.call.broadcast import cast_by_autocast
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.integrations.substitutes import attention_replaced_by
+from quorum_attention.integrations.substitutes import substituting
+from quorum_attention.partition import split_at_multiples
 from quorum_attention.recipes.layer_calls import LayerCall
-from quorum_attention.recipes.tile_storage import TileSpan, rows_of
+from quorum_attention.recipes.reached_attention import (
+    attend_where_heads_are,
+    reach_attention,
+)
+from quorum_attention.recipes.tile_storage import rows_of
 
 TensorList = Sequence[torch.Tensor]
-
-
-class _ProjectedError(Exception):
-    """Ends a layer's forward at its attention.
-
-    Args:
-        heads: query, key and value, (batch, heads, tokens, head_dim).
-    """
-
-    def __init__(self, heads: TensorList) -> None:
-        super().__init__()
-        self.heads = heads
 
 
 @dataclass(frozen=True)
@@ -163,12 +156,9 @@ class TiledLayer:
         result, *_ = _run_tiles(self, finish, hidden, output)
         return result
 
-    def spans(self, n_tokens: int) -> list[TileSpan]:
+    def spans(self, n_tokens: int) -> list[Interval]:
         """Return the tiles of so many tokens."""
-        return [
-            TileSpan(start, min(start + self.tile, n_tokens))
-            for start in range(0, n_tokens, self.tile)
-        ]
+        return split_at_multiples(Interval(0, n_tokens), self.tile)
 
     def empty_like_tile(self, tile: torch.Tensor, n_tokens: int) -> torch.Tensor:
         """Return an empty tensor shaped like ``tile`` but with ``n_tokens`` rows.
@@ -183,7 +173,7 @@ class TiledLayer:
             pin_memory=is_on_host and device.type == "cuda",
         )
 
-    def tile_on_device(self, tensor: torch.Tensor, span: TileSpan) -> torch.Tensor:
+    def tile_on_device(self, tensor: torch.Tensor, span: Interval) -> torch.Tensor:
         """Return the rows of a span, on the layer's device."""
         tile = rows_of(tensor, span)
         if not _has_heads(tile):
@@ -194,33 +184,16 @@ class TiledLayer:
 
     def _project(self, start: int, tile: torch.Tensor) -> TensorList:
         """Return q, k, v of a tile, and note what else is said of the attention."""
-
-        def stop(
-            call: Any, query: Any, key: Any, value: Any, *mask: Any
-        ) -> torch.Tensor:
-            if (
-                self.attention_call is None
-            ):  # the last tile may have one token, and another call
-                self.attention_call = partial(call, *mask)
-            raise _ProjectedError(self.modes.cast(query, key, value))
-
-        try:
-            self.run(stop, start, tile, n_numbers=tile.shape[1])
-        except _ProjectedError as reached:
-            return reached.heads
-        raise NotImplementedError("it has no attention")
+        run = partial(self.run, start=start, tile=tile, n_numbers=tile.shape[1])
+        reached = reach_attention(run)
+        # The last tile may have one token, and another call.
+        self.attention_call = self.attention_call or reached.call
+        return self.modes.cast(*reached.heads)
 
     def _attend_on_host(self, heads: TensorList) -> torch.Tensor:
         """Compute attention of q, k and v in host memory."""
-        options, module, *mask = self.attention_call.args
         with self.modes.same(-1):
-            named = tree_map_only(
-                torch.Tensor, torch.Tensor.cpu, self.attention_call.keywords
-            )
-            output: torch.Tensor = self.attention_call.func(
-                options, module, *heads, *mask, **named
-            )
-        return output
+            return attend_where_heads_are(self.attention_call, heads)
 
     def _finish(self, start: int, tile: torch.Tensor, rows: torch.Tensor) -> TensorList:
         """Return the layer's result of a tile and its rows of attention's output."""
@@ -245,7 +218,7 @@ class TiledLayer:
         rows_of_tile = partial(self._rows_of_tile, start, tile.shape[1])
         call = self.call.map_tensors(rows_of_tile).with_hidden(tile)
         with (
-            attention_replaced_by(attention),
+            substituting(attention=attention),
             self.modes.same(start),
             self.guard(n_numbers),
         ):

@@ -16,23 +16,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.functional import dropout
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.recipes.patching import swapping
 from quorum_attention.recipes.tiled_layer import TensorList, TiledLayer, without_hooks
-from quorum_attention.recipes.trials import drawn
+from quorum_attention.recipes.trials import drawn, failure_words, has_hooks, is_near
 
 # A layer is tried on so many tokens at most.
 _TRIED_TOKENS = 64
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 def reason_to_run_whole(layer: TiledLayer, hidden: torch.Tensor) -> str | None:
@@ -52,7 +46,7 @@ def reason_to_run_whole(layer: TiledLayer, hidden: torch.Tensor) -> str | None:
     try:
         is_same = _is_same_in_tiles(layer, hidden, buffers)
     except Exception as error:  # whatever it is, the layer runs whole
-        return f"it failed on a few tokens: {type(error).__name__}: {error}"
+        return failure_words(error)
     if is_same and not _are_written(buffers, copies):
         return None
     return "it has other results for parts of the tokens"
@@ -74,19 +68,14 @@ def _reason_from_inputs(layer: TiledLayer) -> str | None:
 
 def _reason_from_module(module: torch.nn.Module) -> str | None:
     """Return who looks on while a layer runs."""
-    has_hooks = any(
-        getattr(part, hooks) for part in module.modules() for hooks in _HOOKS
-    )
     # These have a graph, which is not of this layer.
     has_computed_weights = not all(weight.is_leaf for weight in module.parameters())
-    if has_hooks or has_computed_weights or _has_any_global_hook():
+    if has_hooks(module) or has_computed_weights:
         return "it has hooks, or weights that are computed"
     return None
 
 
-def _are_written(
-    buffers: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
-) -> bool:
+def _are_written(buffers: NamedTensors, copies: NamedTensors) -> bool:
     """Whether a trial has replaced a module's buffers, or written to them."""
     return any(
         buffers[name] is not copy or copy._version for name, copy in copies.items()
@@ -94,7 +83,7 @@ def _are_written(
 
 
 def _is_same_in_tiles(
-    layer: TiledLayer, hidden: torch.Tensor, buffers: dict[str, torch.Tensor]
+    layer: TiledLayer, hidden: torch.Tensor, buffers: NamedTensors
 ) -> bool:
     """Whether results and gradients of a few tokens are the same, whole and in
     tiles."""
@@ -126,27 +115,19 @@ def _is_same_in_tiles(
         tiled_result = small(x)
         learned = [x, *layer.weights]
         with without_hooks(layer.weights):
-            grads = torch.autograd.grad(
-                result,
-                learned,
-                upstream,
-                allow_unused=True,
-            )
-            tiled_grads = torch.autograd.grad(
-                tiled_result,
-                learned,
-                upstream,
-                allow_unused=True,
+            grads, tiled_grads = (
+                torch.autograd.grad(output, learned, upstream, allow_unused=True)
+                for output in (result, tiled_result)
             )
     # One tile tells attention the same as all tokens.
     if arguments_when_whole != [_result_arguments(small.attention_call)]:
         return False
     tolerance = max(8 * torch.finfo(small.modes.dtype).eps, 1e-5)
-    if not _is_near(result, tiled_result, tolerance):
+    if not _is_like(result, tiled_result, tolerance):
         return False
     # A token may meet other experts.
     tolerances = [tolerance, *(tolerance**0.5 for _ in layer.weights)]
-    return all(map(_is_near, grads, tiled_grads, tolerances))
+    return all(map(_is_like, grads, tiled_grads, tolerances))
 
 
 def _learning_weights(
@@ -202,21 +183,19 @@ def _fingerprint(leaf: Any) -> Any:
     return leaf.shape, leaf.is_leaf, leaf.double().sum().item()
 
 
-def _is_near(
+def _is_like(
     tensor: torch.Tensor | None, approximation: torch.Tensor | None, tolerance: float
 ) -> bool:
     if tensor is None or approximation is None:
         return tensor is approximation
     if tensor.dtype != approximation.dtype:
         return False
-    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
-    distance = norm(tensor.detach() - approximation)
-    return bool(distance <= tolerance * norm(tensor.detach()))
+    return is_near(tensor, approximation, tolerance)
 
 
 @contextmanager
 def _guarded(
-    module: torch.nn.Module, buffers: dict[str, torch.Tensor], n_numbers: int
+    module: torch.nn.Module, buffers: NamedTensors, n_numbers: int
 ) -> Iterator[None]:
     """Run a module with other buffers, without dropout, and refuse ``n_numbers`` in a
     row."""

@@ -19,16 +19,15 @@ from torch.nn.utils.stateless import (
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.changes import LeftOutError, ModelPiece
+from quorum_attention.recipes.changes import LeftOutError
 from quorum_attention.recipes.patching import (
-    count_running,
+    PatchedForwards,
     has_own_forward,
     patch,
     swapping,
-    unpatch_all,
 )
 from quorum_attention.recipes.switches import MLP
-from quorum_attention.recipes.trials import drawn, result_like
+from quorum_attention.recipes.trials import differ_by_rounding, drawn, result_like
 from quorum_attention.units import counted
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")  # adapters around those are fine
@@ -36,7 +35,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")  # adapters around those are fine
 _WIDTHS = ("in_features", "infeatures")
 
 
-class TiledMLPs(ModelPiece):
+class TiledMLPs(PatchedForwards):
     """Let every gated MLP of a model work some tokens at a time.
 
     Args:
@@ -47,8 +46,8 @@ class TiledMLPs(ModelPiece):
     checked = "each runs its tiles"
 
     def __init__(self, tokens: int) -> None:
+        super().__init__("MLP", _run_in_tiles)
         self._tokens = tokens
-        self._n_changed = 0
 
     def make(self, model: torch.nn.Module) -> str:
         """Change all MLPs, if all give for parts of the tokens what they give for
@@ -64,21 +63,10 @@ class TiledMLPs(ModelPiece):
                 raise LeftOutError(f"{kind.__name__} {reason}")
         for module in mlps:
             patch(module, "forward", _run_in_tiles, self._tokens)
-        self._n_changed = len(mlps)
+        self.n_changed = len(mlps)
         return (
             f"{counted(len(mlps), 'MLP')}, {counted(self._tokens, 'token')} at a time"
         )
-
-    def why_lost(self, model: torch.nn.Module) -> str | None:
-        """Look for MLPs that run another forward."""
-        n_others = self._n_changed - count_running(model, _run_in_tiles)
-        return (
-            f"{counted(n_others, 'MLP')} got another forward" if n_others > 0 else None
-        )
-
-    def undo(self, model: torch.nn.Module) -> None:
-        """Give all MLPs their forward back."""
-        unpatch_all(model, _run_in_tiles)
 
 
 def _is_gated(module: torch.nn.Module) -> bool:
@@ -175,9 +163,7 @@ def _agreements(module: torch.nn.Module, tokens: torch.Tensor) -> Iterator[bool]
         by_token = [result for result in results if result is not None]
         if together is None or len(by_token) < len(results):
             continue
-        distance = (together - torch.cat(by_token, -2)).abs().max()
-        tolerance = 100 * torch.finfo(tokens.dtype).eps * together.abs().max()
-        yield bool(distance <= tolerance)
+        yield differ_by_rounding(together, torch.cat(by_token, -2))
 
 
 def _run_in_tiles(

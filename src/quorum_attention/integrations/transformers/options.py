@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -23,7 +22,6 @@ from quorum_attention.call.options import check_options as check_call_options
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.extras import install_hint
-from quorum_attention.integrations.transformers_private import attention_name
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 
@@ -123,18 +121,6 @@ class ModelOptions:
         if self.group is None:
             options["accumulator"] = self.accumulator
         return options
-
-
-def names_of(config: Any) -> Iterator[str]:
-    """Yield the names of the attention that a configuration and those within it ask
-    for."""
-    if not hasattr(config, "sub_configs"):  # no configuration of Transformers
-        return
-    name = attention_name(config)
-    if name is not None:
-        yield name
-    for part in config.sub_configs:
-        yield from names_of(getattr(config, part, None))
 
 
 def options_of(name: str) -> ModelOptions | None:

@@ -46,8 +46,11 @@ from quorum_attention.integrations.transformers.mask_symbols import (
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.options import (
     ModelOptions,
-    names_of,
     options_of,
+)
+from quorum_attention.integrations.transformers_private import (
+    attention_name,
+    configurations_in,
 )
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
@@ -459,7 +462,8 @@ def _check_is_over_group(model: torch.nn.Module, group: dist.ProcessGroup) -> No
         ValueError: it is not.
     """
     config = getattr(_transformer_of(model), "config", None)
-    names = sorted(set(names_of(config)))
+    asked_names = {attention_name(part) for part in configurations_in(config)}
+    names = sorted(filter(None, asked_names))
     for name in names:
         options = options_of(name)
         if (
