@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.docs import QWEN3_8B, my_attention
 
 from quorum_attention.cli import doctor, main
@@ -26,7 +27,7 @@ def test_plan_and_estimate_speak_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["forward"]["peak_bytes"] <= 64 << 20
 
 
-VERDICT = r"fits in 24.00 GiB of the device; [\d.]+ [GM]iB free; host [\d.]+ GiB of 128.00 GiB"
+VERDICT = r"fits in 24.00 GiB of the device; [\d.]+ [GM]iB free; host [\d.]+ GiB of 106.67 GiB"
 
 
 def test_estimate_of_a_long_prompt(
@@ -69,6 +70,10 @@ def test_estimate_of_a_long_prompt(
     with pytest.raises(SystemExit):
         main([*prompt, "--memory", "24"])
     assert "24 is 24 bytes; such as 24GiB" in capsys.readouterr().err
+    if not torch.cuda.is_available():  # how much memory has it?
+        no_memory = ["estimate", "--model", str(file), "--prompt", "5"]
+        assert main([*no_memory, "--device", "cuda"]) == 2
+        assert "--device" in capsys.readouterr().err
     assert main(["estimate", "--prompt", "5"]) == 2
     assert "--prompt goes with --model only" in capsys.readouterr().err
 

@@ -254,6 +254,9 @@ def test_the_command_prints_a_table_and_json(
     assert "GiB of 853.33 MiB: with less, attention is computed again" in said
     (longest,) = re.findall(r"but the host has no room: longest ([\d,]+K?)", said)
     assert 1000 < parse_count(longest) < 16_384
+    assert "of this machine" not in said
+    assert main([*small, "--memory", "18GiB"]) == 0
+    assert "of this machine" in " ".join(capsys.readouterr().out.split())
     assert main([*asked, "cuda", "--heads", "8"]) == 2
     assert "--heads" in capsys.readouterr().err
     assert main(["estimate", "--tokens", "1K", "--memory", "1GiB"]) == 2

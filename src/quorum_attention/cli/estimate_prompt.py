@@ -10,10 +10,10 @@ import torch
 
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
+from quorum_attention.cli.host_memory import fits_words, host_limit
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import GPU, backend_of, best_device
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
-from quorum_attention.recipes.offload import host_room
 from quorum_attention.recipes.prompt_estimate import (
     PromptEstimate,
     PromptRequest,
@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> None:
     """The command, with ``--prompt``.
 
     Raises:
-        ValueError: sizes of a call or of a training step were given as well; the file
-    XX
+        ValueError: sizes of a call or of a training step were given as well; there is
+            no ``--model``, or it is no configuration.
     """
     sizes = (
         "tokens",
@@ -75,11 +75,14 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--prompt goes with --model only")
     shape = read_shape(options.model)
     device = torch.device(options.device) if options.device else best_device()
+    memory = options.memory
+    if memory is None:
+        memory = backend_of(device).free_bytes(shared.default_device(options.device))
     request = PromptRequest(
         options.prompt,
         _GENERATED if options.generate is None else options.generate,
-        options.memory or backend_of(device).free_bytes(device),
-        host_room() if options.host_memory is None else options.host_memory,
+        memory,
+        host_limit(options),
         options.folder,
         options.weights,
         options.dtype or torch.bfloat16,
@@ -91,11 +94,26 @@ def run(options: argparse.Namespace) -> None:
     if not weights_fit(shape, request):
         say(_longest_words(shape, request))
         return
-    show(shape, request, estimate_prompt(shape, request))
+    estimate = estimate_prompt(shape, request)
+    _show(shape, request, estimate)
+    device_bytes = format_bytes(request.device_memory)
+    if estimate.fits:
+        say(
+            fits_words(
+                options,
+                f"{device_bytes} of the device",
+                max(0, request.device_memory - estimate.total("device")),
+                estimate.total("host"),
+                request.host_memory or 0,
+            )
+        )
+    else:
+        say(_longest_words(shape, request))
+    say(estimate.advice)
 
 
-def show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -> None:
-    """Print an estimate."""
+def _show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -> None:
+    """Print the parts of an estimate, and its seconds."""
     rows = [
         [
             part.name,
@@ -115,23 +133,6 @@ def show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) ->
     show_table(["part", "device", "host memory", "files"], rows, title=title)
     say(f"prefill: {format_seconds(estimate.prefill_seconds)}")
     say(f"each further token: {format_seconds(estimate.token_seconds)}")
-    if estimate.fits:
-        say(_fits_words(request, estimate))
-        say(estimate.advice)
-        return
-    say(_longest_words(shape, request))
-    say(estimate.advice)
-
-
-def _fits_words(request: PromptRequest, estimate: PromptEstimate) -> str:
-    """Say what is free on the device, and how much host memory is needed."""
-    memory = format_bytes(request.device_memory)
-    free = format_bytes(max(0, request.device_memory - estimate.total("device")))
-    words = f"fits in {memory} of the device; {free} free"
-    host = estimate.total("host")
-    if request.host_memory is None or host == 0:
-        return words
-    return f"{words}; host {format_bytes(host)} of {format_bytes(request.host_memory)}"
 
 
 def _longest_words(shape: ModelShape, request: PromptRequest) -> str:

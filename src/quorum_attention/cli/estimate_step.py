@@ -9,10 +9,10 @@ import torch
 
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
+from quorum_attention.cli.host_memory import fits_words, host_limit, host_words
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
-from quorum_attention.recipes.offload import host_room, page_locked_share
 from quorum_attention.recipes.remedies import (
     advice_words,
     longest_that_fits,
@@ -43,8 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         (
             "--host-memory",
             shared.memory_of,
-            "with --model: memory of the host, of which five sixths "
-            "may be page-locked (default: what is free on this machine)",
+            "with --model: memory of the host, of which five sixths may be "
+            "page-locked (default: what is free on this machine, whatever --device is)",
         ),
         (
             "--optimizer",
@@ -80,11 +80,7 @@ def run(options: argparse.Namespace) -> None:
         options.budget,
         options.device or best_device().type,
     )
-    host = (
-        host_room()
-        if options.host_memory is None
-        else page_locked_share(options.host_memory)
-    )
+    host = host_limit(options)
     fits = None
     longest = None
     if options.memory is None:
@@ -110,35 +106,34 @@ def run(options: argparse.Namespace) -> None:
         return
     _show(options, shape, needs, training.device)
     if fits is None:
-        say(_all_on_words(needs, host))
+        say(_all_on_words(options, needs, host))
         return
-    for sentence in _advice(needs, fits, options.memory, host, longest):
+    for sentence in _advice(options, needs, fits, host, longest):
         say(sentence)
 
 
-def _all_on_words(needs: StepMemory, host: int) -> str:
+def _all_on_words(options: argparse.Namespace, needs: StepMemory, host: int) -> str:
     """Say how much memory a step takes with everything switched on."""
     words = f"with all of these a step takes {format_bytes(needs.peak_bytes)}"
     if needs.host_bytes:
-        words += f"; {_host_words(needs.host_bytes, host)}"
+        words += f"; {host_words(options, needs.host_bytes, host)}"
     return f"{words}. --memory 24GiB says whether it fits there"
 
 
-def _host_words(needed: int, host: int) -> str:
-    return f"host {format_bytes(needed)} of {format_bytes(host)}"
-
-
 def _advice(
-    needs: StepMemory, fits: bool, memory: int, host: int, longest: int | None
+    options: argparse.Namespace,
+    needs: StepMemory,
+    fits: bool,
+    host: int,
+    longest: int | None,
 ) -> list[str]:
     """Say whether a step fits, and with what; else the longest one that does."""
-    limit = format_bytes(memory)
+    limit = format_bytes(options.memory)
     switched = advice_words(needs)
     lacks_host = needs.host_bytes > host
     if fits and not lacks_host:
-        words = f"fits in {limit}; {format_bytes(memory - needs.peak_bytes)} free"
-        if needs.host_bytes:
-            words += f"; {_host_words(needs.host_bytes, host)}"
+        free = options.memory - needs.peak_bytes
+        words = fits_words(options, limit, free, needs.host_bytes, host)
         return [words, f"switched on: {switched or 'nothing'}"]
     verdict = f"does not fit in {limit}"
     if fits:
@@ -146,8 +141,8 @@ def _advice(
     sentences = [f"{verdict}: {_longest_words(longest)}"]
     if lacks_host:
         sentences.append(
-            f"{_host_words(needs.host_bytes, host)}: with less, attention is computed "
-            "again, or the step does not fit"
+            f"{host_words(options, needs.host_bytes, host)}: with less, attention is "
+            "computed again, or the step does not fit"
         )
     if not fits:
         part = max(needs.parts, key=lambda part: part.bytes)
