@@ -251,6 +251,18 @@ def test_a_second_prompt_continues_the_first() -> None:
             )
 
 
+@pytest.mark.parametrize("n_tokens", [20, 40, 68])
+def test_a_cache_that_has_another_text_is_refused_by_name(n_tokens: int) -> None:
+    """``generate`` leaves nothing of a shorter prompt, or its last tokens."""
+    model = new_model("qwen3", LAYERED["qwen3"])
+    cache = long_prompt(model, tile=TILE)
+    generated(model, prompt(), 3, past_key_values=cache)
+    assert cache.get_seq_length() == 69
+    with pytest.raises(ValueError, match=r"has 69 tokens already.*fork"):
+        generated(model, prompt(n_tokens), 3, past_key_values=cache)
+    assert cache.get_seq_length() == 69
+
+
 def test_calls_with_gradients_and_without_a_cache_run_as_before() -> None:
     model = new_model("llama", {})
     plain = copy.deepcopy(model)

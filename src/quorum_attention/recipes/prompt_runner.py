@@ -28,6 +28,7 @@ from quorum_attention.recipes.prompt_memory import (
     tile_behind_prompt,
 )
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, spans_of
+from quorum_attention.units import counted
 
 _CACHE = "past_key_values"
 # Memory for so many tokens behind a prompt is taken with the prompt's.
@@ -65,7 +66,12 @@ class PromptRunner:
             run_model: the model's own forward.
             model: the model.
             named: the arguments.
+
+        Raises:
+            ValueError: the cache has more tokens than the prompt.
         """
+        if not torch.compiler.is_compiling():
+            _check_text(named)
         inputs = self._read_prompt(model, named)
         if inputs is None:
             return run_model(model, **named)
@@ -156,6 +162,41 @@ class PromptRunner:
             if inputs.has_logits(span):
                 results.append(result)
         return joined_results(results)
+
+
+def _check_text(named: Mapping[str, Any]) -> None:
+    """Refuse a prompt that does not go on behind what its cache has: of one that is
+    shorter than that, ``generate`` leaves nothing, or tokens from its middle."""
+    tokens = named.get("input_ids")
+    if tokens is None:
+        tokens = named.get("inputs_embeds")
+    cache = named.get(_CACHE)
+    if tokens is None or not isinstance(cache, Cache) or cache.is_compileable:
+        return
+    n_cached = cache.get_seq_length()
+    if n_cached == 0 or _goes_on(tokens.shape[1], n_cached, named):
+        return
+    raise ValueError(
+        f"past_key_values has {counted(n_cached, 'token')} already, and the prompt is "
+        "shorter. A cache holds one text: call long_prompt(model) for another text, "
+        "and fork the text's cache before each question about it (cache.fork())"
+    )
+
+
+def _goes_on(n_tokens: int, n_cached: int, named: Mapping[str, Any]) -> bool:
+    """Whether tokens are those behind what a cache has, as far as can be seen.
+
+    Args:
+        n_tokens, n_cached: in the forward, and in the cache.
+        named: the forward's arguments.
+    """
+    if n_tokens < 2:
+        return n_tokens == 1
+    positions = named.get("position_ids")
+    has_padding = named.get("attention_mask") is not None
+    if positions is None or positions.dim() > 2 or has_padding:
+        return True
+    return bool((positions[..., 0] >= n_cached).any())
 
 
 def _report(show: Callable[[int, int, str], None], done: int, total: int) -> None:
