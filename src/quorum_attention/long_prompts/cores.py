@@ -55,11 +55,14 @@ def attend_on_cores(
     Returns:
         out (b, h_q, n_q, d_v) and lse (b, h_q, n_q), fp32, or fp64 for fp64 inputs.
     """
+    # Entries with paddings of their own see other keys, so they are cut differently.
+    groups = list(row_groups(segment, is_shared=mask.key_padding is None))
+    if groups[0].entries is None:
+        return _attend_group(query, groups[0], start, mask, scaling)
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = query.new_empty((*query.shape[:3], segment.value.shape[3]), dtype=dtype)
     lse = query.new_empty(query.shape[:3], dtype=dtype)
-    # Entries with paddings of their own see other keys, so they are cut differently.
-    for group in row_groups(segment, is_shared=mask.key_padding is None):
+    for group in groups:
         mask_of_group = mask
         if mask.key_padding is not None and group.entries is not None:
             mask_of_group = mask.of_entry(group.entries[0])
@@ -80,10 +83,7 @@ def _attend_group(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layout = RowLayout.from_tensors(query, group.key)
     rows = layout.to_rows(query)  # (rows, h_kv, r, d)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    out = query.new_empty((*rows.shape[:3], group.value.shape[3]), dtype=dtype)
-    lse = query.new_empty(rows.shape[:3], dtype=dtype)
-    empty_(out, lse)
+    statistics: tuple[torch.Tensor, torch.Tensor] | None = None
     for keys in mask.ranges(start, start + group.key.shape[2]):
         first = keys.start - start
         n_keys = keys.stop - keys.start
@@ -95,18 +95,41 @@ def _attend_group(
             if not pairs.any():
                 continue
             is_kept = layout.mask_of_rows(pairs)
-        if (
-            is_kept is None
-            and scaling.softcap is None
-            and key.shape[3] == value.shape[3]
-        ):
-            part_out, part_lse = _attend_in_blocks(
-                rows, key, value, scaling.softmax_scale
-            )
+        part = _attend_range(rows, key, value, scaling, is_kept)
+        if statistics is None:
+            statistics = part
         else:
-            part_out, part_lse = attend_by_equations(rows, key, value, scaling, is_kept)
-        merge_(out, lse, part_out, part_lse)
+            merge_(*statistics, *part)
+    if statistics is None:
+        statistics = _empty_statistics(rows, group.value.shape[3])
+    out, lse = statistics
     return layout.from_rows(out), layout.from_rows(lse)
+
+
+def _attend_range(
+    rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: ScoreScaling,
+    is_kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of rows (b, h, r, d) over keys (b, h, n, d), all or those that
+    ``is_kept`` keeps."""
+    is_plain = is_kept is None and scaling.softcap is None
+    if is_plain and key.shape[3] == value.shape[3]:
+        return _attend_in_blocks(rows, key, value, scaling.softmax_scale)
+    return attend_by_equations(rows, key, value, scaling, is_kept)
+
+
+def _empty_statistics(
+    rows: torch.Tensor, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The statistics of rows (b, h, r, d) that see no keys."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    out = rows.new_empty((*rows.shape[:3], value_dim), dtype=dtype)
+    lse = rows.new_empty(rows.shape[:3], dtype=dtype)
+    empty_(out, lse)
+    return out, lse
 
 
 def _attend_in_blocks(
