@@ -302,34 +302,70 @@ class SegmentedCache:
         self._prefixes.append(_BlockPrefix(block, 0))
         return True
 
-    def promote(self) -> bool:
-        """Move all tokens to the device, if they all lie in host memory and no other
-        cache has any.
+    def promote(self, n_bytes: int, n_behind: int) -> int:
+        """Move the last tokens from host memory to the device, and take room there for
+        the tokens behind them: to copy each of those to host memory takes longer.
+
+        Tokens that another cache has, or that lie in files, stay where they are.
+
+        Args:
+            n_bytes: bytes of the device that moved tokens may take.
+            n_behind: room for so many tokens behind them.
 
         Returns:
-            Whether they were moved. They stay where they are if the device has no room.
+            The bytes of the tokens that were moved; 0 if the device has no room.
         """
-        segments = self.segments()
-        is_alone = all(len(prefix.block.users) == 1 for prefix in self._prefixes)
-        is_in_order = all(segment.entries is None for segment in segments)
-        on_host = all(segment.place is Place.HOST for segment in segments)
-        if not (segments and is_alone and is_in_order and on_host):
-            return False
-        assert self._shapes is not None
-        n_capacity = sum(prefix.block.capacity for prefix in self._prefixes)
-        try:
-            memory = self.places.allocate(
-                self._shapes.block_bytes(n_capacity), Place.DEVICE
-            )
-        except OutOfMemoryError:
-            return False
-        key, value = self._shapes.carve(memory, n_capacity)
-        block = _TokenBlock(key, value, Place.DEVICE, memory)
-        for segment in segments:
+        if self._shapes is None:
+            return 0
+        n_fitting = max(0, n_bytes) // max(1, self.token_bytes)
+        n_moved = min(self._n_movable(), n_fitting)
+        block = self._block_on_device(n_moved + n_behind)
+        if block is None:
+            return 0
+        n_kept = self.n_tokens - n_moved
+        for segment in self._segments_behind(n_kept):
             block.write(block.n_written, segment.key, segment.value)
+        self.crop(n_kept)
         block.users.add(self)
-        self._prefixes = [_BlockPrefix(block, block.n_written)]
-        return True
+        self._prefixes.append(_BlockPrefix(block, n_moved))
+        return n_moved * self.token_bytes
+
+    def _n_movable(self) -> int:
+        """The number of last tokens that lie in host memory, for this cache alone."""
+        n_tokens = 0
+        for prefix in reversed(self._prefixes):
+            is_alone = len(prefix.block.users) == 1 and prefix.entries is None
+            if prefix.block.place is not Place.HOST or not is_alone:
+                break
+            n_tokens += prefix.n_tokens
+        return n_tokens
+
+    def _segments_behind(self, n_tokens: int) -> Iterator[Segment]:
+        """Yield all but the first ``n_tokens`` tokens."""
+        start = 0
+        for segment in self.segments():
+            stop = start + segment.n_tokens
+            if stop > n_tokens:
+                first = max(0, n_tokens - start)
+                yield segment.narrow(first, segment.n_tokens)
+            start = stop
+
+    def _block_on_device(self, n_tokens: int) -> _TokenBlock | None:
+        """An empty block with room for ``n_tokens``; None if the device has no room."""
+        assert self._shapes is not None
+        capacity = round_up(n_tokens, _TOKEN_STEP)
+        n_bytes = self._shapes.block_bytes(capacity)
+        try:
+            memory = self.places.allocate(n_bytes, Place.DEVICE)
+        except OutOfMemoryError:
+            return None
+        key, value = self._shapes.carve(memory, capacity)
+        return _TokenBlock(key, value, Place.DEVICE, memory)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of all batch entries; 0 before the first tokens."""
+        return 0 if self._shapes is None else self._shapes.token_bytes
 
     @property
     def taken_bytes(self) -> int:

@@ -161,7 +161,7 @@ def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate
     placed = _place(shape, request, token)
     weights = placed.weights
     cache = placed.cache
-    promoted = _promoted(shape, cache, placed.working_limit)
+    promoted = _promoted(cache, placed.working_limit)
     return PromptEstimate(
         tokens=request.tokens,
         generate=request.generate,
@@ -331,14 +331,10 @@ def _tiles_seconds(
     return max(compute_seconds, copied_bytes / _BUS_RATE)
 
 
-def _promoted(shape: ModelShape, cache: PartBytes, working: int) -> PartBytes:
-    """The cache behind the prompt: whole layers have moved to the device, into the
-    memory that computing the prompt needed."""
-    n_bytes = cache.device + cache.host + cache.file
-    layer_bytes = max(1, n_bytes // shape.layers)
-    free = max(0, working - CHUNK_BYTES)
-    n_layers = free // layer_bytes
-    moved_bytes = min(cache.host, n_layers * layer_bytes)
+def _promoted(cache: PartBytes, working: int) -> PartBytes:
+    """The cache behind the prompt: some of it has moved to the device, into the memory
+    that computing the prompt needed."""
+    moved_bytes = min(cache.host, max(0, working - CHUNK_BYTES))
     return replace(
         cache,
         device=cache.device + moved_bytes,

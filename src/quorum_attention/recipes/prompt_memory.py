@@ -19,8 +19,8 @@ MIN_TILE = 256
 _WORKING_BYTES = 5 << 30
 _WORKING_SHARE = 3
 # Device memory that stays free for later tokens when a prompt is done. Keys and values
-# of whole layers take the rest of what computing the prompt needed.
-CHUNK_BYTES = 1536 << 20
+# take the rest of what computing the prompt needed.
+CHUNK_BYTES = 768 << 20
 # An attention call that streams from host memory gets no faster with more.
 _ATTENTION_BYTES = 4 << 30
 # A tile may take this share of the working memory. The host launches each tile anew, so

@@ -119,7 +119,7 @@ class PromptRunner:
         backend_of(self.device).give_back_cached()
         promote = getattr(cache, "promote", None)
         if promote is not None:
-            promote(max(0, self.working - CHUNK_BYTES))
+            promote(max(0, self.working - CHUNK_BYTES), _TOKENS_BEHIND)
         return result
 
     def _prefill(

@@ -112,6 +112,37 @@ def test_forks_answer_several_questions_about_one_text(
     assert cache.places.used(Place.DEVICE) == used
 
 
+@pytest.mark.parametrize("n_tokens_on_device", [0, 30, 41, 60, 1000])
+def test_tokens_move_to_the_device_layer_by_layer(
+    n_tokens_on_device: int, tmp_path: Path
+) -> None:
+    """A layer for which there is no room moves in part; later tokens go behind."""
+    model = model_of("llama")
+    ids = some_ids(2, TOKENS)
+    expected = generate(model, ids)
+    cache = cache_of(model, 0, tmp_path)
+    places = cache.places
+    places._limits[Place.HOST] = None
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+    tokens = [layer.tokens for layer in cache._segmented_layers()]
+    token_bytes = tokens[0].token_bytes
+    n_behind = 32
+    n_bytes = (n_tokens_on_device + n_behind * len(tokens)) * token_bytes
+    cache.promote(n_bytes, n_behind)
+    n_there = [
+        sum(s.n_tokens for s in layer.segments() if s.place is Place.DEVICE)
+        for layer in tokens
+    ]
+    n_most = (TOKENS - 1) * len(tokens)
+    assert sum(n_there) == min(n_tokens_on_device, n_most)
+    assert len([n for n in n_there if 0 < n < TOKENS - 1]) <= 1
+    assert places.used(Place.DEVICE) <= n_bytes + (64 * token_bytes + 512) * len(tokens)
+    assert torch.equal(generate(model, ids, cache), expected)
+    for layer in tokens:
+        assert layer.segments()[-1].place is Place.DEVICE
+
+
 def test_a_batch_of_questions_reads_the_text_once(tmp_path: Path) -> None:
     """The text's keys are one row that all questions read."""
     model = model_of("llama")

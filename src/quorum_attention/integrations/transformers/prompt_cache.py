@@ -144,22 +144,27 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
             with torch.inference_mode(False):
                 layer.tokens.prepare(key, value, Place.HOST)
 
-    def promote(self, n_bytes: int) -> None:
-        """Move layers from host memory to the device, as many as ``n_bytes`` of it
-        hold, beside what is left of the cache's own part.
+    def promote(self, n_bytes: int, n_behind: int) -> None:
+        """Move tokens from host memory to the device, as many as ``n_bytes`` of it
+        hold, beside what is left of the cache's own part: layer by layer, of the last
+        one a part.
 
         A prompt was computed: the memory that this took may hold what is read for each
         token.
+
+        Args:
+            n_bytes: of the device.
+            n_behind: tokens behind the prompt, which get room on the device first.
         """
         n_bytes += self.places.remaining(Place.DEVICE)
-        for layer in _spread(self._segmented_layers()):
-            taken = layer.tokens.taken_bytes
-            if taken > n_bytes:
-                continue
-            with torch.inference_mode(False), torch.no_grad():
-                was_moved = layer.tokens.promote()
-            if was_moved:
-                n_bytes -= taken
+        layers = [layer.tokens for layer in _spread(self._segmented_layers())]
+        outside = [tokens for tokens in layers if not tokens.is_on_device]
+        token_bytes = sum(tokens.token_bytes for tokens in outside)
+        n_behind = min(n_behind, max(0, n_bytes) // max(1, token_bytes))
+        n_bytes -= n_behind * token_bytes
+        with torch.inference_mode(False), torch.no_grad():
+            for tokens in outside:
+                n_bytes -= tokens.promote(n_bytes, n_behind)
         self._shared.forget_copies()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
