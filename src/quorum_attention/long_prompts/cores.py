@@ -115,8 +115,9 @@ def _attend_range(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of rows (b, h, r, d) over keys (b, h, n, d), all or those that
     ``is_kept`` keeps."""
-    is_plain = is_kept is None and scaling.softcap is None
-    if is_plain and key.shape[3] == value.shape[3]:
+    has_equal_dims = key.shape[3] == value.shape[3]
+    changes_scores = is_kept is not None or scaling.softcap is not None
+    if has_equal_dims and not changes_scores:
         return _attend_in_blocks(rows, key, value, scaling.softmax_scale)
     return attend_by_equations(rows, key, value, scaling, is_kept)
 
