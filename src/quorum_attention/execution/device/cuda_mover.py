@@ -177,10 +177,14 @@ class CudaMover(Mover):
         once, because the driver takes such copies singly.
         """
         assert self._copies is not None
-        buffers = self._buffers(far)
-        for start, count, locked in self._locks.parts(
-            away, n_bytes, wait=buffers is None
-        ):
+        parts = self._locks.parts(away, n_bytes)
+        buffers = self._staging
+        if not all(locked for _, _, locked in parts):
+            # Only now, because to make them takes longer than to lock a result.
+            buffers = self._buffers(far)
+            if buffers is None:
+                parts = self._locks.parts(away, n_bytes, wait=True)
+        for start, count, locked in parts:
             near_start = near + start - away
             target, source = (near_start, start) if up else (start, near_start)
             if locked:
