@@ -19,7 +19,7 @@ ABSENT = (
     "triton", "matplotlib", "rich", "rich.progress", "transformers", "liger_kernel", "trl", "ray",
     "safetensors", "IPython", "quorum_attention.pictures", "quorum_attention.cli",
     "quorum_attention.bench", "quorum_attention.integrations", "torch._dynamo", "torch._inductor",
-    "torch.nn.attention.flex_attention", "torch.distributed.tensor",
+    "torch.nn.attention.flex_attention", "torch.distributed.tensor", "sympy",
 )  # fmt: skip
 STEPS = {
     "the package": "import quorum_attention as qa",
@@ -27,7 +27,8 @@ STEPS = {
     "a call": (
         "import quorum_attention as qa; q = torch.randn(1, 2, 200, "
         "16);qa.attention(q, q, q); qa.attention(q, q, q, depth=1); qa.estimate(4096, "
-        "device='cpu')"
+        "device='cpu'); qa.attention(q, q, q, qa.Mask(documents=torch.arange(200)));"
+        "q.requires_grad_(); qa.attention(q, q, q).sum().backward()"
     ),
 }
 CODE = """

@@ -195,8 +195,9 @@ class Geometry:
                 rows,
                 columns,
             )
-            shape = torch.broadcast_shapes(rows.shape, columns.shape)
-            return is_kept.expand(shape)
+            # Not by their shapes alone: torch's function imports sympy.
+            pairs, _ = torch.broadcast_tensors(rows, columns)
+            return is_kept.expand(pairs.shape)
         keeps_pairs = over_pairs(mask_mod)
         is_kept = keeps_pairs(at.entries, at.heads, at.queries, at.keys)  # (b, h, q, k)
         # Where a dimension is expanded, one of its entries is enough.

@@ -72,8 +72,9 @@ class PlaceRule:
         """
         places = self._places(entries, queries)[..., None]  # (cells or 1, queries, 1)
         columns = keys[:, None]  # (cells or 1, 1, keys)
-        shape = torch.broadcast_shapes(places.shape, columns.shape)
-        is_kept = torch.ones(shape, dtype=torch.bool, device=queries.device)
+        # Not by their shapes alone: torch's function imports sympy.
+        pairs, _ = torch.broadcast_tensors(places, columns)
+        is_kept = torch.ones(pairs.shape, dtype=torch.bool, device=queries.device)
         if self.band.low is not None:
             is_kept &= columns >= _moved(places, self.band.low)
         if self.band.high is not None:
