@@ -434,6 +434,19 @@ def _pieces_worth_locking(
 ) -> list[_LockedPiece]:
     """The pieces of the memory of ``tensors`` that is worth locking, by address.
     Tensors that overlap are one range."""
+    pieces: list[_LockedPiece] = []
+    for addresses in _unlocked_ranges(tensors):
+        owner = None if pool is None else pool.unlocked_at(addresses.start)
+        if owner is not None:
+            pieces.append(_piece_of_pool(owner))
+        elif addresses.stop - addresses.start >= WORTH_LOCKING_BYTES:
+            pieces += _cut(addresses.start, addresses.stop, addresses.tensors)
+    return pieces
+
+
+def _unlocked_ranges(tensors: Iterable[Copied]) -> list[_Range]:
+    """The ranges of those of ``tensors`` in host memory that are not locked, by
+    address."""
     # Small tensors are asked as well: they may be parts of large ones.
     on_host = [copied for copied in tensors if copied.tensor.device.type == "cpu"]
     on_host = [copied for copied in on_host if copied.tensor.nbytes]
@@ -448,14 +461,7 @@ def _pieces_worth_locking(
             ranges[-1].tensors.append(copied)
         else:
             ranges.append(_Range(start, stop, [copied]))
-    pieces: list[_LockedPiece] = []
-    for addresses in ranges:
-        owner = None if pool is None else pool.unlocked_at(addresses.start)
-        if owner is not None:
-            pieces.append(_piece_of_pool(owner))
-        elif addresses.stop - addresses.start >= WORTH_LOCKING_BYTES:
-            pieces += _cut(addresses.start, addresses.stop, addresses.tensors)
-    return pieces
+    return ranges
 
 
 def _piece_of_pool(memory: ResultMemory) -> _LockedPiece:

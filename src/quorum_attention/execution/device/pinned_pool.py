@@ -136,31 +136,37 @@ class PinnedPool:
         with self._lock:
             chosen = self._choose(n_bytes)
             surplus = self._surplus(chosen)
-            for pooled in surplus:
+            taken = surplus if chosen is None else [*surplus, chosen]
+            for pooled in taken:
                 self._free.remove(pooled)
-            if chosen is not None:
-                self._free.remove(chosen)
         try:
-            if surplus or (chosen is not None and chosen.locked):
-                self.locker.wait()
-            self._unlock(surplus)
-            if chosen is None:
-                return None
-            if not chosen.locked and not lock_later:
-                chosen.locked = self.locker.lock(
-                    chosen.memory.data_ptr(), chosen.n_bytes
-                )
+            self._give_back(surplus, chosen)
+            if chosen is not None and not lock_later:
+                self._lock_memory(chosen)
         except BaseException:
             # An interrupt, maybe: what is locked must not be freed as it is.
-            self._free.extend(surplus)
-            if chosen is not None:
-                self._free.append(chosen)
+            self._free.extend(taken)
             raise
-        if not chosen.locked and not lock_later:
+        if chosen is None or not (chosen.locked or lock_later):
             return None
         if not chosen.locked:
             self._to_lock[chosen.memory.data_ptr()] = chosen
         return self._lend(chosen, n_bytes)
+
+    def _give_back(
+        self, surplus: list[ResultMemory], chosen: ResultMemory | None
+    ) -> None:
+        """Unlock ``surplus``; copies from or to it, and from or to ``chosen``, have
+        ended."""
+        if surplus or (chosen is not None and chosen.locked):
+            self.locker.wait()
+        self._unlock(surplus)
+
+    def _lock_memory(self, pooled: ResultMemory) -> None:
+        """Page-lock memory that is not locked yet, if the system allows it."""
+        if not pooled.locked:
+            address = pooled.memory.data_ptr()
+            pooled.locked = self.locker.lock(address, pooled.n_bytes)
 
     def unlocked_at(self, address: int) -> ResultMemory | None:
         """The memory in use that begins at ``address`` and was left to be locked
