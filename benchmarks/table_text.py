@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from runs import Row, Run
 
 H200 = "NVIDIA H200"
+# Figures of earlier runs are of older code, and are marked.
+DATE_OF_PRESENT_CODE = "2026-11-29"
+OLD_MARK = "†"
 Seconds = tuple[float, float]
 """Of a forward; of a forward and its backward."""
 
@@ -22,14 +25,10 @@ class Line(NamedTuple):
 
 
 def section(columns: Sequence[str], lines: Sequence[Line]) -> str:
-    """The table, and below it where the figures come from. Lines name their commits
-    where these differ."""
-    runs = runs_of(lines)
-    commits = {commit_of(run) for run in runs}
-    if len(commits) > 1:
-        columns = [*columns, "commit"]
-        lines = [Line([*line.cells, commits_of(line)]) for line in lines]
-    return f"{table(columns, [line.cells for line in lines])}\n{describe_runs(runs)}"
+    """The table, and below it where the figures come from. Lines name their commits,
+    with a mark at those of older code."""
+    rows = [[*line.cells, commits_of(line)] for line in lines]
+    return f"{table([*columns, 'commit'], rows)}\n{describe_runs(runs_of(lines))}"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -48,8 +47,16 @@ def commits_of(line: Line) -> str:
 
 
 def commit_of(run: Run) -> str:
-    """The commit; the date where a run did not write it down."""
-    return run.origin["commit"] or run.origin["date"]
+    """The commit, or the date if a run did not write the commit down; with a mark if
+    the run is of older code."""
+    commit: str = run.origin["commit"] or run.origin["date"]
+    return f"{commit} {OLD_MARK}" if is_old(run) else commit
+
+
+def is_old(run: Run) -> bool:
+    """Whether a run is of older code than the present."""
+    date: str = run.origin["date"]
+    return date < DATE_OF_PRESENT_CODE
 
 
 def describe_runs(runs: Iterable[Run]) -> str:

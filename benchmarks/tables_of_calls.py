@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from cases.plain import CASES, Case
 from paper import PAPER
 from runs import Row, newest_rows
 from table_text import Line, later_seconds, mib, ratio_cell, section
+
+# Of tables of plain calls. Seconds and ratios are of a forward; of both passes.
+CALL_COLUMNS = ["call", "budget", "seconds", "device memory", "tensors in host memory"]
 
 
 def cost() -> str:
@@ -39,25 +43,33 @@ def budgets() -> str:
     lines = []
     for name, row in plain_rows("fa2").items():
         case = row.value
-        forward, both_passes = later_seconds(case["now"])
-        cells = [
-            case_words(CASES[name]),
-            CASES[name].budget or "none",
-            mib(case["peak_bytes"]),
-            f"{forward:.3g}; {both_passes:.3g}",
-            ratio_cell(case, "fa2"),
-            ratio_cell(case, "cudnn"),
-        ]
-        lines.append(Line(cells, [row]))
-    columns = [
-        "call",
-        "budget",
-        "measured peak",
-        "seconds",
-        "over FlashAttention-2",
-        "over cuDNN",
-    ]
+        ratios = [ratio_cell(case, "fa2"), ratio_cell(case, "cudnn")]
+        lines.append(Line([*call_cells(CASES[name], case), *ratios], [row]))
+    columns = [*CALL_COLUMNS, "over FlashAttention-2", "over cuDNN"]
     return section(columns, lines)
+
+
+def call_cells(case: Case, figures: dict[str, Any]) -> list[str]:
+    """The cells below ``CALL_COLUMNS``."""
+    forward, both_passes = later_seconds(figures["now"])
+    return [
+        case_words(case),
+        case.budget or "none",
+        f"{forward:.3g}; {both_passes:.3g}",
+        mib(figures.get("peak_bytes")),
+        host_cell(case),
+    ]
+
+
+def host_cell(case: Case) -> str:
+    """Bytes of all inputs and results of both passes, where these are in host
+    memory."""
+    if case.place == "device":
+        return ""
+    # Query, output and their gradients; key, value and their gradients.
+    n_heads = 4 * case.heads + 4 * case.kv_heads
+    n_bytes = n_heads * case.tokens * case.head_dim * case.dtype.itemsize
+    return f"{n_bytes / 2**30:.3g} GiB"
 
 
 def beside_fa4() -> str:
@@ -67,10 +79,9 @@ def beside_fa4() -> str:
 def ratios_to(rival: str) -> str:
     lines = []
     for name, row in plain_rows(rival).items():
-        case = CASES[name]
-        cells = [case_words(case), case.budget or "none", ratio_cell(row.value, rival)]
+        cells = [*call_cells(CASES[name], row.value), ratio_cell(row.value, rival)]
         lines.append(Line(cells, [row]))
-    return section(["call", "budget", "ratio"], lines)
+    return section([*CALL_COLUMNS, "ratio"], lines)
 
 
 def plain_rows(*methods: str) -> dict[str, Row]:
@@ -105,16 +116,28 @@ def case_words(case: Case) -> str:
 
 def windows() -> str:
     lines = [
-        Line([case_words(CASES[name]), ratio_cell(row.value, "flex")], [row])
+        Line(
+            [case_words(CASES[name]), now_cell(row), ratio_cell(row.value, "flex")],
+            [row],
+        )
         for name, row in plain_rows("flex").items()
     ]
     recovered = newest_rows("h200-flex", "ratios")
     for mask, row in recovered.items():
         ratios = row.value["ratios"]
         for way in ("uncut", "depth 1", "1 GiB"):
-            cell = f"{ratios[f'{way}, forward']:.2f}; {ratios[f'{way}, both']:.2f}"
-            lines.append(Line([f"{mask}, FlexAttention recovered, {way}", cell], [row]))
-    return section(["call", "ratio"], lines)
+            ratio = f"{ratios[f'{way}, forward']:.2f}; {ratios[f'{way}, both']:.2f}"
+            seconds = row.value["seconds"]
+            forward, both = seconds[f"{way}, forward"], seconds[f"{way}, both"]
+            call = f"{mask}, FlexAttention recovered, {way}"
+            cells = [call, f"{forward:.3g}; {both:.3g}", ratio]
+            lines.append(Line(cells, [row]))
+    return section(["call", "seconds", "ratio"], lines)
+
+
+def now_cell(row: Row) -> str:
+    """Our seconds: forward; forward and backward."""
+    return "; ".join(f"{seconds:.3g}" for seconds in later_seconds(row.value["now"]))
 
 
 def native() -> str:
@@ -156,7 +179,13 @@ def entries() -> str:
     lines = []
     for name, words in WORDS.items():
         rows = [on_cpu[name], on_gpu[name]]
-        lines.append(
-            Line([words, *(f"{row.value['ratio']:.2f}" for row in rows)], rows)
-        )
-    return section(["calls", "one thread", "H200"], lines)
+        cells = [cell for row in rows for cell in entries_cells(row)]
+        lines.append(Line([words, *cells], rows))
+    columns = ["calls", "seconds, one thread", "ratio", "seconds, H200", "ratio"]
+    return section(columns, lines)
+
+
+def entries_cells(row: Row) -> list[str]:
+    """Our seconds after the first call, and their ratio to torch's."""
+    seconds = median(row.value["seconds"]["quorum"][1:])
+    return [f"{seconds:.2g}", f"{row.value['ratio']:.2f}"]

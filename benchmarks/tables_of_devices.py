@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runs import Row, newest_rows
-from table_text import Line, ratio_cell, section
+from table_text import Line, later_seconds, ratio_cell, section
 
 from quorum_attention.units import parse_bytes
 
@@ -17,12 +17,13 @@ WAYS = ("ours", "fa4 exchange", "cudnn ring")
 
 def several() -> str:
     """A call on several devices."""
-    return section(["on", "call", "times one device"], device_lines())
+    return section(["on", "call", "seconds", "times one device"], device_lines())
 
 
 def ranks() -> str:
     """A sequence sharded over ranks."""
-    return section(["on", "call", "ours", "exchange", "torch's ring"], rank_lines())
+    columns = ["on", "call", "seconds", "ours", "exchange", "torch's ring"]
+    return section(columns, rank_lines())
 
 
 def device_lines() -> list[Line]:
@@ -31,14 +32,17 @@ def device_lines() -> list[Line]:
     for name in sorted(rows, key=devices_then_budget):
         devices, budget = name.split(", ")
         call = f"1,048,576 tokens from host memory, {budget} each"
-        speedup = ratio_cell(rows[name].value, "all", ours="one")
-        lines.append(Line([devices, call, speedup], [rows[name]]))
+        figures = rows[name].value
+        speedup = ratio_cell(figures, "all", ours="one")
+        seconds = "; ".join(f"{part:.3g}" for part in later_seconds(figures["all"]))
+        lines.append(Line([devices, call, seconds, speedup], [rows[name]]))
     for name, row in newest_rows("h200-devices", "over_ideal").items():
         devices, budget, _ = name.split(", ")
         call = f"a forward in {budget} each, a worker killed in the middle (`--kill`)"
         lines.append(
             Line(
-                [devices, call, f"{row.value['over_ideal']:.2f} times the ideal"], [row]
+                [devices, call, "", f"{row.value['over_ideal']:.2f} times the ideal"],
+                [row],
             )
         )
     return lines
@@ -60,7 +64,10 @@ def rank_lines() -> list[Line]:
             if not rows:
                 continue
             speedups = [speedup_cell(by_way[way].get(name), way) for way in WAYS]
-            lines.append(Line([f"{n_ranks} ranks", words, *speedups], rows))
+            seconds = "; ".join(
+                f"{part:.3g}" for part in by_way["ours"][name].value["ours"]
+            )
+            lines.append(Line([f"{n_ranks} ranks", words, seconds, *speedups], rows))
     return lines
 
 

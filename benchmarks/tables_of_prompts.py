@@ -30,7 +30,8 @@ def prompts() -> str:
         "way",
         "prompt",
         "a token",
-        "peak",
+        "device memory",
+        "host memory",
         "estimated",
     ]
     names = sorted(rows, key=tokens_of)
@@ -56,9 +57,16 @@ def answer_line(name: str, row: Row) -> Line:
         f"{figures['prefill_seconds']:.2f} s",
         f"{figures['token_seconds']:.3f} s",
         f"{figures['peak_bytes'] / GIB:.1f} GiB",
+        host_cell(figures),
         estimated_cell(figures),
     ]
     return Line(cells, [row])
+
+
+def host_cell(figures: dict[str, Any]) -> str:
+    """The measured peak of the process, if it was recorded."""
+    peak = figures.get("host_peak_bytes")
+    return "not recorded" if peak is None else f"{peak / GIB:.1f} GiB"
 
 
 def estimated_cell(figures: dict[str, Any]) -> str:
@@ -68,7 +76,8 @@ def estimated_cell(figures: dict[str, Any]) -> str:
         return ""
     return (
         f"{estimated['prefill_seconds']:.2f} s, {estimated['token_seconds']:.3f} s, "
-        f"{estimated['device_bytes'] / GIB:.1f} GiB"
+        f"{estimated['device_bytes'] / GIB:.1f} GiB, "
+        f"host {estimated['host_bytes'] / GIB:.1f} GiB"
     )
 
 

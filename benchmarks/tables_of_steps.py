@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from runs import Row, newest_rows
-from table_text import Line, gib, ratio_cell, section, table
+from table_text import OLD_MARK, Line, gib, is_old, ratio_cell, section, table
 
 WAYS = {
     "sdpa": "SDPA, as it comes",
@@ -39,15 +39,24 @@ def steps() -> str:
 
 def long_step_line(name: str, row: Row) -> Line:
     step = row.value
-    host = re.search(r"in (\d+ GiB) of host memory", row.run.origin.get("note", ""))
     cells = [
         f"{step['tokens']:,}",
         "2" if name.endswith("over 2") else "1",
         f"{step['seconds']:.0f}",
         gib(step["steps"][-1]["peak"]),
-        f"{host[1]} in the machine" if host else "not recorded",
+        host_cell(row),
     ]
     return Line(cells, [row])
+
+
+def host_cell(row: Row) -> str:
+    """The peak of the process, or what the machine has, or that neither was
+    recorded."""
+    peak = row.value["steps"][-1].get("host_peak")
+    if peak is not None:
+        return gib(peak)
+    machine = re.search(r"in (\d+ GiB) of host memory", row.run.origin.get("note", ""))
+    return f"{machine[1]} in the machine" if machine else "not recorded"
 
 
 def longest() -> str:
@@ -117,26 +126,13 @@ def estimates() -> str:
 
 
 def whole_step(longest: dict[str, Any]) -> str:
-    """The seconds of the longest step that ran with some of the layers; and what all
-    layers take by that, with the host memory that ``estimate`` says.
+    """What a step of all layers takes by the longest step that ran with some of them,
+    with the host memory that ``estimate`` predicts.
     """
     seconds = longest["points"][-1]["seconds"]
-    of_layers = longest["of_layers"]
-    all_seconds = seconds / longest["layers"] * of_layers
+    all_seconds = seconds / longest["layers"] * longest["of_layers"]
     host = gib(longest["host_by_estimate"])
-    return (
-        f"{seconds:.1f} s a step (by that all {of_layers} layers, which were not run, "
-        f"take {all_seconds:,.0f} s, and by `estimate` {host} of host memory)"
-    )
-
-
-def estimate_line(row: Row) -> Line:
-    ratios = [point["estimate"] / point["peak"] for point in row.value]
-    label = (
-        "peaks by `estimate --model` over measured ones, five lengths from 4,096 "
-        "tokens, Qwen3-0.6B, 4B and 8B; two constants were fitted to them"
-    )
-    return Line([label, f"{min(ratios):.2f} to {max(ratios):.2f}"], [row])
+    return f"{all_seconds:,.0f} s, {host} of host memory"
 
 
 def readme() -> str:
@@ -147,7 +143,8 @@ def readme() -> str:
 
 
 def raw_link(row: Row) -> str:
-    return f"[`{row.run.origin['command']}`](benchmarks/results/{row.run.file})"
+    link = f"[`{row.run.origin['command']}`](benchmarks/results/{row.run.file})"
+    return f"{link} {OLD_MARK}" if is_old(row.run) else link
 
 
 def call_lines() -> list[Line]:
@@ -190,19 +187,21 @@ def readme_step_lines() -> list[Line]:
     two = rows["Qwen3-8B long 524288 over 2"]
     remedies = rows[f"Qwen3-4B remedies in {CARD}"]
     card = rows[f"Qwen3-4B everything in {CARD}"]
-    step = (
-        f"Qwen3-8B's shape, LoRA, in {gib(WHOLE)}: longest step as it comes; a step of "
-        f"{long.value['tokens']:,} tokens with `long_context`"
-    )
-    longest = (
-        f"longest text of Qwen3-4B's shape in {gib(CARD)}, {card.value['layers']} of "
-        f"{card.value['of_layers']} layers run: SDPA with a chunked loss and "
-        "checkpoints in host memory; `long_context`"
-    )
+    layers = f"{card.value['layers']} of {card.value['of_layers']} layers run"
     return [
         Line(
-            [step, f"{plain.value['tokens']:,} tokens; {step_cost(long.value)}"],
-            [plain, long],
+            [
+                f"longest step of Qwen3-8B's shape as it comes, LoRA, in {gib(WHOLE)}",
+                f"{plain.value['tokens']:,} tokens",
+            ],
+            [plain],
+        ),
+        Line(
+            [
+                f"a step of {long.value['tokens']:,} tokens with `long_context`",
+                step_cost(long.value),
+            ],
+            [long],
         ),
         Line(
             [
@@ -213,11 +212,23 @@ def readme_step_lines() -> list[Line]:
         ),
         Line(
             [
-                longest,
-                f"{remedies.value['tokens']:,}; {card.value['tokens']:,} tokens, "
-                f"{whole_step(card.value)}",
+                f"longest step of Qwen3-4B's shape in {gib(CARD)}, {layers}: SDPA, "
+                "chunked loss, checkpoints in host memory",
+                f"{remedies.value['tokens']:,} tokens",
             ],
-            [remedies, card],
+            [remedies],
+        ),
+        Line(
+            ["the same with `long_context`", f"{card.value['tokens']:,} tokens"],
+            [card],
+        ),
+        Line(
+            [
+                "by that and by `estimate`, not run: such a step with all "
+                f"{card.value['of_layers']} layers",
+                whole_step(card.value),
+            ],
+            [card],
         ),
     ]
 

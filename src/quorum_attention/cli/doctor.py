@@ -203,6 +203,15 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
+def _rates_sentence(calibrated: list[str]) -> str:
+    """Which dtypes' rates were measured, and how to measure others."""
+    advice = "`quorum-attention calibrate` measures them in half a minute"
+    if not calibrated:
+        return f"predicted times use assumed rates; {advice}"
+    dtypes = ", ".join(calibrated)
+    return f"predicted times use measured rates for {dtypes}; for others {advice}"
+
+
 def _show_device(description: dict[str, Any]) -> None:
     rows = []
     # Several dtypes of a kernel have the same sentence.
@@ -215,8 +224,6 @@ def _show_device(description: dict[str, Any]) -> None:
     title = f"{description['device']}: {description['name']}, {free} free"
     dtypes = list(shared.DTYPES)
     show_table(["kernel", *dtypes], rows, title=title, words=dtypes)
-    calibrated = ", ".join(description["calibrated"]) or "no dtype"
-    note = "assumed for others; see quorum-attention calibrate --help"
-    say(f"  the planner's rates: calibrated for {calibrated} ({note})")
+    say(f"  {_rates_sentence(description['calibrated'])}")
     for sentence in dict.fromkeys(sentences):
         say(f"  {sentence}")

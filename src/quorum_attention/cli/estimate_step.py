@@ -164,7 +164,6 @@ def _show(
         f"{shape.kind}, {shape.parameters / 1e6:,.0f} million parameters: a training "
         f"step of {options.batch} x {counted(options.tokens, 'token')} on {device}"
     )
-    switched = "all on" if options.memory is None else "these on"
     rows = [
         [
             p.name,
@@ -176,10 +175,10 @@ def _show(
     ]
     totals = [format_bytes(needs.plain_bytes), format_bytes(needs.peak_bytes)]
     rows.append(["peak of the step", *totals, ""])
-    columns = ["part", "as it comes", switched, "switched on"]
-    show_table(columns, rows, title=title, words=("switched on",))
+    columns = ["part", "as it comes", "changed", "changed by"]
+    show_table(columns, rows, title=title, words=("changed by",))
     say(
-        "The peak is what is always there plus the larger of one layer and the loss. "
-        "CUDA's context and what a trainer keeps come on top. The budget of attention "
-        "includes its results. docs/long-context.md explains the switches."
+        "The peak is what is always there plus the larger of two: one layer, or the "
+        "loss. CUDA's context and what a trainer keeps come on top. The budget of "
+        "attention includes its results. docs/long-context.md explains the changes."
     )
