@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from quorum_attention.kernels.triton_launch import launch_gap
+from quorum_attention.kernels.native.sums import launch_sums
 
 
 def rounding_gap(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def rounding_gap(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
         device=out.device,
     )
     if out.is_cuda:
-        launch_gap(out, grad_out, gap)
+        launch_sums(grad_out, factors=out, products=gap, is_rounding=True)
         return gap
     rounded = out.to(grad_out.dtype)
     rounding = rounded.float().sub_(out)

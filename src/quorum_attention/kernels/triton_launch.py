@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels that merge, add and find norms (``merge_triton.py``).
+"""Launches of the Triton kernels that merge and add (``merge_triton.py``).
 
 Triton compiles a kernel again for every combination of integer arguments that are 1,
 multiples of 16, or neither; each compilation takes 0.7 s. These kernels gain little
@@ -106,27 +106,6 @@ def _factors_by_head(
     if entries == 1:
         entry_stride = 0
     return (entry_stride, head_stride), max(1, target.shape[1] // max(1, key_heads))
-
-
-def launch_norms(tensor: torch.Tensor, norms: torch.Tensor, key_heads: int) -> None:
-    """Raise ``norms`` (b * key_heads,) fp32 to the largest squared norm of a finite row
-    of ``tensor`` (b, h, n, d), last dimension contiguous, for each key head."""
-    group = tensor.shape[1] // key_heads
-    _launch(
-        "norm",
-        (tensor, norms),
-        (group, tensor.stride()[:3]),
-    )
-
-
-def launch_gap(out: torch.Tensor, grad_out: torch.Tensor, gap: torch.Tensor) -> None:
-    """Write the gap of delta to ``gap``, dense; see ``delta.rounding_gap``."""
-    unit, strides = _strides_in_units(out, grad_out)
-    _launch(
-        "gap",
-        (out, grad_out, gap),
-        (*strides, unit),
-    )
 
 
 def _launch(name: str, pointers: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:

@@ -17,7 +17,6 @@ of its rows. So both stay in fp16's normal range and cannot overflow (design, se
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.merge_triton import largest_square
 from quorum_attention.kernels.native.dropout_triton import dropout_params
 from quorum_attention.kernels.native.tiles_triton import (
     LOG2_E,
@@ -33,42 +32,6 @@ from quorum_attention.kernels.native.tiles_triton import (
     walk,
     walk_keys,
 )
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def delta_kernel(
-    grad_out,
-    out,
-    delta,
-    norms,
-    heads,
-    group,
-    n_rows,
-    grad_out_strides,
-    out_strides,
-    VALUE_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORMS: tl.constexpr,
-):
-    """Delta (b, h, n) = rowsum(grad_out * out), and the norms (b, hk) of grad_out."""
-    n_blocks = tl.cdiv(n_rows, BLOCK)
-    program = tl.program_id(0)
-    number = program // n_blocks
-    b = (number // heads).to(tl.int64)
-    h = (number % heads).to(tl.int64)
-    lane = (b, h)
-    first_row = (program % n_blocks) * BLOCK
-    rows = first_row + tl.arange(0, BLOCK)
-    g = load_rows(grad_out, grad_out_strides, lane, rows, n_rows, VALUE_DIM, PADDED)
-    g = g.to(tl.float32)
-    o = load_rows(out, out_strides, lane, rows, n_rows, VALUE_DIM, PADDED)
-    row_delta = tl.sum(g * o.to(tl.float32), 1)
-    delta_of_head = delta + number.to(tl.int64) * n_rows
-    delta_pointers = delta_of_head + rows.to(tl.int64)
-    tl.store(delta_pointers, row_delta, mask=rows < n_rows)
-    if NORMS:
-        tl.atomic_max(norms + number // group, largest_square(g))
 
 
 @triton.jit

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.native.config import padded
 from quorum_attention.kernels.native.pieces import Window
 from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.native.sums import launch_sums
 from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.operator_inputs import four_dims
 from quorum_attention.kernels.scaling import usual_shift
-from quorum_attention.kernels.triton_launch import launch_norms
 
 # In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does
 # not overflow, and P stays normal down to 2**-22.
@@ -367,9 +366,7 @@ def _delta_and_norms(
         norms: (2 * b * hk,), the largest squared norm of a row of grad_out and of value
             for each key head; set only ``with_norms``.
     """
-    from quorum_attention.kernels.native.backward_triton import delta_kernel
-
-    batch, key_heads, _, value_dim = value.shape
+    batch, key_heads = value.shape[:2]
     heads, n_queries = out.shape[1:3]
     n_delta = batch * heads * n_queries
     key_lanes = batch * key_heads
@@ -379,27 +376,16 @@ def _delta_and_norms(
     )
     delta = numbers[:n_delta]
     norms = numbers[n_delta:]
-    width = padded(value_dim)
-    block = max(16, 4096 // width)
     if with_norms:
         norms.zero_()
-        launch_norms(value, norms[key_lanes:], key_heads)
-    if n_delta:
-        n_blocks = ceil_div(n_queries, block)
-        delta_kernel[(n_blocks * batch * heads,)](
-            grad_out,
-            out,
-            delta,
-            norms,
-            heads,
-            heads // key_heads,
-            n_queries,
-            *_strides(grad_out, out),
-            value_dim,
-            width,
-            block,
-            with_norms,
-        )
+        launch_sums(value, norms=norms[key_lanes:])
+    launch_sums(
+        grad_out,
+        factors=out,
+        products=delta,
+        norms=norms if with_norms else None,
+        group=heads // key_heads,
+    )
     return delta, norms
 
 
