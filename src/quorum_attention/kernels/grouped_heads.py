@@ -11,16 +11,15 @@ are fewer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 
 import torch
 
+from quorum_attention.kernels.limits import CallLimits
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
-from quorum_attention.kernels.tensors import Pick
-from quorum_attention.kernels.torch_private import as_it_is
+from quorum_attention.kernels.operator_parts import backward_by_parts, forward_by_parts
 
 
 def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
@@ -29,28 +28,13 @@ def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
     Args:
         run: computes (out, lse) of a call with as many key heads as query heads.
     """
-    query = call.query  # (b, hq, n, d)
-    if _same_for_all_rows(call):
-        batch, key_heads = call.key.shape[:2]
-        head_dim = query.shape[-1]
-        rows = query.reshape(batch, key_heads, -1, head_dim)  # (b, hk, g * n, d)
-        out, lse = run(replace(call, query=rows))
-    else:
-        dim, calls = _calls_of_equal_heads(call)
-        parts = [run(part) for _, part in calls]
-        outs, lses = zip(*parts, strict=True)
-        out = _joined(outs, dim)
-        lse = _joined(lses, dim)
-    rows_shape = query.shape[:-1]
+    equal_heads = _groups_as_rows(call) or _groups_as_entries(call)
+    if equal_heads is None:
+        run_part = partial(grouped_forward, run)
+        return forward_by_parts(run_part, call, _limits_of_views(call))
+    out, lse = run(equal_heads)
+    rows_shape = call.query.shape[:-1]
     return out.reshape(*rows_shape, -1), lse.reshape(rows_shape)
-
-
-def _same_for_all_rows(call: Call) -> bool:
-    """Whether all rows of all heads of a batch entry see the same keys with the same
-    bias."""
-    if call.causal:
-        return False
-    return call.bias is None or call.bias.shape[1:3] == (1, 1)
 
 
 def grouped_backward(
@@ -65,83 +49,41 @@ def grouped_backward(
     Args:
         run: computes the gradients of a call with as many key heads as query heads.
     """
-    dim, calls = _calls_of_equal_heads(call)
-    parts: list[Three] = []
-    for pick, part in calls:
-        grad_query, grad_key, grad_value = run(
-            part, saved.mapped(partial(_rows_of, part, pick))
-        )
-        grad_key = grad_key.sum(1, keepdim=True)
-        grad_value = grad_value.sum(1, keepdim=True)
-        parts.append((grad_query, grad_key, grad_value))
-    grads = (
-        _joined(grads_of_parts, dim) for grads_of_parts in zip(*parts, strict=True)
-    )
-    grad_query, grad_key, grad_value = grads
+    equal_heads = _groups_as_entries(call)
+    if equal_heads is None:
+        run_part = partial(grouped_backward, run)
+        return backward_by_parts(run_part, call, saved, _limits_of_views(call))
+    lanes = equal_heads.query.shape[:2]
+
+    def by_group(rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(*lanes, *rows.shape[2:])
+
+    grad_query, grad_key, grad_value = run(equal_heads, saved.mapped(by_group))
     return (
         grad_query.reshape(call.query.shape),
-        grad_key.view(call.key.shape),
-        grad_value.view(call.value.shape),
+        grad_key.sum(1, keepdim=True).view(call.key.shape),
+        grad_value.sum(1, keepdim=True).view(call.value.shape),
     )
 
 
-def _rows_of(part: Call, pick: Pick, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows (b, hq, n, ...) of a part, in the shape of its query."""
-    lanes = part.query.shape[:2]
-    return pick(rows).reshape(*lanes, *rows.shape[2:])
+def _groups_as_rows(call: Call) -> Call | None:
+    """Return the call with the query heads of a group as rows of one head; None unless
+    all rows of all heads of a batch entry see the same keys with the same bias."""
+    if call.causal or (call.bias is not None and call.bias.shape[1:3] != (1, 1)):
+        return None
+    batch, key_heads = call.key.shape[:2]
+    head_dim = call.query.shape[-1]
+    rows = call.query.reshape(batch, key_heads, -1, head_dim)  # (b, hk, g * n, d)
+    return replace(call, query=rows)
 
 
-def _joined(parts: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _calls_of_equal_heads(call: Call) -> tuple[int, Iterator[tuple[Pick, Call]]]:
-    """Return calls in which each key head is there for every query head of its group.
-
-    It is one call of all entries where that takes no copy; else a call of each entry,
-    or of each key head if these are fewer.
-
-    Returns:
-        The dimension along which results of the calls are joined; and the calls, each
-        with what selects its rows of a tensor (b, hq, n, ...).
-    """
-    grouped = _groups_as_entries(call)
-    if grouped is not None:
-        return 0, iter([(as_it_is, grouped)])
+def _limits_of_views(call: Call) -> CallLimits:
+    """Return the limits of calls in which each key head can be a batch entry without a
+    copy: single entries, or single key heads if these are fewer."""
     batch, key_heads = call.key.shape[:2]
     if key_heads < batch:
-        return 1, _calls_of_key_heads(call)
-    return 0, _calls_of_entries(call)
-
-
-def _calls_of_key_heads(call: Call) -> Iterator[tuple[Pick, Call]]:
-    """Yield the call of each key head, for all entries."""
-    heads = call.query.shape[1]
-    key_heads = call.key.shape[1]
-    group = heads // key_heads
-    for key_head in range(key_heads):
-        first = key_head * group
-        pick = itemgetter((slice(None), slice(first, first + group)))
-        pick_key = itemgetter((slice(None), slice(key_head, key_head + 1)))
-        bias = call.bias
-        if bias is not None and bias.shape[1] > 1:
-            bias = pick(bias)
-        part = call.mapped(pick, pick_key, bias=bias)
-        key = part.key.expand(-1, group, -1, -1)
-        value = part.value.expand(-1, group, -1, -1)
-        yield pick, replace(part, key=key, value=value)
-
-
-def _calls_of_entries(call: Call) -> Iterator[tuple[Pick, Call]]:
-    """Yield the call of each entry, with each key head as an entry."""
-    for entry in range(call.key.shape[0]):
-        pick = itemgetter(slice(entry, entry + 1))
-        bias = call.bias
-        if bias is not None and bias.shape[0] > 1:
-            bias = pick(bias)
-        grouped = _groups_as_entries(call.mapped(pick, pick, bias=bias))
-        assert grouped is not None, "a single entry has such a view"
-        yield pick, grouped
+        return CallLimits(heads=call.query.shape[1] // key_heads)
+    return CallLimits(entries=1)
 
 
 def _groups_as_entries(call: Call) -> Call | None:

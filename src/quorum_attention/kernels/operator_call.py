@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.limits import CallPart
+from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.tensors import Pick
 
@@ -62,6 +66,11 @@ class Call:
         """Whether ``causal`` is the plain rule, of a kernel without bands."""
         return self.causal is True
 
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of results."""
+        return self.stored or self.query.dtype
+
     def mapped(self, on_rows: Pick, on_keys: Pick, **changes: Any) -> Call:
         """Return the call with other queries, and other keys and values."""
         return replace(
@@ -70,6 +79,14 @@ class Call:
             key=on_keys(self.key),
             value=on_keys(self.value),
             **changes,
+        )
+
+    def part(self, part: CallPart) -> Call:
+        """Return the call of some batch entries and heads."""
+        return self.mapped(
+            itemgetter(part.query_rows),
+            itemgetter(part.key_rows),
+            bias=bias_of_heads(self.bias, *part.query_rows),
         )
 
 
@@ -122,12 +139,51 @@ def uncut(n_tokens: int) -> Task:
     return Decomposition(n_tokens).task(())
 
 
+def empty_results(call: Call, dtype: torch.dtype) -> OutLse:
+    """Return uninitialised (out, lse) of a call; ``dtype`` is that of the output."""
+    rows = call.query.shape[:3]
+    out = empty_like_input(call.query, (*rows, call.value.shape[-1]), dtype)
+    lse_dtype = state_dtype(call.query.dtype)
+    return out, torch.empty(rows, dtype=lse_dtype, device=call.query.device)
+
+
+def empty_gradients(call: Call, dtype: torch.dtype) -> Three:
+    """Return uninitialised gradients of query, key and value of a call."""
+    return map_three(
+        lambda tensor: empty_like_input(tensor, tensor.shape, dtype), call.inputs
+    )
+
+
+def map_three(change: Pick, tensors: Three) -> Three:
+    """Return all three tensors changed."""
+    first, second, third = map(change, tensors)
+    return first, second, third
+
+
+def four_dims(bias: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``bias`` with four dimensions (b, h, lq, lk); missing ones have
+    size 1."""
+    missing = 4 - bias.dim()
+    return bias[(None,) * missing]
+
+
+def bias_of_heads(
+    bias: torch.Tensor | None, entries: slice, heads: slice
+) -> torch.Tensor | None:
+    """Return the bias of some batch entries and query heads, with four dimensions."""
+    if bias is None:
+        return None
+    bias = four_dims(bias)
+    if bias.shape[0] > 1:
+        bias = bias[entries]
+    return bias[:, heads] if bias.shape[1] > 1 else bias
+
+
 def part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
     """Return the bias of a rectangle, from that of a whole call."""
     if bias is None:
         return None
-    missing_dims = 4 - bias.dim()
-    bias = bias[(None,) * missing_dims]
+    bias = four_dims(bias)
     if bias.shape[2] > 1:
         bias = bias[:, :, r.query_start : r.query_stop]
     if bias.shape[3] > 1:

@@ -131,13 +131,6 @@ def _split_scale(scale: float, to_power_of_two: bool) -> tuple[float, float]:
     return sign, size
 
 
-def four_dims(bias: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``bias`` with four dimensions (b, h, lq, lk); missing ones have
-    size 1."""
-    missing = 4 - bias.dim()
-    return bias[(None,) * missing]
-
-
 def shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:
     """Return ``lse - shift ln 2``, with 0 for rows without keys: exp(-inf - 0) = 0,
     where exp(-inf - -inf) would be NaN."""

@@ -23,9 +23,11 @@ from quorum_attention.kernels.operator_call import (
     OutLse,
     Saved,
     Three,
+    empty_gradients,
+    empty_results,
+    map_three,
     whole_task,
 )
-from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.speed import KernelSpeed
 from quorum_attention.kernels.task_tensors import (
     Gradients,
@@ -189,18 +191,10 @@ class Kernel(ABC):
         Rows without keys have output 0 and lse -inf. By default that is ``forward`` of
         a whole call as one task.
         """
-        query = call.query
-        rows = query.shape[:3]
-        dtype = state_dtype(query.dtype)
-        out = empty_like_input(
-            query,
-            (*rows, call.value.shape[-1]),
-            dtype,
-        )
-        lse = torch.empty(rows, dtype=dtype, device=query.device)
+        out, lse = empty_results(call, state_dtype(call.query.dtype))
         empty_(out, lse)
         self.forward(whole_task(call), Statistics(out, lse))
-        return out.to(call.stored or query.dtype), lse
+        return out.to(call.result_dtype), lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """Return the gradients of query, key and value, rounded once; lse is 0 in rows
@@ -208,21 +202,12 @@ class Kernel(ABC):
 
         By default that is ``backward`` of a whole call as one task.
         """
-        sum_dtype = state_dtype(call.query.dtype)
-        result_dtype = call.stored or call.query.dtype
-        grad_query, grad_key, grad_value = (
-            empty_like_input(tensor, tensor.shape, sum_dtype).zero_()
-            for tensor in call.inputs
-        )
-        grads = Gradients(
-            saved.grad_out, saved.out, saved.lse, grad_query, grad_key, grad_value
-        )
-        self.backward(whole_task(call), grads)
-        return (
-            grad_query.to(result_dtype),
-            grad_key.to(result_dtype),
-            grad_value.to(result_dtype),
-        )
+        grads = empty_gradients(call, state_dtype(call.query.dtype))
+        for grad in grads:
+            grad.zero_()
+        sums = Gradients(saved.grad_out, saved.out, saved.lse, *grads)
+        self.backward(whole_task(call), sums)
+        return map_three(lambda grad: grad.to(call.result_dtype), grads)
 
     def gives_bias_gradient(self, shape: CallShape) -> bool:
         """Whether ``whole_backward_with_bias`` takes such a call: the kernel's operator

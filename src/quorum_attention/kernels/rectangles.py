@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 
 import torch
 
@@ -24,18 +23,28 @@ from quorum_attention.kernels.dead_rows import dead_rows
 from quorum_attention.kernels.limits import (
     UNLIMITED,
     CallLimits,
-    CallPart,
     CallSizes,
     call_parts,
 )
-from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
+from quorum_attention.kernels.operator_call import (
+    Call,
+    OutLse,
+    Saved,
+    Three,
+    bias_of_heads,
+    four_dims,
+    map_three,
+)
 from quorum_attention.kernels.operator_inputs import (
     as_operator_readable,
-    four_dims,
     with_positive_scale,
 )
+from quorum_attention.kernels.operator_parts import (
+    backward_by_parts,
+    call_sizes,
+    forward_by_parts,
+)
 from quorum_attention.kernels.protocol import Launches
-from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
 from quorum_attention.kernels.task_tensors import TaskTensors
 from quorum_attention.kernels.tensors import key_rows, query_rows
@@ -141,28 +150,7 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
-        parts = _parts_within(self.forward_limits, call)
-        if len(parts) < 2:
-            return self._single_forward(call)
-        query = call.query
-        rows = query.shape[:3]
-        dtype = call.stored or query.dtype
-        out = empty_like_input(
-            query,
-            (*rows, call.value.shape[-1]),
-            dtype,
-        )
-        lse = torch.empty(
-            rows,
-            dtype=state_dtype(query.dtype),
-            device=query.device,
-        )
-        for part in parts:
-            part_out, part_lse = self._single_forward(_part_of_call(call, part))
-            out[part.query_rows].copy_(part_out)
-            lse[part.query_rows].copy_(part_lse)
-            del part_out, part_lse  # before the next part's are made
-        return out, lse
+        return forward_by_parts(self._single_forward, call, self.forward_limits)
 
     def _single_forward(self, call: Call) -> OutLse:
         scaled_call, _ = with_positive_scale(call, self.splits_fp32_scale)
@@ -197,21 +185,9 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
-        parts = _parts_within(self.backward_limits, call)
-        if len(parts) < 2:
-            return self._single_backward(call, saved)
-        grad_query, grad_key, grad_value = (
-            empty_like_input(tensor, tensor.shape, call.stored or tensor.dtype)
-            for tensor in call.inputs
+        return backward_by_parts(
+            self._single_backward, call, saved, self.backward_limits
         )
-        for part in parts:
-            part_saved = saved.mapped(itemgetter(part.query_rows))
-            part_grads = self._single_backward(_part_of_call(call, part), part_saved)
-            grad_query[part.query_rows].copy_(part_grads[0])
-            grad_key[part.key_rows].copy_(part_grads[1])
-            grad_value[part.key_rows].copy_(part_grads[2])
-            del part_grads  # before the next part's are made
-        return grad_query, grad_key, grad_value
 
     def _single_backward(self, call: Call, saved: Saved) -> Three:
         scaled_call, query_factor = with_positive_scale(call, self.splits_fp32_scale)
@@ -317,8 +293,6 @@ class RectangleKernel(CallsKernel):
     ) -> Iterator[TaskCall]:
         """Yield a call for the query heads that one call takes."""
         bias = task.bias(batch.first)
-        if bias is not None:
-            bias = four_dims(bias)
         key = self._reordered(key_rows(task.key, batch))
         value = self._reordered(key_rows(task.value, batch))
         # Runs of rows with the same keys each return a part of these keys' gradients.
@@ -332,7 +306,7 @@ class RectangleKernel(CallsKernel):
                 value,
                 batch.first.causal,
                 task.scale,
-                bias if bias is None or bias.shape[1] == 1 else bias[:, heads],
+                bias_of_heads(bias, slice(None), heads),
             )
             yield TaskCall(
                 rows,
@@ -352,7 +326,7 @@ class RectangleKernel(CallsKernel):
         query = query_rows(task.query, batch)
         value = key_rows(task.value, batch)
         limits = self.call_limits(backward=backward)
-        n_calls = limits.group_parts(_call_sizes(query, value))
+        n_calls = limits.group_parts(call_sizes(query, value))
         return [slice(first, None, n_calls) for first in range(n_calls)]
 
     def _forward(self, call: Call) -> OutLse:
@@ -367,12 +341,7 @@ class RectangleKernel(CallsKernel):
         saved = Saved(grad_out, out, saved.lse).mapped(self._reordered)
         if not self.reversed_order:  # results are copied
             call = replace(call, stored=state_dtype(dtype))
-        grad_query, grad_key, grad_value = self.whole_backward(call, saved)
-        return (
-            self._reordered(grad_query),
-            self._reordered(grad_key),
-            self._reordered(grad_value),
-        )
+        return map_three(self._reordered, self.whole_backward(call, saved))
 
     def _reordered(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.flip(2) if self.reversed_order else rows
@@ -420,39 +389,4 @@ def _sizes_of(shape: CallShape, tokens: int = 0) -> CallSizes:
         queries=shape.n_queries or tokens,
         keys=shape.n_keys or tokens,
         width=shape.width,
-    )
-
-
-def _parts_within(limits: CallLimits, call: Call) -> tuple[CallPart, ...]:
-    """Return the parts of a call that an operator can take; none where it has no
-    limits."""
-    if limits is UNLIMITED:
-        return ()
-    return call_parts(limits, _call_sizes(call.query, call.value))
-
-
-def _call_sizes(query: torch.Tensor, value: torch.Tensor) -> CallSizes:
-    entries, heads, n_queries, head_dim = query.shape
-    _, key_heads, n_keys, value_dim = value.shape
-    return CallSizes(
-        entries,
-        key_heads,
-        group=heads // key_heads,
-        queries=n_queries,
-        keys=n_keys,
-        width=max(head_dim, value_dim),
-    )
-
-
-def _part_of_call(call: Call, part: CallPart) -> Call:
-    bias = call.bias
-    if bias is not None:
-        bias = four_dims(bias)
-        entries, heads = part.query_rows
-        bias = bias if bias.shape[0] == 1 else bias[entries]
-        bias = bias if bias.shape[1] == 1 else bias[:, heads]
-    return call.mapped(
-        itemgetter(part.query_rows),
-        itemgetter(part.key_rows),
-        bias=bias,
     )

@@ -18,8 +18,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.limits import runs
-from quorum_attention.kernels.operator_call import Saved
-from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.operator_call import Saved, bias_of_heads
 from quorum_attention.kernels.task_tensors import Gradients, Indices, TaskTensors
 from quorum_attention.kernels.tensors import positions
 
@@ -235,14 +234,9 @@ class QueryBlock:
     def _add_bias_(self, scores: torch.Tensor, keys: slice) -> None:
         """Add the bias to a tile (b, h, rows, keys), in place."""
         bias = self.task.bias(self._pairs_with(keys))
-        if bias is None:
-            return
-        bias = four_dims(bias)
-        if bias.shape[0] > 1:
-            bias = bias[self.entries]
-        if bias.shape[1] > 1:
-            bias = bias[:, self.heads]
-        scores.add_(bias)
+        bias = bias_of_heads(bias, self.entries, self.heads)
+        if bias is not None:
+            scores.add_(bias)
 
     def _mask_(self, scores: torch.Tensor, keys: slice) -> None:
         """Write -inf to a tile (b, h, rows, keys) where pairs are not kept, in

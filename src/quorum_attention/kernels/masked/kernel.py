@@ -21,8 +21,7 @@ from quorum_attention.kernels.masked.partwise import PartwiseKernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask
 from quorum_attention.kernels.masked.user_functions import UserModKernel, capped
 from quorum_attention.kernels.native.kernel import NativeKernel
-from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
-from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, four_dims
 from quorum_attention.kernels.protocol import Kernel, Launches, workspace_bytes
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform

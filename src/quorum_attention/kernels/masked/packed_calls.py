@@ -13,8 +13,7 @@ from quorum_attention.kernels.masked.cell_rows import CellPlaces
 from quorum_attention.kernels.masked.cells import Bucket
 from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.whole_calls import WholeCallKernel, WholeCallPart
-from quorum_attention.kernels.operator_call import Call
-from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.operator_call import Call, four_dims
 
 
 class PackedKernel(WholeCallKernel):

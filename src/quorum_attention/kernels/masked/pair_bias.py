@@ -22,8 +22,7 @@ from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
 from quorum_attention.kernels.masked.cell_rows import EntryRun
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
 from quorum_attention.kernels.masked.whole_calls import WholeCallKernel, WholeCallPart
-from quorum_attention.kernels.operator_call import Call
-from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.operator_call import Call, four_dims
 from quorum_attention.kernels.protocol import Kernel, workspace_bytes
 from quorum_attention.kernels.score_tiles import PLAIN
 from quorum_attention.mask import Mask

@@ -32,7 +32,7 @@ from quorum_attention.kernels.masked.parts import (
     parts_by_blocks,
 )
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, by_head
-from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.operator_call import four_dims
 from quorum_attention.kernels.protocol import Kernel, refusal, workspace_bytes
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import TiledKernel

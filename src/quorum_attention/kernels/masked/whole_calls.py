@@ -23,8 +23,7 @@ from quorum_attention.kernels.masked.cell_rows import (
     RowReader,
 )
 from quorum_attention.kernels.masked.token_rules import TokenRules
-from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
-from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, four_dims
 from quorum_attention.kernels.protocol import Kernel, Launches
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
@@ -164,9 +163,8 @@ class WholeCallKernel(Kernel):
             out.write(part.queries, part_out)
             lse.write(part.queries, part_lse.unsqueeze(-1))
             del part_out, part_lse  # before the next part's are made
-        dtype = call.query.dtype
-        lse_columns = lse.tensor(state_dtype(dtype))
-        return out.tensor(call.stored or dtype), lse_columns.squeeze(-1)
+        lse_columns = lse.tensor(state_dtype(call.query.dtype))
+        return out.tensor(call.result_dtype), lse_columns.squeeze(-1)
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``."""
@@ -193,7 +191,7 @@ class WholeCallKernel(Kernel):
             grad_key.write(part.keys, grads[1])
             grad_value.write(part.keys, grads[2])
             del grads  # before the next part's are made
-        dtype = call.stored or call.query.dtype
+        dtype = call.result_dtype
         return (
             grad_query.tensor(dtype),
             grad_key.tensor(dtype),

@@ -35,6 +35,8 @@ from quorum_attention.kernels.operator_call import (
     OutLse,
     Saved,
     Three,
+    empty_gradients,
+    empty_results,
     uncut,
     whole_task,
 )
@@ -45,7 +47,6 @@ from quorum_attention.kernels.operator_sizes import (
     bias_bytes,
 )
 from quorum_attention.kernels.protocol import Kernel, Launches
-from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.torch_private import has_tangent, no_torch_modes
 from quorum_attention.kernels.triton_launch import triton_available
@@ -286,10 +287,7 @@ class NativeKernel(Kernel):
         """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
         if self.geometry.rules:
             return super().whole_forward(call)
-        query = call.query
-        out_shape = (*query.shape[:3], call.value.shape[-1])
-        out = empty_like_input(query, out_shape, call.stored or query.dtype)
-        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        out, lse = empty_results(call, call.result_dtype)
         (launch,) = self.task_launches(whole_task(call), "forward", is_whole_call=True)
         launch.forward(out, lse, resume=False)
         return out, lse
@@ -298,11 +296,7 @@ class NativeKernel(Kernel):
         """See ``Kernel``; gradients are in ``call.stored``, rounded once."""
         if self.geometry.rules:
             return super().whole_backward(call, saved)
-        grad_query, grad_key, grad_value = (
-            empty_like_input(tensor, tensor.shape, call.stored or tensor.dtype)
-            for tensor in call.inputs
-        )
-        grads = (grad_query, grad_key, grad_value)
+        grads = empty_gradients(call, call.result_dtype)
         (launch,) = self.task_launches(
             whole_task(call), "query", "key", is_whole_call=True
         )

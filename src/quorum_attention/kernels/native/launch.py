@@ -12,8 +12,7 @@ from quorum_attention.kernels.native.config import padded
 from quorum_attention.kernels.native.pieces import Window
 from quorum_attention.kernels.native.runs import Runs
 from quorum_attention.kernels.native.sums import launch_sums
-from quorum_attention.kernels.operator_call import Call, Saved, Three
-from quorum_attention.kernels.operator_inputs import four_dims
+from quorum_attention.kernels.operator_call import Call, Saved, Three, four_dims
 from quorum_attention.kernels.scaling import usual_shift
 
 # In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does
