@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.native.config import padded
+from quorum_attention.kernels.native.config import Axis, padded
 from quorum_attention.kernels.native.pieces import Window
 from quorum_attention.kernels.native.runs import Runs
 from quorum_attention.kernels.native.sums import launch_sums
@@ -22,6 +22,9 @@ _FORWARD_EXPONENT = 8
 _LARGEST_STRIDE = 2**24 - 2**9
 # The most columns of a tile whose ragged parts are pipelined.
 _WIDEST_RAGGED = 128
+# The tensors that a kernel walks, by the side whose rows stay: key and value, or query
+# and grad_out.
+_WALKED: dict[Axis, tuple[int, int]] = {"query": (1, 2), "key": (0, 3)}
 
 
 class KernelConstants(NamedTuple):
@@ -107,13 +110,10 @@ class NativeLaunch:
         query, key, value = map(_as_kernel_readable, self.call.inputs)
         exponent = _FORWARD_EXPONENT if query.dtype == torch.float16 else 0
         with torch.cuda.device_of(query):
-            moving, described = self._moving(runs, key, value)
             self._launch(
                 forward_kernel,
                 runs,
-                (query, *moving, out, lse),
-                _strides(query, key, value, out, lse),
-                DESCRIBED=described,
+                (query, key, value, out, lse),
                 P_EXPONENT=exponent,
                 ADD=resume,
             )
@@ -135,66 +135,46 @@ class NativeLaunch:
         if query.shape[0] * query.shape[1] == 0:
             return
         grad_out = _as_kernel_readable(saved.grad_out)
-        lse = saved.lse
-        grad_query, grad_key, grad_value = grads
-        strides = _strides(query, key, value, grad_out, lse)
+        grad_query, *key_grads = grads
         by_query, by_key = self.tables
+        launches = (
+            (query_kernel, by_query, [grad_query]),
+            (key_kernel, by_key, key_grads),
+        )
         scales_ds = query.dtype == torch.float16
         exponent = usual_shift(self.n_keys or key.shape[2]) if scales_ds else 0
-        # The exponent is no compile-time constant: it would compile again for other
-        # lengths.
-        numbers = (key.shape[0] * key.shape[1], float(exponent), 2.0**-exponent)
-        constants = {"SCALE_DS": scales_ds, "ADD": add}
         with torch.cuda.device_of(query):
             out = _as_kernel_readable(saved.out)
             delta, norms = _delta_and_norms(value, grad_out, out, with_norms=scales_ds)
-            moving, described = self._moving(by_query, key, value)
-            self._launch(
-                query_kernel,
-                by_query,
-                (query, *moving, grad_out, lse, delta, norms, grad_query),
-                [*strides, *_strides(grad_query)],
-                *numbers,
-                DESCRIBED=described,
-                **constants,
-            )
-            (moving_query, moving_grad_out), described = self._moving(
-                by_key, query, grad_out
-            )
-            self._launch(
-                key_kernel,
-                by_key,
-                (
-                    moving_query,
-                    key,
-                    value,
-                    moving_grad_out,
-                    lse,
+            for kernel, runs, targets in launches:
+                self._launch(
+                    kernel,
+                    runs,
+                    (query, key, value, grad_out, saved.lse, *targets),
                     delta,
                     norms,
-                    grad_key,
-                    grad_value,
-                ),
-                [*strides, *_strides(grad_key, grad_value)],
-                *numbers,
-                DESCRIBED=described,
-                **constants,
-            )
+                    key.shape[0] * key.shape[1],
+                    # No compile-time constants: kernels would be compiled again for
+                    # other lengths.
+                    float(exponent),
+                    2.0**-exponent,
+                    SCALE_DS=scales_ds,
+                    ADD=add,
+                )
 
     def _launch(
         self,
         kernel: Any,
         runs: Runs,
-        tensors: tuple[Any, ...],
-        strides: list[tuple[int, ...]],
-        *numbers: float,
+        tensors: tuple[torch.Tensor, ...],
+        *others: Any,
         **constants: Any,
     ) -> None:
         """Launch a Triton kernel for the blocks of a table.
 
         Args:
-            tensors, strides: the first arguments of the kernel.
-            numbers: its last arguments.
+            tensors: the first arguments of the kernel, before the strides of them all.
+            others: its next arguments.
             constants: ``KernelConstants`` that only this launch knows.
         """
         batch, heads, n_queries, _ = self.call.query.shape
@@ -206,9 +186,11 @@ class NativeLaunch:
         if n_programs == 0:
             return
         config = runs.tiling.config
+        described = self._described(runs, tensors)
         kernel[(n_programs,)](
-            *tensors,
-            *strides,
+            *(described or tensors),
+            *(tensor.stride()[:3] for tensor in tensors),
+            *others,
             runs.starts,
             runs.entries,
             *self._optional_tensors,
@@ -218,8 +200,7 @@ class NativeLaunch:
             n_keys,
             runs.n_blocks,
             *self._score_arguments,
-            *numbers,
-            K=self._constants(runs, **constants),
+            K=self._constants(runs, DESCRIBED=described is not None, **constants),
             num_warps=config.warps,
             num_stages=config.stages,
         )
@@ -235,18 +216,25 @@ class NativeLaunch:
         value_dim = self.call.value.shape[-1]
         return max(padded(head_dim), padded(value_dim))
 
-    def _moving(
-        self, runs: Runs, *tensors: torch.Tensor
-    ) -> tuple[tuple[Any, ...], bool]:
-        """The tensors that a kernel walks, as it reads them; and whether by
-        descriptors."""
-        if not runs.tiling.config.descriptors:
-            return tensors, False
+    def _described(
+        self, runs: Runs, tensors: tuple[torch.Tensor, ...]
+    ) -> list[Any] | None:
+        """The tensors of a launch, with descriptors of the two that its kernel walks;
+        None where it reads them by pointers."""
+        walked = _WALKED[runs.tiling.axis]
+        has_descriptors = runs.tiling.config.descriptors
+        if not has_descriptors or not all(_is_describable(tensors[i]) for i in walked):
+            return None
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
         block = [1, 1, runs.tiling.step, self._tile_width]
-        descriptors = _descriptors(block, *tensors)
-        if descriptors is None:
-            return tensors, False
-        return descriptors, True
+        described: list[Any] = [*tensors]
+        for index in walked:
+            tensor = tensors[index]
+            described[index] = TensorDescriptor(
+                tensor, list(tensor.shape), list(tensor.stride()), block
+            )
+        return described
 
     def _constants(self, runs: Runs, **constants: Any) -> KernelConstants:
         """The constants that the kernel of a table is compiled for.
@@ -388,19 +376,6 @@ def _delta_and_norms(
     return delta, norms
 
 
-def _descriptors(block: list[int], *tensors: torch.Tensor) -> tuple[Any, ...] | None:
-    """Descriptors of tensors, by blocks; None if the copy engine cannot read one of
-    them."""
-    if not all(_is_describable(tensor) for tensor in tensors):
-        return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return tuple(
-        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
-        for tensor in tensors
-    )
-
-
 def _is_describable(tensor: torch.Tensor) -> bool:
     """Whether nothing is empty or broadcast, and every row begins at a multiple of 16
     bytes."""
@@ -417,11 +392,6 @@ def _broadcast_strides(tensor: torch.Tensor) -> tuple[int, ...]:
         0 if size == 1 else stride
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
-
-
-def _strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
-    """The strides of each tensor, by batch entry, head and row."""
-    return [tensor.stride()[:3] for tensor in tensors]
 
 
 def _as_kernel_readable(tensor: torch.Tensor) -> torch.Tensor:
