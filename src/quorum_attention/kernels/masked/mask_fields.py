@@ -18,22 +18,24 @@ def masks_in(mask: Mask) -> Iterator[Mask]:
         yield from masks_in(inner)
 
 
-def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that say which pairs are kept, by the names of their fields."""
-    named: list[tuple[str, torch.Tensor]] = []
+def tensors_of(mask: Mask) -> list[torch.Tensor]:
+    """The tensors that say which pairs are kept."""
+    tensors: list[torch.Tensor] = []
     for inner in masks_in(mask):
         documents = inner.documents
         of_documents = documents if isinstance(documents, tuple) else (documents,)
-        fields: list[tuple[str, torch.Tensor | None]] = []
-        fields += [("documents", ids) for ids in of_documents]
-        fields.append(("key_lengths", inner.key_lengths))
-        fields.append(("key_padding", inner.key_padding))
-        if isinstance(inner.offset, torch.Tensor):
-            fields.append(("offset", inner.offset))
-        for name, tensor in fields:
-            if tensor is not None:
-                named.append((name, tensor))
-    return named
+        values = (*of_documents, inner.key_lengths, inner.key_padding, inner.offset)
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    return tensors
+
+
+def document_tensors(mask: Mask) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The ids of queries and of keys; None without documents."""
+    documents = mask.documents
+    if not isinstance(documents, tuple):
+        return documents, documents
+    of_query, of_key = documents
+    return of_query, of_key
 
 
 TOKENS = frozenset({"documents", "key_lengths", "key_padding"})

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.alignment import offsets_from_last
 from quorum_attention.kernels.masked.cells import NO_KEY
+from quorum_attention.kernels.masked.mask_fields import document_tensors
 from quorum_attention.kernels.masked.token_rules import Ids
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import FAR, Mask
@@ -32,18 +33,15 @@ def document_ids(mask: Mask, shape: CallShape) -> tuple[Ids, Ids]:
     batch = shape.batch
     n_queries = shape.n_queries
     n_keys = shape.n_keys
-    documents = mask.documents
-    if documents is None:
+    of_query, of_key = document_tensors(mask)
+    if of_query is None or of_key is None:
         return np.zeros((1, n_queries), np.int64), np.zeros((1, n_keys), np.int64)
-    if not isinstance(documents, tuple) and n_queries != n_keys:
+    if not isinstance(mask.documents, tuple) and n_queries != n_keys:
         raise ValueError(
             "Mask.documents must be two tensors, of "
             f"{counted(n_queries, 'query', 'queries')} and of "
             f"{counted(n_keys, 'key')}, where these differ, got one"
         )
-    of_query, of_key = (
-        documents if isinstance(documents, tuple) else (documents, documents)
-    )
     by_query = _token_rows(of_query, "Mask.documents", batch, n_queries, "queries")
     by_key = by_query
     if of_key is not of_query or n_queries != n_keys:

@@ -19,6 +19,7 @@ from quorum_attention.kernels.masked import ways
 from quorum_attention.kernels.masked.costs import cost_of_bias
 from quorum_attention.kernels.masked.mask_fields import (
     POSITIONS,
+    document_tensors,
     is_of_tokens,
     relative_band,
 )
@@ -150,7 +151,7 @@ def _is_of_tokens_alone(mask: Mask) -> bool:
 def _fits(mask: Mask, sizes: _Sizes, device: torch.device) -> bool:
     """Whether the tensors of a mask are on a device, of the right sizes, and in
     range."""
-    of_query, of_key = _documents(mask)
+    of_query, of_key = document_tensors(mask)
     padding = mask.key_padding
     for tensor in (of_query, of_key, mask.key_lengths, padding):
         if tensor is None:
@@ -172,15 +173,6 @@ def _documents_fit(
         return False
     # One tensor is of queries and of keys.
     return spans_tokens(of_key, sizes.batch, sizes.n_keys)
-
-
-def _documents(mask: Mask) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The ids of queries and of keys; None without documents."""
-    documents = mask.documents
-    if isinstance(documents, tuple):
-        of_query, of_key = documents
-        return of_query, of_key
-    return documents, documents
 
 
 def _lengths_fit(mask: Mask, sizes: _Sizes) -> bool:

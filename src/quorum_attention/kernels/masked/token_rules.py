@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.masked.mask_fields import document_tensors
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import Mask
 
@@ -171,32 +172,35 @@ class TokenTables:
     """The tensors of a mask on a device.
 
     Attributes:
-        query_ids, key_ids: of documents, (1 or batch, n); None without documents.
+        ids: of documents, of queries and of keys, (1 or batch, n) each; None without
+            documents.
         is_there: which keys lengths and padding keep, (1 or batch, n_keys); None: all.
     """
 
-    query_ids: torch.Tensor | None
-    key_ids: torch.Tensor | None
+    ids: tuple[torch.Tensor, torch.Tensor] | None
     is_there: torch.Tensor | None
 
     def at(self, entries: Tokens, queries: Tokens, keys: Tokens) -> TokenTables:
         """The tables of the tokens of cells, (cells or 1, tokens)."""
-        query_ids = self.query_ids
-        key_ids = self.key_ids
+        ids = self.ids
         is_there = self.is_there
-        if query_ids is not None and key_ids is not None:
-            query_ids = _rows_at(query_ids, entries, queries)
-            key_ids = _rows_at(key_ids, entries, keys)
+        if ids is not None:
+            of_query, of_key = ids
+            ids = (
+                _rows_at(of_query, entries, queries),
+                _rows_at(of_key, entries, keys),
+            )
         if is_there is not None:
             is_there = _rows_at(is_there, entries, keys)
-        return TokenTables(query_ids, key_ids, is_there)
+        return TokenTables(ids, is_there)
 
     def kept_pairs(self) -> torch.Tensor | None:
         """Which pairs have equal ids, and a key that is there, (entries, queries or 1,
         keys); None: all."""
         is_kept: torch.Tensor | None = None
-        if self.query_ids is not None and self.key_ids is not None:
-            is_kept = self.query_ids[..., None] == self.key_ids[:, None]
+        if self.ids is not None:
+            of_query, of_key = self.ids
+            is_kept = of_query[..., None] == of_key[:, None]
         if self.is_there is not None:
             is_there = self.is_there[:, None]
             is_kept = is_there if is_kept is None else is_kept & is_there
@@ -205,15 +209,12 @@ class TokenTables:
 
 def tables_on(device: torch.device, mask: Mask, n_keys: int) -> TokenTables:
     """The tables of a mask. No mode of torch may be active."""
-    query_ids: torch.Tensor | None = None
-    key_ids: torch.Tensor | None = None
-    if mask.documents is not None:
-        documents = mask.documents
-        of_query, of_key = (
-            documents if isinstance(documents, tuple) else (documents, documents)
-        )
+    ids: tuple[torch.Tensor, torch.Tensor] | None = None
+    of_query, of_key = document_tensors(mask)
+    if of_query is not None and of_key is not None:
         query_ids = _with_entries(of_query, device)
-        key_ids = query_ids if of_key is of_query else _with_entries(of_key, device)
+        is_same = of_key is of_query
+        ids = (query_ids, query_ids if is_same else _with_entries(of_key, device))
     is_there: torch.Tensor | None = None
     if mask.key_lengths is not None:
         columns = torch.arange(n_keys, device=device)
@@ -222,7 +223,7 @@ def tables_on(device: torch.device, mask: Mask, n_keys: int) -> TokenTables:
     if mask.key_padding is not None:
         padding = _with_entries(mask.key_padding, device)
         is_there = padding if is_there is None else is_there & padding
-    return TokenTables(query_ids, key_ids, is_there)
+    return TokenTables(ids, is_there)
 
 
 def _with_entries(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.mask_fields import relative_band
 from quorum_attention.kernels.masked.rules import GroupBits
 from quorum_attention.kernels.native.columns import EntryColumn
 from quorum_attention.kernels.native.config import KernelKind, Tiling, choose_config
@@ -114,8 +115,7 @@ class NativeKernel(Kernel):
         allow_tf32: bool = False,
     ) -> None:
         checked = Mask(window=window, softcap=softcap)
-        before, after = checked.sides
-        band = Band(-before if before >= 0 else None, after if after >= 0 else None)
+        band = relative_band(checked)
         self.geometry = Geometry(band)
         self.softcap = float(softcap or 0.0)
         self.slopes = None if alibi_slopes is None else _checked_slopes(alibi_slopes)
