@@ -18,15 +18,21 @@ def masks_in(mask: Mask) -> Iterator[Mask]:
         yield from masks_in(inner)
 
 
-def tensors_of(mask: Mask) -> list[torch.Tensor]:
-    """The tensors that say which pairs are kept."""
-    tensors: list[torch.Tensor] = []
+_TENSOR_FIELDS = ("key_lengths", "key_padding", "offset")
+
+
+def tensors_of(mask: Mask) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that say which pairs are kept, by the names of their fields."""
+    named: list[tuple[str, torch.Tensor]] = []
     for inner in masks_in(mask):
         documents = inner.documents
         of_documents = documents if isinstance(documents, tuple) else (documents,)
-        values = (*of_documents, inner.key_lengths, inner.key_padding, inner.offset)
-        tensors += [value for value in values if isinstance(value, torch.Tensor)]
-    return tensors
+        values = [("documents", ids) for ids in of_documents]
+        values += [(name, getattr(inner, name)) for name in _TENSOR_FIELDS]
+        for name, value in values:
+            if isinstance(value, torch.Tensor):
+                named.append((name, value))
+    return named
 
 
 def document_tensors(mask: Mask) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -199,7 +199,7 @@ def resolve(mask: Mask, shape: CallShape) -> ResolvedMask:
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
-    tensors = tensors_of(mask)
+    tensors = [tensor for _, tensor in tensors_of(mask)]
     key = (
         fields_key(mask),
         shape.device_type,
