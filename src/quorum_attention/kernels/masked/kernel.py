@@ -19,16 +19,16 @@ from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.partwise import PartwiseKernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask
-from quorum_attention.kernels.masked.user_functions import UserModKernel, capped
+from quorum_attention.kernels.masked.user_functions import BasedKernel, capped
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, four_dims
 from quorum_attention.kernels.protocol import Kernel, Launches, workspace_bytes
 from quorum_attention.kernels.rectangles import RectangleKernel
-from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
+from quorum_attention.kernels.score_tiles import QueryBlock
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 
-class MaskedKernel(UserModKernel):
+class MaskedKernel(BasedKernel):
     """Attention under a mask.
 
     Args:
@@ -39,14 +39,12 @@ class MaskedKernel(UserModKernel):
 
     def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
         # Not the mask, which holds its kernels.
-        self.name = base.name
-        self.base = base
+        super().__init__(base, capped(mask.softcap))
         self.batch = mask.shape.batch
         self.geometries = mask.geometries
         self.mask_mods = mask.functions
         self._distinct = tuple(dict.fromkeys(mask.geometries))
         self._is_uniform = len(self._distinct) == 1
-        self._scores = capped(mask.softcap)
         n_pairs = mask.shape.n_queries * mask.shape.n_keys
         self._share = mask.kept_pairs / max(1, n_pairs)
         self._verdict = partial(_verdict, self._distinct)
@@ -60,7 +58,6 @@ class MaskedKernel(UserModKernel):
         # Several calls take no turns on streams, but two of them in flight may be
         # faster.
         self.launches = Launches.ONE if self._native else Launches.CALLS_ON_STREAMS
-        self.compute_like(base)
 
     def _kernel(self, geometry: Geometry, *, drops: bool) -> Kernel:
         """The kernel of batch entries of a geometry.
@@ -72,11 +69,6 @@ class MaskedKernel(UserModKernel):
         if not self._native or (drops and takes_no_dropout):
             return self._partwise[geometry]
         return self._native[geometry]
-
-    def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it
-        can."""
-        return self.base.refusal(replace(shape, is_causal=True))
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
@@ -91,11 +83,8 @@ class MaskedKernel(UserModKernel):
             min(1.0, share),
         )
 
-    def scores_of_pairs(self) -> ScoreTransform:
-        """See ``Kernel``: the soft cap, and what the geometries keep."""
-        return replace(self._scores, keeps=self._kept_pairs_of_tile)
-
-    def _kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
+    def kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
+        """See ``BasedKernel``."""
         pairs = block.indices(keys)
         numbers = pairs.entries % self.batch
         entries = block.task.entries[block.entries]
@@ -114,17 +103,10 @@ class MaskedKernel(UserModKernel):
         """Numbers of heads and entries are needed where the mask may depend on them."""
         return all_heads or (self._is_uniform and not self.mask_mods)
 
-    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        return self._workspace_bytes(shape, extent, backward=False)
-
-    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        return self._workspace_bytes(shape, extent, backward=True)
-
-    def _workspace_bytes(
+    def pass_workspace_bytes(
         self, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
+        """See ``BasedKernel``."""
         largest = 0
         for geometry in self._distinct:
             kernel = self._kernel(geometry, drops=shape.dropout)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.protocol import Kernel
-from quorum_attention.kernels.score_tiles import PLAIN, ScoreTransform
+from quorum_attention.kernels.score_tiles import PLAIN, QueryBlock, ScoreTransform
 from quorum_attention.kernels.task_tensors import Indices
 
 
@@ -49,6 +52,50 @@ class UserModKernel(Kernel):
             results.append(mod(*first))
             results.append(mod(*last))
         return results
+
+
+class BasedKernel(UserModKernel):
+    """Attention under a mask, whose parts another kernel computes.
+
+    Args:
+        base: computes the parts.
+        scores: what is done to scores beside the mask.
+    """
+
+    mask_mods = ()
+
+    def __init__(self, base: Kernel, scores: ScoreTransform) -> None:
+        self.name = base.name
+        self.base = base
+        self._scores = scores
+        self.compute_like(base)
+
+    def refusal(self, shape: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it
+        can."""
+        return self.base.refusal(replace(shape, is_causal=True))
+
+    def scores_of_pairs(self) -> ScoreTransform:
+        """See ``Kernel``: the change of scores, and what the mask keeps."""
+        return replace(self._scores, keeps=self.kept_pairs_of_tile)
+
+    @abstractmethod
+    def kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
+        """Which pairs of a tile are kept: a ``score_tiles.Kept``."""
+
+    @abstractmethod
+    def pass_workspace_bytes(
+        self, shape: CallShape, extent: Extent, *, backward: bool
+    ) -> int:
+        """Upper bound of the device bytes of a pass at any one time."""
+
+    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        return self.pass_workspace_bytes(shape, extent, backward=False)
+
+    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        return self.pass_workspace_bytes(shape, extent, backward=True)
 
 
 def _cap(

@@ -23,8 +23,9 @@ from quorum_attention.kernels.masked.cell_rows import (
     RowReader,
 )
 from quorum_attention.kernels.masked.token_rules import TokenRules
+from quorum_attention.kernels.masked.user_functions import BasedKernel
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three, four_dims
-from quorum_attention.kernels.protocol import Kernel, Launches
+from quorum_attention.kernels.protocol import Kernel, Launches, workspace_bytes
 from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
@@ -49,7 +50,7 @@ class WholeCallPart(ABC):
         """The bias of the part: that of ``call``, and what the mask adds to it."""
 
 
-class WholeCallKernel(Kernel):
+class WholeCallKernel(BasedKernel):
     """Attention under a mask of tokens.
 
     Args:
@@ -63,9 +64,6 @@ class WholeCallKernel(Kernel):
         share: of pairs, that calls compute.
     """
 
-    own_attention = True
-    sparse = True
-
     def __init__(
         self,
         rules: TokenRules,
@@ -75,16 +73,13 @@ class WholeCallKernel(Kernel):
         scores: ScoreTransform,
         share: float,
     ) -> None:
-        self.name = base.name
+        super().__init__(base, scores)
         self.rules = rules
         self.shape = shape
-        self.base = base
         self._by_blocks = by_blocks
-        self._scores = scores
         self._share = min(1.0, share)
         is_one_launch = base.launches is Launches.ONE
         self.launches = Launches.ONE if is_one_launch else Launches.CALLS_ON_STREAMS
-        self.compute_like(base)
 
     @abstractmethod
     def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
@@ -100,11 +95,6 @@ class WholeCallKernel(Kernel):
         self, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
         """Upper bound of the device bytes of a whole call."""
-
-    def refusal(self, shape: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it
-        can."""
-        return self.base.refusal(replace(shape, is_causal=True))
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
@@ -122,11 +112,8 @@ class WholeCallKernel(Kernel):
         verdict = self._by_blocks().kept_pairs(*self.shape.lengths).verdict
         return PARTIAL if verdict is None else verdict(block)
 
-    def scores_of_pairs(self) -> ScoreTransform:
-        """See ``Kernel``."""
-        return replace(self._scores, keeps=self._kept_pairs_of_tile)
-
-    def _kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
+    def kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
+        """See ``BasedKernel``."""
         pairs = block.indices(keys)
         entries = pairs.entries % self.shape.batch
         rows = pairs.queries.unsqueeze(0)
@@ -206,17 +193,13 @@ class WholeCallKernel(Kernel):
         """Add the task's gradients into ``grads``, in place."""
         self._by_blocks().backward(task, grads)
 
-    def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+    def pass_workspace_bytes(
+        self, shape: CallShape, extent: Extent, *, backward: bool
+    ) -> int:
+        """See ``BasedKernel``."""
         if extent.direct and not shape.dropout:
-            return self.parts_workspace_bytes(shape, extent, backward=False)
-        return self._by_blocks().forward_workspace_bytes(shape, extent)
-
-    def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        if extent.direct and not shape.dropout:
-            return self.parts_workspace_bytes(shape, extent, backward=True)
-        return self._by_blocks().backward_workspace_bytes(shape, extent)
+            return self.parts_workspace_bytes(shape, extent, backward=backward)
+        return workspace_bytes(self._by_blocks(), shape, extent, backward=backward)
 
 
 def _call_of(part: WholeCallPart, call: Call, readers: Sequence[RowReader]) -> Call:
