@@ -145,21 +145,6 @@ def _joined(parts: Ints, firsts: Ints, across: _SideColumns) -> Ints:
     return runs
 
 
-class _Bounds(NamedTuple):
-    """Rows of the other side of runs, each (n,) int64.
-
-    Attributes:
-        start, stop: outside of them no pair is kept.
-        begin, clear_stop: between them every pair is kept, if the run has all rows of
-            its block; ``begin`` is whole tiles after ``start``.
-    """
-
-    start: torch.Tensor
-    stop: torch.Tensor
-    begin: torch.Tensor
-    clear_stop: torch.Tensor
-
-
 def bounded(
     runs: torch.Tensor, n_rows: int, tiling: Tiling, window: Window | None
 ) -> torch.Tensor:
@@ -171,8 +156,8 @@ def bounded(
         window: of the launch.
     """
     runs = runs.long()
-    window = window or (_FAR, _FAR)
     along = _QUERIES if tiling.axis == "query" else _KEYS
+    across = _KEYS if tiling.axis == "query" else _QUERIES
     low = runs[:, along.start]
     high = runs[:, along.stop]
     _, _, _, _, diagonal, distance, mixed, shift = runs.unbind(1)
@@ -180,20 +165,28 @@ def bounded(
     block_stop = (block_first + tiling.block).clamp_max(n_rows)
     has_whole_block = (low == block_first) & (high == block_stop)
     has_clear_part = has_whole_block & (mixed == 0)
-    if tiling.axis == "query":
-        bounds = _bounds_of_keys(runs, window, tiling.step)
-    else:
-        bounds = _bounds_of_queries(runs, window, tiling.step, has_clear_part)
-    n_clear = (bounds.clear_stop - bounds.begin).clamp_min(0)
+    reach = _reach(diagonal, distance, window or (_FAR, _FAR), tiling.axis)
+    # No row of the block keeps a pair outside of these.
+    start = runs[:, across.start].maximum(low + reach.first)
+    stop = runs[:, across.stop].minimum(high + reach.last)
+    stop = stop.maximum(start)
+    # Between these every row keeps all pairs. The ragged part before them is whole
+    # tiles; a block of keys that has no clear part has nothing else.
+    n_ragged = high - 1 + reach.first - start
+    if tiling.axis == "key":
+        n_ragged = torch.where(has_clear_part, n_ragged, stop - start)
+    begin = _at_tiles(start, n_ragged, tiling.step).minimum(stop)
+    clear_stop = runs[:, across.stop].minimum(low + 1 + reach.last)
+    n_clear = (clear_stop - begin).clamp_min(0)
     n_clear = torch.where(has_clear_part, n_clear, 0)
-    end = bounds.begin + n_clear // tiling.step * tiling.step
+    end = begin + n_clear // tiling.step * tiling.step
     columns = (
         low,
         high,
-        bounds.start,
-        bounds.begin,
+        start,
+        begin,
         end,
-        bounds.stop,
+        stop,
         diagonal,
         distance,
         mixed,
@@ -202,49 +195,27 @@ def bounded(
     return torch.stack(columns, dim=1).int()
 
 
-def _bounds_of_keys(runs: torch.Tensor, window: Window, step: int) -> _Bounds:
-    """Return the keys that blocks of queries walk."""
-    window_left, window_right = window
-    first_query, query_stop, key_start, key_stop, diagonal, distance, _, _ = (
-        runs.unbind(1)
-    )
-    # No row keeps a key beyond the last row's diagonal.
-    start = key_start.maximum(first_query + distance - window_left)
-    stop = key_stop.minimum(query_stop + diagonal)
-    stop = stop.minimum(query_stop + distance + window_right)
-    stop = stop.maximum(start)
-    # Every row keeps the keys up to the first row's diagonal.
-    clear_stop = key_stop.minimum(first_query + 1 + diagonal)
-    clear_stop = clear_stop.minimum(first_query + 1 + distance + window_right)
-    # The left edge of a window may cut the first tiles.
-    last_query = query_stop - 1
-    n_cut_by_window = last_query + distance - window_left - start
-    begin = _at_tiles(start, n_cut_by_window, step).minimum(stop)
-    return _Bounds(start, stop, begin, clear_stop)
+class _Reach(NamedTuple):
+    """The first and the last row of the other side that a row keeps, counted from the
+    row, each (n,) int64."""
+
+    first: torch.Tensor
+    last: torch.Tensor
 
 
-def _bounds_of_queries(
-    runs: torch.Tensor, window: Window, step: int, has_clear_part: torch.Tensor
-) -> _Bounds:
-    """Return the queries that blocks of keys walk."""
+def _reach(
+    diagonal: torch.Tensor, distance: torch.Tensor, window: Window, axis: Axis
+) -> _Reach:
+    """The reach of rows along an axis."""
     window_left, window_right = window
-    query_start, query_stop, first_key, key_stop, diagonal, distance, _, _ = (
-        runs.unbind(1)
+    last_key = diagonal.minimum(distance + window_right)
+    first_key = distance - window_left
+    # A query keeps a key if the key keeps the query.
+    return (
+        _Reach(first_key, last_key)
+        if axis == "query"
+        else _Reach(-last_key, -first_key)
     )
-    last_key = key_stop - 1
-    # Rows before the first key's diagonal keep no key.
-    start = query_start.maximum(first_key - diagonal)
-    start = start.maximum(first_key - distance - window_right)
-    stop = query_stop.minimum(key_stop - distance + window_left)
-    stop = stop.maximum(start)
-    # From the last key's diagonal on they keep all.
-    clear_start = query_start.maximum(last_key - diagonal)
-    clear_start = clear_start.maximum(last_key - distance - window_right)
-    n_ragged = torch.where(has_clear_part, clear_start, stop) - start
-    begin = _at_tiles(start, n_ragged, step).minimum(stop)
-    clear_stop = query_stop.minimum(first_key - distance + window_left + 1)
-    clear_stop = clear_stop.minimum(stop)
-    return _Bounds(start, stop, begin, clear_stop)
 
 
 def _at_tiles(start: torch.Tensor, n_rows: torch.Tensor, step: int) -> torch.Tensor:
