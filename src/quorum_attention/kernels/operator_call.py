@@ -141,10 +141,19 @@ def uncut(n_tokens: int) -> Task:
 
 def empty_results(call: Call, dtype: torch.dtype) -> OutLse:
     """Return uninitialised (out, lse) of a call; ``dtype`` is that of the output."""
-    rows = call.query.shape[:3]
-    out = empty_like_input(call.query, (*rows, call.value.shape[-1]), dtype)
-    lse_dtype = state_dtype(call.query.dtype)
-    return out, torch.empty(rows, dtype=lse_dtype, device=call.query.device)
+    query = call.query
+    rows = query.shape[:3]
+    out = empty_like_input(
+        query,
+        (*rows, call.value.shape[-1]),
+        dtype,
+    )
+    lse = torch.empty(
+        rows,
+        dtype=state_dtype(query.dtype),
+        device=query.device,
+    )
+    return out, lse
 
 
 def empty_gradients(call: Call, dtype: torch.dtype) -> Three:

@@ -3,6 +3,7 @@ array."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,12 +43,24 @@ def joined(parts: list[Nodes]) -> Nodes:
     return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])
 
 
+def sides_of(nodes: Nodes) -> tuple[Ints, Ints]:
+    """The starts and the stops of nodes, of queries and of keys, (k, 2) each; views."""
+    return nodes[:, 1::2], nodes[:, 2::2]
+
+
+def with_sides(nodes: Nodes, starts: Ints, stops: Ints) -> Nodes:
+    """The nodes with other starts and stops (``sides_of``)."""
+    changed: Nodes = nodes.copy()
+    changed[:, 1::2] = starts
+    changed[:, 2::2] = stops
+    return changed
+
+
 def without_empty(nodes: Nodes) -> Nodes:
     """The nodes that hold a pair."""
-    at = NodeColumns.of_nodes(nodes)
-    has_queries = at.query_start < at.query_stop
-    has_keys = at.key_start < at.key_stop
-    return nodes[has_queries & has_keys]
+    starts, stops = sides_of(nodes)
+    with_pairs: Nodes = nodes[(starts < stops).all(axis=1)]
+    return with_pairs
 
 
 def joined_along_rows(nodes: Nodes) -> Nodes:
@@ -69,57 +82,40 @@ def joined_along_rows(nodes: Nodes) -> Nodes:
     return first_blocks.nodes(key_stop=last_blocks.key_stop)
 
 
-def blocks_along(nodes: Nodes) -> tuple[Ints, Ints]:
-    """How many rows and how many columns of blocks each node touches, (k,) each."""
-    at = NodeColumns.of_nodes(nodes)
-    rows = _blocks_within(at.query_start, at.query_stop)
-    columns = _blocks_within(at.key_start, at.key_stop)
-    return rows, columns
-
-
-def _blocks_within(starts: Ints, stops: Ints) -> Ints:
-    """How many blocks the tokens from ``starts`` to ``stops`` touch."""
+def blocks_along(nodes: Nodes) -> Ints:
+    """How many rows and how many columns of blocks each node touches, (k, 2)."""
+    starts, stops = sides_of(nodes)
     last: Ints = -(-stops // BLOCK)
     return last - starts // BLOCK
 
 
 def single_blocks(nodes: Nodes) -> Nodes:
     """The parts of nodes in each block, one after the other."""
-    rows, columns = blocks_along(nodes)
-    counts = rows * columns
+    sides = blocks_along(nodes)
+    counts = sides.prod(axis=1)
     node = np.repeat(np.arange(len(nodes)), counts)
-    number = consecutive(np.zeros_like(rows), counts)
-    row, column = np.divmod(number, columns[node])
-    at = NodeColumns.of_nodes(nodes[node])
-    first_query = (row + at.query_start // BLOCK) * BLOCK
-    first_key = (column + at.key_start // BLOCK) * BLOCK
-    return at.nodes(
-        query_start=np.maximum(first_query, at.query_start),
-        query_stop=np.minimum(first_query + BLOCK, at.query_stop),
-        key_start=np.maximum(first_key, at.key_start),
-        key_stop=np.minimum(first_key + BLOCK, at.key_stop),
-    )
+    number = consecutive(np.zeros_like(counts), counts)
+    blocks = np.stack(np.divmod(number, sides[node, 1]), axis=1)
+    parts = nodes[node]
+    starts, stops = sides_of(parts)
+    firsts = (blocks + starts // BLOCK) * BLOCK
+    np.maximum(firsts, starts, out=starts)
+    np.minimum(firsts + BLOCK, stops, out=stops)
+    return parts
 
 
 def quarters(nodes: Nodes) -> Nodes:
     """Four parts of each node, without the empty ones."""
-    at = NodeColumns.of_nodes(nodes)
-    rows, columns = blocks_along(nodes)
+    starts, stops = sides_of(nodes)
     # Beyond the first block: what touches several is cut.
-    middle = np.minimum(
-        (at.query_start // BLOCK + (rows + 1) // 2) * BLOCK, at.query_stop
-    )
-    centre = np.minimum(
-        (at.key_start // BLOCK + (columns + 1) // 2) * BLOCK, at.key_stop
-    )
-    upper = NodeColumns.of_nodes(at.nodes(query_stop=middle))
-    lower = NodeColumns.of_nodes(at.nodes(query_start=middle))
-    parts = [
-        upper.nodes(key_stop=centre),
-        upper.nodes(key_start=centre),
-        lower.nodes(key_stop=centre),
-        lower.nodes(key_start=centre),
-    ]
+    blocks_before = starts // BLOCK + (blocks_along(nodes) + 1) // 2
+    middles = np.minimum(blocks_before * BLOCK, stops)
+    parts = []
+    # Before or after the middle: of queries, and of keys.
+    for is_after in product((False, True), repeat=2):
+        part_starts = np.where(is_after, middles, starts)
+        part_stops = np.where(is_after, stops, middles)
+        parts.append(with_sides(nodes, part_starts, part_stops))
     return without_empty(joined(parts))
 
 

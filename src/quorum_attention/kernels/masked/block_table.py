@@ -14,7 +14,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quorum_attention.decomposition import FULL, PARTIAL, Ranges, Rectangle, Task
 from quorum_attention.kernels.masked.block_evaluator import BlockEvaluator, Codes
@@ -69,7 +68,7 @@ def classify(
             by_code[UNKNOWN].append(nodes)
             break
         codes = _verdicts(geometry, nodes, queries, keys)
-        is_single = _is_single(nodes)
+        is_single = (blocks_along(nodes) == 1).all(axis=1)
         is_partial = codes == PARTIAL
         is_cut = is_partial & ~is_single
         if is_evaluated:
@@ -91,13 +90,6 @@ def _nodes_of(rectangles: Sequence[Rectangle]) -> Nodes:
     ]
     nodes = np.array(rows, np.int64)
     return without_empty(nodes.reshape(-1, 5))
-
-
-def _is_single(nodes: Nodes) -> NDArray[np.bool_]:
-    """Which nodes lie within one block."""
-    rows, columns = blocks_along(nodes)
-    is_single: NDArray[np.bool_] = (rows == 1) & (columns == 1)
-    return is_single
 
 
 def _verdicts(geometry: Geometry, nodes: Nodes, queries: Ints, keys: Ints) -> Codes:

@@ -62,7 +62,7 @@ class BasedKernel(UserModKernel):
         scores: what is done to scores beside the mask.
     """
 
-    mask_mods = ()
+    mask_mods: tuple[MaskMod, ...] = ()
 
     def __init__(self, base: Kernel, scores: ScoreTransform) -> None:
         self.name = base.name
