@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.arithmetic import round_up
+from quorum_attention.kernels.tensors import broadcast_strides
 
 _WORD_BYTES = 16
 
@@ -17,10 +18,7 @@ def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
     """
     if 1 not in tensor.shape[:-1]:
         return tensor
-    strides = list(tensor.stride())
-    for dim, size in enumerate(tensor.shape[:-1]):
-        if size == 1:
-            strides[dim] = 0
+    strides = (*broadcast_strides(tensor)[:-1], tensor.stride(-1))
     return tensor.as_strided(tensor.shape, strides)
 
 

@@ -57,6 +57,14 @@ def _runs_as_entries(
     )
 
 
+def broadcast_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor, 0 in dimensions of size 1."""
+    return tuple(
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 Block = tuple[slice, slice, slice]
 
 BLOCK_BYTES = 2 * 1024 * 1024

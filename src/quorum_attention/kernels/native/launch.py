@@ -14,6 +14,7 @@ from quorum_attention.kernels.native.runs import Runs
 from quorum_attention.kernels.native.sums import launch_sums
 from quorum_attention.kernels.operator_call import Call, Saved, Three, four_dims
 from quorum_attention.kernels.scaling import usual_shift
+from quorum_attention.kernels.tensors import broadcast_strides
 
 # In fp16, P is computed times a power of two. A forward's largest P is 1: 2**8 P does
 # not overflow, and P stays normal down to 2**-22.
@@ -308,10 +309,10 @@ class NativeLaunch:
         call = self.call
         bias_strides: tuple[int, ...] = (0, 0, 0, 0)
         if call.bias is not None:
-            bias_strides = _broadcast_strides(four_dims(call.bias))
+            bias_strides = broadcast_strides(four_dims(call.bias))
         bounds: tuple[int, ...] = self.window or (0, 0)
         if self.mask_bits is not None:
-            bounds = _broadcast_strides(self.mask_bits)[:2]
+            bounds = broadcast_strides(self.mask_bits)[:2]
         return (
             *_dropout_words(call.dropout),
             bias_strides,
@@ -384,14 +385,6 @@ def _is_describable(tensor: torch.Tensor) -> bool:
         return False
     byte_strides = [stride * tensor.element_size() for stride in strides]
     return all(step % 16 == 0 for step in (tensor.data_ptr(), *byte_strides))
-
-
-def _broadcast_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, 0 in dimensions of size 1."""
-    return tuple(
-        0 if size == 1 else stride
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
 
 
 def _as_kernel_readable(tensor: torch.Tensor) -> torch.Tensor:

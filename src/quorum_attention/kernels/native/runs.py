@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.device_copies import to_device
+from quorum_attention.kernels.masked.block_nodes import consecutive
 from quorum_attention.kernels.native.columns import EntryColumn, PieceColumn
 from quorum_attention.kernels.native.config import Axis, Tiling
 from quorum_attention.kernels.native.pieces import NO_DIAGONAL, Ints, Window
@@ -83,12 +84,8 @@ def _cut_by_blocks(
     stop_rows = np.minimum(pieces[:, along.stop], n_rows)
     stop_blocks = -(-stop_rows // block)
     counts = np.maximum(stop_blocks - first_blocks, 0)
-    piece_of_part = np.repeat(np.arange(len(pieces)), counts)
-    parts_before_piece = np.cumsum(counts) - counts
-    numbers = np.arange(len(piece_of_part))
-    number_in_piece = numbers - np.repeat(parts_before_piece, counts)
-    blocks = first_blocks[piece_of_part] + number_in_piece
-    parts = pieces[piece_of_part]
+    blocks = consecutive(first_blocks, counts).astype(np.int64)
+    parts = np.repeat(pieces, counts, axis=0)
     block_starts = blocks * block
     block_stops = np.minimum(block_starts + block, n_rows)
     part_starts = parts[:, along.start]
