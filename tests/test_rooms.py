@@ -20,6 +20,7 @@ FLOORS = (
         "errors",
         "extras",
         "keywords",
+        "plain_types",
         "progress",
         "threads",
     ),

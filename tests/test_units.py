@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import quorum_attention
+from quorum_attention.arithmetic import last_fitting
 from quorum_attention.units import (
     counted,
     format_error,
@@ -145,3 +146,9 @@ def test_no_message_says_one_passes(path: Path) -> None:
         if not any(words.startswith(start) for start in _ELSEWHERE)
     ]
     assert not wrong, "units.counted writes a number and its noun"
+
+
+@pytest.mark.parametrize("largest", [0, 1, 7, 10])
+def test_the_last_number_that_fits(largest: int) -> None:
+    """The longest text and the longest prompt are found by this."""
+    assert last_fitting(10, lambda number: number <= largest) == largest

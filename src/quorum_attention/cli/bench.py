@@ -21,6 +21,7 @@ from quorum_attention.bench.methods import METHODS
 from quorum_attention.bench.record import RunRecord, describe_run
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.units import counted
 from quorum_attention.writing import write_text
 
@@ -118,7 +119,7 @@ class _MarkdownFile:
         path: of the file.
     """
 
-    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+    def __init__(self, path: Path, run: JsonObject) -> None:
         self.path = path
         versions = [f"{name} {version}" for name, version in run["versions"].items()]
         facts = [f"device {run['machine']}", *versions, f"date {run['date']}"]

@@ -20,6 +20,7 @@ from quorum_attention.execution.device.lookup import GPU, backend_of
 from quorum_attention.extras import install_hint
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.cache_files import refusal
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.units import counted, format_bytes
 
@@ -114,7 +115,7 @@ def _this_machine() -> Machine:
 
 
 def advice(
-    devices: list[dict[str, Any]], versions: dict[str, str | None], machine: Machine
+    devices: list[JsonObject], versions: dict[str, str | None], machine: Machine
 ) -> list[str]:
     """Return what would make calls faster, a sentence each, the largest gain first.
 
@@ -144,7 +145,7 @@ def advice(
 
 
 def _advice_on_gpus(
-    gpus: list[dict[str, Any]], versions: dict[str, str | None]
+    gpus: list[JsonObject], versions: dict[str, str | None]
 ) -> list[str]:
     """Return what would make calls on these GPUs faster."""
     sentences = []
@@ -178,7 +179,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _describe_device(device: torch.device) -> dict[str, Any]:
+def _describe_device(device: torch.device) -> JsonObject:
     """A device in plain types, as ``--json`` prints it."""
     backend = backend_of(device)
     calibrated = [
@@ -212,7 +213,7 @@ def _rates_sentence(calibrated: list[str]) -> str:
     return f"predicted times use measured rates for {dtypes}; for others {advice}"
 
 
-def _show_device(description: dict[str, Any]) -> None:
+def _show_device(description: JsonObject) -> None:
     rows = []
     # Several dtypes of a kernel have the same sentence.
     sentences: list[str] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from quorum_attention.cli import options as shared
 from quorum_attention.files.inputs import FileStamp, read_one
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.mask import Mask
+from quorum_attention.plain_types import Keywords
 
 # Options, by what ``argparse`` calls them, that make a mask.
 NAMES = (
@@ -119,7 +119,7 @@ def mask_of(
         )
     if bias is None:
         bias = input_mask
-    fields: dict[str, Any] = {
+    fields: Keywords = {
         "offset": options.offset,
         "window": options.window,
         "chunk": options.chunk,

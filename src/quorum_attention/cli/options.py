@@ -13,6 +13,7 @@ import torch
 
 from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import call_shape
+from quorum_attention.plain_types import Keywords
 from quorum_attention.units import counted, parse_bytes, parse_count
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in call_shape.DTYPES}
@@ -153,7 +154,7 @@ def add(parser: Any, *options: Option) -> None:
     """
     for name, kind, text, *default in options:
         name, _, metavar = name.partition(" ")
-        settings: dict[str, Any] = {"help": text}
+        settings: Keywords = {"help": text}
         if kind is None:
             settings["action"] = "store_true"
         elif kind is bool:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quorum_attention.cli.process import ignore_broken_pipe
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.progress.lines import line
 
 # The width of tables in a pipe, where the reader's width is unknown.
@@ -86,6 +87,6 @@ def show_table(
     _print("\n".join(map(str.rstrip, shown.file.getvalue().splitlines())))  # type: ignore[attr-defined]
 
 
-def print_json(result: dict[str, Any]) -> None:
+def print_json(result: JsonObject) -> None:
     """JSON for machines, on stdout."""
     _print(json.dumps(result, indent=1, default=str))

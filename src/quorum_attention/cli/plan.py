@@ -13,6 +13,7 @@ from quorum_attention.devices.simulation import simulate
 from quorum_attention.devices.speeds import SPEEDS
 from quorum_attention.execution.device.lookup import best_device, named_device
 from quorum_attention.pictures import check_drawable, draw_gantt
+from quorum_attention.plain_types import JsonObject, Keywords
 from quorum_attention.planner import Plan, plan
 from quorum_attention.units import counted, format_seconds
 
@@ -114,7 +115,7 @@ def add_call(parser: argparse.ArgumentParser, *, needs_tokens: bool = True) -> N
     parser.epilog = shared.GLOSSARY
 
 
-def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
+def sizes_of(options: argparse.Namespace) -> Keywords:
     """Arguments of ``plan`` and ``estimate``."""
     mask, is_causal, _ = masks.mask_of(options)
     device = named_device(options.device or best_device(), "device").type
@@ -132,7 +133,7 @@ def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def summary(plan: Plan) -> dict[str, Any]:
+def summary(plan: Plan) -> JsonObject:
     """A plan in plain types."""
     schedule = plan.schedule
     return {
@@ -167,7 +168,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_one_device(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _plan_one_device(options: argparse.Namespace) -> tuple[JsonObject, list[str]]:
     """The plan for one device, as data and as sentences."""
     call_plan = plan(
         options.tokens,
@@ -189,7 +190,7 @@ def _plan_one_device(options: argparse.Namespace) -> tuple[dict[str, Any], list[
     return result, sentences
 
 
-def _simulate_devices(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _simulate_devices(options: argparse.Namespace) -> tuple[JsonObject, list[str]]:
     """The seconds of each pass on several devices, as data and as sentences.
 
     Raises:

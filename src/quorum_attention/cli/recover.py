@@ -27,6 +27,7 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.extras import install_hint
 from quorum_attention.files.inputs import read_inputs
 from quorum_attention.pictures import check_drawable, draw_recovery
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner import Plan, plan
 from quorum_attention.planner.decide import both_passes
 from quorum_attention.units import (
@@ -402,7 +403,7 @@ def _print(
     say(f"picture: {picture or _NO_PICTURE}")
 
 
-def _pass_words(report: dict[str, Any]) -> str:
+def _pass_words(report: JsonObject) -> str:
     """The cut of a pass."""
     counts = [str(count) for count in report["levels"]]
     levels = " x ".join(counts) or "none"

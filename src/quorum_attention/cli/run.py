@@ -26,6 +26,7 @@ from quorum_attention.files.output import output_of
 from quorum_attention.files.run import RunResult, fingerprint, run_call
 from quorum_attention.files.run_folder import Mode
 from quorum_attention.kernels import get_kernel
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner.mask_words import mask_words
 from quorum_attention.progress import progress_bar
 from quorum_attention.units import counted
@@ -293,12 +294,12 @@ def _print(options: argparse.Namespace, report: Report, result: RunResult) -> No
     say(f"wrote {options.output}")
 
 
-def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+def _arguments(options: argparse.Namespace) -> JsonObject:
     """The options that a result depends on, as JSON has them.
 
     A file may have another name later, so an option that names one is True.
     """
-    arguments: dict[str, Any] = {}
+    arguments: JsonObject = {}
     for name, value in vars(options).items():
         if name in _WITHOUT_EFFECT or value is None:
             continue

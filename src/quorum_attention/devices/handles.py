@@ -117,9 +117,8 @@ class TensorHandle:
 
     def tensor_in(self, memory: mmap.mmap) -> torch.Tensor:
         """Return the tensor, a view of a mapping of the whole file."""
-        last_element = 0
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            last_element += (size - 1) * stride
+        sizes = zip(self.shape, self.strides, strict=True)
+        last_element = sum((size - 1) * stride for size, stride in sizes)
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="The given buffer is not writable"

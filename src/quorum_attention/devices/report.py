@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from quorum_attention.execution.report import PassReport, Report
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.units import counted, format_bytes, format_seconds
+
+# The counts of a pass that are added up over its parts.
+_SUMMED = (
+    "units",
+    "loaded_bytes",
+    "stored_bytes",
+    "repeated_units",
+    "recovery_seconds",
+)
 
 
 @dataclass(slots=True)
@@ -26,7 +35,7 @@ class PartTiming:
     stop: float
     report: Report
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return device, part and times, for JSON."""
         return {
             "device": self.device,
@@ -65,7 +74,7 @@ class PoolPass:
         """Return the seconds in which a device computed."""
         return sum(part.stop - part.start for part in self.parts_of(device))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the pass in plain types, for JSON."""
         return {
             "devices": self.devices,
@@ -100,7 +109,7 @@ class PoolReport:
     forward: PoolPass | None = None
     backward: PoolPass | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the report in plain types, for JSON: who computed each part and
         when."""
         return {
@@ -109,12 +118,11 @@ class PoolReport:
         }
 
     def __str__(self) -> str:
-        lines: list[str] = []
-        if self.forward is not None:
-            lines.append(f"forward: {self.forward}")
-        if self.backward is not None:
-            lines.append(f"backward: {self.backward}")
-        return "\n".join(lines)
+        return "\n".join(
+            f"{name}: {pool_pass}"
+            for name, pool_pass in vars(self).items()
+            if pool_pass is not None
+        )
 
 
 def merge_reports(pool_pass: PoolPass, *, backward: bool) -> PassReport:
@@ -123,36 +131,29 @@ def merge_reports(pool_pass: PoolPass, *, backward: bool) -> PassReport:
     Counts are sums, peaks are those of the worst part, and the plan is that of the
     deepest part.
     """
-    merged = PassReport("")
+    reports: list[PassReport] = []
     kernels: dict[str, int] = {}
     recoveries = list(pool_pass.history)
     for part in pool_pass.ran:
         kernels |= part.report.total.kernels
         report = part.report.backward if backward else part.report.forward
         if report is not None:
-            merged = _merge_two(merged, report)
+            reports.append(report)
             device = pool_pass.devices[part.device]
             recoveries += [f"{device}: {line}" for line in report.recoveries]
+    deepest = max(
+        reports, key=lambda report: len(report.levels), default=PassReport("")
+    )
+    sums = {name: sum(getattr(part, name) for part in reports) for name in _SUMMED}
+    peaks = [report.peak_bytes or 0 for report in reports]
+    planned_peaks = [report.planned_peak_bytes for report in reports]
     return replace(
-        merged,
+        deepest,
+        **sums,
         kernel="+".join(kernels),
         n_groups=pool_pass.parts,
         seconds=pool_pass.seconds,
+        planned_peak_bytes=max(planned_peaks, default=0),
+        peak_bytes=max(peaks, default=0) or None,
         recoveries=recoveries,
-    )
-
-
-def _merge_two(merged: PassReport, report: PassReport) -> PassReport:
-    """Return two reports as one: sums, the larger peaks, the deeper plan."""
-    is_deeper = not merged.kernel or len(report.levels) > len(merged.levels)
-    peaks = [merged.peak_bytes or 0, report.peak_bytes or 0]
-    return replace(
-        report if is_deeper else merged,
-        units=merged.units + report.units,
-        loaded_bytes=merged.loaded_bytes + report.loaded_bytes,
-        stored_bytes=merged.stored_bytes + report.stored_bytes,
-        repeated_units=merged.repeated_units + report.repeated_units,
-        recovery_seconds=merged.recovery_seconds + report.recovery_seconds,
-        planned_peak_bytes=max(merged.planned_peak_bytes, report.planned_peak_bytes),
-        peak_bytes=max(peaks) or None,
     )

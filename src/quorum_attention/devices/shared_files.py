@@ -144,11 +144,10 @@ def _map_privately(start: int, shared_file: SharedFile) -> None:
         )
 
 
-if hasattr(os, "register_at_fork"):
-    _make_results_private = partial(_make_private, only_results=True)
-    os.register_at_fork(
-        before=_make_results_private,
-        # Other threads may have got results in between.
-        after_in_parent=_make_results_private,
-        after_in_child=partial(_make_private, only_results=False),
-    )
+_make_results_private = partial(_make_private, only_results=True)
+os.register_at_fork(
+    before=_make_results_private,
+    # Other threads may have got results in between.
+    after_in_parent=_make_results_private,
+    after_in_child=partial(_make_private, only_results=False),
+)

@@ -184,7 +184,15 @@ def attention(
             two_streams=has_turns and is_unlimited,
         )
         if report is not None:
-            _fill_report(report, call, row_bytes)
+            report.fill(
+                call.group,
+                way=assignment.way,
+                pairs=assignment.n_pairs(call.rank),
+                imbalance=assignment.imbalance,
+                stages=assignment.n_stages,
+                kept=assignment.keeps_inputs,
+                most_forward_bytes=assignment.most_received(row_bytes),
+            )
         out = _apply(*shards, *call.mask_params, call)
     out = out.to(shape.dtype).reshape(*inputs.query.shape[:-1], shape.value_dim)
     return shard.drop_heads(out)
@@ -310,20 +318,6 @@ def _assign(
         lse=state,
     )
     return strategies.choose_assignment(sharded, row_bytes, pair_flops), row_bytes
-
-
-def _fill_report(report: ShardedReport, call: ShardedCall, row_bytes: RowBytes) -> None:
-    """Fill a report with what is known before a call."""
-    assignment = call.assignment
-    report.fill(
-        call.group,
-        way=assignment.way,
-        pairs=assignment.n_pairs(call.rank),
-        imbalance=assignment.imbalance,
-        stages=assignment.n_stages,
-        kept=assignment.keeps_inputs,
-        most_forward_bytes=assignment.most_received(row_bytes),
-    )
 
 
 class _ShardedAttention(torch.autograd.Function):

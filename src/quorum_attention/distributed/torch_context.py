@@ -18,6 +18,7 @@ from quorum_attention.call.torch_modules import (
 )
 from quorum_attention.distributed.attention import attention
 from quorum_attention.keywords import check_names
+from quorum_attention.plain_types import Keywords
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -126,7 +127,7 @@ def _sharded_in_place(
 
 @contextmanager
 def _sharded_functions(
-    group: dist.ProcessGroup, lengths: tuple[int, ...] | None, options: dict[str, Any]
+    group: dist.ProcessGroup, lengths: tuple[int, ...] | None, options: Keywords
 ) -> Iterator[None]:
     """Let torch's attention functions attend to the rows of all ranks within the block.
 

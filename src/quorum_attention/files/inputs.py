@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from quorum_attention.files.formats import NPY_SUFFIX, open_npy, open_tensors
 from quorum_attention.kernels.tensors import NamedTensors
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.writing import open_regular
 
 NAMES = {
@@ -75,7 +76,7 @@ class FileStamp:
                 "computed since is not kept"
             )
 
-    def fingerprint(self, role: str) -> dict[str, Any]:
+    def fingerprint(self, role: str) -> JsonObject:
         """Return what has to be the same when a run is resumed, wherever the file is by
         then."""
         return {

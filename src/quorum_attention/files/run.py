@@ -18,6 +18,7 @@ from quorum_attention.files.inputs import FileStamp
 from quorum_attention.files.output import Output
 from quorum_attention.files.run_folder import Mode, RunFolder, run_folder
 from quorum_attention.files.settings import RunSettings, choose_settings
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.units import counted
 
 
@@ -39,7 +40,7 @@ def fingerprint(
     specs: TensorSpecs,
     arguments: Mapping[str, Any],
     inputs: Mapping[str, FileStamp],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return what has to be the same when a run is resumed, by the names that messages
     give it.
 
@@ -49,7 +50,7 @@ def fingerprint(
         inputs: the input files, by what they are for.
     """
     device = call.device
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "quorum-attention's version": quorum_attention.__version__,
         "torch's version": torch.__version__,
         "the device": str(device)

@@ -28,6 +28,7 @@ from quorum_attention.files import formats
 from quorum_attention.files.formats import NPY_SUFFIX, TensorSpecs
 from quorum_attention.files.output import Output
 from quorum_attention.kernels.tensors import NamedTensors
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.units import counted
 
 LOCK = "lock"
@@ -56,8 +57,8 @@ class RunProgress:
     """
 
     begun: str
-    call: dict[str, Any]
-    settings: dict[str, Any]
+    call: JsonObject
+    settings: JsonObject
     files: list[str]
     done: list[int]
 
@@ -186,7 +187,7 @@ def run_folder(
                     path.rmdir()
 
 
-def open_run(output: Output, call: dict[str, Any], mode: Mode) -> RunFolder:
+def open_run(output: Output, call: JsonObject, mode: Mode) -> RunFolder:
     """Return the folder as an earlier process left it, if its run is resumed; else an
     empty one.
 

@@ -30,6 +30,7 @@ from quorum_attention.kernels.kit.learned import (
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 from quorum_attention.kernels.torch_private import PLAIN, uncompiled
 from quorum_attention.mask import Mask
+from quorum_attention.plain_types import Keywords
 
 _Flex = Callable[..., Any]
 _PairTest = Callable[..., torch.Tensor]
@@ -110,7 +111,7 @@ def _attend(
             return_aux=return_aux,
         )
     pair_test = None if block_mask is None else _pair_test_of(block_mask)
-    named: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    named: Keywords = {"scale": scale, "enable_gqa": enable_gqa}
     kernel = None
     if score_mod is not None:
         kernel = _kernel_of(score_mod, pair_test)
@@ -201,12 +202,5 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     Returns:
         (batch, heads, query_blocks, key_blocks), boolean.
     """
-    n_blocks = indices.shape[-1]
-    places = torch.arange(n_blocks, device=counts.device)
-    is_number = places < counts[..., None]
-    numbers = indices.long().masked_fill(~is_number, n_blocks)
-    # One more column takes what is no number.
-    shape = (*indices.shape[:-1], n_blocks + 1)
-    listed = torch.zeros(shape, dtype=torch.bool, device=counts.device)
-    listed.scatter_(-1, numbers, True)
-    return listed[..., :n_blocks]
+    dense: torch.Tensor = BlockMask.from_kv_blocks(counts, indices).to_dense()
+    return dense.bool()

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from quorum_attention.extras import install_hint
+from quorum_attention.plain_types import Keywords
 
 # Ray reports a cluster's use over the network unless this variable says 0.
 _REPORTS = "RAY_USAGE_STATS_ENABLED"
@@ -43,7 +44,7 @@ def connect(ray: Any, address: str | None, undo: ExitStack) -> None:
         ConnectionError: there is no cluster at the address.
         ValueError: the address is none.
     """
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    options: Keywords = {"log_to_driver": False, "logging_level": "ERROR"}
     if address in (None, "local"):
         address = "local"
         # Names of sockets are short, and nothing of a farm's own cluster is left

@@ -28,6 +28,7 @@ from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.keywords import check_names, helps_with_names
 from quorum_attention.mask import map_tensors
+from quorum_attention.plain_types import Keywords
 from quorum_attention.ray.chunks import FarmUnit, Head, choose_n_chunks
 from quorum_attention.ray.cluster import connect, count_workers, import_ray
 from quorum_attention.ray.compute import compute
@@ -416,7 +417,7 @@ class Farm(AbstractContextManager["Farm"]):
     def _remote(self, cpus: float, gpus: float) -> Any:
         """Return the function that computes a unit by a Ray task."""
         # Workers stay for more tasks, so each opens its device once.
-        options: dict[str, Any] = {"max_calls": 0, "max_retries": _RETRIES}
+        options: Keywords = {"max_calls": 0, "max_retries": _RETRIES}
         if gpus:
             options["runtime_env"] = {"env_vars": _SEE_ALL_GPUS}
         return self._ray.remote(num_cpus=cpus, num_gpus=gpus, **options)(compute)

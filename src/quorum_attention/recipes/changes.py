@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from quorum_attention.plain_types import Keywords
+
 # The attribute of a changed model that holds its change sets, the first one first.
 _CARRIED = "_quorum_attention_changes"
 
@@ -191,18 +193,13 @@ def _change_sets(model: Any) -> tuple[ChangeSet, ...]:
     return change_sets
 
 
-class _Missing:
-    """The value of an attribute that was not there. The class itself stands for it:
-    pickle and ``copy`` keep it as it is."""
-
-
 class AttributeRecord:
     """Attributes of a model's modules that were set within ``recording``, as they were
     before."""
 
     def __init__(self) -> None:
-        # By the module's name.
-        self._before: dict[str, dict[str, Any]] = {}
+        # By the module's name: the attributes, and the values that they had, if any.
+        self._before: dict[str, tuple[list[str], Keywords]] = {}
 
     @contextmanager
     def recording(self, model: torch.nn.Module) -> Iterator[None]:
@@ -210,33 +207,24 @@ class AttributeRecord:
         before = {name: dict(vars(module)) for name, module in model.named_modules()}
         yield
         for name, module in model.named_modules():
-            changed = _changed_attributes(before.get(name, {}), vars(module))
+            former = before.get(name, {})
+            changed = [
+                attribute
+                for attribute, value in vars(module).items()
+                if attribute not in former or former[attribute] is not value
+            ]
             if changed:
-                self._before[name] = changed
+                present = former.keys() & changed
+                values = {attribute: former[attribute] for attribute in present}
+                self._before[name] = (changed, values)
 
     def restore(self, model: torch.nn.Module) -> None:
         """Set these attributes as they were before. Modules that are gone are left
         out."""
         modules = dict(model.named_modules())
-        for name, attributes in self._before.items():
-            if name not in modules:
-                continue
-            for attribute, value in attributes.items():
-                _restore_attribute(modules[name], attribute, value)
-
-
-def _changed_attributes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return the former values of what is another object now; ``_Missing`` for what is
-    new."""
-    return {
-        attribute: before.get(attribute, _Missing)
-        for attribute, value in now.items()
-        if before.get(attribute, _Missing) is not value
-    }
-
-
-def _restore_attribute(module: torch.nn.Module, attribute: str, value: Any) -> None:
-    if value is _Missing:
-        vars(module).pop(attribute, None)
-    else:
-        vars(module)[attribute] = value
+        for name in self._before.keys() & modules.keys():
+            changed, values = self._before[name]
+            attributes = vars(modules[name])
+            for attribute in changed:
+                attributes.pop(attribute, None)
+            attributes.update(values)

@@ -111,7 +111,7 @@ class LayerCheckpoints(ModelPiece):
 
         They stay where others switch checkpoints on (again), as trainers do.
         """
-        if not getattr(model, "supports_gradient_checkpointing", False):
+        if not model.supports_gradient_checkpointing:
             raise LeftOutError(f"{type(model).__name__} does not support them")
         self._model = model
         # Without a shape everything goes to host memory.

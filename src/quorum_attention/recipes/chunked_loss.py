@@ -124,11 +124,7 @@ def _reason_against(model: Any) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     kind = type(model).__name__
-    head = (
-        model.get_output_embeddings()
-        if hasattr(model, "get_output_embeddings")
-        else None
-    )
+    head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Module):
         return f"{kind} is not a decoder with one output layer"
     if not has_own_forward(model):
@@ -282,22 +278,20 @@ def chunked_cross_entropy(
     """Transformers' ``ForCausalLMLoss``; of deferred logits, some tokens at a time."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    named = {
-        "labels": labels,
-        "vocab_size": vocab_size,
-        "ignore_index": ignore_index,
+    loss_of: partial[torch.Tensor] = partial(
+        ForCausalLMLoss,
+        labels=labels,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
         **extra,
-    }
+    )
     call: _LabelledCall = substitutes.labelled_call or _LabelledCall()
     if not isinstance(logits, DeferredLogits) or logits.is_computed:
         reason = call.reason or "the model computes with its logits before their loss"
         warn_of_whole_logits(logits.nbytes, reason)
-        named |= {
-            "num_items_in_batch": num_items_in_batch,
-            "shift_labels": shift_labels,
-        }
-        loss: torch.Tensor = ForCausalLMLoss(logits, **named)
-        return loss
+        return loss_of(
+            logits, num_items_in_batch=num_items_in_batch, shift_labels=shift_labels
+        )
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     states = logits.states.flatten(0, -2)
@@ -306,11 +300,9 @@ def chunked_cross_entropy(
         raise ValueError(f"labels must be as many as there are tokens, {len(states)}")
     if num_items_in_batch is None:
         num_items_in_batch = (targets != ignore_index).sum()
-    named["num_items_in_batch"] = num_items_in_batch
     call.has_chunks = True
-    return _sum_of_chunks(
-        logits, states, targets, vocab_size, partial(ForCausalLMLoss, **named)
-    )
+    loss_of = partial(loss_of, num_items_in_batch=num_items_in_batch)
+    return _sum_of_chunks(logits, states, targets, vocab_size, loss_of)
 
 
 def _sum_of_chunks(

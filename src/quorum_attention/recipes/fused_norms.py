@@ -40,11 +40,9 @@ class FusedNorms(PatchedForwards):
         """Change all norms that are RMS norms with one weight, and no more than
         that."""
         norms = [module for module in model.modules() if _epsilon(module) is not None]
-        first_of_kind: dict[type, torch.nn.Module] = {}
-        for module in norms:
-            first_of_kind.setdefault(type(module), module)
+        of_kinds = {type(module): module for module in norms}
         suited = {
-            kind for kind, module in first_of_kind.items() if _computes_the_same(module)
+            kind for kind, module in of_kinds.items() if _computes_the_same(module)
         }
         changed = [
             norm for norm in norms if type(norm) in suited and has_own_forward(norm)

@@ -94,11 +94,9 @@ class HostWeights:
         self._origins = _move_others(model, layers, device)
         self._stream = SideStream(device)
         self._layers = [_LayerWeights.moved(layer, self._stream) for layer in layers]
-        largest = max(layer.host.nbytes for layer in self._layers)
-        self._slots = [
-            torch.empty(largest, dtype=torch.uint8, device=device),
-            torch.empty(largest, dtype=torch.uint8, device=device),
-        ]
+        sizes = [layer.host.nbytes for layer in self._layers]
+        largest = max(sizes)  # a multiple of the alignment
+        self._slots = torch.empty((2, largest), dtype=torch.uint8, device=device)
         # The layer whose weights are in each slot, or on their way there, with the
         # copy's event.
         self._contents: list[tuple[int, Any] | None] = [None, None]

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from quorum_attention.integrations.substitutes import substitutes
+from quorum_attention.plain_types import Keywords
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 
 _HIDDEN = "hidden_states"
@@ -29,22 +30,20 @@ class LayerCall:
         hidden: (batch, tokens, width).
         args: positional arguments behind the hidden states.
         named: keyword arguments.
-        is_named: whether the hidden states were given by keyword.
     """
 
     hidden: torch.Tensor
     args: tuple[Any, ...]
-    named: dict[str, Any]
-    is_named: bool = False
+    named: Keywords
 
     @classmethod
-    def from_arguments(cls, args: tuple[Any, ...], named: dict[str, Any]) -> LayerCall:
+    def from_arguments(cls, args: tuple[Any, ...], named: Keywords) -> LayerCall:
         """The call with these arguments."""
         if args:
             return cls(args[0], args[1:], named)
         rest = dict(named)
         hidden = rest.pop(_HIDDEN)
-        return cls(hidden, (), rest, is_named=True)
+        return cls(hidden, (), rest)
 
     def with_hidden(self, hidden: torch.Tensor) -> LayerCall:
         """The call of other hidden states."""
@@ -56,12 +55,10 @@ class LayerCall:
         """The call with ``function`` of all tensors, and without hidden states."""
         args, named = tree_map_only(torch.Tensor, function, (self.args, self.named))
         nothing = self.hidden[:0]
-        return LayerCall(nothing, args, named, self.is_named)
+        return LayerCall(nothing, args, named)
 
     def run(self, function: Callable[..., Any]) -> Any:
         """Call ``function`` with these arguments."""
-        if self.is_named:
-            return function(**{_HIDDEN: self.hidden}, **self.named)
         return function(self.hidden, *self.args, **self.named)
 
 

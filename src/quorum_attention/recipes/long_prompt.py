@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -277,10 +278,9 @@ def _load(cache: Any, folder: str | os.PathLike[str]) -> None:
 
 def _weights_words(model: Any, forward: PromptForward) -> str:
     """Say where the weights lie, for people."""
-    n_bytes: dict[str, int] = {}
+    n_bytes = Counter[str]()
     for weight in model.parameters():
-        place = str(weight.device)
-        n_bytes[place] = n_bytes.get(place, 0) + weight.nbytes
+        n_bytes[str(weight.device)] += weight.nbytes
     words = [f"{format_bytes(size)} on {place}" for place, size in n_bytes.items()]
     text = "weights: " + ", ".join(words)
     if forward.weights is not None:

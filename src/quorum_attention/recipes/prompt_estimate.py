@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.arithmetic import ceil_div, last_fitting
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.long_prompts.places import staging_bytes
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner import plan
 from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.recipes.prompt_memory import (
@@ -95,7 +96,7 @@ class PromptEstimate:
         """Bytes of all parts in "device", "host" or "file"."""
         return sum(getattr(part, place) for part in self.parts)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """In plain types."""
         return {**asdict(self), "fits": self.fits}
 

@@ -10,6 +10,7 @@ import torch
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.tensors import NamedTensors
+from quorum_attention.plain_types import Keywords
 
 # Tensors with a value for each token, by the dimension of tokens.
 _TOKEN_DIMS = {
@@ -54,7 +55,7 @@ class PromptInputs:
             past: tokens in the cache.
         """
         tensors: NamedTensors = {}
-        options: dict[str, Any] = {}
+        options: Keywords = {}
         padding = named.get(_MASK)
         for name, value in named.items():
             if value is None or name == _MASK:
@@ -76,7 +77,7 @@ class PromptInputs:
         logits_to_keep = options.get(_LOGITS, 0)
         return cls(tensors, padding, options, n_tokens, past, logits_to_keep)
 
-    def of_tile(self, span: Interval) -> dict[str, Any]:
+    def of_tile(self, span: Interval) -> Keywords:
         """Return the arguments of the tokens of a span: of no later token."""
         arguments = dict(self.options)
         for name, tensor in self.tensors.items():
@@ -115,8 +116,6 @@ def _is_padding(mask: Any, n_keys: int) -> bool:
 def _is_option(name: str, value: Any) -> bool:
     """Whether an argument is the same for each tile, and does not ask for results of
     layers."""
-    if name == "labels":
-        return value is None
     if name in COLLECTED:
         return not value
     if name == "return_dict":

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.transformers.prompt_cache import remove_tokens
+from quorum_attention.plain_types import Keywords
 from quorum_attention.progress import progress_bar
 from quorum_attention.recipes.prefill import (
     LayeredModel,
@@ -211,7 +212,7 @@ def _collects_results(model: Any) -> bool:
 
 def named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> Keywords:
     """Arguments of a forward by name; positional ones have the names of its
     parameters."""
     if not args:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner import plan
 from quorum_attention.recipes.layer_bytes import kept_bytes, returned_bytes, tiled_bytes
 from quorum_attention.recipes.model_shape import ModelShape
@@ -91,7 +92,7 @@ class StepMemory:
         layer = sums["layer"] + in_layer
         return sums["always"] + max(layer, sums["loss"])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """In plain types."""
         return {
             "peak_bytes": self.peak_bytes,

@@ -138,7 +138,7 @@ class HostTiles(DeviceTiles):
         self._stores = SideStream(device)
         # Two device tensors for each tensor that tiles are loaded of: one is used, one
         # is filled.
-        self._buffers: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
         # Tiles that are being stored: the computation must not reuse their memory.
         self._leaving: tuple[Any, Any] | None = None
 
@@ -176,13 +176,11 @@ class HostTiles(DeviceTiles):
     def _buffer(self, rows: torch.Tensor, position: int, number: int) -> torch.Tensor:
         """Device memory for some rows: two buffers take turns."""
         n_numbers = rows.numel()
-        key = (position, rows.shape[:-2], rows.shape[-1], rows.dtype)
+        *outer, _, width = rows.shape
+        key = (position, tuple(outer), width, rows.dtype)
         pair = self._buffers.get(key)
-        if pair is None or pair[0].numel() < n_numbers:
-            pair = [
-                torch.empty(n_numbers, dtype=rows.dtype, device=self.device),
-                torch.empty(n_numbers, dtype=rows.dtype, device=self.device),
-            ]
+        if pair is None or pair.shape[1] < n_numbers:
+            pair = torch.empty((2, n_numbers), dtype=rows.dtype, device=self.device)
             self._buffers[key] = pair
         memory = pair[number % 2]
         return memory[:n_numbers].view(rows.shape)

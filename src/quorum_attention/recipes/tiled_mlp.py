@@ -213,16 +213,17 @@ def _write_tiles(
     plain: Callable[..., Any], module: torch.nn.Module, tiles: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     """Compute all tiles, each into its part of one tensor."""
-    first, *rest = tiles
-    first_result = plain(module, first)
-    *lead, _, width = first_result.shape
-    lengths = [tile.shape[-2] for tile in tiles]
-    results: torch.Tensor = first_result.new_empty((*lead, sum(lengths), width))
-    first_part, *parts = results.split(lengths, -2)
-    first_part.copy_(first_result)
-    for part, tile in zip(parts, rest, strict=True):
+    n_tokens = sum(tile.shape[-2] for tile in tiles)
+    results = torch.empty(0)
+    start = 0
+    for tile in tiles:
         result = plain(module, tile)
-        part.copy_(result)
+        length = tile.shape[-2]
+        if not start:
+            *lead, _, width = result.shape
+            results = result.new_empty((*lead, n_tokens, width))
+        results.narrow(-2, start, length).copy_(result)
+        start += length
     return results
 
 

@@ -23,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from quorum_attention.mask import Mask
+from quorum_attention.plain_types import Keywords
 
 # (batch, head, query position, key position) -> keep
 MaskFunction = Callable[..., torch.Tensor]
@@ -235,12 +236,13 @@ class Numbers(_Symbol):
             stop = start + sizes.queries
         if self.table is None:
             numbers = torch.arange(start, stop, device=sizes.device)[None]
-            return (numbers + self.shift) // self.divisor
-        if self.table.is_floating_point() or self.table.dim() != 2:
-            raise UnknownError
-        if self.table.shape[0] < sizes.batch or self.table.shape[1] < stop:
-            raise UnknownError
-        numbers = self.table[: sizes.batch, start:stop].to(sizes.device)
+        else:
+            if self.table.is_floating_point() or self.table.dim() != 2:
+                raise UnknownError
+            n_entries, n_tokens = self.table.shape
+            if n_entries < sizes.batch or n_tokens < stop:
+                raise UnknownError
+            numbers = self.table[: sizes.batch, start:stop].to(sizes.device)
         return (numbers + self.shift) // self.divisor
 
 
@@ -367,9 +369,7 @@ def mask_of_conditions(
     )
 
 
-def _position_fields(
-    near: list[Near], chunk: int | None, sizes: MaskSizes
-) -> dict[str, Any]:
+def _position_fields(near: list[Near], chunk: int | None, sizes: MaskSizes) -> Keywords:
     """The fields of a ``Mask`` for pairs that positions alone tell."""
     before, after = _sides(near, sizes)
     causal = after == 0
@@ -409,7 +409,7 @@ def _ids_of_queries(
     return (~is_kept).long(), keys
 
 
-def _union_fields(unions: list[tuple[Mask, ...]]) -> dict[str, Any]:
+def _union_fields(unions: list[tuple[Mask, ...]]) -> Keywords:
     """The fields of a ``Mask`` for pairs that each of the unions keeps."""
     if len(unions) == 1:
         return {"either": unions[0]}

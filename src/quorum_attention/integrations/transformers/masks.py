@@ -23,6 +23,7 @@ from quorum_attention.integrations.transformers.mask_symbols import (
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.torch_private import capturing, uncompiled
 from quorum_attention.mask import Mask, map_tensors
+from quorum_attention.plain_types import Keywords
 from quorum_attention.units import counted
 
 
@@ -110,7 +111,7 @@ class DescribedMask:
     def _cut(self, block: CallBlock) -> Mask:
         """The mask of a block of pairs."""
         batch, heads, queries, keys = self.shape
-        sizes: dict[str, Any] = {
+        sizes: Keywords = {
             "batch_shape": (batch,),
             "n_queries": queries,
             "n_keys": keys,

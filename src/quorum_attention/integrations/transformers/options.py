@@ -11,7 +11,6 @@ import re
 import weakref
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.extras import install_hint
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.plain_types import Keywords
 
 # From 5.6 on masks are described by lengths and offsets; before, by a tensor of
 # positions.
@@ -110,7 +110,7 @@ class ModelOptions:
         )
         return _MIN_TOKENS if is_plain and self.group is None else 0
 
-    def of_call(self) -> dict[str, Any]:
+    def of_call(self) -> Keywords:
         """Keyword arguments of ``attention``, or of ``distributed.attention``."""
         options = {
             "budget": self.budget,

@@ -54,6 +54,7 @@ from quorum_attention.integrations.transformers_private import (
 )
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
+from quorum_attention.plain_types import Keywords
 
 # Near and Equal by position, which ranks can compare; None: anything else.
 Conditions = tuple[Near | Equal, ...] | None
@@ -435,8 +436,8 @@ def sharded_positions(
     _check_counts_from_zero(model)
 
     def add_positions(
-        model: torch.nn.Module, args: Any, keywords: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+        model: torch.nn.Module, args: Any, keywords: Keywords
+    ) -> tuple[Any, Keywords]:
         if keywords.get("position_ids") is not None:
             return args, keywords
         ids = keywords.get("input_ids")
