@@ -18,6 +18,7 @@ from quorum_attention.recipes import (
     chunk_loss,
     fuse_norms,
     long_context,
+    long_prompt,
     tile_mlps,
 )
 from quorum_attention.recipes.switches import CHECKPOINTS, LOSS, MLP, NORMS
@@ -68,6 +69,19 @@ def test_one_change_alone(name: str, plain: Any) -> None:
 
 def test_norms_without_a_kernel_are_left_out(plain: Any) -> None:
     assert fuse_norms(plain).left_out == (NORMS,)
+
+
+@pytest.mark.filterwarnings("ignore:long_context changed this")
+@pytest.mark.parametrize("change_before", [long_prompt, long_context])
+def test_checkpoints_after_other_changes(
+    change_before: Callable[[Any], Any], plain: Any
+) -> None:
+    """The plan of a step took each change that the model carries for a switch."""
+    model = copy.deepcopy(plain)
+    change_before(model)
+    with checkpoint_layers(model) as change:
+        assert change.done == (CHECKPOINTS,)
+        assert_same_step(model, plain)
 
 
 def test_all_beside_each_other_and_beside_long_context(plain: Any) -> None:

@@ -25,7 +25,6 @@ from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.files.output import output_of
 from quorum_attention.files.run import RunResult, fingerprint, run_call
 from quorum_attention.files.run_folder import Mode
-from quorum_attention.kernels import get_kernel
 from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner.mask_words import mask_words
 from quorum_attention.progress import progress_bar
@@ -192,8 +191,6 @@ def _run(options: argparse.Namespace) -> int:
     _check(options)
     inputs = read_inputs(options.input, BACKWARD if options.backward else FORWARD)
     device = shared.default_device(options.device)
-    if options.kernel != "auto":
-        get_kernel(options.kernel)
     mask, is_causal, files = masks.mask_of(options, inputs.tensors.get("mask"))
     files |= {f"the {role}": file for role, file in inputs.files.items()}
     _check_forward(options, inputs)

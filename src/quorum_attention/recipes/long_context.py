@@ -59,7 +59,14 @@ from quorum_attention.recipes.checkpoints import PLACES, LayerCheckpoints
 from quorum_attention.recipes.chunked_loss import ChunkedLoss
 from quorum_attention.recipes.fused_norms import FusedNorms
 from quorum_attention.recipes.step_estimate import MLP_TILE
-from quorum_attention.recipes.switches import ATTENTION, CHECKPOINTS, LOSS, MLP, NORMS
+from quorum_attention.recipes.switches import (
+    ATTENTION,
+    CHECKPOINTS,
+    LOSS,
+    MLP,
+    NORMS,
+    SWITCHES,
+)
 from quorum_attention.recipes.tiled_mlp import TiledMLPs
 from quorum_attention.recipes.training import Training
 from quorum_attention.units import parse_bytes
@@ -205,5 +212,5 @@ def training_of(model: Any, budget: int | str | None) -> Training:
         lora=1 if has_frozen_weights else None,
         budget=None if budget is None else parse_bytes(budget),
         device=model.device.type,
-        on=names_of_changes(model),
+        on=tuple(name for name in names_of_changes(model) if name in SWITCHES),
     )
