@@ -224,7 +224,7 @@ class AttributeRecord:
         modules = dict(model.named_modules())
         for name in self._before.keys() & modules.keys():
             changed, values = self._before[name]
-            attributes = vars(modules[name])
+            attributes = modules[name].__dict__
             for attribute in changed:
                 attributes.pop(attribute, None)
             attributes.update(values)
