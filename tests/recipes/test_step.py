@@ -18,7 +18,7 @@ from quorum_attention.cli import main
 from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.remedies import longest_that_fits, switch_until_it_fits
 from quorum_attention.recipes.step_estimate import step_memory
-from quorum_attention.recipes.switches import SWITCHES
+from quorum_attention.recipes.switches import HOST, SWITCHES
 from quorum_attention.recipes.training import Training
 from quorum_attention.units import parse_count
 
@@ -257,6 +257,12 @@ def test_the_command_prints_a_table_and_json(
     assert "of this machine" not in said
     assert main([*small, "--memory", "18GiB"]) == 0
     assert "of this machine" in " ".join(capsys.readouterr().out.split())
+    second_gpu = [*small[:-1], "cuda:1", "--memory", "18GiB", "--json"]
+    assert main(second_gpu) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert HOST in step["switched_on"]  # a CPU has no other memory
+    assert main([*asked, "gpu"]) == 2
+    assert "--device must be 'cpu' or 'cuda'" in capsys.readouterr().err
     assert main([*asked, "cuda", "--heads", "8"]) == 2
     assert "--heads" in capsys.readouterr().err
     assert main(["estimate", "--tokens", "1K", "--memory", "1GiB"]) == 2

@@ -12,7 +12,12 @@ from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.host_memory import fits_words, host_limit
 from quorum_attention.cli.output import print_json, say, show_table
-from quorum_attention.execution.device.lookup import GPU, backend_of, best_device
+from quorum_attention.execution.device.lookup import (
+    GPU,
+    backend_of,
+    best_device,
+    named_device,
+)
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.prompt_estimate import (
     PromptEstimate,
@@ -74,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     if options.model is None:
         raise ValueError("--prompt goes with --model only")
     shape = read_shape(options.model)
-    device = torch.device(options.device) if options.device else best_device()
+    device = named_device(options.device or best_device(), "--device")
     memory = options.memory
     if memory is None:
         memory = backend_of(device).free_bytes(shared.default_device(options.device))

@@ -11,7 +11,7 @@ from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.host_memory import fits_words, host_limit, host_words
 from quorum_attention.cli.output import print_json, say, show_table
-from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.execution.device.lookup import best_device, named_device
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.remedies import (
     advice_words,
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
         options.optimizer,
         options.lora,
         options.budget,
-        options.device or best_device().type,
+        named_device(options.device or best_device(), "--device").type,
     )
     host = host_limit(options)
     fits = None

@@ -9,12 +9,12 @@ from itertools import chain
 
 import torch
 
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.recipes.offload import KeptTensor, OffloadedTensor
 from quorum_attention.recipes.tile_storage import SideStream
 
 # Tensors of fewer bytes stay where they are.
 _SMALL = 1 << 20
-Results = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class KeptLayer:
             needed.fetch()
         return tensor
 
-    def results(self, compute: Callable[[], Results]) -> Results:
+    def results(self, compute: Callable[[], OutLse]) -> OutLse:
         """Return the results of a call of attention, which are kept in the first run
         and given back in the second."""
         if self._step is None:
@@ -107,7 +107,7 @@ class KeptLayer:
         self._results.append(stored)
         return results
 
-    def _replay(self, compute: Callable[[], Results]) -> Results:
+    def _replay(self, compute: Callable[[], OutLse]) -> OutLse:
         number = self._n_replayed
         self._n_replayed += 1
         if number >= len(self._results):

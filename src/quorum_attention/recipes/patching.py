@@ -25,6 +25,9 @@ from quorum_attention.integrations.accelerate_private import (
 from quorum_attention.recipes.changes import ModelPiece
 from quorum_attention.units import counted
 
+Replacement = Callable[..., Any]
+"""Runs in place of a method, as ``replacement(*options, plain, module, ...)``, where
+``plain`` is the method that the module had before."""
 # The attribute of a changed class that holds its ``_Patch``.
 _PATCH = "_quorum_attention_patch"
 # A module has other weights for a while: calls of other threads wait, or it might keep
@@ -45,7 +48,7 @@ class _Patch:
 
     base: type[torch.nn.Module]
     method: str
-    function: Callable[..., Any]
+    function: Replacement
     options: tuple[Any, ...]
 
 
@@ -69,7 +72,7 @@ def plain_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def patch(
-    module: torch.nn.Module, method: str, function: Callable[..., Any], *options: Any
+    module: torch.nn.Module, method: str, function: Replacement, *options: Any
 ) -> None:
     """Replace a method of one module. An earlier patch by the same function is taken
     back.
@@ -77,9 +80,8 @@ def patch(
     Args:
         module: the module.
         method: "forward" or "__call__".
-        function: called as ``function(*options, plain, module, ...)``, where ``plain``
-            is the method that the module had before. A copy of the module is pickled
-            with the function's name.
+        function: runs in place of it. A copy of the module is pickled with the
+            function's name.
         options: hashable.
     """
     if is_patched(module, function):
@@ -89,7 +91,7 @@ def patch(
         _drop_forward(module)
 
 
-def unpatch(module: torch.nn.Module, function: Callable[..., Any]) -> None:
+def unpatch(module: torch.nn.Module, function: Replacement) -> None:
     """Take the patch by ``function`` back. Other patches of the module stay.
 
     Raises:
@@ -110,14 +112,14 @@ def unpatch(module: torch.nn.Module, function: Callable[..., Any]) -> None:
         patch(module, change.method, change.function, *change.options)
 
 
-def is_patched(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
+def is_patched(module: torch.nn.Module, function: Replacement) -> bool:
     """Whether a method of the module's class runs ``function``. Libraries (FSDP,
     parametrizations) may have made a subclass of the changed class since."""
     changes = [_patch_of(kind) for kind in type(module).__mro__]
     return any(change is not None and change.function is function for change in changes)
 
 
-def runs(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
+def runs(module: torch.nn.Module, function: Replacement) -> bool:
     """Whether forwards of the module reach a patch: no forward in the module hides
     it."""
     if not is_patched(module, function):
@@ -126,7 +128,7 @@ def runs(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
     return forward is None or _is_bound_forward(module, forward)
 
 
-def unpatch_all(model: torch.nn.Module, function: Callable[..., Any]) -> None:
+def unpatch_all(model: torch.nn.Module, function: Replacement) -> None:
     """Take all patches by ``function`` in a model back."""
     for module in model.modules():
         if is_patched(module, function):
@@ -144,7 +146,7 @@ class PatchedForwards(ModelPiece):
         n_changed: how many modules were patched.
     """
 
-    def __init__(self, noun: str, function: Callable[..., Any]) -> None:
+    def __init__(self, noun: str, function: Replacement) -> None:
         self._noun = noun
         self._function = function
         self.n_changed = 0

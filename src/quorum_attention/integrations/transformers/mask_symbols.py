@@ -27,6 +27,8 @@ from quorum_attention.plain_types import Keywords
 
 # (batch, head, query position, key position) -> keep
 MaskFunction = Callable[..., torch.Tensor]
+PairIds = tuple[torch.Tensor, torch.Tensor]
+"""Ids of queries and of keys, (1 or batch, tokens): pairs of equal ids are kept."""
 
 
 class MaskSizes(NamedTuple):
@@ -341,7 +343,7 @@ def mask_of_conditions(
     """
     near: list[Near] = []
     chunk: int | None = None
-    ids: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ids: list[PairIds] = []
     unions: list[tuple[Mask, ...]] = []
     for condition in pairs.conditions:
         if isinstance(condition, Near):
@@ -391,18 +393,14 @@ def _is_field_chunk(condition: Equal, chunk: int | None, sizes: MaskSizes) -> bo
     return sizes.key_offset % condition.chunk == 0
 
 
-def _ids_of_chunks(
-    condition: Equal, sizes: MaskSizes
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _ids_of_chunks(condition: Equal, sizes: MaskSizes) -> PairIds:
     """Ids of queries and keys that are equal in one chunk."""
     queries = Numbers(False, condition.ids, 0, condition.chunk)
     keys = Numbers(True, condition.ids, 0, condition.chunk)
     return queries.values(sizes), keys.values(sizes)
 
 
-def _ids_of_queries(
-    tokens: Numbers, sizes: MaskSizes
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _ids_of_queries(tokens: Numbers, sizes: MaskSizes) -> PairIds:
     """Ids of queries and keys that are equal for the queries that are kept."""
     is_kept = tokens.values(sizes).bool()
     keys = torch.zeros((1, sizes.keys), dtype=torch.int64, device=sizes.device)
@@ -466,8 +464,8 @@ def _counts_up(counts: torch.Tensor, ids: torch.Tensor) -> bool:
 
 
 def _joined(
-    ids: list[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ids: list[PairIds],
+) -> PairIds | None:
     """One pair of ids that is equal where all of them are."""
     if not ids:
         return None

@@ -4,7 +4,6 @@ N."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +13,7 @@ from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.integrations.substitutes import substitutes
 from quorum_attention.integrations.transformers.mask_symbols import (
+    MaskFunction,
     MaskSizes,
     UnknownError,
     conditions_of,
@@ -171,7 +171,7 @@ def quorum_mask(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., torch.Tensor] | None = None,
+    mask_function: MaskFunction | None = None,
     attention_mask: torch.Tensor | DescribedMask | None = None,
     device: torch.device | str = "cpu",
     **options: Any,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,11 +55,11 @@ from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.plain_types import Keywords
 
-# Near and Equal by position, which ranks can compare; None: anything else.
-Conditions = tuple[Near | Equal, ...] | None
+Conditions = tuple[Near | Equal, ...]
+"""Conditions by position, which ranks can compare."""
 
 
-def mask_conditions(function: MaskFunction) -> tuple[Conditions, bool]:
+def mask_conditions(function: MaskFunction) -> tuple[Conditions | None, bool]:
     """The conditions of a mask function, and whether these rows are of several
     documents."""
     try:
@@ -90,7 +89,7 @@ class ShardedMask(DescribedMask):
 
     def __init__(
         self,
-        conditions: Conditions,
+        conditions: Conditions | None,
         packed: bool,
         padding: torch.Tensor | None,
         sizes: tuple[int, int, int, int],
@@ -115,7 +114,7 @@ def sharded_mask(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., torch.Tensor] | None = None,
+    mask_function: MaskFunction | None = None,
     attention_mask: torch.Tensor | ShardedMask | None = None,
     **options: Any,
 ) -> ShardedMask:
@@ -217,7 +216,7 @@ def _compare_masks(
     return answers, has_positions
 
 
-def _is_causal(conditions: tuple[Near | Equal, ...]) -> bool:
+def _is_causal(conditions: Conditions) -> bool:
     return any(isinstance(c, Near) and c.after == 0 for c in conditions)
 
 
@@ -235,10 +234,10 @@ def _on_host(
 
 
 def _with_documents(
-    conditions: tuple[Near | Equal, ...],
+    conditions: Conditions,
     rank_positions: tuple[torch.Tensor, ...],
     packed: bool,
-) -> tuple[Near | Equal, ...]:
+) -> Conditions:
     """Conditions within packed documents, if there are any (``_documents``)."""
     documents = _documents(rank_positions, packed)
     if documents is None:
