@@ -86,6 +86,7 @@ def change(
     """Make one random change to both; returns the batch after it."""
     n = plain.n_tokens
     kinds = ["append"] * 6 + ["crop", "reorder", "repeat", "select", "reset", "save"]
+    kinds += ["promote"] * 2
     kind = drawn.choice(kinds)
     if kind == "append" or n == 0:
         key, value = tokens(batch, drawn.choice([1, 1, 1, 2, 7, 300]))
@@ -108,6 +109,9 @@ def change(
         cache.select(torch.tensor(indices))
         plain.select(indices)
         return len(indices)
+    elif kind == "promote":
+        n_bytes = drawn.choice([0, 300, drawn.randrange(20_000)])
+        cache.promote(n_bytes, drawn.choice([0, 1, 9]))
     elif kind == "save":
         save_and_load(cache, folder / "saved")
     elif kind == "reset":
@@ -121,6 +125,7 @@ def run_history(seed: int, folder: Path) -> None:
     torch.manual_seed(seed)
     device_memory = drawn.choice([0, 20_000, None])
     places = CachePlaces(device_memory=device_memory, folder=folder / "segments")
+    places._limits[Place.HOST] = drawn.choice([0, 0, None])
     caches = [(SegmentedCache(places), PlainCache(), drawn.randint(1, 3))]
     for _ in range(drawn.randint(5, 40)):
         at = drawn.randrange(len(caches))

@@ -351,7 +351,10 @@ class SegmentedCache:
             start = stop
 
     def _block_on_device(self, n_tokens: int) -> _TokenBlock | None:
-        """An empty block with room for ``n_tokens``; None if the device has no room."""
+        """An empty block with room for ``n_tokens``; None for none of them, or if the
+        device has no room."""
+        if n_tokens == 0:
+            return None
         assert self._shapes is not None
         capacity = round_up(n_tokens, _TOKEN_STEP)
         n_bytes = self._shapes.block_bytes(capacity)
