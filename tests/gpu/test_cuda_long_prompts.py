@@ -86,6 +86,30 @@ def test_host_memory_is_page_locked_and_given_back() -> None:
     assert places.used(Place.HOST) == 0
 
 
+@pytest.mark.parametrize("n_moved", [0, 700, 20_000, 30_000])
+def test_a_layer_may_lie_in_two_places(n_moved: int) -> None:
+    """Its last tokens move to the device, and later ones are appended there."""
+    places = CachePlaces("cuda", device_memory=0)
+    cache = filled_cache(places, 30_000)
+    assert (
+        cache.promote(n_moved * cache.token_bytes, 256) == n_moved * cache.token_bytes
+    )
+    sharing = HostSharing(torch.empty(4 << 20, dtype=torch.uint8, device="cuda"))
+    for n_queries in (1, 1, 40, 1):
+        new = torch.randn(
+            1, KEY_HEADS, n_queries, DIM, device="cuda", dtype=torch.bfloat16
+        )
+        cache.append(new, new)
+        assert cache.segments()[-1].place is Place.DEVICE
+        query = torch.randn(
+            1, HEADS, n_queries, DIM, device="cuda", dtype=torch.bfloat16
+        )
+        out = attend_segments(
+            query, cache.segments(), sharing=sharing, next_segments=cache.segments()
+        )
+        assert_close(out, expected_of(query, cache))
+
+
 def test_questions_share_one_reading() -> None:
     """Rows of several batch entries over one row of keys."""
     cache = filled_cache(CachePlaces("cuda"), 9000)
