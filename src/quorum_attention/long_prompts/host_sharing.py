@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.long_prompts.host_reader import HostReader, Piece
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
@@ -19,8 +20,9 @@ from quorum_attention.long_prompts.segments import Segment
 # The bus's share at first, and what it changes by.
 _FIRST_BUS_SHARE = 0.6
 _STEP = 0.02
-# The device's kernels read blocks of keys.
-_KEYS_TOGETHER = 128
+# The cores get a multiple of so many keys: they cut them into blocks, and what is left
+# over would be another call.
+_CORES_TOGETHER = 128
 
 
 class HostSharing:
@@ -70,8 +72,9 @@ class HostSharing:
         if segment.place is not Place.HOST or not segment.key.is_pinned():
             return 0
         token_bytes = max(1, segment.nbytes // max(1, segment.n_tokens))
-        n_tokens = int(n_bytes / token_bytes) // _KEYS_TOGETHER * _KEYS_TOGETHER
-        return max(0, min(n_tokens, segment.n_tokens))
+        n_fitting = min(int(n_bytes / token_bytes), segment.n_tokens)
+        n_by_cores = round_up(segment.n_tokens - n_fitting, _CORES_TOGETHER)
+        return max(0, segment.n_tokens - n_by_cores)
 
     def arrived(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return pieces for the bus as the device reads them; see
