@@ -13,7 +13,8 @@ from helpers.docs import ROOT
 SOURCE = ROOT / "src" / "quorum_attention"
 RECIPES = (
     "attention", "changes", "checkpoints", "chunked_loss", "deferred_logits", "fused_norms",
-    "long_context", "offload", "patching", "tiled_layer", "tiled_layer_trial", "tiled_mlp",
+    "long_context", "offload", "patching", "reached_attention", "tiled_layer", "tiled_layer_trial",
+    "tiled_mlp", "trials",
 )  # fmt: skip
 FILES = [
     *sorted((SOURCE / "integrations").rglob("*.py")),

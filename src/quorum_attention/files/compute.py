@@ -14,7 +14,7 @@ from quorum_attention.call.block import BlockResults, CallBlock
 from quorum_attention.call.options import CallOptions
 from quorum_attention.execution.report import Report
 from quorum_attention.files.file_call import FileCall
-from quorum_attention.files.formats import create_tensors
+from quorum_attention.files.formats import TensorSpecs, create_tensors
 from quorum_attention.files.settings import RunSettings, lse_given
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.passes.block_call import check_forward, compute_block
@@ -112,7 +112,7 @@ def _scratch_tensors(run: FileRun, results: NamedTensors) -> NamedTensors:
     call = run.call
     in_file = run.settings.in_file
     dtype = call.shape.state_dtype
-    specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    specs: TensorSpecs = {}
     if in_file:
         for name, result in results.items():
             if result.dtype != dtype:

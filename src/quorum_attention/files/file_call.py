@@ -86,7 +86,7 @@ class FileCall:
                 "dk": ((*keys, shape.head_dim), self.out_dtype),
                 "dv": ((*keys, shape.value_dim), self.out_dtype),
             }
-        specs = {"out": ((*rows, shape.value_dim), self.out_dtype)}
+        specs: TensorSpecs = {"out": ((*rows, shape.value_dim), self.out_dtype)}
         if lse:
             specs["lse"] = (rows, shape.state_dtype)
         return specs

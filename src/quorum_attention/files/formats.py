@@ -29,7 +29,7 @@ from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.writing import open_regular, reserve_space, with_file_name
 
 Path_ = str | PathLike[str]
-TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes of tensors, by name."""
 
 NPY_SUFFIX = ".npy"

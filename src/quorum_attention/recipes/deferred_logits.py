@@ -195,7 +195,7 @@ class DeferredLogits(torch.Tensor):
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
         """These logits after an operation of each logit by itself; themselves if it is
         none."""
-        before = torch.empty((1, self.shape[-1]), dtype=self.dtype, device="meta")
+        before = self._without_memory()
         after = step(before)
         if after is before:
             return self
@@ -215,9 +215,13 @@ class DeferredLogits(torch.Tensor):
         return logits
 
     def _on(self, device: torch.device) -> DeferredLogits:
-        sample = torch.empty((1, self.shape[-1]), dtype=self.dtype, device="meta")
+        sample = self._without_memory()
         move: Any = partial(torch.Tensor.to, device=device)
         return DeferredLogits(self._call, sample, (*self._steps, move), device)
+
+    def _without_memory(self) -> torch.Tensor:
+        """The logits of one token, on the device "meta"."""
+        return torch.empty((1, self.shape[-1]), dtype=self.dtype, device="meta")
 
     @classmethod
     @uncompiled
