@@ -44,6 +44,16 @@ SEARCHES = {
     "padding": "masks",
     "several GPUs": "devices",
     "larger than memory": "files",
+    "resume": "files",
+    "flash-attn": "coming-from",
+    "FlexAttention": "programs",
+    "diffusers": "programs",
+    "torch.compile": "programs",
+    "torchrun": "distributed",
+    "TRL": "long-context",
+    "packed documents": "masks",
+    "dropout seed": "dropout",
+    "own kernel": "kit",
 }
 LINKS = (
     "return [...document.querySelectorAll('.md-search-result__link')]"
