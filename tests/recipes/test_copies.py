@@ -137,14 +137,11 @@ def test_a_copy_is_changed_as_its_original(way: str) -> None:
     )
 
 
-def test_a_call_with_other_weights() -> None:
+@pytest.mark.parametrize("checkpoints", [None, "auto"])
+def test_a_call_with_other_weights(checkpoints: str | None) -> None:
     """``torch.func.functional_call``; the backward comes when the model has its own
-    again.
-
-    (Under checkpoints of layers, Transformers' or these, such gradients are of the
-    original's.)
-    """
-    plain, changed = changed_model(None)
+    again: checkpoints computed layers again with those."""
+    plain, changed = changed_model(checkpoints)
     weights = {
         name: weight.requires_grad_() for name, weight in scaled(changed).items()
     }

@@ -114,6 +114,21 @@ def test_prompts_and_steps_are_undone_in_order() -> None:
     assert_as_before(model, before, wanted)
 
 
+def test_a_step_is_changed_after_prompts() -> None:
+    """``long_context`` took the change of prompts for one of its own, and failed."""
+    model = tiny("llama").train()
+    before, wanted = described(model), step(model)
+    long_prompt(model)
+    between = described(model)
+    changed = long_context(model, mlp_tile=8)
+    for result, exact in zip(step(model), wanted, strict=True):
+        torch.testing.assert_close(result, exact)
+    changed.undo()
+    assert described(model) == between
+    undo_long_prompt(model)
+    assert_as_before(model, before, wanted)
+
+
 def put_back_mlp(model: Any) -> None:
     mlp = model.model.layers[0].mlp
     mlp.forward = transformers.models.llama.modeling_llama.LlamaMLP.forward.__get__(mlp)

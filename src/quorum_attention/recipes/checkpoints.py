@@ -42,11 +42,12 @@ from quorum_attention.recipes.changes import (
 )
 from quorum_attention.recipes.kept_layer import ForwardStep, KeptLayer
 from quorum_attention.recipes.layer_bytes import KeptBytes
+from quorum_attention.recipes.lent_weights import with_lent_weights
 from quorum_attention.recipes.model_shape import ModelShape, shape_of_model
 from quorum_attention.recipes.offload import host_room
 from quorum_attention.recipes.switches import ATTENTION, CHECKPOINTS
 from quorum_attention.recipes.tile_storage import SideStream
-from quorum_attention.recipes.tiled_layer import TiledLayer
+from quorum_attention.recipes.tiled_layer import TiledLayer, checkpointed_module
 from quorum_attention.recipes.tiled_layer_trial import reason_to_run_whole
 from quorum_attention.recipes.training import Training
 from quorum_attention.units import counted
@@ -178,6 +179,8 @@ class LayerCheckpoints(ModelPiece):
         if tiled is not None:
             layer = tiled
             inputs = (hidden,)
+        else:
+            layer = with_lent_weights(checkpointed_module(layer), layer)
         run = partial(_run_with_results, kept_layer, layer)
         with saved_tensors_hooks(kept_layer.keep, kept_layer.unpack):
             output = checkpoint(run, *inputs, use_reentrant=False)

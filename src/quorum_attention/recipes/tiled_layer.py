@@ -135,7 +135,7 @@ class TiledLayer:
             tile: the tokens of a tile.
         """
         hidden, *args = inputs
-        module = layer.args[0] if layer.args else layer.func.__self__
+        module = checkpointed_module(layer)
         nothing = hidden.new_empty(
             0
         )  # a part of the hidden states would keep all of them
@@ -237,6 +237,13 @@ class TiledLayer:
         if tensor.shape[dim] != self.n_tokens:
             return tensor
         return tensor.narrow(dim, start, length)
+
+
+def checkpointed_module(layer: Any) -> torch.nn.Module:
+    """Return the module whose forward Transformers gives to a checkpoint, as a
+    partial."""
+    module: torch.nn.Module = layer.args[0] if layer.args else layer.func.__self__
+    return module
 
 
 def _has_heads(tensor: torch.Tensor) -> bool:
