@@ -210,6 +210,44 @@ def test_weights_in_host_memory_change_nothing_and_come_back() -> None:
     assert_same(generated(model, prompt()), expected)
 
 
+def written_in_place(weight: torch.Tensor) -> None:
+    weight.data.mul_(-1.5)
+
+
+def given_other_data(weight: torch.Tensor) -> None:
+    weight.data = weight.data * -1.5
+
+
+@pytest.mark.parametrize("change", [written_in_place, given_other_data])
+def test_weights_in_host_memory_that_change_between_prompts(change: Any) -> None:
+    """An adapter that was merged in, and weights that were loaded, did not count for
+    layers that lay on the device; given weights went lost."""
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    cache = long_prompt(model, tile=TILE, weights="host")
+    generated(model, prompt(), past_key_values=cache)
+    for changed in (model, plain):
+        for weight in changed.model.layers.parameters():
+            change(weight)
+    expected = generated(plain, prompt())
+    cache = long_prompt(model, tile=TILE, weights="host")
+    assert_same(generated(model, prompt(), past_key_values=cache), expected)
+    undo_long_prompt(model)
+    assert_same(generated(model, prompt()), expected)
+
+
+def test_weights_in_host_memory_of_another_dtype_are_refused() -> None:
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    long_prompt(model, tile=TILE, weights="host")
+    model.double()
+    with pytest.raises(RuntimeError, match="call undo_long_prompt"):
+        model(prompt())
+    undo_long_prompt(model)
+    exact = plain.double()(prompt()).logits
+    torch.testing.assert_close(model(prompt()).logits, exact)
+
+
 def test_undo_leaves_the_model_as_it_was() -> None:
     model = new_model("llama", {})
     classes = [type(module) for module in model.modules()]

@@ -18,6 +18,7 @@ from helpers.models import VOCABULARY, tiny
 
 from quorum_attention.integrations import transformers_private
 from quorum_attention.recipes import long_context, long_prompt, undo_long_prompt
+from quorum_attention.recipes.changes import ModelPiece
 
 IDS = torch.arange(60).reshape(2, 30) * 7 % VOCABULARY
 
@@ -139,12 +140,19 @@ def put_back_checkpoints(model: Any) -> None:
         layer._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
 
 
+def put_back_norm(model: Any) -> None:
+    norm = model.model.layers[0].input_layernorm
+    kind = transformers.models.llama.modeling_llama.LlamaRMSNorm
+    norm.forward = kind.forward.__get__(norm)
+
+
 def put_back_forward(model: Any) -> None:
     model.forward = transformers.LlamaForCausalLM.forward.__get__(model)
 
 
 LOST: dict[str, Any] = {
     "tiled MLP": put_back_mlp,
+    "fused norms": put_back_norm,
     "checkpoints": put_back_checkpoints,
     "quorum attention": lambda model: model.set_attn_implementation("sdpa"),
     "chunked loss": lambda model: setattr(
@@ -169,6 +177,53 @@ def test_a_change_that_is_lost_is_said_once(name: str) -> None:
     ]
     assert len(texts) == 1
     assert f"its {name} does not hold any more" in texts[0]
+
+
+def test_layers_that_are_taken_out_are_no_lost_change() -> None:
+    """Of a model that was cut to its first layer, MLPs were said to run another
+    forward."""
+    model = tiny("llama").train()
+    changed = long_context(model, mlp_tile=8)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not hold any more")
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    changed.undo()
+    names = {type(module).__module__ for module in model.modules()}
+    assert not any(name.startswith("quorum_attention") for name in names)
+
+
+def put_back_layer(model: Any) -> None:
+    layer = model.model.layers[1]
+    kind = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    layer.forward = kind.forward.__get__(layer)
+
+
+def replace_weight(model: Any) -> None:
+    projection = model.model.layers[0].mlp.up_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
+
+
+LOST_OF_PROMPTS = {
+    "prompts": put_back_layer,
+    "weights in host memory": replace_weight,
+}
+
+
+@pytest.mark.parametrize("name", LOST_OF_PROMPTS)
+def test_a_change_for_prompts_that_is_lost_is_said(name: str) -> None:
+    model = tiny("llama")
+    long_prompt(model, weights="host")
+    LOST_OF_PROMPTS[name](model)
+    with pytest.warns(UserWarning, match=f"its {name} does not hold any more"):
+        model(input_ids=IDS)
+
+
+def test_every_change_looks_whether_it_holds() -> None:
+    """Each kind of change has a case here in which it is lost."""
+    kinds = {kind.name for kind in ModelPiece.__subclasses__()}
+    assert kinds == LOST.keys() | LOST_OF_PROMPTS.keys()
 
 
 def test_a_private_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,12 +34,12 @@ class FusedNorms(PatchedForwards):
     checked = "each runs torch's kernel"
 
     def __init__(self) -> None:
-        super().__init__("norm", _run_fused)
+        super().__init__("norm", _run_fused, _is_norm)
 
     def make(self, model: torch.nn.Module) -> str:
         """Change all norms that are RMS norms with one weight, and no more than
         that."""
-        norms = [module for module in model.modules() if _epsilon(module) is not None]
+        norms = [module for module in model.modules() if _is_norm(module)]
         of_kinds = {type(module): module for module in norms}
         suited = {
             kind for kind, module in of_kinds.items() if _computes_the_same(module)
@@ -64,6 +64,10 @@ def _epsilon(module: torch.nn.Module) -> float | None:
         return None
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return epsilon if isinstance(epsilon, float) else None
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    return _epsilon(module) is not None
 
 
 def _computes_the_same(module: torch.nn.Module) -> bool:

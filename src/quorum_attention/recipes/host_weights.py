@@ -53,6 +53,24 @@ class _LayerWeights:
         for weight, tensor in zip(self.weights, tensors, strict=True):
             weight.data = tensor
 
+    def take_assigned(self) -> None:
+        """Copy other data that somebody gave to weights into host memory.
+
+        Raises:
+            RuntimeError: it has another dtype or shape.
+        """
+        for weight, view in zip(self.weights, self.views, strict=True):
+            if weight.data_ptr() == view.data_ptr():
+                continue
+            if weight.shape != view.shape or weight.dtype != view.dtype:
+                raise RuntimeError(
+                    f"a weight in host memory was {view.dtype} {tuple(view.shape)} and "
+                    f"is now {weight.dtype} {tuple(weight.shape)}: call "
+                    "undo_long_prompt(model) before such changes, and long_prompt after"
+                )
+            view.copy_(weight.data)
+            weight.data = view
+
 
 def _bytes_of(weights: Sequence[torch.Tensor]) -> int:
     return sum(round_up(weight.nbytes, _ALIGNMENT) for weight in weights)
@@ -142,6 +160,22 @@ class HostWeights:
         event = self._stream.copy([target], [source])
         self._contents[slot] = (number, event)
         return slot
+
+    def read_again(self) -> None:
+        """Fetch all weights anew: somebody may have changed them since.
+
+        Raises:
+            RuntimeError: a weight has another dtype or shape now.
+        """
+        for layer in self._layers:
+            layer.take_assigned()
+        self._contents = [None, None]
+
+    def count_foreign(self, model: torch.nn.Module) -> int:
+        """Return how many of these weights a model has no longer."""
+        present = {id(weight) for weight in model.parameters()}
+        held = [id(weight) for layer in self._layers for weight in layer.weights]
+        return len(set(held) - present)
 
     def restore(self) -> None:
         """Move all tensors to where they were at first."""

@@ -141,20 +141,35 @@ class PatchedForwards(ModelPiece):
     Args:
         noun: what the modules are, "MLP".
         function: runs in place of their forwards.
+        is_suited: whether a module is of that kind. Wrappers around such modules may
+            be, too.
 
     Attributes:
         n_changed: how many modules were patched.
     """
 
-    def __init__(self, noun: str, function: Replacement) -> None:
+    def __init__(
+        self,
+        noun: str,
+        function: Replacement,
+        is_suited: Callable[[torch.nn.Module], bool],
+    ) -> None:
         self._noun = noun
         self._function = function
+        self._is_suited = is_suited
         self.n_changed = 0
 
     def why_lost(self, model: torch.nn.Module) -> str | None:
-        """Look for modules that run another forward."""
-        n_running = sum(runs(module, self._function) for module in model.modules())
-        n_others = self.n_changed - n_running
+        """Look for modules that run another forward. Modules that the model has no
+        longer do not count."""
+        n_running = 0
+        n_plain = 0
+        for module in model.modules():
+            if runs(module, self._function):
+                n_running += 1
+            elif self._is_suited(module):
+                n_plain += 1
+        n_others = min(n_plain, self.n_changed - n_running)
         if n_others <= 0:
             return None
         return f"{counted(n_others, self._noun)} got another forward"

@@ -16,6 +16,7 @@ from quorum_attention.recipes.layer_calls import (
     run_layer,
 )
 from quorum_attention.recipes.patching import patch, runs, unpatch_all
+from quorum_attention.units import counted
 
 OWNER = "long_prompt"
 
@@ -29,7 +30,7 @@ class WeightsInHostMemory(ModelPiece):
     """
 
     name = "weights in host memory"
-    checked = "each layer's lie there"
+    checked = "each layer's are the model's"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,8 +55,12 @@ class WeightsInHostMemory(ModelPiece):
         return "two layers at a time are copied to the device"
 
     def why_lost(self, model: Any) -> str | None:
-        """Return None: layers are given their weights for each call."""
-        return None
+        """Look for weights that the model has no longer."""
+        assert self.weights is not None
+        n_foreign = self.weights.count_foreign(model)
+        if not n_foreign:
+            return None
+        return f"the model has {counted(n_foreign, 'weight')} of them no longer"
 
     def undo(self, model: Any) -> None:
         """Move all tensors back."""
@@ -76,7 +81,7 @@ class PromptForward(ModelPiece):
     """
 
     name = "prompts"
-    checked = "the model's forward runs them"
+    checked = "the forwards of the model and its layers run them"
 
     def __init__(self, runner: Any, weights: HostWeights | None) -> None:
         self.runner = runner
@@ -91,8 +96,14 @@ class PromptForward(ModelPiece):
         return "some tokens at a time"
 
     def why_lost(self, model: Any) -> str | None:
-        """Look for another forward."""
-        return None if runs(model, _run_model) else "the model got another forward"
+        """Look for other forwards of the model and its layers."""
+        if not runs(model, _run_model):
+            return "the model got another forward"
+        layers = decoder_layers(model)
+        n_others = sum(not runs(layer, run_layer) for layer in layers)
+        if not n_others:
+            return None
+        return f"{counted(n_others, 'layer')} got another forward"
 
     def undo(self, model: Any) -> None:
         """Give all modules their forward back."""
@@ -107,9 +118,15 @@ def prompt_forward_in(changes: ChangeSet) -> PromptForward:
 
 def _run_model(plain: Callable[..., Any], model: Any, *args: Any, **named: Any) -> Any:
     """The forward of a changed model."""
-    from quorum_attention.recipes.prompt_runner import named_arguments
+    from quorum_attention.recipes.prompt_runner import is_next_token, named_arguments
 
     changes = changes_by(model, OWNER)
     assert changes is not None
-    runner = prompt_forward_in(changes).runner
-    return runner.run(plain, model, named_arguments(plain, args, named))
+    forward = prompt_forward_in(changes)
+    arguments = named_arguments(plain, args, named)
+    if not is_next_token(arguments):
+        # Between prompts somebody may have changed weights and forwards.
+        if forward.weights is not None:
+            forward.weights.read_again()
+        changes.warn_if_lost(model)
+    return forward.runner.run(plain, model, arguments)

@@ -210,6 +210,16 @@ def _collects_results(model: Any) -> bool:
     return any(getattr(model.config, name, False) for name in COLLECTED)
 
 
+def is_next_token(named: Mapping[str, Any]) -> bool:
+    """Whether a forward continues a cache by one token of each text."""
+    tokens = named.get("input_ids")
+    if tokens is None:
+        tokens = named.get("inputs_embeds")
+    if tokens is None or named.get(_CACHE) is None:
+        return False
+    return bool(tokens.shape[1] == 1)
+
+
 def named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Keywords:

@@ -46,7 +46,7 @@ class TiledMLPs(PatchedForwards):
     checked = "each runs its tiles"
 
     def __init__(self, tokens: int) -> None:
-        super().__init__("MLP", _run_in_tiles)
+        super().__init__("MLP", _run_in_tiles, _is_gated)
         self._tokens = tokens
 
     def make(self, model: torch.nn.Module) -> str:
