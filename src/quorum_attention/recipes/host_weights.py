@@ -174,8 +174,10 @@ class HostWeights:
     def count_foreign(self, model: torch.nn.Module) -> int:
         """Return how many of these weights a model has no longer."""
         present = {id(weight) for weight in model.parameters()}
-        held = [id(weight) for layer in self._layers for weight in layer.weights]
-        return len(set(held) - present)
+        n_foreign = 0
+        for layer in self._layers:
+            n_foreign += sum(id(weight) not in present for weight in layer.weights)
+        return n_foreign
 
     def restore(self) -> None:
         """Move all tensors to where they were at first."""

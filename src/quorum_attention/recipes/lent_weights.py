@@ -27,7 +27,7 @@ def with_lent_weights(
         module: the module.
         function: runs the module.
     """
-    lent = {
+    lent: dict[str, torch.Tensor] = {
         name: weight
         for name, weight in module.named_parameters()
         if not isinstance(weight, torch.nn.Parameter)
