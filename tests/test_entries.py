@@ -18,7 +18,7 @@ from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.masked import packing, ways
 from quorum_attention.kernels.masked.choose import kernel_for_mask
 from quorum_attention.kernels.masked.kernel import MaskedKernel
-from quorum_attention.kernels.masked.packed_calls import PackedKernel
+from quorum_attention.kernels.masked.whole_calls import WholeCallKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 _ENTRIES = (1, 1, 2, 3, 5, 8)
@@ -295,7 +295,7 @@ def test_a_mask_of_calls_with_other_sizes_is_packed_where_its_kernel_takes_their
         kernels += kernel_for_mask(
             mask, "cpu", shape, device, needs_grad=True, tried=False
         )[1:]
-    assert [type(kernel) for kernel in kernels] == [PackedKernel, MaskedKernel]
+    assert [type(kernel) for kernel in kernels] == [WholeCallKernel, MaskedKernel]
 
 
 def test_a_mask_is_packed_where_its_kernel_takes_grouped_heads(
@@ -327,4 +327,4 @@ def test_a_mask_is_packed_where_its_kernel_takes_grouped_heads(
         kernels += kernel_for_mask(
             mask, "cpu", shape, torch.device("cpu"), needs_grad=True, tried=False
         )[1:]
-    assert [type(kernel) for kernel in kernels] == [PackedKernel, MaskedKernel]
+    assert [type(kernel) for kernel in kernels] == [WholeCallKernel, MaskedKernel]

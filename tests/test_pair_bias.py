@@ -16,6 +16,7 @@ from helpers.plans import shape_of
 import quorum_attention as qa
 from quorum_attention import dispatch
 from quorum_attention.kernels.masked import pair_bias, ways
+from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.choose import kernel_for_mask
 from quorum_attention.kernels.masked.resolve import ResolvedMask
 
@@ -271,9 +272,9 @@ def test_the_cheapest_way_on_a_gpu(tokens: int) -> None:
     scattered = ResolvedMask(qa.Mask(documents=torch.randint(0, 400, (tokens,))), shape)
     in_order = ResolvedMask(qa.Mask(documents=torch.arange(tokens) // 512), shape)
     is_long = tokens > 4096
-    assert (scattered.packing is not None) == is_long
-    assert (scattered.pair_bias is not None) != is_long
+    assert isinstance(scattered.way, Packing) == is_long
+    assert isinstance(scattered.way, pair_bias.PairBias) != is_long
     assert not in_order.is_whole
     small = shape_of((20_000,), 4, 4, 12, 12)
     lengths = ResolvedMask(qa.Mask(key_lengths=torch.randint(1, 13, (20_000,))), small)
-    assert lengths.pair_bias is not None
+    assert isinstance(lengths.way, pair_bias.PairBias)

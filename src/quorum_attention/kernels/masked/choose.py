@@ -11,10 +11,11 @@ import torch
 
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.kernel import MaskedKernel
-from quorum_attention.kernels.masked.packed_calls import PackedKernel
-from quorum_attention.kernels.masked.pair_bias import BiasedKernel, PairBias
+from quorum_attention.kernels.masked.packing import Packing
+from quorum_attention.kernels.masked.pair_bias import PairBias, priced_kernel
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
 from quorum_attention.kernels.masked.user_functions import capped
+from quorum_attention.kernels.masked.whole_calls import WholeCallKernel, WholeCallWay
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.reference import DenseKernel, TiledKernel
@@ -52,8 +53,8 @@ def kernel_for_mask(
         return replace(shape, is_causal=resolved.is_causal), requested
     recorded = replace(shape, needs_grad=needs_grad)
     choice = _BaseChoice(requested, recorded, device, tried)
-    if resolved.pair_bias is not None:
-        biased = _kernel_with_bias(resolved, resolved.pair_bias, choice)
+    if isinstance(resolved.way, PairBias):
+        biased = _kernel_with_bias(resolved, resolved.way, choice)
         if biased is not None:
             return replace(shape, is_causal=False), biased
         resolved = resolved.without_bias()
@@ -179,15 +180,14 @@ def _kernel_with_bias(
         if shape.dtype in base.scaled_backward:
             # Tasks are scaled if whole calls are.
             choice = replace(choice, requested=base)
-        by_blocks = partial(_kernel_by_blocks, mask.by_blocks, choice.base_of)
-        biased_kernel = BiasedKernel(
-            pair_bias,
-            shape=mask.shape,
-            base=base,
-            by_blocks=cache(by_blocks),
-            scores=capped(mask.softcap),
+        biased_kernel = _kernel_by_way(mask, pair_bias, base, choice.base_of)
+        biased_kernel.priced_as = priced_kernel(
+            base,
+            mask.shape,
+            pair_bias.is_causal,
+            pair_bias.has_rows,
+            pair_bias.has_entries,
         )
-        biased_kernel.remember_prices()
         mask.kernels[key] = biased_kernel
     return mask.kernels[key]
 
@@ -195,12 +195,12 @@ def _kernel_with_bias(
 def _takes_packed_calls(base: Kernel, mask: ResolvedMask, shape: CallShape) -> bool:
     """Tell whether a mask has packed calls, and ``base`` takes their heads and biases
     in such a call: one mask serves calls of many dtypes and widths."""
-    if mask.packing is None:
+    if not isinstance(mask.way, Packing):
         return False
     # A packed call is handed to an operator as it is, with grouped heads too.
     if isinstance(base, RectangleKernel) and not base.takes_whole(shape, 1, True):
         return False
-    for bias in mask.packing.bias_shapes:
+    for bias in mask.way.bias_shapes:
         if base.refusal(replace(shape, bias=bias)) is not None:
             return False
     return True
@@ -212,22 +212,34 @@ def _kernel_of(mask: ResolvedMask, base: Kernel, *, packs: bool) -> Kernel:
     Args:
         packs: whether whole calls are packed.
     """
-    if mask.packing is None or mask.rules is None:
+    if mask.way is None:
         return MaskedKernel(mask, base)
-    # Not the mask itself, which holds its kernels.
-    by_blocks = cache(partial(_kernel_by_blocks, mask.by_blocks, lambda _: base))
     if not packs:
-        return by_blocks()
-    shape = mask.shape
-    n_pairs = shape.batch * shape.n_queries * shape.n_keys
-    return PackedKernel(
-        mask.packing,
-        rules=mask.rules,
-        shape=shape,
-        base=base,
-        by_blocks=by_blocks,
+        return MaskedKernel(mask.by_blocks(), base)
+    return _kernel_by_way(mask, mask.way, base, lambda _: base)
+
+
+def _kernel_by_way(
+    mask: ResolvedMask,
+    way: WholeCallWay,
+    base: Kernel,
+    choose_base: Callable[[ResolvedMask], Kernel],
+) -> WholeCallKernel:
+    """The kernel of a mask whose whole calls ``base`` computes.
+
+    Args:
+        choose_base: chooses the kernel for the parts of what is no whole call.
+    """
+    assert mask.rules is not None
+    # Not the mask itself, which holds its kernels.
+    by_blocks = partial(_kernel_by_blocks, mask.by_blocks, choose_base)
+    return WholeCallKernel(
+        way,
+        mask.rules,
+        mask.shape,
+        base,
+        by_blocks=cache(by_blocks),
         scores=capped(mask.softcap),
-        share=mask.packing.pairs / n_pairs,
     )
 
 

@@ -14,9 +14,13 @@ import numpy as np
 
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
+from quorum_attention.kernels.limits import runs
 from quorum_attention.kernels.masked.cells import Bucket, buckets_of
 from quorum_attention.kernels.masked.costs import cost_of_packed_calls
+from quorum_attention.kernels.masked.packed_calls import packed_part
 from quorum_attention.kernels.masked.token_rules import Ids, PlaceRule
+from quorum_attention.kernels.masked.whole_calls import WholeCallPart, WholeCallWay
+from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.protocol import Kernel, workspace_bytes
 
 # Bytes of the tensors of one call: on a CPU a cache's, elsewhere what keeps the device
@@ -30,7 +34,7 @@ _CLEARLY = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
+class Packing(WholeCallWay):
     """The cells of a mask.
 
     Attributes:
@@ -42,9 +46,8 @@ class Packing:
     n_queries: int
     n_keys: int
 
-    @property
-    def pairs(self) -> int:
-        """Pairs of all cells."""
+    def count_pairs(self, shape: CallShape) -> int:
+        """See ``WholeCallWay``: pairs of all cells."""
         return sum(bucket.pairs for bucket in self.buckets)
 
     @property
@@ -76,21 +79,16 @@ class Packing:
             n_calls += ceil_div(len(bucket.entries), limit)
         return n_calls
 
-    def chunks(
-        self, shape: CallShape, heads: tuple[int, int], entries: slice
-    ) -> Iterator[Bucket]:
-        """The cells of some entries, by the calls that compute them.
-
-        Args:
-            heads: of queries, and of keys, in a call.
-        """
-        bounds = (entries.start, entries.stop)
+    def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
+        """See ``WholeCallWay``: the cells of the call's entries, as many at a time as
+        one kernel call computes."""
+        bounds = (call.first_entry, call.first_entry + shape.batch)
+        heads = (shape.heads, shape.kv_heads)
         for bucket in self.buckets:
             first, last = np.searchsorted(bucket.entries, bounds).tolist()
             limit = self.cells_of_a_call(bucket, shape, heads)
-            for start in range(first, last, limit):
-                stop = min(start + limit, last)
-                yield bucket.part(slice(start, stop))
+            for cells in runs(slice(first, last), limit):
+                yield packed_part(bucket.part(cells), call)
 
     def cells_of_a_call(
         self, bucket: Bucket, shape: CallShape, heads: tuple[int, int]
@@ -103,8 +101,7 @@ class Packing:
     def workspace_bytes(
         self, kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
-        """Upper bound of the device bytes of a whole call whose parts ``kernel``
-        computes."""
+        """See ``WholeCallWay``."""
         largest = 0
         for bucket in self.buckets:
             n_bytes = self._bucket_bytes(bucket, kernel, shape, extent, backward)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -19,9 +18,14 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
+from quorum_attention.kernels.limits import runs
 from quorum_attention.kernels.masked.cell_rows import EntryRun
 from quorum_attention.kernels.masked.token_rules import PlaceRule, TokenRules
-from quorum_attention.kernels.masked.whole_calls import WholeCallKernel, WholeCallPart
+from quorum_attention.kernels.masked.whole_calls import (
+    WholeCallKernel,
+    WholeCallPart,
+    WholeCallWay,
+)
 from quorum_attention.kernels.operator_call import Call, four_dims
 from quorum_attention.kernels.protocol import Kernel, workspace_bytes
 from quorum_attention.kernels.score_tiles import PLAIN
@@ -37,7 +41,7 @@ _ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
-class PairBias:
+class PairBias(WholeCallWay):
     """The bias of a mask.
 
     Attributes:
@@ -78,6 +82,19 @@ class PairBias:
         entries_of_a_call = max(1, _MOST_BYTES // bytes_of_entry)
         return ceil_div(n_entries, entries_of_a_call)
 
+    def count_pairs(self, shape: CallShape) -> int:
+        """See ``WholeCallWay``: all pairs."""
+        return shape.batch * shape.n_queries * shape.n_keys
+
+    def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
+        """See ``WholeCallWay``: as many entries in all calls as there can be."""
+        n_entries = shape.batch
+        step = ceil_div(n_entries, self.calls(shape, n_entries))
+        for run in runs(slice(0, n_entries), step):
+            places = EntryRun(run)
+            make_bias = partial(self.bias_of, call, run)
+            yield WholeCallPart(places, places, self.is_causal, make_bias)
+
     def bias_of(self, call: Call, run: slice) -> torch.Tensor:
         """The bias of some entries of a call, with the call's own: (b or 1, h or 1, n
         or 1, m).
@@ -100,7 +117,7 @@ class PairBias:
     def workspace_bytes(
         self, kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
-        """Upper bound of the device bytes of a whole call that ``kernel`` computes."""
+        """See ``WholeCallWay``."""
         largest = replace(shape, n_queries=extent.max_queries, n_keys=extent.max_keys)
         n_calls = self.calls(largest, max(1, extent.batch))
         n_entries = ceil_div(extent.batch, n_calls)
@@ -131,71 +148,20 @@ def _result_bytes(shape: CallShape, extent: Extent) -> int:
     return n_numbers * itemsize
 
 
-class _BiasedEntries(WholeCallPart):
-    """The kernel call of some batch entries."""
-
-    def __init__(self, pair_bias: PairBias, run: slice) -> None:
-        self._pair_bias = pair_bias
-        self._run = run
-        self.queries = EntryRun(run)
-        self.keys = EntryRun(run)
-        self.causal = pair_bias.is_causal
-
-    def bias(self, call: Call) -> torch.Tensor:
-        """See ``WholeCallPart``."""
-        return self._pair_bias.bias_of(call, self._run)
-
-
-class BiasedKernel(WholeCallKernel):
-    """Attention under a mask that becomes a bias; other arguments as of
-    ``WholeCallKernel``."""
-
-    def __init__(self, pair_bias: PairBias, **options: Any) -> None:
-        super().__init__(pair_bias.rules, share=1.0, **options)
-        self.pair_bias = pair_bias
-
-    def remember_prices(self) -> None:
-        """Share what is found out about short calls with kernels of other such
-        masks."""
-        bias = self.pair_bias
-        self.priced_as = _priced_kernel(
-            self.base,
-            self.shape,
-            bias.is_causal,
-            bias.has_rows,
-            bias.has_entries,
-        )
-
-    def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
-        """See ``WholeCallKernel``: as many entries in all calls as there can be."""
-        n_entries = shape.batch
-        step = ceil_div(n_entries, self.pair_bias.calls(shape, n_entries))
-        for start in range(0, n_entries, step):
-            run = slice(start, min(start + step, n_entries))
-            yield _BiasedEntries(self.pair_bias, run)
-
-    def parts_workspace_bytes(
-        self, shape: CallShape, extent: Extent, *, backward: bool
-    ) -> int:
-        """See ``WholeCallKernel``."""
-        return self.pair_bias.workspace_bytes(
-            self.base, shape, extent, backward=backward
-        )
-
-
 @lru_cache(maxsize=64)
-def _priced_kernel(
+def priced_kernel(
     base: Kernel, shape: CallShape, is_causal: bool, has_rows: bool, has_entries: bool
-) -> BiasedKernel:
+) -> WholeCallKernel:
     """A kernel of an empty mask, with the costs of the masks whose bias has this
     shape."""
     numbers = np.zeros((1, shape.n_queries), np.int64)
     places = PlaceRule(Band(), numbers)
     rules = TokenRules(Mask(), shape.n_keys, places)
-    return BiasedKernel(
+    return WholeCallKernel(
         PairBias(rules, is_causal, has_rows, has_entries),
-        shape=shape,
-        base=base,
+        rules,
+        shape,
+        base,
         by_blocks=lambda: base,
         scores=PLAIN,
     )

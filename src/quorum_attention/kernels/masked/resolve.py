@@ -54,12 +54,12 @@ class ResolvedMask:
         shape: of a call that it is for; the others have its batch entries and lengths.
         softcap: of scores, or None.
         kernels: those made for it (``choose.py``), by what they were made with.
-        rules: of a mask with a bias or a packing.
-        pair_bias: of a mask that becomes a bias for whole calls; None: of others.
-        packing: of a mask whose kept pairs are gathered for few calls; None: of others.
+        rules: of a mask with a way.
+        way: in which whole calls are run: by a bias, or packed, for which kept pairs
+            are gathered for few calls; None: by blocks.
         without_bias: of a mask with a bias, the mask without it.
-        by_blocks: of a mask with a bias or a packing, the mask without both, for calls
-            that are cut into tasks.
+        by_blocks: of a mask with a way, the mask without one, for calls that are cut
+            into tasks.
         functions: the user's, in the geometries.
         is_causal: whether no query keeps a later key (counted from the first query and
             the first key), so that tasks need not have them.
@@ -73,8 +73,7 @@ class ResolvedMask:
         self.softcap = mask.softcap
         self.kernels: dict[Hashable, Kernel] = {}
         self.rules: TokenRules | None = None
-        self.pair_bias: PairBias | None = None
-        self.packing: Packing | None = None
+        self.way: PairBias | Packing | None = None
         self.functions: tuple[MaskMod, ...] = ()
         self.is_causal = False
         self.keeps_all = False
@@ -101,17 +100,13 @@ class ResolvedMask:
             shape.is_causal,
         )
         self.rules = TokenRules(copied, shape.n_keys, rule)
-        way = fastest_way(
+        self.way = fastest_way(
             self.rules,
             by_query,
             by_key,
             shape,
             biases=biases,
         )
-        if isinstance(way, PairBias):
-            self.pair_bias = way
-        elif isinstance(way, Packing):
-            self.packing = way
         if self.is_whole:
             resolve_copy = partial(ResolvedMask, copied, shape)
             self.without_bias = cache(partial(resolve_copy, biases=False))
@@ -133,7 +128,7 @@ class ResolvedMask:
     @property
     def is_whole(self) -> bool:
         """Whether whole calls are run in another way than by blocks."""
-        return self.pair_bias is not None or self.packing is not None
+        return self.way is not None
 
     @property
     def geometries(self) -> tuple[Geometry, ...]:
@@ -144,13 +139,13 @@ class ResolvedMask:
     def kept_pairs(self) -> float:
         """Pairs of a head that a batch entry keeps, with those that rules leave out;
         the mean."""
-        n_queries = self.shape.n_queries
-        n_keys = self.shape.n_keys
-        if self.packing is not None:
-            return self.packing.pairs / self.shape.batch
-        if self.pair_bias is not None:
-            return float(n_queries * n_keys)
-        counts = [geometry.count(n_queries, n_keys) for geometry in self.geometries]
+        shape = self.shape
+        if self.way is not None:
+            return self.way.count_pairs(shape) / shape.batch
+        counts = [
+            geometry.count(shape.n_queries, shape.n_keys)
+            for geometry in self.geometries
+        ]
         return sum(counts) / len(counts)
 
     @property

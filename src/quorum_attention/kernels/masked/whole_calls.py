@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -33,53 +34,24 @@ from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTen
 _FEW_ENTRIES = 64
 
 
-class WholeCallPart(ABC):
+class WholeCallPart(NamedTuple):
     """One of the kernel calls that compute a whole call.
 
     Attributes:
         queries, keys: the places of its rows.
         causal: whether keys after the query are masked.
+        make_bias: makes its bias: that of the whole call, and what the mask adds to it;
+            or None.
     """
 
     queries: Places
     keys: Places
     causal: bool
-
-    @abstractmethod
-    def bias(self, call: Call) -> torch.Tensor | None:
-        """The bias of the part: that of ``call``, and what the mask adds to it."""
+    make_bias: Callable[[], torch.Tensor | None]
 
 
-class WholeCallKernel(BasedKernel):
-    """Attention under a mask of tokens.
-
-    Args:
-        rules: the pairs that the mask keeps.
-        shape: of the calls; torch.vmap may add entries, which are those of the batch
-            over and over.
-        base: computes the calls.
-        by_blocks: makes the kernel for all that is no whole call: tasks, and calls with
-            dropout.
-        scores: what is done to scores beside the mask.
-        share: of pairs, that calls compute.
-    """
-
-    def __init__(
-        self,
-        rules: TokenRules,
-        shape: CallShape,
-        base: Kernel,
-        by_blocks: Callable[[], Kernel],
-        scores: ScoreTransform,
-        share: float,
-    ) -> None:
-        super().__init__(base, scores)
-        self.rules = rules
-        self.shape = shape
-        self._by_blocks = by_blocks
-        self._share = min(1.0, share)
-        is_one_launch = base.launches is Launches.ONE
-        self.launches = Launches.ONE if is_one_launch else Launches.CALLS_ON_STREAMS
+class WholeCallWay(ABC):
+    """A way to compute whole calls under a mask by a few kernel calls."""
 
     @abstractmethod
     def parts(self, call: Call, shape: CallShape) -> Iterator[WholeCallPart]:
@@ -91,10 +63,49 @@ class WholeCallKernel(BasedKernel):
         """
 
     @abstractmethod
-    def parts_workspace_bytes(
-        self, shape: CallShape, extent: Extent, *, backward: bool
+    def count_pairs(self, shape: CallShape) -> int:
+        """How many pairs of one head it takes for kept, of all batch entries."""
+
+    @abstractmethod
+    def workspace_bytes(
+        self, kernel: Kernel, shape: CallShape, extent: Extent, *, backward: bool
     ) -> int:
-        """Upper bound of the device bytes of a whole call."""
+        """Upper bound of the device bytes of a whole call whose parts ``kernel``
+        computes."""
+
+
+class WholeCallKernel(BasedKernel):
+    """Attention under a mask of tokens.
+
+    Args:
+        way: how whole calls are computed.
+        rules: the pairs that the mask keeps.
+        shape: of the calls; torch.vmap may add entries, which are those of the batch
+            over and over.
+        base: computes the calls.
+        by_blocks: makes the kernel for all that is no whole call: tasks, and calls with
+            dropout.
+        scores: what is done to scores beside the mask.
+    """
+
+    def __init__(
+        self,
+        way: WholeCallWay,
+        rules: TokenRules,
+        shape: CallShape,
+        base: Kernel,
+        by_blocks: Callable[[], Kernel],
+        scores: ScoreTransform,
+    ) -> None:
+        super().__init__(base, scores)
+        self.way = way
+        self.rules = rules
+        self.shape = shape
+        self._by_blocks = by_blocks
+        n_pairs = shape.batch * shape.n_queries * shape.n_keys
+        self._share = min(1.0, way.count_pairs(shape) / n_pairs)
+        is_one_launch = base.launches is Launches.ONE
+        self.launches = Launches.ONE if is_one_launch else Launches.CALLS_ON_STREAMS
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
@@ -143,7 +154,7 @@ class WholeCallKernel(BasedKernel):
         # Head after head, whatever the order of the query's dimensions.
         rows = call.query.new_empty(()).expand(*call.query.shape[:3], 1)
         lse = Results(rows, 1, -torch.inf)
-        for part in self.parts(call, _shape_of(call)):
+        for part in self.way.parts(call, _shape_of(call)):
             part_call = _call_of(part, call, readers)
             part_out, part_lse = self.base.whole_forward(part_call)
             del part_call
@@ -164,7 +175,7 @@ class WholeCallKernel(BasedKernel):
         grad_query, grad_key, grad_value = (
             Results(tensor, tensor.shape[-1]) for tensor in call.inputs
         )
-        for part in self.parts(call, _shape_of(call)):
+        for part in self.way.parts(call, _shape_of(call)):
             rows = part.queries
             part_saved = Saved(
                 grad_out=_without_copies(grad_out.at(rows), rows),
@@ -198,7 +209,7 @@ class WholeCallKernel(BasedKernel):
     ) -> int:
         """See ``BasedKernel``."""
         if extent.direct and not shape.dropout:
-            return self.parts_workspace_bytes(shape, extent, backward=backward)
+            return self.way.workspace_bytes(self.base, shape, extent, backward=backward)
         return workspace_bytes(self._by_blocks(), shape, extent, backward=backward)
 
 
@@ -215,7 +226,7 @@ def _call_of(part: WholeCallPart, call: Call, readers: Sequence[RowReader]) -> C
         key=key.at(part.keys),
         value=value.at(part.keys),
         causal=part.causal,
-        bias=part.bias(call),
+        bias=part.make_bias(),
     )
 
 
