@@ -16,8 +16,8 @@ from helpers.plans import shape_of
 import quorum_attention as qa
 from quorum_attention import dispatch
 from quorum_attention.kernels.masked import pair_bias, ways
-from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.choose import kernel_for_mask
+from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.resolve import ResolvedMask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
