@@ -50,6 +50,21 @@ class Launches(Enum):
     tasks of a head group together, are not faster."""
 
 
+# The attributes of a kernel that say how it computes.
+_OF_COMPUTATION = (
+    "launch_seconds",
+    "rates",
+    "speed",
+    "scaled_backward",
+    "fp32_products",
+    "dropout",
+    "wide_masks",
+    "wide_out",
+    "reads_wide_out",
+    "accepts_inf_lse",
+)
+
+
 class Kernel(ABC):
     """Computes a task. Write a subclass; register it, or pass it as ``kernel=``.
 
@@ -149,16 +164,8 @@ class Kernel(ABC):
 
     def compute_like(self, base: Kernel) -> None:
         """Take over how ``base`` computes, for a kernel whose calls ``base`` runs."""
-        self.launch_seconds = base.launch_seconds
-        self.rates = base.rates
-        self.speed = base.speed
-        self.scaled_backward = base.scaled_backward
-        self.fp32_products = base.fp32_products
-        self.dropout = base.dropout
-        self.wide_masks = base.wide_masks
-        self.wide_out = base.wide_out
-        self.reads_wide_out = base.reads_wide_out
-        self.accepts_inf_lse = base.accepts_inf_lse
+        for name in _OF_COMPUTATION:
+            setattr(self, name, getattr(base, name))
 
     def with_softcap(self, softcap: float) -> Kernel | None:
         """Return this kernel, with its other options, for scores bounded by a soft cap.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 
 from quorum_attention.decomposition import Task
 from quorum_attention.decomposition.rectangles import Batch
+from quorum_attention.kernels.limits import runs
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
 """Selects a part of a tensor (b, h, n, ...), as a view."""
@@ -89,14 +91,11 @@ def row_blocks(batch: int, heads: int, rows: int, row_bytes: int) -> Iterator[Bl
         n_heads = min(heads, fitting_rows // n_rows)
         if n_heads == heads:
             n_entries = min(batch, fitting_rows // (n_rows * n_heads))
-    for b in range(0, batch, n_entries):
-        for h in range(0, heads, n_heads):
-            for r in range(0, rows, n_rows):
-                yield (
-                    slice(b, b + n_entries),
-                    slice(h, h + n_heads),
-                    slice(r, r + n_rows),
-                )
+    yield from product(
+        runs(slice(0, batch), n_entries),
+        runs(slice(0, heads), n_heads),
+        runs(slice(0, rows), n_rows),
+    )
 
 
 def positions(

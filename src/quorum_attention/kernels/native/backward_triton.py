@@ -22,6 +22,7 @@ from quorum_attention.kernels.native.tiles_triton import (
     LOG2_E,
     NOT_SPECIALIZED,
     block_of_program,
+    lane_of,
     load_block,
     load_rows,
     lse_pointers,
@@ -302,9 +303,8 @@ def key_kernel(
     block = program % n_blocks
     number = program // n_blocks
     key_heads = heads // group
-    b = (number // key_heads).to(tl.int64)
-    key_head = (number % key_heads).to(tl.int64)
-    key_lane = (b, key_head)
+    key_lane = lane_of(number, key_heads)
+    b, key_head = key_lane
 
     keys = block * K.BLOCK_N + tl.arange(0, K.BLOCK_N)
     k = load_rows(key, key_strides, key_lane, keys, n_keys, K.HEAD_DIM, K.PADDED)

@@ -16,6 +16,7 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.device_copies import to_device
+from quorum_attention.kernels.limits import runs
 from quorum_attention.kernels.masked.block_evaluator import (
     PAIR_BYTES,
     SENT,
@@ -186,8 +187,7 @@ def bits_of(
     shape = (*evaluator.lanes, n_blocks, BLOCK, BLOCK // 32)
     bits = torch.empty(shape, dtype=torch.int32, device=blocks.device)
     powers = (1 << torch.arange(8, device=blocks.device)).to(torch.uint8)
-    for start in range(0, n_blocks, n_evaluated):
-        chosen = slice(start, start + n_evaluated)
+    for chosen in runs(slice(0, n_blocks), n_evaluated):
         rows, columns = blocks[:, chosen]
         keep = evaluator.evaluate(rows, columns)
         eighths = keep.unflatten(-1, (-1, 8)).to(torch.uint8)

@@ -6,7 +6,11 @@ norms."""
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.native.tiles_triton import NOT_SPECIALIZED, load_rows
+from quorum_attention.kernels.native.tiles_triton import (
+    NOT_SPECIALIZED,
+    lane_of,
+    load_rows,
+)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -37,9 +41,7 @@ def sums_kernel(
     n_blocks = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
     number = program // n_blocks
-    b = (number // heads).to(tl.int64)
-    h = (number % heads).to(tl.int64)
-    lane = (b, h)
+    lane = lane_of(number, heads)
     first_row = (program % n_blocks) * BLOCK
     numbers = first_row + tl.arange(0, BLOCK)
     r = load_rows(rows, row_strides, lane, numbers, n_rows, WIDTH, PADDED)

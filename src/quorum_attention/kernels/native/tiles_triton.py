@@ -404,6 +404,14 @@ def walk(
 
 
 @triton.jit
+def lane_of(number, heads):
+    """(batch entry, head) of a lane, by its number."""
+    entry = number // heads
+    head = number % heads
+    return entry.to(tl.int64), head.to(tl.int64)
+
+
+@triton.jit
 def block_of_program(n_blocks, heads, group):
     """(block of queries, its lane, the lane of their keys) of a program.
 
