@@ -35,7 +35,7 @@ from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.planner import calibration
 
 OURS = sorted({c.text for c in commands() if c.text.startswith("quorum-attention")})
-# Run by tests of their own, below; on Ray by tests/on_ray.
+# Run by tests of their own, below and in tests/cli; on Ray by tests/on_ray.
 APART = tuple(f"quorum-attention {name}" for name in ("bench", "calibrate", "recover"))
 SHORT = {
     "bench": shlex.split(
@@ -153,32 +153,6 @@ def test_calibrate_runs(
         calibration._stored_entries.cache_clear()
         calibration.hardware_of.cache_clear()
         calibration.rates_known.cache_clear()
-
-
-@pytest.mark.slow
-def test_make_demo_is_what_the_first_page_shows(
-    capsys: pytest.CaptureFixture[str], folder
-) -> None:
-    (shown,) = [b for b in blocks() if b.page == "index.md" and b.language == "console"]
-    command, _, output = shown.text.partition("\n")
-    demo = re.search(r"quorum-attention (.+)$", (ROOT / "Makefile").read_text(), re.M)
-    assert demo is not None
-    assert command == f"$ quorum-attention {demo[1]}"
-    # As there, torch runs out of memory in its forward, and heads are all that is cut.
-    small = [
-        "--tokens",
-        "1024",
-        "--heads",
-        "64",
-        "--budget",
-        "12MiB",
-        "--device",
-        "cpu",
-    ]
-    assert main([*shlex.split(demo[1]), *small]) == 0
-    printed = capsys.readouterr().out
-    assert normal(printed) == normal(output)
-    assert Path("quorum-attention-out/recover.png").exists()
 
 
 BLOCKS = list(blocks())
