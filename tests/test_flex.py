@@ -1,4 +1,7 @@
-"""FlexAttention's function taken over: the same results, or torch's own function."""
+"""FlexAttention's function taken over: the same results, or torch's own function.
+
+More drawn calls: ``python tests/test_flex.py FIRST COUNT``.
+"""
 
 from __future__ import annotations
 
@@ -354,11 +357,10 @@ class DrawnCall:
         )
 
 
-@pytest.mark.slow
-def test_three_hundred_drawn_calls() -> None:
-    """Of all kinds, learned tables among them; every eighth is compiled. Each is
-    computed by us, with the formula's results and gradients."""
-    for number in range(300):
+def check_drawn(numbers: range) -> None:
+    """Check that each call is computed by us, with the formula's results and
+    gradients."""
+    for number in numbers:
         call = DrawnCall(number)
         report = qa.Report()
         with qa.patched_flex_attention(min_tokens=0, depth=call.depth, report=report):
@@ -368,6 +370,12 @@ def test_three_hundred_drawn_calls() -> None:
             assert_close(ours, results(call.exact, call.tensors), 1e-9)
         except AssertionError as error:
             raise AssertionError(f"{number}: {vars(call)}") from error
+
+
+@pytest.mark.slow
+def test_drawn_calls() -> None:
+    """Of all kinds, learned tables among them; every eighth is compiled."""
+    check_drawn(range(96))
 
 
 @pytest.mark.slow
@@ -386,3 +394,8 @@ def test_a_compiled_call() -> None:
         )
     assert report.total.forwards == 1
     assert_close(ours, expected, 1e-9)
+
+
+if __name__ == "__main__":
+    first, count = map(int, sys.argv[1:])
+    check_drawn(range(first, first + count))

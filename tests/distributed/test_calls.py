@@ -26,7 +26,7 @@ def _all_of_it(rank: int) -> None:
     for ranks, group in groups.items():
         assert group is not None
         if rank < ranks:
-            assert not random_calls(1000 * ranks, 16, group)
+            assert not random_calls(1000 * ranks, 8, group)
         if rank < ranks < 5:
             _in_turns(rank, group)
     if rank < 2:

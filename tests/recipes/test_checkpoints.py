@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("transformers")
 
 from helpers.models import VOCABULARY, tiny
+from helpers.processes import warm_forks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -355,7 +356,9 @@ def _sharded(rank: int, store: str) -> None:
 
 @pytest.mark.slow
 def test_weights_that_two_ranks_share(tmp_path: Path) -> None:
-    mp.spawn(_sharded, (str(tmp_path / "store"),), nprocs=2)
+    warm_forks()
+    store = str(tmp_path / "store")
+    mp.start_processes(_sharded, (store,), 2, start_method="forkserver")
 
 
 def test_a_trainer_of_transformers(calls: list[int], tmp_path: Any) -> None:
