@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.processes import warm_forks
 from safetensors.torch import save_file
 
 from quorum_attention.long_prompts import save
@@ -124,19 +123,15 @@ def test_an_interrupted_save_leaves_the_old_one(
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 
-_KILLED = """
-import sys, torch
-from quorum_attention.long_prompts.places import CachePlaces
-from quorum_attention.long_prompts.save import SavedLayer, save_layers
-from quorum_attention.long_prompts.segments import SegmentedCache
-print("ready", flush=True)
-for number in range(1000):
-    cache = SegmentedCache(CachePlaces())
-    tensor = torch.full((1, 2, 500, 16), float(number))
-    cache.append(tensor, tensor)
-    save_layers(sys.argv[1], [SavedLayer("full", cache.segments())] * 4, model="a")
-    print(number, flush=True)
-"""
+def _save_again_and_again(folder: str, saved: Connection) -> None:
+    """Save caches of a number each, which is sent when its save is done."""
+    for number in range(1000):
+        cache = SegmentedCache(CachePlaces())
+        tensor = torch.full((1, 2, 500, 16), float(number))
+        cache.append(tensor, tensor)
+        layers = [SavedLayer("full", cache.segments())] * 4
+        save_layers(folder, layers, model="a")
+        saved.send(number)
 
 
 @pytest.mark.slow_but_first
@@ -145,17 +140,20 @@ def test_a_killed_save_leaves_the_old_one(seed: int, tmp_path: Path) -> None:
     """A process that is killed at any moment; the next save removes what it left."""
     drawn = random.Random(seed)
     folder = tmp_path / "cache"
-    process = subprocess.Popen(
-        [sys.executable, "-c", _KILLED, str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for _ in range(2):
-        process.stdout.readline()
+    context = warm_forks()
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (str(folder), sender)
+    process = context.Process(target=_save_again_and_again, args=arguments)
+    process.start()
+    sender.close()
+    n_saved = receiver.recv()
     time.sleep(drawn.random() * 0.3)
-    os.kill(process.pid, signal.SIGKILL)
-    lines = process.stdout.read().split()
-    process.wait()
-    n_saved = int(lines[-1]) if lines else 0
+    process.kill()
+    process.join()
+    with suppress(EOFError):
+        while True:
+            n_saved = receiver.recv()
+    receiver.close()
     layers = load_layers(folder, model="a")
     numbers = {
         float(segment.key.min()) for layer in layers for segment in layer.segments
