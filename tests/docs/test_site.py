@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.docs import PAGES, ROOT, built_site
+from helpers.docs import PAGES, ROOT
 
 import quorum_attention as qa
 from quorum_attention.kernels import registry
@@ -77,11 +77,6 @@ def test_the_reference_describes_what_users_get() -> None:
         # ``kernels`` is a subpackage that can be called as the function.
         assert shown is wanted or name == "quorum_attention.kernels", name
         assert shown.__doc__, name
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built_site(tmp_path_factory.mktemp("site"))
 
 
 # Attributes and styles by which a page loads something.

@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 from helpers.browser import Browser, browser, missing
-from helpers.docs import built_site
 
 BLOCKS_THAT_ARE_CUT = """
 return [...document.querySelectorAll(".md-typeset pre > code, .md-typeset pre")]
     .filter(block => block.scrollWidth > block.clientWidth + 1)
     .map(block => block.textContent.slice(0, 60));
 """
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built_site(tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(scope="module")
