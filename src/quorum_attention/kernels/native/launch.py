@@ -168,14 +168,14 @@ class NativeLaunch:
         kernel: Any,
         runs: Runs,
         tensors: tuple[torch.Tensor, ...],
-        *others: Any,
+        *scalars: Any,
         **constants: Any,
     ) -> None:
         """Launch a Triton kernel for the blocks of a table.
 
         Args:
             tensors: the first arguments of the kernel, before the strides of them all.
-            others: its next arguments.
+            scalars: its next arguments.
             constants: ``KernelConstants`` that only this launch knows.
         """
         batch, heads, n_queries, _ = self.call.query.shape
@@ -191,7 +191,7 @@ class NativeLaunch:
         kernel[(n_programs,)](
             *(described or tensors),
             *(tensor.stride()[:3] for tensor in tensors),
-            *others,
+            *scalars,
             runs.starts,
             runs.entries,
             *self._optional_tensors,
