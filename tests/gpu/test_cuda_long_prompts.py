@@ -127,6 +127,13 @@ def test_what_was_compiled_ahead_serves_the_first_token(
     """Kernels are compiled while a prompt is computed, for all numbers of keys."""
     from triton import knobs
 
+    from quorum_attention.long_prompts import decode_triton
+
+    for kernel in (
+        decode_triton.attend_splits_kernel,
+        decode_triton.merge_splits_kernel,
+    ):
+        kernel.device_caches.clear()
     caches = [
         filled_cache(CachePlaces("cuda", device_memory=0), n) for n in (30_000, 9_111)
     ]

@@ -97,3 +97,26 @@ def test_all_keys_are_attended_over_once(
     if sharing is not None:
         notes = ["arrived", "copy_ahead", "adjust"] if rows_are_few else []
         assert sharing.notes == notes
+
+
+def test_the_kernel_that_merges_parts_is_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first token after a prompt waited for it: one part alone is not merged."""
+    n_parts = []
+
+    def decode(
+        query: torch.Tensor, parts: Sequence[object], *_: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        n_parts.append(len(parts))
+        return torch.zeros(query.shape), torch.zeros(query.shape[:3])
+
+    monkeypatch.setattr(attend, "begin_to_compile", lambda dtype: None)
+    monkeypatch.setattr(attend, "can_decode", lambda *_: True)
+    monkeypatch.setattr(attend, "decode", decode)
+    query = torch.randn(1, HEADS, 1, DIM)
+    attend.compile_kernels(query, torch.randn(1, KEY_HEADS, 1, DIM))
+    assert set(n_parts) == {2}
+    assert len(n_parts) == 4, (
+        "statistics of two calls are merged, for one token or many"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ class FakeEvent:
 
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> host_sharing.HostSharing:
-    monkeypatch.setattr(host_sharing, "HostReader", lambda memory: SimpleNamespace())
+    reader = SimpleNamespace(was_idle=False)
+    monkeypatch.setattr(host_sharing, "HostReader", lambda memory: reader)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     return host_sharing.HostSharing(torch.empty(0, dtype=torch.uint8))
@@ -45,6 +47,19 @@ def test_whoever_ends_first_gets_more(sharing: host_sharing.HostSharing) -> None
             shares.append(sharing.bus_share)
         assert shares == sorted(shares, reverse=not is_done)
         assert shares[-1] == last
+
+
+def test_a_bus_that_rested_gets_more(sharing: host_sharing.HostSharing) -> None:
+    """The host launches nothing while the cores attend: they may get nothing to do."""
+    FakeEvent.is_done = False
+    reader: Any = sharing._reader
+    reader.was_idle = True
+    for _ in range(50):
+        sharing.adjust()
+    assert sharing.bus_share == 1.0
+    reader.was_idle = False
+    sharing.adjust()
+    assert sharing.bus_share < 1.0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])

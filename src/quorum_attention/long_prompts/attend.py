@@ -121,7 +121,9 @@ def compile_kernels(query: torch.Tensor, key: torch.Tensor) -> None:
         mask = KeyMask(n_queries, 2 * n_keys)
         call = _SegmentedCall(queries, mask, ScoreScaling(1.0))
         state = _RunningStatistics(queries, key.shape[3])
-        _attend_on_pieces(call, pieces, state)
+        # Pieces of one call are merged by one kernel, and two calls by another.
+        for _ in range(2):
+            _attend_on_device(call, pieces, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,19 +309,40 @@ def _attend_with_device(
     if sharing is not None and _can_read_host_memory(call, elsewhere[0]):
         shares = _Shares(*sharing.split(elsewhere))
         on_device += sharing.arrived(shares.by_bus)
-    host_call = call.to_host()
-    is_query_there = torch.cuda.current_stream(device).record_event()
+    with_cores = _CoresCall(call, shares.by_cores)
     _attend_on_device(call, on_device, state)
     if sharing is not None:
         sharing.copy_ahead(next_segments)
-    # The device has computed and copied the queries, and written the last tokens.
-    is_query_there.synchronize()
-    if not shares.by_cores:
-        return
-    statistics = _attend_on_cores(host_call, shares.by_cores)
+    statistics = with_cores.attend()
     if sharing is not None:
         sharing.adjust()
-    state.merge(*statistics)
+    if statistics is not None:
+        state.merge(*statistics)
+
+
+class _CoresCall:
+    """The cores' part of a call on a GPU. The copy of its queries begins when this is
+    made.
+
+    Args:
+        call: the call.
+        pieces: in host memory and files, for the cores; none: there is nothing to do.
+    """
+
+    def __init__(self, call: _SegmentedCall, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        if pieces:
+            self._host_call = call.to_host()
+            stream = torch.cuda.current_stream(call.query.device)
+            self._is_query_there = stream.record_event()
+
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return statistics over the pieces, in host memory; None if there are none."""
+        if not self._pieces:
+            return None
+        # The device has computed and copied the queries, and written the last tokens.
+        self._is_query_there.synchronize()
+        return _attend_on_cores(self._host_call, self._pieces)
 
 
 def _can_read_host_memory(call: _SegmentedCall, piece: Piece) -> bool:

@@ -7,7 +7,7 @@ by one call; else by a call for each.
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Sequence
 
 import torch
 
@@ -31,27 +31,39 @@ class HeadCopies:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin to copy a tensor. One of both is in page-locked host memory, and the
         other on the device."""
-        if self._batch is None or not _has_equal_runs(target, source):
-            with torch.cuda.stream(self._stream):
-                copy_heads(target, source)
-            return
-        self._note_heads(self._batch, target, source)
-        self._batch.flush(self._stream)
+        self.copy_all([(target, source)])
 
-    def _note_heads(
-        self, batch: BatchedCopies, target: torch.Tensor, source: torch.Tensor
-    ) -> None:
-        size = source.element_size()
-        n_bytes = size * source.shape[-2] * source.shape[-1]
-        leading_dims = range(source.dim() - 2)
-        for index in product(*map(range, source.shape[:-2])):
-            target_start = sum(index[dim] * target.stride(dim) for dim in leading_dims)
-            source_start = sum(index[dim] * source.stride(dim) for dim in leading_dims)
-            batch.add(
-                target.data_ptr() + size * target_start,
-                source.data_ptr() + size * source_start,
-                n_bytes,
-            )
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin to copy several tensors, (target, source) each."""
+        batch = self._batch
+        for target, source in pairs:
+            if batch is not None and _has_equal_runs(target, source):
+                _note_heads(batch, target, source)
+            else:
+                with torch.cuda.stream(self._stream):
+                    copy_heads(target, source)
+        if batch is not None:
+            batch.flush(self._stream)
+
+
+def _note_heads(
+    batch: BatchedCopies, target: torch.Tensor, source: torch.Tensor
+) -> None:
+    n_bytes = source.element_size() * source.shape[-2] * source.shape[-1]
+    targets = _head_addresses(target)
+    sources = _head_addresses(source)
+    for target_address, source_address in zip(targets, sources, strict=True):
+        batch.add(target_address, source_address, n_bytes)
+
+
+def _head_addresses(tensor: torch.Tensor) -> list[int]:
+    """The address of each head of a tensor (..., n, width)."""
+    addresses = [tensor.data_ptr()]
+    for dim in range(tensor.dim() - 2):
+        step = tensor.stride(dim) * tensor.element_size()
+        offsets = [index * step for index in range(tensor.shape[dim])]
+        addresses = [start + offset for start in addresses for offset in offsets]
+    return addresses
 
 
 def _has_equal_runs(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -45,6 +45,9 @@ class HostReader:
 
     Args:
         memory: (n_bytes,) uint8 on the device.
+
+    Attributes:
+        was_idle: whether the last copy was over before its tokens were asked for.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -54,6 +57,7 @@ class HostReader:
         # The tokens that were copied ahead, in host memory and on the device.
         self._copied: tuple[Segment, Segment] | None = None
         self._is_copied = torch.cuda.Event()
+        self.was_idle = False
 
     def forget(self) -> None:
         """Forget what was copied ahead: the tokens may have changed."""
@@ -65,6 +69,7 @@ class HostReader:
         copy."""
         copied = self._copied
         self._copied = None
+        self.was_idle = copied is not None and self._is_copied.query()
         if copied is None or not _begins_with(piece.segment, copied[0]):
             return [piece]
         torch.cuda.current_stream(self._memory.device).wait_event(self._is_copied)
@@ -85,8 +90,7 @@ class HostReader:
         source = segment.narrow(0, n_tokens)
         target = like_segment(self._memory, source)
         self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
-        self._copies.copy(target.key, source.key)
-        self._copies.copy(target.value, source.value)
+        self._copies.copy_all([(target.key, source.key), (target.value, source.value)])
         self._is_copied.record(self._stream)
         self._copied = (source, target)
 

@@ -4,6 +4,10 @@ Both work at the same time: the device reads a share of the keys across the bus,
 cores attend over the rest. Whichever ends first gets a little more the next time, so
 both soon end together. Rates would not say what the shares have to be: both read the
 same memory, and the bus begins ahead of the cores.
+
+While the cores attend, the host launches nothing. So a bus that rested between two
+layers gets more too: where the host's launches take longer than the bus, the cores have
+little or nothing to do.
 """
 
 from __future__ import annotations
@@ -97,6 +101,8 @@ class HostSharing:
             self._reader.copy_ahead(by_bus[0].segment)
 
     def adjust(self) -> None:
-        """Change the shares, at the moment when the cores are done."""
-        change = _STEP if self._is_attended.query() else -_STEP
+        """Change the shares, at the moment when the cores are done, or have nothing to
+        do."""
+        is_bus_first = self._reader.was_idle or self._is_attended.query()
+        change = _STEP if is_bus_first else -_STEP
         self.bus_share = min(1.0, max(0.0, self.bus_share + change))
