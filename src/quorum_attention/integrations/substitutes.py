@@ -10,24 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-
-@dataclass(frozen=True)
-class WholePrompt:
-    """The prompt that forwards see some tokens of. Masks are made for all of them.
-
-    Attributes:
-        n_tokens: of the prompt, which begins an empty cache.
-        padding: (batch, n_tokens), the ``attention_mask`` of the prompt as booleans, or
-            None.
-    """
-
-    n_tokens: int
-    padding: torch.Tensor | None = None
 
 
 class _Substitutes(
@@ -39,7 +24,9 @@ class _Substitutes(
         attention: ``attention(call, query, key, value, attention_mask)`` -> (batch,
             heads, queries, value_dim), which ``call`` computes of the other arguments;
             None: attention is computed.
-        prompt: whose masks are made; None: forwards see all their tokens.
+        prompt: of which forwards see some tokens, while masks are made for all of its
+            ``n_tokens`` and ``padding``; None: forwards see all their tokens
+            (``recipes.prompt_inputs``).
         labelled_call: the innermost call with labels, which puts its output layer off,
             or None (``recipes.chunked_loss``).
         layer: ``layer(number, call)``, which runs in place of each decoder layer; None:
@@ -49,7 +36,7 @@ class _Substitutes(
     """
 
     attention: Callable[..., torch.Tensor] | None = None
-    prompt: WholePrompt | None = None
+    prompt: Any = None
     labelled_call: Any = None
     layer: Callable[[int, Any], Any] | None = None
     attention_rows: torch.Tensor | None = None

@@ -27,7 +27,7 @@ import torch
 from quorum_attention.api import attention
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.integrations.substitutes import WholePrompt, substituting
+from quorum_attention.integrations.substitutes import substituting
 from quorum_attention.integrations.transformers.prompt_tiles import TileCache
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.layer_calls import LayerCall
@@ -183,10 +183,7 @@ class LayerwisePrefill:
         layers."""
         self._tile_cache.past = span.start
         arguments = self.inputs.of_tile(span)
-        padding = self.inputs.padding
-        is_token = None if padding is None else padding.bool()
-        prompt = WholePrompt(self.inputs.n_tokens, is_token)
-        with substituting(prompt=prompt, layer=function):
+        with substituting(prompt=self.inputs, layer=function):
             model = self.model.model
             return self.model.run_model(
                 model, **arguments, past_key_values=self._tile_cache
