@@ -106,3 +106,17 @@ def test_what_layers_can_compute_at_once_is_not_cut() -> None:
     assert short.device_bytes <= 5 * GIB
     assert not short.with_tile(1024).fits_at_once
     assert not plan_prompt(token, 131_072, 5 * GIB).fits_at_once
+
+
+@pytest.mark.parametrize("tokens", [131_072, 262_144, 524_288])
+def test_a_token_takes_no_longer_with_more_memory(tokens: int) -> None:
+    """Nor less than the bus and the cores need for what lies in host memory."""
+    seconds = []
+    for gib in (12, 16, 20, 24, 40, 80, 160):
+        estimate = estimate_prompt(
+            SHAPE, request(tokens=tokens, device_memory=gib * GIB, host_memory=None)
+        )
+        seconds.append(estimate.token_seconds)
+        in_host_memory = estimate.parts[1].host - 5 * GIB  # what moves to the device
+        assert estimate.token_seconds > in_host_memory / 100e9
+    assert seconds == sorted(seconds, reverse=True)

@@ -3,7 +3,6 @@ a token."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -12,8 +11,8 @@ import torch
 from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.arithmetic import ceil_div, last_fitting
 from quorum_attention.execution.device.lookup import GPU
-from quorum_attention.long_prompts.places import staging_bytes
 from quorum_attention.plain_types import JsonObject
+from quorum_attention.long_prompts.places import staging_bytes
 from quorum_attention.planner import plan
 from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.recipes.prompt_memory import (
@@ -30,10 +29,10 @@ from quorum_attention.units import format_bytes
 # query reads on the device, across the bus, and on the host's cores; and that a disk
 # gives.
 _DEVICE_RATE = 2.8e12
-_BUS_RATE = 52e9
+_BUS_RATE = 51e9
 _CORES_RATE = 45e9
-# Both at once read the same memory.
-_BUS_AND_CORES_RATE = 87e9
+# The cores while the bus reads the same memory.
+_CORES_BESIDE_BUS_RATE = 42e9
 _DISK_RATE = 2e9
 # FLOP/s of a layer's matrix products in 16 bits, and of a CPU's thread.
 _MATRIX_RATE = 600e12
@@ -45,9 +44,10 @@ _ELEMENT_RATE = 3.5e12
 _PASSES = 8.0
 _PASSES_AT_ONCE = 3.0
 # Seconds of the host for a layer of one token, what a layer in host memory takes beside
-# reading it, and seconds of the host for a layer of one tile.
-_LAYER_SECONDS = 1.2e-3
+# that, what cores need to begin, and seconds of the host for a layer of one tile.
+_LAYER_SECONDS = 1.4e-3
 _HOST_LAYER_SECONDS = 1.2e-3
+_CORES_BEGIN_SECONDS = 1.5e-3
 _TILE_SECONDS = 1.7e-3
 # The longest prompt is told in steps of so many tokens, up to a billion.
 _PROMPT_GRAIN = 1024
@@ -220,10 +220,15 @@ def _place(
     layers = plan_prompt(token, request.tokens, working_limit)
     n_cached = (request.tokens + request.generate) * token.cache
     host_left = _host_left(request, weights.host + layers.host_bytes)
+    cache_limit = free - working_limit
+    for_copies = staging_bytes(cache_limit) if request.device == GPU else 0
     cache, missing = _place_cache(
-        n_cached, free - working_limit, host_left, request.has_folder
+        n_cached, cache_limit - for_copies, host_left, request.has_folder
     )
-    working = PartBytes("working memory", layers.device_bytes, layers.host_bytes)
+    working_device_bytes = layers.device_bytes
+    if cache.host > 0:
+        working_device_bytes += for_copies
+    working = PartBytes("working memory", working_device_bytes, layers.host_bytes)
     return _PromptParts(weights, cache, working, working_limit, layers, missing)
 
 
@@ -354,17 +359,31 @@ def _token_seconds(
     launch_seconds = shape.layers * _LAYER_SECONDS
     device_seconds = max(device_bytes / _DEVICE_RATE, launch_seconds)
     n_host_layers = _layers_in_host_memory(shape, cache)
-    most_ahead = n_host_layers * staging_bytes(request.device_memory)
-    if request.weights == "host":
-        # Weights cross the bus all the time.
-        most_ahead = math.inf
-    ahead = min(device_seconds * _BUS_RATE, most_ahead)
-    remaining = max(0.0, cache.host + weights.host - ahead)
-    host_seconds = n_host_layers * _HOST_LAYER_SECONDS
-    host_seconds += remaining / _BUS_AND_CORES_RATE
-    # The cores do not read weights.
-    seconds = max(device_seconds + host_seconds, weights.host / _BUS_RATE)
-    return seconds + file_seconds
+    host_seconds = device_seconds + n_host_layers * _HOST_LAYER_SECONDS
+    bus_seconds = (cache.host + weights.host) / _BUS_RATE
+    alone_seconds = max(host_seconds, bus_seconds)
+    if cache.host == 0:
+        return alone_seconds + file_seconds
+    # Launches wait for the cores.
+    host_seconds += n_host_layers * _CORES_BEGIN_SECONDS
+    shared_seconds = _shared_seconds(host_seconds, bus_seconds, cache.host)
+    return min(alone_seconds, shared_seconds) + file_seconds
+
+
+def _shared_seconds(host_seconds: float, bus_seconds: float, n_bytes: int) -> float:
+    """Seconds of a token if the cores take that part of a cache with which they and the
+    bus end together.
+
+    Args:
+        host_seconds: what the host does beside that.
+        bus_seconds: what the bus would take for everything.
+        n_bytes: of the cache in host memory.
+    """
+    rate = 1 / _BUS_RATE + 1 / _CORES_BESIDE_BUS_RATE
+    by_cores = (bus_seconds - host_seconds) / rate
+    by_cores = min(max(0.0, by_cores), n_bytes)
+    with_cores = host_seconds + by_cores / _CORES_BESIDE_BUS_RATE
+    return max(with_cores, bus_seconds - by_cores / _BUS_RATE)
 
 
 def _layers_in_host_memory(shape: ModelShape, cache: PartBytes) -> float:
