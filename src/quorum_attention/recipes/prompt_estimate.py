@@ -11,8 +11,8 @@ import torch
 from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.arithmetic import ceil_div, last_fitting
 from quorum_attention.execution.device.lookup import GPU
-from quorum_attention.plain_types import JsonObject
 from quorum_attention.long_prompts.places import staging_bytes
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner import plan
 from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.recipes.prompt_memory import (
