@@ -178,12 +178,13 @@ def request_of(
         shape,
         wide_out=_needs_unrounded(arguments, shape, out_dtype, records=records),
     )
-    if checked.mask is not None:
-        refuse_derivative(checked.mask.softcap, "Mask.softcap")
-        mask = map_tensors(checked.mask, as_readable)
-        shape, kernel = kernel_for_mask(
-            mask, kernel, shape, device, needs_grad=is_backward or recorded
-        )
+    mask = checked.mask
+    if mask is not None:
+        refuse_derivative(mask.softcap, "Mask.softcap")
+        mask = map_tensors(mask, as_readable)
+    shape, kernel = kernel_for_mask(
+        mask, kernel, shape, device, needs_grad=is_backward or recorded
+    )
     if kernel != "auto":
         kernel = _resolved_kernel(kernel, tensors, device)
         options = replace(options, kernel=kernel)

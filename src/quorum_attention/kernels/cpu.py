@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.kernels.call_shape import DTYPES, CallShape, Extent
-from quorum_attention.kernels.grouped_heads import grouped_backward, grouped_forward
+from quorum_attention.kernels.grouped_heads import grouped_forward
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.odd_rows import mend_odd_rows_, mending_bytes
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
@@ -58,6 +58,7 @@ class CpuKernel(RectangleKernel):
     dropout = True
     wide_masks = True
     thread_per_head = True
+    regroups = True
 
     def refusal(self, shape: CallShape) -> str | None:
         """Return why this kernel cannot run such a call, in words for the user, or
@@ -84,10 +85,6 @@ class CpuKernel(RectangleKernel):
         else:
             _WITH_DROPOUT.backward(task, grads)
 
-    def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
-        """Return True: grouped heads go to the operator as views."""
-        return True
-
     def whole_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that
         are not finite."""
@@ -105,11 +102,9 @@ class CpuKernel(RectangleKernel):
         return laid_out_like(out, call.query), lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
-        """See ``RectangleKernel.whole_backward``; takes grouped heads."""
+        """See ``RectangleKernel.whole_backward``."""
         if call.dropout is not None:
             return _WITH_DROPOUT.whole_backward(call, saved)
-        if call.query.shape[1] != call.key.shape[1]:
-            return grouped_backward(self.whole_backward, call, saved)
         return super().whole_backward(call, saved)
 
     def rectangle_forward(self, call: Call) -> OutLse:

@@ -43,6 +43,7 @@ class EfficientKernel(RectangleKernel):
     # 65,536.
     masked_limit: int = 32_768
     row_unit = _LSE_ROWS
+    regroups = True
     # Beyond these elements of an entry it read and wrote outside its memory.
     forward_limits = backward_limits = CallLimits(
         heads=GRID_BLOCKS, query_elements=INT32, key_elements=INT32, scope="entry"
@@ -78,6 +79,7 @@ class EfficientKernel(RectangleKernel):
         return (
             shape.dtype == torch.bfloat16
             and not shape.is_causal
+            and shape.heads == shape.kv_heads
             and not self.is_cut(shape)
         )
 
@@ -94,11 +96,14 @@ class EfficientKernel(RectangleKernel):
     def _sizes(self, shape: CallShape, extent: Extent) -> OperatorSizes:
         if shape.bias is not None:
             extent = extent.with_sides_within(high=self.masked_limit)
-        return OperatorSizes(shape, extent, grouped=False, limits=self.forward_limits)
+        return OperatorSizes(
+            shape, extent, grouped=extent.direct, limits=self.forward_limits
+        )
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
         sizes = self._sizes(shape, extent)
+        head_dim = _padded_dim(shape.head_dim, sizes.itemsize)
         value_dim = _padded_dim(shape.value_dim, sizes.itemsize)
         inside = _input_copies_bytes(sizes)
         if sizes.itemsize == 2 and value_dim > 64:
@@ -106,6 +111,11 @@ class EfficientKernel(RectangleKernel):
                 sizes.rows * value_dim * _FP32_BYTES
             )  # the output is summed in fp32
         inside += sizes.lanes * _LSE_ROWS * _FP32_BYTES
+        if sizes.group > 1:
+            # The query with the rows of a group as those of a head; and the output of
+            # all calls in the order of the query's rows.
+            numbers = sizes.rows * (head_dim + 2 * value_dim)
+            inside += numbers * sizes.itemsize
         return sizes.forward_bytes(value_dim, inside)
 
     def backward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
@@ -114,7 +124,7 @@ class EfficientKernel(RectangleKernel):
         head_dim = _padded_dim(shape.head_dim, sizes.itemsize)
         value_dim = _padded_dim(shape.value_dim, sizes.itemsize)
         grad_query = sizes.rows * head_dim
-        grad_key_and_value = sizes.key_rows * (head_dim + value_dim)
+        grad_key_and_value = sizes.expanded_key_rows * (head_dim + value_dim)
         gradients = (grad_query + grad_key_and_value) * sizes.itemsize
         inside = _input_copies_bytes(sizes)
         outputs = 2 * sizes.rows * value_dim * sizes.itemsize  # grad_out and out
@@ -127,6 +137,10 @@ class EfficientKernel(RectangleKernel):
         if sizes.itemsize == _FP32_BYTES:
             inside += sizes.rows * (value_dim + 2) * _FP32_BYTES  # delta, out of place
         inside += self._fp32_sums_bytes(sizes, head_dim, value_dim)
+        if sizes.group > 1:
+            # Output and its gradient in the order of the call; the gradients of a group
+            # beside their sums, and these beside those of all calls.
+            inside += outputs + 2 * gradients
         return sizes.backward_bytes(inside, gradients)
 
     def _fp32_sums_bytes(
@@ -219,11 +233,11 @@ def _input_copies_bytes(sizes: OperatorSizes) -> int:
         # Heads of a call that was cut may lie side by side in rows as far apart as
         # before.
         numbers += sizes.rows * shape.head_dim
-        numbers += sizes.key_rows * shape.kv_width
+        numbers += sizes.expanded_key_rows * shape.kv_width
     if head_dim != shape.head_dim:
-        numbers += (sizes.rows + sizes.key_rows) * head_dim
+        numbers += (sizes.rows + sizes.expanded_key_rows) * head_dim
     if value_dim != shape.value_dim:
-        numbers += sizes.key_rows * value_dim
+        numbers += sizes.expanded_key_rows * value_dim
     return numbers * sizes.itemsize + sizes.aligned_bias_bytes
 
 

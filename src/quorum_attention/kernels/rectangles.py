@@ -20,6 +20,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.rectangles import Batch, batches, cut
 from quorum_attention.kernels.call_shape import CallShape, state_dtype
 from quorum_attention.kernels.dead_rows import dead_rows
+from quorum_attention.kernels.grouped_heads import grouped_backward, grouped_forward
 from quorum_attention.kernels.limits import (
     UNLIMITED,
     CallLimits,
@@ -69,6 +70,8 @@ class RectangleKernel(CallsKernel):
         splits_fp32_scale: in its backward the operator rounds a score times the scale
             otherwise than in its forward, so in fp32 too the scale it gets is a power
             of two (``operator_inputs.with_positive_scale``).
+        regroups: whole calls have fewer key heads than query heads although the
+            operator does not take them (``grouped_heads``).
         reversed_order: causal rectangles are upper triangles: they are run with the
             orders of queries and of keys reversed.
     """
@@ -84,6 +87,7 @@ class RectangleKernel(CallsKernel):
     lowest_score: float = -math.inf
     row_unit: int = 1
     splits_fp32_scale: bool = False
+    regroups: bool = False
     reversed_order: bool = False
 
     # --- What a subclass implements ---------------------------------------------------
@@ -131,13 +135,17 @@ class RectangleKernel(CallsKernel):
 
     def takes_whole(self, shape: CallShape, tokens: int, all_heads: bool) -> bool:
         """Whether a monolithic call can be handed to the operator as it is."""
-        if not (self.grouped or shape.heads == shape.kv_heads):
+        if shape.heads != shape.kv_heads and not (self.grouped or self.regroups):
             return False
         limit = self.masked_limit
         if shape.bias is not None and limit is not None and tokens > limit:
             return False
         limits = self.call_limits(backward=shape.needs_grad)
-        _, key_heads = limits.largest(_sizes_of(shape, tokens))
+        sizes = _sizes_of(shape, tokens)
+        if not self.grouped:
+            # The rows of a group may become those of a single head.
+            sizes = sizes._replace(group=1, queries=sizes.queries * sizes.group)
+        _, key_heads = limits.largest(sizes)
         return key_heads > 0
 
     def call_limits(self, *, backward: bool) -> CallLimits:
@@ -150,7 +158,34 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
+<<<<<<< HEAD
         return forward_by_parts(self._single_forward, call, self.forward_limits)
+=======
+        if self._has_other_groups(call):
+            return grouped_forward(self.whole_forward, call)
+        parts = _parts_within(self.forward_limits, call)
+        if len(parts) < 2:
+            return self._single_forward(call)
+        query = call.query
+        rows = query.shape[:3]
+        dtype = call.stored or query.dtype
+        out = empty_like_input(
+            query,
+            (*rows, call.value.shape[-1]),
+            dtype,
+        )
+        lse = torch.empty(
+            rows,
+            dtype=state_dtype(query.dtype),
+            device=query.device,
+        )
+        for part in parts:
+            part_out, part_lse = self._single_forward(_part_of_call(call, part))
+            out[part.query_rows].copy_(part_out)
+            lse[part.query_rows].copy_(part_lse)
+            del part_out, part_lse  # before the next part's are made
+        return out, lse
+>>>>>>> 351d6449 (Many batch entries: grouped heads on an operator without them are one call of views; causal calls with more keys than queries are one masked call)
 
     def _single_forward(self, call: Call) -> OutLse:
         scaled_call, _ = with_positive_scale(call, self.splits_fp32_scale)
@@ -185,9 +220,24 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
+<<<<<<< HEAD
         return backward_by_parts(
             self._single_backward, call, saved, self.backward_limits
+=======
+        if self._has_other_groups(call):
+            return grouped_backward(self.whole_backward, call, saved)
+        parts = _parts_within(self.backward_limits, call)
+        if len(parts) < 2:
+            return self._single_backward(call, saved)
+        grad_query, grad_key, grad_value = (
+            empty_like_input(tensor, tensor.shape, call.stored or tensor.dtype)
+            for tensor in call.inputs
+>>>>>>> 351d6449 (Many batch entries: grouped heads on an operator without them are one call of views; causal calls with more keys than queries are one masked call)
         )
+
+    def _has_other_groups(self, call: Call) -> bool:
+        """Whether a call has grouped heads that the operator does not take."""
+        return not self.grouped and call.query.shape[1] != call.key.shape[1]
 
     def _single_backward(self, call: Call, saved: Saved) -> Three:
         scaled_call, query_factor = with_positive_scale(call, self.splits_fp32_scale)

@@ -205,14 +205,15 @@ def _under_mask(
     Raises:
         TypeError: ``mask`` is no ``Mask``.
     """
-    if mask is None:
-        return shape, kernel
-    if not isinstance(mask, Mask):
-        raise TypeError(f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}")
-    bias = None
-    if mask.bias is not None:
-        bias = bias_shape(mask.bias, len(shape.batch_shape), shape.dtype)
-    shape = replace(shape, bias=bias, sinks=mask.sinks is not None)
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}"
+            )
+        bias = None
+        if mask.bias is not None:
+            bias = bias_shape(mask.bias, len(shape.batch_shape), shape.dtype)
+        shape = replace(shape, bias=bias, sinks=mask.sinks is not None)
     return kernel_for_mask(
         mask, kernel, shape, device, needs_grad=backward, tried=False
     )

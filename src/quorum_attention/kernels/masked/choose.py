@@ -13,7 +13,11 @@ from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.masked.packing import Packing
 from quorum_attention.kernels.masked.pair_bias import PairBias, priced_kernel
-from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
+from quorum_attention.kernels.masked.resolve import (
+    ResolvedMask,
+    many_with_more_keys,
+    resolve,
+)
 from quorum_attention.kernels.masked.user_functions import capped
 from quorum_attention.kernels.masked.whole_calls import WholeCallKernel, WholeCallWay
 from quorum_attention.kernels.protocol import Kernel
@@ -25,7 +29,7 @@ from quorum_attention.mask import Mask
 
 
 def kernel_for_mask(
-    mask: Mask,
+    mask: Mask | None,
     requested: str | Kernel,
     shape: CallShape,
     device: torch.device,
@@ -36,6 +40,7 @@ def kernel_for_mask(
     """How a call under ``mask`` is computed, its bias and its sinks left aside.
 
     Args:
+        mask: None where the call has none of its own.
         requested: the kernel that the caller asked for.
         needs_grad: whether it has to have gradients.
         tried: whether kernels have to pass their test on the device.
@@ -48,6 +53,10 @@ def kernel_for_mask(
         ValueError: a tensor of the mask does not fit the call, by name.
         NotImplementedError: the kernel asked for cannot run it.
     """
+    if mask is None:
+        if not (shape.is_causal and many_with_more_keys(shape)):
+            return shape, requested
+        mask = Mask()
     resolved = resolve(mask, shape)
     if resolved.keeps_all and mask.softcap is None:
         return replace(shape, is_causal=resolved.is_causal), requested

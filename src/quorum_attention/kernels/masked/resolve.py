@@ -40,6 +40,7 @@ from quorum_attention.mask import Mask, map_tensors
 
 # As many calls as take the host less time than the device.
 _FEW_BANDS = 16
+_FEW_ENTRIES = 8
 
 
 class ResolvedMask:
@@ -62,7 +63,8 @@ class ResolvedMask:
             into tasks.
         functions: the user's, in the geometries.
         is_causal: whether no query keeps a later key (counted from the first query and
-            the first key), so that tasks need not have them.
+            the first key), so that tasks need not have them; False with
+            ``many_with_more_keys``.
         keeps_all: whether nothing else is masked.
     """
 
@@ -119,7 +121,8 @@ class ResolvedMask:
         for geometry in self._geometries:
             by_id |= {id(function): function for function in geometry.functions}
         self.functions = tuple(by_id.values())
-        self.is_causal = all(map(_is_causal, self._geometries))
+        if not many_with_more_keys(self.shape):
+            self.is_causal = all(map(_is_causal, self._geometries))
         plain = Band(high=0) if self.is_causal else Band()
         self.keeps_all = all(
             geometry.is_band and geometry.band == plain for geometry in self._geometries
@@ -158,6 +161,15 @@ class ResolvedMask:
             if geometry.rules or n_blocks > _FEW_BANDS:
                 return False
         return True
+
+
+def many_with_more_keys(shape: CallShape) -> bool:
+    """Whether there are many batch entries, with more keys than queries.
+
+    No operator takes such a call as one causal rectangle. Cut into tasks it would be
+    several calls for each batch entry, so its causal mask is one of this package's.
+    """
+    return shape.batch > _FEW_ENTRIES and shape.n_keys > shape.n_queries
 
 
 def _is_causal(geometry: Geometry) -> bool:
