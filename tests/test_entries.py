@@ -328,3 +328,34 @@ def test_a_mask_is_packed_where_its_kernel_takes_grouped_heads(
             mask, "cpu", shape, torch.device("cpu"), needs_grad=True, tried=False
         )[1:]
     assert [type(kernel) for kernel in kernels] == [WholeCallKernel, MaskedKernel]
+
+
+@pytest.mark.parametrize("batch", [(64,), (8, 8)])
+@pytest.mark.parametrize("sides", [(1, 5), (3, 8)])
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"window": 2}, {"softcap": 3.0}, {"chunk": 2}, {"sinks": torch.randn(2)}],
+    ids=str,
+)
+def test_keys_that_no_causal_query_sees(
+    batch: tuple[int, ...], sides: tuple[int, int], rules: dict[str, Any]
+) -> None:
+    """Many entries with more keys than queries are one kernel call, not several for
+    each entry; those keys have gradients of zero."""
+    n, m = sides
+    query, key, value = (torch.randn(*batch, 2, rows, 8) for rows in (n, m, m))
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    mask = qa.Mask(causal=True, **rules) if rules else None
+    report = qa.Report()
+    out = qa.attention(*leaves, mask, is_causal=not rules, report=report)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert (report.forward.units, report.backward.units) == (1, 1)
+    seen = [
+        t.detach().requires_grad_() for t in (query, key[..., :n, :], value[..., :n, :])
+    ]
+    expected = qa.attention(*seen, mask, is_causal=not rules)
+    wanted = torch.autograd.grad(expected.sum(), seen)
+    torch.testing.assert_close(out, expected)
+    for grad, part in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad[..., : part.shape[-2], :], part)
+        assert not grad[..., part.shape[-2] :, :].any()

@@ -96,6 +96,31 @@ def test_measured_peak_of_a_cut_call_within_the_plan(kernel) -> None:
         assert 0 < part.peak_bytes <= part.planned_peak_bytes
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 64), (1, 2, 20), (3, 2, 64), (700, 2, 64)])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_measured_peak_of_grouped_heads_within_the_plan(
+    dtype: torch.dtype, is_causal: bool, sizes: tuple[int, int, int], by_token: bool
+) -> None:
+    """Whole calls of an operator that takes no grouped heads."""
+    batch, kv_heads, head_dim = sizes
+    n = N if batch < 100 else 64
+    given = inputs(
+        n, batch=(batch,), heads=8, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+    )
+    tensors = [t.to("cuda") for t in (*given.three, given.grad_out)]
+    if by_token:
+        tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    call = {"kernel": "efficient", "is_causal": is_causal, "enable_gqa": True}
+    both(Inputs(*tensors), **call)
+    report = qa.Report()
+    both(Inputs(*tensors), report=report, **call)
+    for part in (report.forward, report.backward):
+        assert part.peak_bytes is not None
+        assert 0 < part.peak_bytes <= part.planned_peak_bytes
+
+
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 @pytest.mark.parametrize("mask", ["none", "rows", "heads"])
 def test_a_budget_is_kept(where, mask) -> None:

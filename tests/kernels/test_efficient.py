@@ -147,3 +147,44 @@ def test_the_lse_of_rows_that_begin_anywhere(
     others = kernel.whole_backward(call, Saved(grad_out, out, lse))
     for grad, other in zip(grads, others, strict=True):
         assert torch.equal(grad, other)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("order", ["heads", "tokens"])
+def test_grouped_heads_are_a_few_calls_of_views(
+    kernel: EfficientKernel,
+    monkeypatch: pytest.MonkeyPatch,
+    order: str,
+    causal: bool,
+) -> None:
+    """Forty entries of grouped heads: not a call of the operator for each of them."""
+    names: list[str] = []
+
+    def counting(name: str, operator: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            names.append(name)
+            return operator(*args, **named)
+
+        return call
+
+    for name, operator in ((_PREFIX, _forward), (f"{_PREFIX}_backward", _backward)):
+        monkeypatch.setattr(torch.ops.aten, name, counting(name, operator))
+    batch, n = 40, 5
+    query, grad_out = (_rows(batch, 4, n, 16, order) for _ in range(2))
+    key, value = (_rows(batch, 2, n, 16, order) for _ in range(2))
+    call = Call(query, key, value, causal, 0.5)
+    out, lse = kernel.whole_forward(call)
+    with torch.enable_grad():
+        grads = kernel.whole_backward(call, Saved(grad_out, out, lse))
+    assert len(names) <= 4
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    key_of_each, value_of_each = (t.repeat_interleave(2, 1) for t in leaves[1:])
+    exact, exact_lse = _attention(
+        leaves[0], key_of_each, value_of_each, None, causal, 0.5
+    )
+    wanted = torch.autograd.grad(exact, leaves, grad_out.double())
+    torch.testing.assert_close(
+        (out.double(), lse.double()), (exact, exact_lse), atol=1e-4, rtol=0
+    )
+    for grad, expected in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.double(), expected, atol=1e-4, rtol=0)

@@ -158,34 +158,9 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
-<<<<<<< HEAD
-        return forward_by_parts(self._single_forward, call, self.forward_limits)
-=======
         if self._has_other_groups(call):
             return grouped_forward(self.whole_forward, call)
-        parts = _parts_within(self.forward_limits, call)
-        if len(parts) < 2:
-            return self._single_forward(call)
-        query = call.query
-        rows = query.shape[:3]
-        dtype = call.stored or query.dtype
-        out = empty_like_input(
-            query,
-            (*rows, call.value.shape[-1]),
-            dtype,
-        )
-        lse = torch.empty(
-            rows,
-            dtype=state_dtype(query.dtype),
-            device=query.device,
-        )
-        for part in parts:
-            part_out, part_lse = self._single_forward(_part_of_call(call, part))
-            out[part.query_rows].copy_(part_out)
-            lse[part.query_rows].copy_(part_lse)
-            del part_out, part_lse  # before the next part's are made
-        return out, lse
->>>>>>> 351d6449 (Many batch entries: grouped heads on an operator without them are one call of views; causal calls with more keys than queries are one masked call)
+        return forward_by_parts(self._single_forward, call, self.forward_limits)
 
     def _single_forward(self, call: Call) -> OutLse:
         scaled_call, _ = with_positive_scale(call, self.splits_fp32_scale)
@@ -220,19 +195,10 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
-<<<<<<< HEAD
-        return backward_by_parts(
-            self._single_backward, call, saved, self.backward_limits
-=======
         if self._has_other_groups(call):
             return grouped_backward(self.whole_backward, call, saved)
-        parts = _parts_within(self.backward_limits, call)
-        if len(parts) < 2:
-            return self._single_backward(call, saved)
-        grad_query, grad_key, grad_value = (
-            empty_like_input(tensor, tensor.shape, call.stored or tensor.dtype)
-            for tensor in call.inputs
->>>>>>> 351d6449 (Many batch entries: grouped heads on an operator without them are one call of views; causal calls with more keys than queries are one masked call)
+        return backward_by_parts(
+            self._single_backward, call, saved, self.backward_limits
         )
 
     def _has_other_groups(self, call: Call) -> bool:
