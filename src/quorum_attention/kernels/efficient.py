@@ -44,9 +44,14 @@ class EfficientKernel(RectangleKernel):
     masked_limit: int = 32_768
     row_unit = _LSE_ROWS
     regroups = True
-    # Beyond these elements of an entry it read and wrote outside its memory.
+    # Beyond these elements of an entry it read and wrote outside its memory. More
+    # entries it cuts by itself, but not where keys have a stride of 0.
     forward_limits = backward_limits = CallLimits(
-        heads=GRID_BLOCKS, query_elements=INT32, key_elements=INT32, scope="entry"
+        entries=GRID_BLOCKS,
+        heads=GRID_BLOCKS,
+        query_elements=INT32,
+        key_elements=INT32,
+        scope="entry",
     )
 
     def refusal(self, shape: CallShape) -> str | None:
@@ -138,9 +143,12 @@ class EfficientKernel(RectangleKernel):
             inside += sizes.rows * (value_dim + 2) * _FP32_BYTES  # delta, out of place
         inside += self._fp32_sums_bytes(sizes, head_dim, value_dim)
         if sizes.group > 1:
-            # Output and its gradient in the order of the call; the gradients of a group
-            # beside their sums, and these beside those of all calls.
-            inside += outputs + 2 * gradients
+            # Output and its gradient in the order of the call; the gradients with a key
+            # for every query head beside their sums, of a part and of all.
+            key_rows = extent.lanes * extent.max_keys
+            numbers = extent.rows * (head_dim + 2 * value_dim)
+            numbers += key_rows * (head_dim + value_dim)
+            inside += 2 * numbers * sizes.itemsize
         return sizes.backward_bytes(inside, gradients)
 
     def _fp32_sums_bytes(
