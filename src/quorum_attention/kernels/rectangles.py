@@ -142,7 +142,7 @@ class RectangleKernel(CallsKernel):
             return False
         limits = self.call_limits(backward=shape.needs_grad)
         sizes = _sizes_of(shape, tokens)
-        if not self.grouped:
+        if self.regroups:
             # The rows of a group may become those of a single head.
             sizes = sizes._replace(group=1, queries=sizes.queries * sizes.group)
         _, key_heads = limits.largest(sizes)
@@ -203,7 +203,7 @@ class RectangleKernel(CallsKernel):
 
     def _has_other_groups(self, call: Call) -> bool:
         """Whether a call has grouped heads that the operator does not take."""
-        return not self.grouped and call.query.shape[1] != call.key.shape[1]
+        return self.regroups and call.query.shape[1] != call.key.shape[1]
 
     def _single_backward(self, call: Call, saved: Saved) -> Three:
         scaled_call, query_factor = with_positive_scale(call, self.splits_fp32_scale)
