@@ -15,14 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.utils.stateless import (
-    _reparametrize_module,
-)  # as torch.func.functional_call
 from torch.utils._pytree import tree_map_only
 
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.patching import swapping
+from quorum_attention.recipes.lent_weights import weights_swapped
 from quorum_attention.recipes.trials import evaluating
 from quorum_attention.units import format_bytes
 
@@ -96,7 +93,7 @@ class HeadCall:
         ]
         if not swapped:
             return self.plain(self.head, states)
-        with swapping, _reparametrize_module(self.head, self.weights, tie_weights=True):
+        with weights_swapped(self.head, self.weights):
             return self.plain(self.head, states)
 
     @contextmanager

@@ -1,4 +1,5 @@
-"""Weights that a call lends to a module, which ``torch.func.functional_call`` does.
+"""Weights that a module has for a while: those that a call lends to it, which
+``torch.func.functional_call`` does, and those of its own call that runs later.
 
 The module has its own weights again when the call is over. A checkpoint runs the module
 a second time after that, and would get gradients of the module's own weights.
@@ -6,7 +7,9 @@ a second time after that, and would get gradients of the module's own weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +17,17 @@ from torch.nn.utils.stateless import (
     _reparametrize_module,
 )  # as torch.func.functional_call
 
-from quorum_attention.recipes.patching import swapping
+from quorum_attention.kernels.tensors import NamedTensors
+
+# Calls of other threads wait, or a module might keep the weights.
+_swapping = threading.RLock()
+
+
+@contextmanager
+def weights_swapped(module: torch.nn.Module, tensors: NamedTensors) -> Iterator[None]:
+    """Let a module have other parameters and buffers, by name."""
+    with _swapping, _reparametrize_module(module, tensors, tie_weights=True):
+        yield
 
 
 def with_lent_weights(
@@ -27,7 +40,7 @@ def with_lent_weights(
         module: the module.
         function: runs the module.
     """
-    lent: dict[str, torch.Tensor] = {
+    lent: NamedTensors = {
         name: weight
         for name, weight in module.named_parameters()
         if not isinstance(weight, torch.nn.Parameter)
@@ -36,7 +49,7 @@ def with_lent_weights(
         return function
 
     def run(*inputs: Any) -> Any:
-        with swapping, _reparametrize_module(module, lent, tie_weights=True):
+        with weights_swapped(module, lent):
             return function(*inputs)
 
     return run

@@ -8,7 +8,6 @@ original's weights. Copies and unpickled modules keep the changed class.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -30,9 +29,6 @@ Replacement = Callable[..., Any]
 ``plain`` is the method that the module had before."""
 # The attribute of a changed class that holds its ``_Patch``.
 _PATCH = "_quorum_attention_patch"
-# A module has other weights for a while: calls of other threads wait, or it might keep
-# those.
-swapping = threading.RLock()
 
 
 @dataclass(frozen=True)

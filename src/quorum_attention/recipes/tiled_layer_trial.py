@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.functional import dropout
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from quorum_attention.kernels.tensors import NamedTensors
-from quorum_attention.recipes.patching import swapping
+from quorum_attention.recipes.lent_weights import weights_swapped
 from quorum_attention.recipes.tiled_layer import TensorList, TiledLayer, without_hooks
 from quorum_attention.recipes.trials import drawn, failure_words, has_hooks, is_near
 
@@ -199,7 +198,7 @@ def _guarded(
 ) -> Iterator[None]:
     """Run a module with other buffers, without dropout, and refuse ``n_numbers`` in a
     row."""
-    with swapping, _reparametrize_module(module, buffers), _TrialMode(n_numbers):
+    with weights_swapped(module, buffers), _TrialMode(n_numbers):
         yield
 
 

@@ -13,18 +13,15 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn.utils.stateless import (
-    _reparametrize_module,
-)  # as torch.func.functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.recipes.changes import LeftOutError
+from quorum_attention.recipes.lent_weights import weights_swapped
 from quorum_attention.recipes.patching import (
     PatchedForwards,
     has_own_forward,
     patch,
-    swapping,
 )
 from quorum_attention.recipes.switches import MLP
 from quorum_attention.recipes.trials import differ_by_rounding, drawn, result_like
@@ -201,7 +198,7 @@ def _compute_tiles(
     def run(tile: torch.Tensor) -> Any:
         narrow = {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
         swapped = weights | narrow
-        with swapping, _reparametrize_module(module, swapped, tie_weights=True):
+        with weights_swapped(module, swapped):
             return plain(
                 module, tile
             )  # without its hooks, which are called once, outside
