@@ -17,7 +17,6 @@ of its rows. So both stay in fp16's normal range and cannot overflow (design, se
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.native.dropout_triton import dropout_params
 from quorum_attention.kernels.native.tiles_triton import (
     LOG2_E,
     NOT_SPECIALIZED,
@@ -176,9 +175,7 @@ def query_kernel(
     delta_of_head = delta + number.to(tl.int64) * n_queries
     delta_pointers = delta_of_head + wide_rows
     row_delta = tl.load(delta_pointers, mask=live, other=0.0)
-    words = (seed_low, seed_high, threshold, first_head, first_entry, rescale, share)
-    dropout = dropout_params(words, lane, K)
-    _, _, _, _, _, rescale, _ = dropout
+    dropout = (seed_low, seed_high, threshold, first_head, first_entry, lane)
     first_key_lane = (number // heads) * (heads // group)
     key_lane_number = first_key_lane + (number % heads) // group
     ds_scale = _ds_scale(norms, key_lane_number, key_lanes, p_exponent, rescale, K)
@@ -309,9 +306,6 @@ def key_kernel(
     keys = block * K.BLOCK_N + tl.arange(0, K.BLOCK_N)
     k = load_rows(key, key_strides, key_lane, keys, n_keys, K.HEAD_DIM, K.PADDED)
     v = load_rows(value, value_strides, key_lane, keys, n_keys, K.VALUE_DIM, K.PADDED)
-    words = (seed_low, seed_high, threshold, first_head, first_entry, rescale, share)
-    # The words of a query head are made below.
-    _, _, _, _, _, rescale, _ = dropout_params(words, key_lane, K)
     ds_scale = _ds_scale(norms, number, key_lanes, p_exponent, rescale, K)
     staying = (k, v, ds_scale, rescale, p_exponent)
     lse_entry_stride, lse_head_stride, lse_row_stride = lse_strides
@@ -338,7 +332,7 @@ def key_kernel(
             delta_of_head,
             scores,
         )
-        dropout = dropout_params(words, lane, K)
+        dropout = (seed_low, seed_high, threshold, first_head, first_entry, lane)
         table = (block, starts, entries, n_keys)
         masking = ((window_left, window_right), bits, head_bias, dropout)
         dk, dv = walk((dk, dv), staying, moving, table, masking, _key_tile, True, K)

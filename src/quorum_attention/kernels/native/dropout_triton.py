@@ -7,43 +7,6 @@ import triton.language as tl
 
 
 @triton.jit
-def dropout_params(dropout, lane, K: tl.constexpr):
-    """The numbers that a program's tiles need of a dropout; neutral ones without
-    dropout.
-
-    Args:
-        dropout: what ``launch._dropout_words`` returns: halves of the seed, threshold,
-            first head and first entry, all int32; and 1 / (1 - p) and 1 - p, fp32.
-        lane: batch entry and query head, numbered in the launch.
-
-    Returns:
-        (head, entry, key_low, key_high, threshold): words of 32 bits; head and entry,
-        numbered in the whole call, are the third and the fourth word of the counter;
-        and (rescale, share): 1 / (1 - p) and 1 - p.
-    """
-    params = (0, 0, 0, 0, 0, 1.0, 1.0)
-    if K.DROPOUT:
-        seed_low, seed_high, threshold, first_head, first_entry, rescale, share = (
-            dropout
-        )
-        entry, head = lane
-        head = (first_head + head).to(tl.uint32)
-        entry = (first_entry + entry).to(tl.uint32)
-        key_low = seed_low.to(tl.uint32)
-        key_high = seed_high.to(tl.uint32)
-        params = (
-            head,
-            entry,
-            key_low,
-            key_high,
-            threshold.to(tl.uint32),
-            rescale,
-            share,
-        )
-    return params
-
-
-@triton.jit
 def philox(c0, c1, c2, c3, key_low, key_high):
     """The four words of Philox4x32-7; counters and key are uint32 and broadcast."""
     for _ in tl.static_range(7):
@@ -61,10 +24,17 @@ def philox(c0, c1, c2, c3, key_low, key_high):
 
 
 @triton.jit
-def _dropped_in_groups(rows, groups, params):
+def _dropped_in_groups(rows, groups, dropout):
     """Whether the first, second, third and fourth key of each group is dropped, int8
     each."""
-    head, entry, key_low, key_high, threshold, _, _ = params
+    seed_low, seed_high, threshold, first_head, first_entry, lane = dropout
+    entry, head = lane
+    # Numbered in the whole call: the third and the fourth word of the counter.
+    head = (first_head + head).to(tl.uint32)
+    entry = (first_entry + entry).to(tl.uint32)
+    key_low = seed_low.to(tl.uint32)
+    key_high = seed_high.to(tl.uint32)
+    threshold = threshold.to(tl.uint32)
     w0, w1, w2, w3 = philox(groups, rows, head, entry, key_low, key_high)
     return (
         (w0 < threshold).to(tl.int8),
@@ -86,14 +56,15 @@ def _pick(number, a, b, c, d):
 
 
 @triton.jit
-def dropped_pairs(rows, first_key, params, BY_KEY: tl.constexpr, K: tl.constexpr):
+def dropped_pairs(rows, first_key, dropout, BY_KEY: tl.constexpr, K: tl.constexpr):
     """Which pairs of a tile are dropped: int8, not 0 where they are.
 
     Args:
         rows: (BLOCK_M,) int32, global positions of the queries.
         first_key: int32, global position of the first of BLOCK_N neighbouring keys;
             with DROPOUT 2 a multiple of four, with 1 anything (twice the work).
-        params: as ``dropout_params`` returns them.
+        dropout: halves of the seed, threshold, first head and first entry, all int32;
+            and the lane: batch entry and query head, numbered in the launch.
 
     Returns:
         (BLOCK_M, BLOCK_N); with BY_KEY (BLOCK_N, BLOCK_M).
@@ -102,10 +73,10 @@ def dropped_pairs(rows, first_key, params, BY_KEY: tl.constexpr, K: tl.constexpr
     groups = (first_key // 4) + tl.arange(0, K.BLOCK_N // 4).to(tl.uint32)
     groups = groups[None, :]
     rows = rows.to(tl.uint32)[:, None]
-    d0, d1, d2, d3 = _dropped_in_groups(rows, groups, params)
+    d0, d1, d2, d3 = _dropped_in_groups(rows, groups, dropout)
     if K.DROPOUT == 1:
         # A tile's four neighbouring keys begin within a group and end in the next one.
-        n0, n1, n2, _ = _dropped_in_groups(rows, groups + 1, params)
+        n0, n1, n2, _ = _dropped_in_groups(rows, groups + 1, dropout)
         n_skipped = first_key % 4
         shifted_0 = _pick(n_skipped, d0, d1, d2, d3)
         shifted_1 = _pick(n_skipped, d1, d2, d3, n0)

@@ -15,7 +15,6 @@ rounding of m: where m is thousands, a row of one key is one last place off its 
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.native.dropout_triton import dropout_params
 from quorum_attention.kernels.native.tiles_triton import (
     LOG2_E,
     NOT_SPECIALIZED,
@@ -121,7 +120,8 @@ def forward_kernel(
             ``window_left`` and ``window_right`` are their strides by batch entry and
             head.
         group: query heads of a key head.
-        seed_low, ..., share: see ``dropout_params``; read with DROPOUT.
+        seed_low, ..., first_entry: see ``dropped_pairs``; read with DROPOUT.
+        rescale, share: 1 / (1 - p) and 1 - p; read with DROPOUT.
         bias_strides: in elements, by batch entry, head, row and column.
         bias_row, bias_column: local positions of the mask's first row and column.
     """
@@ -134,9 +134,7 @@ def forward_kernel(
     out_pointers = row_pointers(out, out_strides, lane, rows, K.PADDED)
     out_live = cells_there_are(rows, n_queries, K.VALUE_DIM, K.PADDED)
     row_lse = lse_pointers(lse, lse_strides, lane, rows)
-    words = (seed_low, seed_high, threshold, first_head, first_entry, rescale, share)
-    dropout = dropout_params(words, lane, K)
-    _, _, _, _, _, rescale, share = dropout
+    dropout = (seed_low, seed_high, threshold, first_head, first_entry, lane)
     if K.ADD:
         lse_so_far = tl.load(row_lse, mask=live, other=float("-inf"))
         m = lse_so_far * LOG2_E

@@ -324,9 +324,9 @@ class NativeLaunch:
 
 
 def _dropout_words(dropout: Dropout | None) -> tuple[int | float, ...]:
-    """A dropout as kernels are given it (``dropout_triton.dropout_params``)."""
+    """A dropout as kernels are given it, from ``seed_low`` to ``share``."""
     if dropout is None:
-        return (0, 0, 0, 0, 0, 0.0, 0.0)
+        return (0, 0, 0, 0, 0, 1.0, 1.0)
     return (
         _as_int32(dropout.seed & 0xFFFFFFFF),
         _as_int32(dropout.seed >> 32),

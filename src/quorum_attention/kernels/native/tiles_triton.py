@@ -20,7 +20,7 @@ Values that belong together are tuples, which functions unpack at their top:
 * ``scores``: (scale, scale / ln 2, soft cap, slope), of a head.
 * ``bias``: (pointer to a head, stride of rows, stride of columns, its first row and
   column).
-* ``dropout``: what ``dropout_params`` returns.
+* ``dropout``: what ``dropped_pairs`` reads.
 * ``pairs``: of a tile, what ``pairs_of_tile`` returns.
 * ``tile``: (first moving row, moving rows (n,), which of them to read, which pairs to
   keep, pairs, which pointers of the mask to read).
