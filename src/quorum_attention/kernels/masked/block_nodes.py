@@ -119,6 +119,16 @@ def quarters(nodes: Nodes) -> Nodes:
     return without_empty(joined(parts))
 
 
+def begins_runs(*numbers: Ints) -> NDArray[np.bool_]:
+    """Where runs of equal numbers begin, along the last dimension of each of
+    ``numbers``: at the first place, and where one of them changes."""
+    begins = np.ones(numbers[0].shape, np.bool_)
+    begins[..., 1:] = False
+    for ids in numbers:
+        begins[..., 1:] |= ids[..., 1:] != ids[..., :-1]
+    return begins
+
+
 def consecutive(starts: Ints, lengths: Ints) -> NDArray[Any]:
     """``start``, ``start + 1``, ... of every range, one after the other."""
     before = np.cumsum(lengths) - lengths

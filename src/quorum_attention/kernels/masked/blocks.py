@@ -59,10 +59,9 @@ class Blocks:
     @property
     def longest(self) -> tuple[int, int]:
         """The most queries and the most keys of a block."""
-        sides = _Sides(*self._bounds.T)
-        n_queries = sides.query_stop - sides.query_start
-        n_keys = sides.key_stop - sides.key_start
-        return int(n_queries.max(initial=0)), int(n_keys.max(initial=0))
+        lengths = self._bounds[:, 1::2] - self._bounds[:, ::2]
+        n_queries, n_keys = lengths.max(axis=0, initial=0).tolist()
+        return n_queries, n_keys
 
     def within(self, block: Ranges, band: Band) -> Iterator[tuple[Ranges, Band]]:
         """The parts of ``block`` that lie in these blocks, each with its band within

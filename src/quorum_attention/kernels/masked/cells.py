@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
+from quorum_attention.kernels.masked.block_nodes import begins_runs
 from quorum_attention.kernels.masked.token_rules import Ids, PlaceRule
 
 NO_KEY = np.iinfo(np.int64).min
@@ -227,9 +228,7 @@ class _TokenGroups:
         self._n_tokens = ids.shape[1]
         order = np.argsort(ids, axis=1, kind="stable")
         ordered = np.take_along_axis(ids, order, axis=1)
-        begins = np.ones(ids.shape, np.bool_)
-        begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        starts = np.flatnonzero(begins)
+        starts = np.flatnonzero(begins_runs(ordered))
         edges = np.append(starts, ids.size)
         counts = np.diff(edges)
         names = ordered.ravel()[starts]

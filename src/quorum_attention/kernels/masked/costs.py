@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.masked.block_nodes import begins_runs
 from quorum_attention.kernels.masked.token_rules import Ids
 
 # Pairs of one head that take as long as a kernel call takes the host: of a call of
@@ -115,8 +116,7 @@ def cost_of_bias(n_calls: int, n_pairs: int) -> int:
 
 def _count_runs(ids: Ids) -> Ids:
     """Runs of equal numbers in each row, (rows,)."""
-    begins_run = ids[:, 1:] != ids[:, :-1]
-    counts: Ids = begins_run.sum(axis=1) + 1
+    counts: Ids = begins_runs(ids).sum(axis=1)
     return counts
 
 

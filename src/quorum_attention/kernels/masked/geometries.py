@@ -10,7 +10,7 @@ import numpy as np
 
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.call_shape import CallShape
-from quorum_attention.kernels.masked.block_nodes import consecutive
+from quorum_attention.kernels.masked.block_nodes import begins_runs, consecutive
 from quorum_attention.kernels.masked.blocks import Blocks
 from quorum_attention.kernels.masked.geometry import Geometry, geometry_of
 from quorum_attention.kernels.masked.mask_fields import relative_band
@@ -201,11 +201,6 @@ class _TokenRuns(NamedTuple):
 
 def _runs(*numbers: Ids) -> _TokenRuns:
     """The runs of tokens in which each of ``numbers`` stays equal."""
-    n_tokens = len(numbers[0])
-    begins = np.zeros(n_tokens, np.bool_)
-    begins[:1] = True
-    for ids in numbers:
-        begins[1:] |= ids[1:] != ids[:-1]
-    starts = np.flatnonzero(begins)
-    stops = np.append(starts, n_tokens)[1:]
+    starts = np.flatnonzero(begins_runs(*numbers))
+    stops = np.append(starts, len(numbers[0]))[1:]
     return _TokenRuns(starts, stops)
