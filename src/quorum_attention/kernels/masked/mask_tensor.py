@@ -92,7 +92,6 @@ def _kept_pairs(
     """Which pairs ids, lengths, padding and ``places`` keep, (batch or 1, queries or 1,
     keys)."""
     is_kept = tables_on(device, mask, sizes.n_keys).kept_pairs()
-    assert is_kept is not None  # a mask of tokens has ids, lengths or padding
     if places is None:
         return is_kept
     queries = torch.arange(sizes.n_queries, device=device)

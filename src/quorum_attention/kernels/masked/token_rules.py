@@ -150,14 +150,12 @@ class TokenRules:
         """
         tables = self._tables(device).at(entries, queries, keys)
         is_kept = tables.kept_pairs()
-        if is_kept is not None and (self.places.keeps_all or not by_places):
+        if self.places.keeps_all or not by_places:
             return is_kept
         n_queries = self.places.places.shape[1]
         query_positions = _positions(queries, n_queries, device)
         key_positions = _positions(keys, self._n_keys, device)
         kept_by_places = self.places.keeps(entries, query_positions, key_positions)
-        if is_kept is None:
-            return kept_by_places
         return kept_by_places & is_kept
 
     def _tables(self, device: torch.device) -> TokenTables:
@@ -194,17 +192,15 @@ class TokenTables:
             is_there = _rows_at(is_there, entries, keys)
         return TokenTables(ids, is_there)
 
-    def kept_pairs(self) -> torch.Tensor | None:
+    def kept_pairs(self) -> torch.Tensor:
         """Which pairs have equal ids, and a key that is there, (entries, queries or 1,
-        keys); None: all."""
-        is_kept: torch.Tensor | None = None
-        if self.ids is not None:
-            of_query, of_key = self.ids
-            is_kept = of_query[..., None] == of_key[:, None]
-        if self.is_there is not None:
-            is_there = self.is_there[:, None]
-            is_kept = is_there if is_kept is None else is_kept & is_there
-        return is_kept
+        keys); of a mask that has ids, lengths or padding."""
+        if self.ids is None:
+            assert self.is_there is not None
+            return self.is_there[:, None]
+        of_query, of_key = self.ids
+        is_equal = of_query[..., None] == of_key[:, None]
+        return is_equal if self.is_there is None else is_equal & self.is_there[:, None]
 
 
 def tables_on(device: torch.device, mask: Mask, n_keys: int) -> TokenTables:
