@@ -55,22 +55,23 @@ def sinks_gradient(
     device = out.device
     dtype = lse.dtype
     *batch_shape, heads, rows, width = out.shape
-    batch = math.prod(batch_shape)  # -1 means nothing where there are no rows
-    outs = out.reshape(batch, heads, rows, width)
-    grad_outs = grad_out.reshape(batch, heads, rows, width)
-    lses = lse.reshape(batch, heads, rows)
+    # -1 means nothing where there are no rows.
+    sizes = (math.prod(batch_shape), heads, rows)
+    outs = out.reshape(*sizes, width)
+    grad_outs = grad_out.reshape(*sizes, width)
+    lses = lse.reshape(sizes)
     logits = sinks.detach()
     logits = logits.to(device=device, dtype=dtype)
     logits = logits.unsqueeze(1)  # (h, 1)
     sum_dtype = torch.promote_types(dtype, torch.float64)
     grad_sinks = torch.zeros(heads, dtype=sum_dtype, device=device)
     row_bytes = 3 * max(1, width) * lse.element_size()
-    for block in row_blocks(batch, heads, rows, row_bytes):
+    for block in row_blocks(*sizes, row_bytes):
         upstream = grad_outs[block].to(device=device, dtype=dtype)
         products = upstream * outs[block].to(dtype)
         delta = products.sum(dim=-1)  # (b, h, rows)
         if grad_lse is not None:
-            grad_lses = grad_lse.reshape(lses.shape)
+            grad_lses = grad_lse.reshape(sizes)
             delta -= grad_lses[block].to(device=device, dtype=dtype)
         block_heads = block[1]
         logit = logits[block_heads]

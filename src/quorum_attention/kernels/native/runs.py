@@ -272,8 +272,6 @@ class Runs(NamedTuple):
 
     def on(self, device: torch.device) -> Runs:
         """The table on a device."""
-        if device.type == "cpu":
-            return self
         return self._replace(packed=to_device(self.packed, device))
 
 
