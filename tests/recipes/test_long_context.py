@@ -298,7 +298,8 @@ def test_a_chunked_loss_in_sixteen_bits_is_summed_in_float32(
     found = model(ids, labels=ids)
     assert not found.logits.is_computed
     assert found.loss.dtype == torch.float32
-    torch.testing.assert_close(found.loss, wanted)
+    # torch 2.8 rounds logits of some rows unlike those of all.
+    torch.testing.assert_close(found.loss, wanted, rtol=1e-5, atol=0.0)
 
 
 def test_under_autocast() -> None:

@@ -470,11 +470,14 @@ def test_without_gradients_and_forward_mode() -> None:
         RuntimeError, match="saved tensor hooks"
     ):  # as of any of torch's checkpoints
         torch.func.grad(lambda x: tiled(x).sum())(x)
-    ways = [
-        torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
-        for model in (plain, tiled)
-    ]
-    torch.testing.assert_close(ways[1], ways[0])
+    direction = (torch.ones_like(x),)
+    _, expected = torch.func.jvp(plain, (x,), direction)
+    if torch.__version__ < "2.9":  # its checkpoints have no forward mode
+        with pytest.raises(NotImplementedError, match="jvp"):
+            torch.func.jvp(tiled, (x,), direction)
+        return
+    _, tangent = torch.func.jvp(tiled, (x,), direction)
+    torch.testing.assert_close(tangent, expected)
 
 
 def test_threads_that_train_one_model_wait_for_each_other() -> None:

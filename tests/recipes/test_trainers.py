@@ -75,6 +75,39 @@ def adapters(task: str = "CAUSAL_LM") -> Any:
     return peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type=task)
 
 
+class EightBits(torch.nn.Linear):
+    """A stand-in for a quantised layer: its weights are integers, with a scale for each
+    row. It has no gradients of its own."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        integers = (linear.weight.detach() / scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(integers, requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(x.dtype) * self.scale.to(x.dtype)
+        return torch.nn.functional.linear(x, weight)
+
+
+def quantised(model: Any) -> Any:
+    """The model with ``EightBits`` in all linear layers of its decoder."""
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, EightBits(child))
+    return model
+
+
+def mean_of_predictions(results: Any) -> dict[str, float]:
+    """A metric that depends on all that a trainer gathers."""
+    predictions = results.predictions
+    if isinstance(predictions, tuple):
+        predictions = predictions[0]
+    return {"mean": float(predictions.mean())}
+
+
 def trainer_of_transformers(model: Any, folder: Path) -> Any:
     """``Trainer`` with labels; it evaluates with metrics of the logits, and saves."""
     ids = [torch.randint(2, VOCABULARY, (60,)) for _ in LENGTHS]
@@ -87,7 +120,7 @@ def trainer_of_transformers(model: Any, folder: Path) -> Any:
         arguments,
         train_dataset=data,  # type: ignore[arg-type]
         eval_dataset=data,  # type: ignore[arg-type]
-        compute_metrics=lambda results: {"mean": float(results.predictions.mean())},
+        compute_metrics=mean_of_predictions,
     )
 
 
@@ -95,10 +128,12 @@ def supervised(model: Any, folder: Path, **options: Any) -> Any:
     """``SFTTrainer``, with padded, packed or concatenated texts."""
     with_adapters = options.pop("adapters", False)
     ids = [torch.randint(2, VOCABULARY, (length,)).tolist() for length in LENGTHS]
+    texts = datasets.Dataset.from_list([{"input_ids": text} for text in ids])
     return trl.SFTTrainer(
         model,
         trl.SFTConfig(str(folder), **{**COMMON, **options}),
-        train_dataset=datasets.Dataset.from_list([{"input_ids": text} for text in ids]),
+        train_dataset=texts,
+        eval_dataset=texts if "eval_strategy" in options else None,
         processing_class=tokenizer(),
         peft_config=adapters() if with_adapters else None,
     )
@@ -122,10 +157,12 @@ def preferring(model: Any, folder: Path, **options: Any) -> Any:
     """``DPOTrainer``, whose reference is the model without adapters, or a copy of
     it."""
     with_adapters = options.pop("adapters", False)
+    pairs = preferences()
     return trl.DPOTrainer(
         model,
         args=trl.DPOConfig(str(folder), **COMMON, **options),
-        train_dataset=preferences(),
+        train_dataset=pairs,
+        eval_dataset=pairs if "eval_strategy" in options else None,
         processing_class=tokenizer(),
         ref_model=None if with_adapters else copy.deepcopy(model),
         peft_config=adapters() if with_adapters else None,
@@ -141,7 +178,9 @@ def _share_of_even_words(completions: list[str], **_: Any) -> list[float]:
 def reinforced(model: Any, folder: Path, **options: Any) -> Any:
     """``GRPOTrainer``, which generates answers and computes the logits of some
     tokens."""
-    prompts = [{"prompt": words(length)} for length in LENGTHS]
+    with_adapters = options.pop("adapters", False)
+    texts = [{"prompt": words(length)} for length in LENGTHS]
+    prompts = datasets.Dataset.from_list(texts)
     arguments = trl.GRPOConfig(
         str(folder), **COMMON, num_generations=2, max_completion_length=8, **options
     )
@@ -149,8 +188,10 @@ def reinforced(model: Any, folder: Path, **options: Any) -> Any:
         model,
         reward_funcs=_share_of_even_words,
         args=arguments,
-        train_dataset=datasets.Dataset.from_list(prompts),
+        train_dataset=prompts,
+        eval_dataset=prompts if "eval_strategy" in options else None,
         processing_class=tokenizer(),
+        peft_config=adapters() if with_adapters else None,
     )
 
 
@@ -214,13 +255,17 @@ def test_a_changed_model_is_trained_as_a_plain_one(name: str, tmp_path: Path) ->
     assert_same_training(TRAINERS[name], tiny("llama", SIZES).train(), tmp_path)
 
 
-def rewarding(model: Any, folder: Path) -> Any:
+def rewarding(model: Any, folder: Path, **options: Any) -> Any:
     """``RewardTrainer``, whose model gives one number to a text."""
+    with_adapters = options.pop("adapters", False)
+    pairs = preferences()
     return trl.RewardTrainer(
         model,
-        args=trl.RewardConfig(str(folder), **COMMON),
-        train_dataset=preferences(),
+        args=trl.RewardConfig(str(folder), **COMMON, **options),
+        train_dataset=pairs,
+        eval_dataset=pairs if "eval_strategy" in options else None,
         processing_class=tokenizer(),
+        peft_config=adapters("SEQ_CLS") if with_adapters else None,
     )
 
 
@@ -248,6 +293,85 @@ def test_selective_checkpoints(change: Callable[..., Any], tmp_path: Path) -> No
         trainer.train()
     assert report.total.forwards == SIZES["num_hidden_layers"]
     assert report.total.backwards == SIZES["num_hidden_layers"]
+
+
+def with_adapters(model: Any, folder: Path) -> Any:
+    """``Trainer`` of a model with adapters."""
+    return trainer_of_transformers(peft.get_peft_model(model, adapters()), folder)
+
+
+# Adapters, an evaluation after each step, and a file after the second one.
+FULL: dict[str, Any] = {
+    "adapters": True,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_steps": 2,
+}
+FULL_TRAINERS: dict[str, Callable[[Any, Path], Any]] = {
+    "Trainer": with_adapters,
+    "SFT packed": lambda model, folder: supervised(
+        model, folder, packing=True, max_length=64, **FULL
+    ),
+    "SFT without padding": lambda model, folder: supervised(
+        model, folder, padding_free=True, max_length=None, **FULL
+    ),
+    "DPO": lambda model, folder: preferring(model, folder, **FULL),
+    "GRPO": lambda model, folder: reinforced(model, folder, **FULL),
+    "reward": lambda model, folder: rewarding(model, folder, **FULL),
+}
+
+
+def numbers_of(log: dict[str, Any]) -> dict[str, float]:
+    """What was logged of a step, but for times."""
+    times = ("runtime", "per_second", "time")
+    return {
+        name: number
+        for name, number in log.items()
+        if isinstance(number, float) and not name.endswith(times)
+    }
+
+
+def full_model(name: str) -> Any:
+    """A quantised model for a trainer."""
+    auto = AutoModelForSequenceClassification if name == "reward" else None
+    sizes = {**SIZES, "num_labels": 1} if name == "reward" else SIZES
+    return quantised(tiny("llama", sizes, auto).train())
+
+
+def full_run(
+    name: str, folder: Path, *, is_changed: bool, start: Path | None = None
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Train adapters of a quantised model: what was logged, and the adapters."""
+    torch.manual_seed(0)
+    model = full_model(name)
+    model.set_attn_implementation("sdpa")
+    if is_changed:
+        summary = long_context(model, budget="64MiB", mlp_tile=16)
+        assert {"quorum attention", "tiled MLP", "checkpoints"} <= set(summary.done)
+    torch.manual_seed(1)
+    trainer = FULL_TRAINERS[name](model, folder)
+    trainer.train(resume_from_checkpoint=None if start is None else str(start))
+    weights = {
+        name: weight.detach()
+        for name, weight in trainer.model.named_parameters()
+        if weight.requires_grad
+    }
+    return [numbers_of(log) for log in trainer.state.log_history], weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FULL_TRAINERS)
+def test_adapters_of_a_quantised_model(name: str, tmp_path: Path) -> None:
+    """Everything that is logged, in evaluations too, and the adapters are those of
+    SDPA. A run that goes on from a file of its second step ends as one in one go."""
+    plain_logs, plain_weights = full_run(name, tmp_path / "plain", is_changed=False)
+    logs, weights = full_run(name, tmp_path / "changed", is_changed=True)
+    assert any("eval_loss" in log for log in plain_logs)
+    assert logs == [pytest.approx(log, abs=2e-4, rel=2e-3) for log in plain_logs]
+    torch.testing.assert_close(weights, plain_weights, atol=2e-5, rtol=1e-3)
+    start = tmp_path / "changed" / "checkpoint-2"
+    _, resumed = full_run(name, tmp_path / "resumed", is_changed=True, start=start)
+    torch.testing.assert_close(resumed, weights, atol=2e-6, rtol=1e-4)
 
 
 @pytest.mark.slow

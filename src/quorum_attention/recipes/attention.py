@@ -20,7 +20,7 @@ from quorum_attention.integrations.transformers_private import (
 )
 from quorum_attention.recipes.changes import LeftOutError, ModelPiece
 from quorum_attention.recipes.switches import ATTENTION
-from quorum_attention.recipes.trials import evaluating, is_near, some_ids
+from quorum_attention.recipes.trials import is_near, some_ids, trying
 
 # Tokens of a trial: more than the largest block that a model of Transformers compresses
 # its keys by.
@@ -126,7 +126,7 @@ def _try_model(model: Any) -> list[torch.Tensor] | Exception:
     raised."""
     try:
         ids = some_ids(model, _TRIED_TOKENS)
-        with torch.no_grad(), evaluating(model):
+        with trying(model):
             output = model(input_ids=ids, labels=ids)
         results = [getattr(output, name, None) for name in ("loss", "logits")]
         return [result for result in results if isinstance(result, torch.Tensor)]

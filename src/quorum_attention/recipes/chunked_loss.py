@@ -50,10 +50,10 @@ from quorum_attention.recipes.switches import LOSS
 from quorum_attention.recipes.trials import (
     differ_by_rounding,
     drawn,
-    evaluating,
     failure_words,
     has_hooks,
     some_ids,
+    trying,
 )
 from quorum_attention.units import counted
 
@@ -144,7 +144,7 @@ def _reason_from_trial(model: Any) -> str | None:
     trial = _LabelledCall()
     try:
         ids = some_ids(model, _TRIAL_TOKENS)
-        with substituting(labelled_call=trial), torch.no_grad(), evaluating(model):
+        with substituting(labelled_call=trial), trying(model):
             output = model(input_ids=ids, labels=ids)
     except BudgetError:
         # Attention's budget is too small for a few tokens: no fault of the loss.
@@ -249,11 +249,11 @@ def _sample(
     Layers that are not torch's linear one are tried on two tokens, together and alone.
     """
     if plain_class(head) is torch.nn.Linear and "forward" not in vars(head):
-        with torch.no_grad():
+        with trying(head):
             return _run(plain, head, states.flatten(0, -2)[:0])
     tokens = drawn(1, 2, states.shape[-1]).to(states)
     try:
-        with torch.no_grad(), evaluating(head):
+        with trying(head):
             together = _run(plain, head, tokens)
             apart = torch.cat(
                 [_run(plain, head, token) for token in tokens.split(1, 1)], 1

@@ -22,7 +22,7 @@ from quorum_attention.recipes.patching import unpatch_all
 from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill
 from quorum_attention.recipes.prompt_inputs import PromptInputs
 from quorum_attention.recipes.tile_storage import DeviceTiles
-from quorum_attention.recipes.trials import evaluating, failure_words, some_ids
+from quorum_attention.recipes.trials import failure_words, some_ids, trying
 
 _TRIAL_TOKENS = 48
 _TRIAL_TILE = 20
@@ -59,7 +59,7 @@ class PromptTrial:
         if not self.layers:
             return "it has no decoder layers that are known"
         try:
-            with torch.no_grad(), evaluating(self.model):
+            with trying(self.model):
                 layered = self._try()
         except Exception as error:  # the model gets its prompts in chunks
             return failure_words(error)

@@ -44,6 +44,22 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
             part.training = True
 
 
+@contextmanager
+def trying(module: torch.nn.Module) -> Iterator[None]:
+    """Run a module for a trial: in evaluation, without gradients.
+
+    Weights that autocast casts meanwhile are not kept: torch 2.8 would hand them to the
+    step that the trial is for, and these weights would get no gradients.
+    """
+    is_caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad(), evaluating(module):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(is_caching)
+
+
 def failure_words(error: Exception) -> str:
     """Say that a trial has failed, whatever was raised in it."""
     return f"it failed on a few tokens: {type(error).__name__}: {error}"
@@ -53,7 +69,7 @@ def result_like(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None
     """Return what a module returns of ``x`` in evaluation, or None if it takes no such
     tensor, or returns no tensor of the same shape and dtype."""
     try:
-        with torch.no_grad(), evaluating(module):
+        with trying(module):
             result = module(x)
     except Exception:  # whatever it is
         return None
