@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from runs import Row, Run
 
 H200 = "NVIDIA H200"
-# Figures of earlier runs are of older code, and are marked.
-DATE_OF_PRESENT_CODE = "2026-11-29"
+# Figures of earlier runs are of older code, and are marked: date and time of day. Old
+# runs did not write down the time.
+BEGIN_OF_PRESENT_CODE = ("2026-11-29", "12:00")
 OLD_MARK = "†"
 Seconds = tuple[float, float]
 """Of a forward; of a forward and its backward."""
@@ -55,8 +56,7 @@ def commit_of(run: Run) -> str:
 
 def is_old(run: Run) -> bool:
     """Whether a run is of older code than the present."""
-    date: str = run.origin["date"]
-    return date < DATE_OF_PRESENT_CODE
+    return (run.origin["date"], run.origin.get("time", "")) < BEGIN_OF_PRESENT_CODE
 
 
 def describe_runs(runs: Iterable[Run]) -> str:
