@@ -99,19 +99,19 @@ def test_doctor_says_what_would_be_faster() -> None:
         "capability": (9, 0),
         "calibrated": ["float16"],
     }
-    here = doctor.Machine(n_threads=1, n_cores=16, has_driver=True)
-    said = doctor.advice([hopper], versions, here)
+    here = {"n_threads": 1, "n_cores": 16, "has_driver": True}
+    said = doctor.advice([hopper], versions, **here)
     assert any("fa4" in line for line in said)
     assert any("calibrate" in line for line in said)
     assert any("OMP_NUM_THREADS" in line for line in said)
     assert any("transformers" in line for line in said)
     assert not any("CUDA build" in line for line in said)
     older = {**hopper, "capability": (8, 0), "calibrated": list(DTYPES)}
-    here = doctor.Machine(n_threads=16, n_cores=16, has_driver=True)
+    here = {"n_threads": 16, "n_cores": 16, "has_driver": True}
     installed = {"flash-attn-4": None, "transformers": "5.17.0"}
-    assert doctor.advice([older], installed, here) == []
+    assert doctor.advice([older], installed, **here) == []
     cpu = {"device": "cpu", "capability": None}
-    assert any("CUDA build" in line for line in doctor.advice([cpu], installed, here))
+    assert any("CUDA build" in line for line in doctor.advice([cpu], installed, **here))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -38,21 +37,6 @@ _FA4_CAPABILITY = 9  # what FlashAttention-4 needs at least
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The numbers of this machine that bear on speed.
-
-    Attributes:
-        n_threads: that torch computes with.
-        n_cores: that this process may use.
-        has_driver: whether NVIDIA's driver is loaded.
-    """
-
-    n_threads: int
-    n_cores: int
-    has_driver: bool
-
-
 def add_to(commands: Any) -> None:
     """Add the command."""
     parser = shared.add_command(
@@ -80,7 +64,13 @@ def _run(options: argparse.Namespace) -> int:
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     devices = [_describe_device(device) for device in (*cuda, torch.device("cpu"))]
     reason = refusal()
-    sentences = advice(devices, versions, _this_machine())
+    sentences = advice(
+        devices,
+        versions,
+        n_threads=torch.get_num_threads(),
+        n_cores=len(os.sched_getaffinity(0)),
+        has_driver=_NVIDIA_DRIVER.exists(),
+    )
     if options.json:
         print_json(
             {
@@ -106,35 +96,34 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _this_machine() -> Machine:
-    return Machine(
-        n_threads=torch.get_num_threads(),
-        n_cores=len(os.sched_getaffinity(0)),
-        has_driver=_NVIDIA_DRIVER.exists(),
-    )
-
-
 def advice(
-    devices: list[JsonObject], versions: dict[str, str | None], machine: Machine
+    devices: list[JsonObject],
+    versions: dict[str, str | None],
+    *,
+    n_threads: int,
+    n_cores: int,
+    has_driver: bool,
 ) -> list[str]:
     """Return what would make calls faster, a sentence each, the largest gain first.
 
     Args:
         devices: as ``--json`` prints them.
         versions: of packages; None for one that is not installed.
-        machine: this one.
+        n_threads: that torch computes with.
+        n_cores: that this process may use.
+        has_driver: whether NVIDIA's driver is loaded.
     """
     gpus = [device for device in devices if device["capability"] is not None]
     sentences = []
-    if machine.has_driver and not gpus:
+    if has_driver and not gpus:
         sentences.append(
             "torch sees no GPU, though NVIDIA's driver is loaded: install a CUDA build "
             "of torch"
         )
     sentences += _advice_on_gpus(gpus, versions)
-    if 2 * machine.n_threads <= machine.n_cores:
-        threads = counted(machine.n_threads, "thread")
-        cores = counted(machine.n_cores, "core")
+    if 2 * n_threads <= n_cores:
+        threads = counted(n_threads, "thread")
+        cores = counted(n_cores, "core")
         sentences.append(
             f"torch computes with {threads} on {cores}: raise OMP_NUM_THREADS"
         )

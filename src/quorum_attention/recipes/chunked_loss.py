@@ -214,7 +214,9 @@ def _call_head(plain: Any, head: torch.nn.Module, *args: Any, **named: Any) -> A
 
 
 @uncompiled
-def _put_off(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+def _put_off(
+    plain: Callable[..., torch.Tensor], head: torch.nn.Module, states: torch.Tensor
+) -> torch.Tensor:
     """The logits of ``states``: deferred ones if they can be computed in chunks.
 
     Args:
@@ -225,23 +227,18 @@ def _put_off(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.T
     call: _LabelledCall = substitutes.labelled_call
     if has_hooks(head):
         call.reason = f"the output layer, {type(head).__name__}, has hooks"
-        return _run(plain, head, states)
+        return plain(head, states)
     sample = _sample(plain, head, states)
     if sample is None:
         call.reason = (
             f"the output layer, {type(head).__name__}, does not take tokens one by one"
         )
-        return _run(plain, head, states)
+        return plain(head, states)
     return DeferredLogits(HeadCall.record(plain, head, states), sample)
 
 
-def _run(plain: Any, head: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = plain(head, states)
-    return logits
-
-
 def _sample(
-    plain: Any, head: torch.nn.Module, states: torch.Tensor
+    plain: Callable[..., torch.Tensor], head: torch.nn.Module, states: torch.Tensor
 ) -> torch.Tensor | None:
     """Logits of no or few tokens, for their dtype and width; None if tokens depend on
     each other.
@@ -250,14 +247,12 @@ def _sample(
     """
     if plain_class(head) is torch.nn.Linear and "forward" not in vars(head):
         with trying(head):
-            return _run(plain, head, states.flatten(0, -2)[:0])
+            return plain(head, states.flatten(0, -2)[:0])
     tokens = drawn(1, 2, states.shape[-1]).to(states)
     try:
         with trying(head):
-            together = _run(plain, head, tokens)
-            apart = torch.cat(
-                [_run(plain, head, token) for token in tokens.split(1, 1)], 1
-            )
+            together = plain(head, tokens)
+            apart = torch.cat([plain(head, token) for token in tokens.split(1, 1)], 1)
     except Exception:  # whatever it is, the layer is to run as a whole
         return None
     if together.shape[:-1] != (1, 2):
