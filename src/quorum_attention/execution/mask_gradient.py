@@ -20,10 +20,9 @@ smaller tiles: nothing is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
@@ -155,29 +154,22 @@ def add_up_mask_gradient(
     mask = job.bias.mask
     if mask.dim() <= 3:
         mask = mask.unsqueeze(0)
-    target = target.reshape(mask.shape)
-    walk = _Walk(job, saved, target, job.problem.pairs)
+    walk = _Walk(job, saved, target.reshape(mask.shape), job.problem.pairs)
     element_bytes = mask.element_size()
     if job.kernel.own_attention:
         # The test of a pair takes a distance of 64 bits, and a few flags.
         element_bytes += 8
     tile = fitting(job.shape, job.device, budget, element_bytes)
     recoveries: list[str] = []
-    outer_sizes = mask.shape[:-4]
-    for index in product(*map(range, outer_sizes)):
-        # Blocks are those of the tile that began; a failed one is computed by smaller
-        # tiles.
-        for block in _blocks(mask, job.shape, tile):
-            tile = _fill_with_recovery(walk, index, block, tile, recoveries)
+    # Blocks are those of the tile that began; a failed one is computed by smaller
+    # tiles.
+    for block in walk.blocks(tile):
+        tile = _fill_with_recovery(walk, block, tile, recoveries)
     return recoveries
 
 
 def _fill_with_recovery(
-    walk: _Walk,
-    index: tuple[int, ...],
-    block: _MaskBlock,
-    tile: Tile,
-    recoveries: list[str],
+    walk: _Walk, block: _MaskBlock, tile: Tile, recoveries: list[str]
 ) -> Tile:
     """Write one block of the gradient, by smaller tiles if memory runs out.
 
@@ -189,7 +181,7 @@ def _fill_with_recovery(
     """
     while True:
         try:
-            walk.fill(index, block, tile)
+            walk.fill(block, tile)
             return tile
         except Exception as error:
             smaller = tile.smaller()
@@ -208,28 +200,9 @@ def _fill_with_recovery(
         )
 
 
-class _MaskBlock(NamedTuple):
-    """Entries of the last batch dimension, key/value heads, queries and keys: of a
-    block of the result, or of a tile."""
-
-    entries: slice
-    heads: slice
-    queries: slice
-    keys: slice
-
-
-def _blocks(mask: torch.Tensor, shape: CallShape, tile: Tile) -> Iterator[_MaskBlock]:
-    """Blocks of the result: no larger than a tile in dimensions that the mask has."""
-    sizes = (_n_last_entries(shape), shape.kv_heads, shape.n_queries, shape.n_keys)
-    tile_sizes = (tile.entries, tile.heads, tile.queries, tile.keys)
-    mask_sizes = mask.shape[-4:]
-    cuts: list[Iterator[slice]] = []
-    for size, tile_size, mask_size in zip(sizes, tile_sizes, mask_sizes, strict=True):
-        run_length = tile_size if mask_size > 1 else size
-        all_positions = slice(0, size)
-        cuts.append(runs(all_positions, run_length))
-    for entries, heads, queries, keys in product(*cuts):
-        yield _MaskBlock(entries, heads, queries, keys)
+_MaskBlock = tuple[slice, ...]
+"""A block of the result, or a tile: positions of each batch dimension, key/value heads,
+queries and keys. Without batch dimensions the only entry is a dimension of its own."""
 
 
 @dataclass(slots=True)
@@ -248,20 +221,39 @@ class _Walk:
     target: torch.Tensor
     pairs: Pairs
 
-    def fill(self, index: tuple[int, ...], block: _MaskBlock, tile: Tile) -> None:
+    def blocks(self, tile: Tile) -> Iterator[_MaskBlock]:
+        """Blocks of the result: no larger than a tile in dimensions that the mask
+        has."""
+        shape = self.job.shape
+        batch_shape = shape.batch_shape or (1,)
+        sizes = (*batch_shape, shape.kv_heads, shape.n_queries, shape.n_keys)
+        all_positions = tuple(slice(0, size) for size in sizes)
+        cuts: list[Iterable[slice]] = []
+        for side, tile_size, mask_size in zip(
+            all_positions, self._tile_sizes(tile), self.target.shape, strict=True
+        ):
+            cuts.append(runs(side, tile_size) if mask_size > 1 else (side,))
+        return product(*cuts)
+
+    def _tile_sizes(self, tile: Tile) -> tuple[int, ...]:
+        """Most positions of a tile in each dimension: one in batch dimensions before
+        the last."""
+        outer_sizes = (1,) * (self.target.dim() - 4)
+        return (*outer_sizes, tile.entries, tile.heads, tile.queries, tile.keys)
+
+    def fill(self, block: _MaskBlock, tile: Tile) -> None:
         """Write one block of the gradient: the sum of all its tiles."""
-        place: tuple[int | slice, ...] = (*index, *self._cuts(block))
-        target = self.target[place]
-        first = tuple(side.start for side in block)
+        # Batch dimensions before the last have one position here.
+        target = self.target[self._cuts(block)].flatten(0, -4)
         total: torch.Tensor | None = None
-        for tile_block, part in self._parts(index, block, tile):
+        for tile_block, part in self._parts(block, tile):
             if total is None and part.shape == target.shape:
                 total = part
                 continue
             if total is None:
                 total = part.new_zeros(target.shape)
-            cuts = self._cuts(tile_block, first)
-            total[cuts].add_(part)
+            cuts = self._cuts(tile_block, block)
+            total[cuts[-4:]].add_(part)
             # The next tile is computed without it.
             del part
         if total is None:
@@ -270,27 +262,21 @@ class _Walk:
             target.copy_(total)
 
     def _parts(
-        self, index: tuple[int, ...], block: _MaskBlock, tile: Tile
+        self, block: _MaskBlock, tile: Tile
     ) -> Iterator[tuple[_MaskBlock, torch.Tensor]]:
         """The tiles that are summed into a block, and the part of each."""
-        shape = self.job.shape
-        by_rows = product(
-            self._outer(index),
-            runs(block.entries, tile.entries),
-            runs(block.heads, tile.heads),
-            runs(block.queries, tile.queries),
-        )
-        has_whole_rows = tile.keys >= shape.n_keys
-        for outer, entries, heads, queries in by_rows:
-            group = self._group(outer, entries, heads)
+        *cuts_of_rows, cuts_of_keys = map(runs, block, self._tile_sizes(tile))
+        tile_keys = tuple(cuts_of_keys)
+        has_whole_rows = tile.keys >= self.job.shape.n_keys
+        for place in product(*cuts_of_rows):
+            *_, queries = place
             rows: BackwardRows | None = None
-            for keys in runs(block.keys, tile.keys):
+            for keys in tile_keys:
                 if self._is_empty(queries, keys):
                     continue
                 if rows is None:
-                    rows = self._rows(group, queries, has_whole_rows)
-                tile_block = _MaskBlock(entries, heads, queries, keys)
-                yield tile_block, self._tile(rows, keys)
+                    rows = self._rows(place, has_whole_rows)
+                yield (*place, keys), self._tile(rows, keys)
 
     def _is_empty(self, queries: slice, keys: slice) -> bool:
         """Whether the call keeps no pair of these queries and keys."""
@@ -302,64 +288,53 @@ class _Walk:
         )
         return self.pairs.verdict_of(positions) is EMPTY
 
-    def _outer(self, index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Where, in all batch dimensions but the last, pairs get the mask at
-        ``index``."""
-        outer_sizes = self.job.shape.batch_shape[:-1]
-        mask_sizes = self.target.shape[:-4]
-        positions: list[range] = []
-        for size, mask_size, position in zip(
-            outer_sizes, mask_sizes, index, strict=True
-        ):
-            if mask_size == 1:
-                positions.append(range(size))
-            else:
-                positions.append(range(position, position + 1))
-        return product(*positions)
+    def _cuts(
+        self, block: _MaskBlock, within: _MaskBlock | None = None
+    ) -> tuple[slice, ...]:
+        """The mask's part for a block, in positions of the mask, or of its part for the
+        block ``within``; dimensions that it broadcasts over are whole."""
+        # The mask has a position for each query head, blocks one for each key/value
+        # head.
+        head_dim = self.target.dim() - 3
+        cuts: list[slice] = []
+        for dim, (side, size) in enumerate(zip(block, self.target.shape, strict=True)):
+            if size == 1:
+                cuts.append(slice(None))
+                continue
+            first = 0 if within is None else within[dim].start
+            factor = self.job.shape.queries_per_key_head if dim == head_dim else 1
+            low = (side.start - first) * factor
+            high = (side.stop - first) * factor
+            cuts.append(slice(low, high))
+        return tuple(cuts)
 
-    def _group(self, outer: tuple[int, ...], entries: slice, heads: slice) -> Group:
-        """Some heads of a run of batch entries."""
+    def _group(self, place: tuple[slice, ...]) -> Group:
+        """The entries and heads of a tile."""
+        *batch, heads, _ = place
         shape = self.job.shape
         first = 0
-        # Without batch dimensions, ``entries`` is the only entry.
-        for position, size in zip((*outer, 0), shape.batch_shape, strict=False):
-            first = first * size + position
-        entry_numbers = range(first + entries.start, first + entries.stop)
+        for side, size in zip(batch, shape.batch_shape or (1,), strict=True):
+            first = first * size + side.start
+        n_entries = batch[-1].stop - batch[-1].start
         return Group(
-            entry_numbers,
+            range(first, first + n_entries),
             shape.batch_shape,
             heads.start,
             heads.stop,
             shape.queries_per_key_head,
         )
 
-    def _cuts(
-        self, block: _MaskBlock, first: tuple[int, ...] = (0, 0, 0, 0)
-    ) -> tuple[slice, ...]:
-        """The mask's part for a block, in positions from ``first`` on; dimensions that
-        it broadcasts over are whole."""
-        # The mask has a position for each query head, blocks one for each key/value
-        # head.
-        factors = (1, self.job.shape.queries_per_key_head, 1, 1)
-        sizes = self.target.shape[-4:]
-        cuts: list[slice] = []
-        for side, start, factor, size in zip(block, first, factors, sizes, strict=True):
-            if size == 1:
-                cuts.append(slice(None))
-            else:
-                low = (side.start - start) * factor
-                high = (side.stop - start) * factor
-                cuts.append(slice(low, high))
-        return tuple(cuts)
-
-    def _rows(self, group: Group, queries: slice, has_whole_rows: bool) -> BackwardRows:
+    def _rows(self, place: tuple[slice, ...], has_whole_rows: bool) -> BackwardRows:
         """Some queries of a head group, on the computing device.
 
         Args:
+            place: a tile's batch entries, heads and queries.
             has_whole_rows: whether tiles have all keys of a row.
         """
         job = self.job
         shape = job.shape
+        group = self._group(place)
+        *_, queries = place
         sequence = Decomposition(shape.n_tokens).task(())
         limits = (shape.n_queries, shape.n_keys)
         task = job.task_tensors(sequence, (), group, limits)
@@ -377,12 +352,12 @@ class _Walk:
         )
         like = torch.empty(0, dtype=shape.state_dtype, device=job.device)
         kv_heads = group.kv_stop - group.kv_start
-        place = (slice(0, group.n_entries), slice(0, kv_heads), queries)
+        rows_of_group = (slice(0, group.n_entries), slice(0, kv_heads), queries)
         block = QueryBlock(
             task,
             rectangle,
             transform,
-            place,
+            rows_of_group,
             like,
         )
         saved = Saved(
