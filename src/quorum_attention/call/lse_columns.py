@@ -36,6 +36,7 @@ from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.device.allocate import empty
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.upstream import largest_of_kv_heads
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.operator_call import Three
 
@@ -65,6 +66,11 @@ def _widened(shape: CallShape, backend: Backend) -> CallShape:
     return replace(shape, value_dim=value_dim, head_dim=head_dim, columns=n_columns)
 
 
+def _input_widths(shape: CallShape) -> tuple[int, int, int]:
+    """Return the numbers in a row of query, key and value."""
+    return shape.head_dim, shape.head_dim, shape.value_dim
+
+
 def column_bytes(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> int:
@@ -73,17 +79,12 @@ def column_bytes(
     device = request.options.device
     wide = _widened(shape, backend_of(device))
     widths = [
-        (tensors.query, wide.head_dim),
-        (tensors.key, wide.head_dim),
-        (tensors.value, wide.value_dim),
+        *zip(tensors[:3], _input_widths(wide), strict=True),
         (backward_inputs.grad_out, wide.value_dim),
         (backward_inputs.out, wide.value_dim),
     ]
     if backward_inputs.grads is not None:
-        grad_query, grad_key, grad_value = backward_inputs.grads
-        widths.append((grad_query, wide.head_dim))
-        widths.append((grad_key, wide.head_dim))
-        widths.append((grad_value, wide.value_dim))
+        widths += zip(backward_inputs.grads, _input_widths(wide), strict=True)
     n_bytes = 0
     for tensor, width in widths:
         own_width = tensor.shape[-1]
@@ -155,12 +156,8 @@ def _wider_grads(grads: Three | None, shape: CallShape) -> Three | None:
     wide."""
     if grads is None:
         return None
-    grad_query, grad_key, grad_value = grads
-    return (
-        _wider_grad(grad_query, shape.head_dim),
-        _wider_grad(grad_key, shape.head_dim),
-        _wider_grad(grad_value, shape.value_dim),
-    )
+    grad_query, grad_key, grad_value = map(_wider_grad, grads, _input_widths(shape))
+    return grad_query, grad_key, grad_value
 
 
 def _wider_grad(grad: torch.Tensor, width: int) -> torch.Tensor:
@@ -180,10 +177,11 @@ def without_columns(
 ) -> tuple[torch.Tensor, ...]:
     """Cut the gradients of query, key and value to the widths of ``shape``, in
     ``grads`` if any."""
-    widths = (shape.head_dim, shape.head_dim, shape.value_dim)
     targets = grads or (None, None, None)
     results = []
-    for wide_grad, width, target in zip(wide_grads, widths, targets, strict=True):
+    for wide_grad, width, target in zip(
+        wide_grads, _input_widths(shape), targets, strict=True
+    ):
         if wide_grad is target:
             results.append(target)
             continue
@@ -218,8 +216,8 @@ def _least_norms(
     wide_dtype = torch.promote_types(grad_out.dtype, torch.float32)
     row_norms = torch.linalg.vector_norm(grad_out, dim=-1, dtype=wide_dtype)
     row_norms = row_norms.to(grad_lse.device)
-    largest_grad_lse = _largest_of_kv_heads(grad_lse, shape)
-    largest_upstream = _largest_of_kv_heads(row_norms, shape)
+    largest_grad_lse = largest_of_kv_heads(grad_lse.abs(), shape).float()
+    largest_upstream = largest_of_kv_heads(row_norms, shape).float()
     # Rows of 2**-11 of the largest gradient still have a factor that is a normal
     # number.
     upper = (largest_grad_lse * 4.0).clamp_(1.0, 2.0**14)
@@ -230,17 +228,6 @@ def _least_norms(
     exponent = exponent.clamp_(0, 14)
     powers = torch.ldexp(torch.ones_like(ratio), exponent)
     return powers.unsqueeze(-1)
-
-
-def _largest_of_kv_heads(rows: torch.Tensor, shape: CallShape) -> torch.Tensor:
-    """Return the largest finite magnitude of (*batch, heads, n) for each key/value
-    head."""
-    finite = rows.nan_to_num(0.0, posinf=0.0, neginf=0.0)
-    # (*batch, kv_heads, queries_per_key_head, n)
-    grouped = finite.unflatten(-2, (shape.kv_heads, -1))
-    magnitudes: torch.Tensor = grouped.abs()
-    largest = magnitudes.amax(dim=(-2, -1))
-    return largest.float()
 
 
 def _with_zero_columns(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import filterfalse, pairwise
 
 import torch
 
@@ -19,7 +18,7 @@ ALIGNMENT = 256
 
 
 class LayoutError(RuntimeError):
-    """Fields of a slot would overlap: an error in this library, never in the caller's
+    """A task is larger than a slot: an error in this library, never in the caller's
     code."""
 
 
@@ -48,11 +47,6 @@ class SlotField:
     over: str | None = None
 
     @property
-    def stop(self) -> int:
-        """Where the next field may begin."""
-        return self.offset + aligned(self.n_bytes)
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one row of one head."""
         return self.width * self.dtype.itemsize
@@ -67,10 +61,6 @@ class SlotLayout:
         slot_bytes: bytes of one slot.
         shared: query heads that share a key/value head.
         common: the fields that all slots have in one place; None: there are none.
-
-    Raises:
-        LayoutError: a field reaches out of the slot, or overlaps another that it is not
-            ``over``.
     """
 
     fields: dict[str, SlotField]
@@ -82,33 +72,6 @@ class SlotLayout:
         """Bytes of so many slots, and of what they have in common."""
         common_bytes = 0 if self.common is None else self.common.slot_bytes
         return n_slots * self.slot_bytes + common_bytes
-
-    def __post_init__(self) -> None:
-        by_offset = sorted(self.fields.values(), key=lambda field: field.offset)
-        separate = [field for field in by_offset if field.over is None]
-        misplaced = list(filterfalse(self._is_within_slot, by_offset))
-        for before, after in pairwise(separate):
-            if before.stop > after.offset:
-                misplaced.append(after)
-        misplaced += filterfalse(self._is_within_input, by_offset)
-        if misplaced:
-            name = misplaced[0].name
-            raise LayoutError(f"field {name!r} does not lie where it may: {by_offset}")
-
-    def _is_within_slot(self, field: SlotField) -> bool:
-        """Whether a field begins at the alignment and ends within the slot."""
-        if field.offset < 0 or field.offset % ALIGNMENT:
-            return False
-        return field.stop <= self.slot_bytes
-
-    def _is_within_input(self, field: SlotField) -> bool:
-        """Whether a finished result lies in the memory of its input, if it is over
-        one."""
-        if field.over is None:
-            return True
-        under = self.fields[field.over]
-        begins_there = field.offset == under.offset
-        return begins_there and field.stop <= under.stop
 
     def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` survive when *other* rows are finished.

@@ -53,7 +53,8 @@ def rescale_upstream(
     if not exceeds_range_of(grad_out.dtype, shape.dtype):
         return grad_out, None
     # 2**(exponent - 1) <= largest < 2**exponent
-    largest = _largest_of_kv_heads(grad_out, shape)
+    row_sizes = torch.linalg.vector_norm(grad_out, ord=torch.inf, dim=-1)
+    largest = largest_of_kv_heads(row_sizes, shape)
     exponent = torch.frexp(largest.to(torch.float64)).exponent
     exponent -= _largest_exponent_after(problem)
     exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).int()
@@ -73,19 +74,15 @@ def rescale_upstream(
     return rescaled, divisor
 
 
-def _largest_of_kv_heads(grad_out: torch.Tensor, shape: CallShape) -> torch.Tensor:
-    """The largest magnitude of ``grad_out`` for each key/value head, (*batch,
-    kv_heads)."""
-    # (*batch, heads, n_queries)
-    rows = torch.linalg.vector_norm(
-        grad_out,
-        ord=torch.inf,
-        dim=-1,
-    )
-    # Rows that are not finite do not count.
-    rows = rows.nan_to_num_(0.0, posinf=0.0)
+def largest_of_kv_heads(sizes: torch.Tensor, shape: CallShape) -> torch.Tensor:
+    """The largest finite number for each key/value head, (*batch, kv_heads).
+
+    Args:
+        sizes: of rows, (*batch, heads, n_queries), from 0; written to.
+    """
+    sizes = sizes.nan_to_num_(0.0, posinf=0.0)
     # (*batch, kv_heads, queries_per_key_head, n_queries)
-    by_kv_head: torch.Tensor = rows.unflatten(-2, (shape.kv_heads, -1))
+    by_kv_head: torch.Tensor = sizes.unflatten(-2, (shape.kv_heads, -1))
     return by_kv_head.amax(dim=(-2, -1))
 
 
