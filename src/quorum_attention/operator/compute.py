@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -16,7 +18,6 @@ from quorum_attention.call.validation import Tensors
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.result_layout import laid_out_like
 from quorum_attention.kernels.torch_private import restores_grad_and_autocast
-from quorum_attention.mask import Mask
 from quorum_attention.operator.codec import decode_call
 from quorum_attention.passes.run import run_backward, run_forward
 
@@ -36,29 +37,13 @@ def compute_forward(
     sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
     parts: list[torch.Tensor] | None,
-    dropout_p: float,
-    scale: float | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    out_dtype: torch.dtype | None,
-    options: str,
-    numbers: list[int] | None,
-    recorded: bool,
-    of_mask: bool,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute (out, lse, the number of the settings); the arguments are those of the
     schema."""
+    *constants, recorded, of_mask = rest
     settings = current_settings()
-    arguments = Arguments(
-        attn_mask,
-        dropout_p,
-        None if seed is None else int(seed),
-        is_causal,
-        scale,
-        enable_gqa,
-        out_dtype=out_dtype,
-    )
-    arguments = _decoded(arguments, sinks, options, numbers, parts, settings)
+    arguments = _arguments(attn_mask, sinks, seed, parts, constants, settings)
     tensors, request = _request(query, key, value, arguments, recorded, of_mask)
     out, lse = run_forward(tensors, _reserving_a_copy(request))
     number = torch.tensor(_keep_settings(settings), dtype=torch.int64, device="cpu")
@@ -80,31 +65,15 @@ def compute_backward(
     settings_number: torch.Tensor,
     seed: torch.Tensor | None,
     parts: list[torch.Tensor] | None,
-    dropout_p: float,
-    scale: float | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    out_dtype: torch.dtype | None,
-    options: str,
-    numbers: list[int] | None,
-    of_mask: bool,
-    of_sinks: bool,
+    *rest: Any,
 ) -> list[torch.Tensor]:
     """Compute the gradients of query, key and value, then those of mask and sinks if
     wanted."""
+    *constants, of_mask, of_sinks = rest
     settings = None
     if settings_number:
         settings = _settings_by_number.get(int(settings_number), current_settings())
-    arguments = Arguments(
-        attn_mask,
-        dropout_p,
-        None if seed is None else int(seed),
-        is_causal,
-        scale,
-        enable_gqa,
-        out_dtype=out_dtype,
-    )
-    arguments = _decoded(arguments, sinks, options, numbers, parts, settings)
+    arguments = _arguments(attn_mask, sinks, seed, parts, constants, settings)
     tensors, request = _request(query, key, value, arguments, True, of_mask)
     if request.splits_out:
         out = _unrounded_output(tensors, request)
@@ -121,16 +90,21 @@ def compute_backward(
     return grads
 
 
-def _decoded(
-    arguments: Arguments,
+def _arguments(
+    attn_mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    options: str,
-    numbers: list[int] | None,
+    seed: torch.Tensor | None,
     parts: list[torch.Tensor] | None,
+    constants: Sequence[Any],
     settings: Settings | None,
 ) -> Arguments:
-    """Return arguments with the options and the ``Mask`` that were encoded, and with
-    settings."""
+    """Return the arguments of the call, with the options and the ``Mask`` that were
+    encoded, and with settings.
+
+    Args:
+        constants: the arguments of an operator from ``dropout_p`` to ``numbers``.
+    """
+    dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = constants
     call_options, mask = decode_call(options, numbers or [], parts or [])
     kernel = call_options.kernel
     if kernel != "auto" and get_kernel(kernel).called_back():
@@ -139,12 +113,16 @@ def _decoded(
             "cannot hold: give attention the kernel itself, and torch.compile breaks "
             "its graph there"
         )
-    arguments = arguments._replace(options=with_settings(settings, call_options))
-    if mask is None:
-        return arguments
-    bias = arguments.attn_mask
-    assert not isinstance(bias, Mask), "operators take tensors"
-    return arguments._replace(attn_mask=replace(mask, bias=bias, sinks=sinks))
+    return Arguments(
+        attn_mask if mask is None else replace(mask, bias=attn_mask, sinks=sinks),
+        dropout_p,
+        None if seed is None else int(seed),
+        is_causal,
+        scale,
+        enable_gqa,
+        out_dtype=out_dtype,
+        options=with_settings(settings, call_options),
+    )
 
 
 def _request(

@@ -4,7 +4,7 @@ derivative."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import library
@@ -56,19 +56,6 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     _TAGS.append(torch.Tag.cudagraph_unsafe)
 
 
-class _Constants(NamedTuple):
-    """The arguments that both operators have after their tensors, as the schemas name
-    them."""
-
-    dropout_p: float
-    scale: float | None
-    is_causal: bool
-    enable_gqa: bool
-    out_dtype: torch.dtype | None
-    options: str
-    numbers: list[int] | None
-
-
 def _save_for_backward(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]
 ) -> None:
@@ -79,7 +66,7 @@ def _save_for_backward(
         query, key, value, attn_mask, sinks, seed, *output, *(parts or ())
     )
     ctx.has_parts = parts is not None
-    ctx.constants = _Constants(*constants)
+    ctx.constants = constants
     ctx.set_materialize_grads(False)
 
 
@@ -112,9 +99,9 @@ def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
     # tensors.
     grad_seed = None
     grad_parts = [None] * len(parts) if ctx.has_parts else None
-    grad_constants = _Constants(*[None] * len(_Constants._fields))  # type: ignore[arg-type]
-    if ctx.constants.numbers is not None and not ctx.constants.numbers:
-        grad_constants = grad_constants._replace(numbers=[])
+    *constants, numbers = ctx.constants
+    grad_constants = [None] * len(constants)
+    grad_numbers = [] if numbers == [] else None
     grad_recorded = None
     grad_of_mask = None
     return (
@@ -122,6 +109,7 @@ def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
         grad_seed,
         grad_parts,
         *grad_constants,
+        grad_numbers,
         grad_recorded,
         grad_of_mask,
     )

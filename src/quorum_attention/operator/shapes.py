@@ -18,18 +18,11 @@ def fake_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    parts: list[torch.Tensor] | None,
-    dropout_p: float,
-    scale: float | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    out_dtype: torch.dtype | None,
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return empty (out, lse, the number of the settings)."""
+    # ``options``, ``numbers``, ``recorded`` and ``of_mask`` follow.
+    out_dtype, *_ = rest[-5:]
     lse_shape = query.shape[:-1]
     out_shape = (*lse_shape, value.shape[-1])
     out = empty_like_input(query, out_shape, out_dtype or query.dtype)
