@@ -18,6 +18,7 @@ from quorum_attention.call.options import Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.execution.head_groups import batch_index
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.mask_numbers import with_offsets
@@ -131,9 +132,9 @@ class WholeCall:
             return bias
         if len(self.shape.batch_shape) == 1:
             return cut_entries(bias, block, 4)
-        batch_index = self._batch_index(block)[-n_batch_dims:]
+        positions = self._batch_index(block)[-n_batch_dims:]
         index: list[int] = []
-        for size, position in zip(bias.shape, batch_index, strict=False):
+        for size, position in zip(bias.shape, positions, strict=False):
             # A dimension of size 1 broadcasts: its only entry is that of all blocks.
             index.append(0 if size == 1 else position)
         return bias[tuple(index)]
@@ -141,12 +142,7 @@ class WholeCall:
     def _batch_index(self, block: CallBlock) -> tuple[int, ...]:
         """Return the index of the block's one entry among several batch dimensions, or
         none."""
-        entry = block.entries.start
-        index: list[int] = []
-        for size in reversed(self.shape.batch_shape):
-            entry, position = divmod(entry, size)
-            index.append(position)
-        return tuple(reversed(index))
+        return batch_index(block.entries.start, self.shape.batch_shape)
 
 
 def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
@@ -155,13 +151,13 @@ def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
     Tensors that the block has completely stay the very tensors.
     """
     assert not mask.counts_from_last, "__post_init__ has put numbers there"
-    offset = _cut_offset(call, mask, block)
+    offset = _cut_offset(mask, block)
     changes: dict[str, Any] = {
         **_cut_key_fields(call, mask, block),
         **_shift_positions(mask, offset, block),
     }
     if mask.documents is not None:
-        changes["documents"] = _cut_documents(call, mask.documents, block)
+        changes["documents"] = _cut_documents(mask.documents, block)
     changes["either"] = tuple(cut_mask(call, inner, block) for inner in mask.either)
     changes["every"] = tuple(cut_mask(call, inner, block) for inner in mask.every)
     if mask.bias is not None:
@@ -210,50 +206,46 @@ def _chunks_as_documents(chunk: int, offset: Any, block: CallBlock) -> Mask:
 def _cut_key_fields(call: WholeCall, mask: Mask, block: CallBlock) -> dict[str, Any]:
     """Return the fields about a block's keys: their lengths and padding."""
     keys = block.keys
-    has_all_keys = keys == (0, call.shape.n_keys)
     fields: dict[str, Any] = {}
     if mask.key_lengths is not None:
         lengths = cut_entries(mask.key_lengths, block, 1)
-        if not has_all_keys:
+        if keys != (0, call.shape.n_keys):
             lengths = (lengths - keys.start).clamp(0, keys.length)
         fields["key_lengths"] = lengths
     if mask.key_padding is not None:
         padding = cut_entries(mask.key_padding, block, 2)
-        fields["key_padding"] = padding if has_all_keys else padding[..., slice(*keys)]
+        fields["key_padding"] = _cut_tokens(padding, keys)
     return fields
 
 
-def _cut_offset(call: WholeCall, mask: Mask, block: CallBlock) -> Any:
+def _cut_offset(mask: Mask, block: CallBlock) -> Any:
     """Return the mask's offsets of a block's queries, by positions in the whole
     call."""
     if mask.offset is None:
         return 0
     if not isinstance(mask.offset, torch.Tensor):
         return mask.offset
-    offset = cut_entries(mask.offset, block, 2)
-    has_all_rows = block.rows == (0, call.shape.n_queries)
-    if offset.shape[-1] == 1 or has_all_rows:
-        return offset
-    return offset[..., slice(*block.rows)]
+    return _cut_tokens(cut_entries(mask.offset, block, 2), block.rows)
 
 
-def _cut_documents(
-    call: WholeCall, documents: Documents, block: CallBlock
-) -> Documents:
+def _cut_documents(documents: Documents, block: CallBlock) -> Documents:
     """Return the document ids of a block's queries and keys, one tensor where that is
     enough."""
     if isinstance(documents, tuple):
         query_ids, key_ids = (cut_entries(ids, block, 2) for ids in documents)
     else:
         query_ids = key_ids = cut_entries(documents, block, 2)
-    has_all_rows = block.rows == (0, call.shape.n_queries)
-    has_all_keys = block.keys == (0, call.shape.n_keys)
-    if not (has_all_rows and has_all_keys):
-        query_ids = query_ids[..., slice(*block.rows)]
-        key_ids = key_ids[..., slice(*block.keys)]
-    elif not isinstance(documents, tuple):
-        return query_ids
-    return query_ids, key_ids
+    ids_of_rows = _cut_tokens(query_ids, block.rows)
+    ids_of_keys = _cut_tokens(key_ids, block.keys)
+    return ids_of_rows if ids_of_rows is ids_of_keys else (ids_of_rows, ids_of_keys)
+
+
+def _cut_tokens(tensor: torch.Tensor, tokens: Interval) -> torch.Tensor:
+    """Return some tokens of a tensor that has tokens last, or one number for all."""
+    n_tokens = tensor.shape[-1]
+    if n_tokens == 1 or tokens == (0, n_tokens):
+        return tensor
+    return tensor[..., slice(*tokens)]
 
 
 def cut_entries(tensor: torch.Tensor, block: CallBlock, n_dims: int) -> torch.Tensor:

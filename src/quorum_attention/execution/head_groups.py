@@ -61,11 +61,7 @@ class Group:
 
     def index_of(self, number: int) -> tuple[int, ...]:
         """The index of a batch entry, one number for each batch dimension."""
-        index: list[int] = []
-        for size in reversed(self.batch_shape):
-            number, position = divmod(number, size)
-            index.append(position)
-        return tuple(reversed(index))
+        return batch_index(number, self.batch_shape)
 
     @property
     def query_heads(self) -> slice:
@@ -83,6 +79,15 @@ class Group:
     def heads(self, axis: Axis) -> slice:
         """The heads of one side."""
         return self.query_heads if axis == "query" else self.key_heads
+
+
+def batch_index(number: int, batch_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of a batch entry by its number, one for each batch dimension."""
+    index: list[int] = []
+    for size in reversed(batch_shape):
+        number, position = divmod(number, size)
+        index.append(position)
+    return tuple(reversed(index))
 
 
 def group_sizes(shape: CallShape) -> list[GroupSize]:

@@ -164,8 +164,9 @@ class PassJob:
         1."""
         if self.divisor is None:
             return None
-        entries = [self.divisor[entry] for entry in group.entries]
-        factor = torch.stack([entry[group.key_heads] for entry in entries])
+        by_entry = self.divisor.reshape(-1, self.shape.kv_heads)
+        entries = slice(group.entry_numbers.start, group.entry_numbers.stop)
+        factor = by_entry[entries, group.key_heads]
         if axis == "query":
             factor = factor.repeat_interleave(group.queries_per_key_head, dim=-1)
         return factor[:, :, None, None]
@@ -221,14 +222,12 @@ class PassJob:
     def store_results(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Take a kernel's own tensors (b, heads, ...) of the whole call as results;
         copies those that the caller gave tensors for, or that have another dtype."""
-        problem = self.problem
-        shape = problem.shape
-        result_dtype = problem.place.result_dtype
+        shape = self.shape
         results: list[torch.Tensor] = []
-        for state, part in zip(problem.spec.states, parts, strict=True):
+        for state, part in zip(self.spec.states, parts, strict=True):
             if len(shape.batch_shape) != 1:
                 part = part.reshape(state.tensor_shape(shape))
-            dtype = shape.state_dtype if state.over is None else result_dtype
+            dtype = self.result_dtype(state)
             result = self.results.get(state.name)
             if result is not None:
                 result.copy_(part)
