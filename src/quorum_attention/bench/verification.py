@@ -41,36 +41,27 @@ def sampled_errors(
     out = out.flatten(0, -3)
     lse = lse.flatten(0, -2)
     group = len(query) // len(key)
+    grad_query = grad_key = grad_value = None
+    if grad_out is not None:
+        grad_out = grad_out.flatten(0, -3)
+        grad_query, grad_key, grad_value = (grad.flatten(0, -3) for grad in grads)
     sums = _ErrorSums()
-    heads = []
-    for h in range(len(query)):
-        key_head = h // group
-        head = _Head(
-            query[h],
-            key[key_head],
-            value[key_head],
-            out[h],
-            lse[h],
-            is_causal,
-        )
-        _add_forward_errors(sums, head)
-        heads.append(head)
-    if grad_out is None:
-        return sums.relative()
-    grad_out = grad_out.flatten(0, -3)
-    grad_query, grad_key, grad_value = (grad.flatten(0, -3) for grad in grads)
-    for h, head in enumerate(heads):
-        _add_query_error(sums, head, grad_out[h], grad_query[h])
     for key_head in range(len(key)):
-        first = key_head * group
-        sharing = slice(first, first + group)
-        _add_key_errors(
-            sums,
-            heads[sharing],
-            grad_out[sharing],
-            grad_key[key_head],
-            grad_value[key_head],
-        )
+        heads = []
+        for h in range(key_head * group, (key_head + 1) * group):
+            head = _Head(
+                query[h],
+                key[key_head],
+                value[key_head],
+                out[h],
+                lse[h],
+                is_causal,
+                None if grad_out is None else grad_out[h],
+            )
+            _add_row_errors(sums, head, None if grad_query is None else grad_query[h])
+            heads.append(head)
+        if grad_key is not None and grad_value is not None:
+            _add_key_errors(sums, heads, grad_key[key_head], grad_value[key_head])
     return sums.relative()
 
 
@@ -83,6 +74,7 @@ class _Head(NamedTuple):
     out: Tensor  # (n, d_v)
     lse: Tensor  # (n,)
     is_causal: bool
+    grad_out: Tensor | None  # (n, d_v)
 
     def sampled_queries(self) -> Tensor:
         """Positions of sampled queries."""
@@ -150,37 +142,26 @@ class _ErrorSums:
         return relative_errors
 
 
-def _add_forward_errors(sums: _ErrorSums, head: _Head) -> None:
-    rows = head.sampled_queries()
-    query = head.query[rows].double()
-    scores, exact_out = head.exact_rows(query, rows)
-    exact_lse = scores.logsumexp(1)
-    sums.add("lse", head.lse[rows], exact_lse)
-    sums.add("out", head.out[rows], exact_out)
-
-
-def _add_query_error(
-    sums: _ErrorSums, head: _Head, grad_out: Tensor, grad_query: Tensor
-) -> None:
+def _add_row_errors(sums: _ErrorSums, head: _Head, grad_query: Tensor | None) -> None:
+    """Add the errors of a head's sampled rows: of the forward, and of ``grad_query``
+    (n, d)."""
     rows = head.sampled_queries()
     query = head.query[rows].double().requires_grad_()
-    _, exact_out = head.exact_rows(query, rows)
-    exact_out.backward(grad_out[rows].double())
-    sums.add("grad_query", grad_query[rows], query.grad)
+    scores, exact_out = head.exact_rows(query, rows)
+    sums.add("lse", head.lse[rows], scores.detach().logsumexp(1))
+    sums.add("out", head.out[rows], exact_out.detach())
+    if head.grad_out is not None and grad_query is not None:
+        exact_out.backward(head.grad_out[rows].double())
+        sums.add("grad_query", grad_query[rows], query.grad)
 
 
 def _add_key_errors(
-    sums: _ErrorSums,
-    heads: Sequence[_Head],
-    grad_out: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
+    sums: _ErrorSums, heads: Sequence[_Head], grad_key: Tensor, grad_value: Tensor
 ) -> None:
     """Add the errors of sampled keys and values of a key head.
 
     Args:
         heads: the query heads that share the key head. Their gradients add up.
-        grad_out: (heads, n, d_v).
         grad_key, grad_value: (m, d) and (m, d_v).
     """
     first = heads[0]
@@ -188,13 +169,14 @@ def _add_key_errors(
     key = first.key[columns].double().requires_grad_()
     value = first.value[columns].double().requires_grad_()
     all_rows = torch.arange(len(first.query), device="cpu")
-    for head, head_grad_out in zip(heads, grad_out, strict=True):
+    for head in heads:
+        assert head.grad_out is not None
         for rows in all_rows.split(_QUERIES_AT_A_TIME):
             query = head.query[rows].double()
             scores = head.scores(query, rows, key, columns)
             lse = head.lse[rows, None]
             weights = torch.exp(scores - lse)
-            upstream = head_grad_out[rows].double()
+            upstream = head.grad_out[rows].double()
             grad_weights = upstream @ value.mT
             out = head.out[rows].double()
             delta = (upstream * out).sum(1, keepdim=True)
