@@ -142,8 +142,8 @@ def counted(intervals: Iterable[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def covered(intervals: Sequence[tuple[int, int]], min_count: int) -> list[Interval]:
-    """The positions that lie in at least ``min_count`` of ``intervals``.
+def covered_twice(intervals: Sequence[tuple[int, int]]) -> list[Interval]:
+    """The positions that lie in at least two of ``intervals``.
 
     The intervals may overlap, be empty, and be in any order.
     """
@@ -156,10 +156,10 @@ def covered(intervals: Sequence[tuple[int, int]], min_count: int) -> list[Interv
     for position, is_stop in sorted(starts + stops):
         if not is_stop:
             count += 1
-            if count == min_count:
+            if count == 2:
                 low = position
             continue
-        if count == min_count and low < position:
+        if count == 2 and low < position:
             covered_intervals.append(Interval(low, position))
         count -= 1
     return covered_intervals

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from quorum_attention.decomposition.intervals import (
     Interval,
     counted,
-    covered,
+    covered_twice,
     cut,
     union,
     within,
@@ -217,7 +217,7 @@ class Assignment:
                     requests.append((rank, stage, head_slice, rows))
                     rows_of_heads[head_slice] += rows
         for rank, stage, head_slice, rows in requests:
-            shared_rows = covered(rows_of_heads[head_slice], 2)
+            shared_rows = covered_twice(rows_of_heads[head_slice])
             edges = sorted(chain(starts, *shared_rows))
             pieces = chain.from_iterable(cut(run, edges) for run in rows)
             for piece in pieces:

@@ -275,7 +275,7 @@ class Engine:
         n_repeats = 0
         for n_repeats in scaling.runs(read_inputs, unit.slot):
             if n_repeats:
-                self.job.count_repeats(1)
+                self.job.count_repeat()
                 self._run_again(reloaded)
         if scaling.overflowed(unit.slot):
             with self.rows.mover.compute_stage(unit.slot):

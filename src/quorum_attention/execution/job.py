@@ -237,10 +237,10 @@ class PassJob:
             results.append(result)
         return tuple(results)
 
-    def count_repeats(self, times: int) -> None:
-        """Add ``times`` to the report's count of repeated units."""
+    def count_repeat(self) -> None:
+        """Add one to the report's count of repeated units."""
         if self.report is not None:
-            self.report.repeated_units += times
+            self.report.repeated_units += 1
 
     def report_progress(self, done: int, total: int) -> None:
         """Report progress, in units."""

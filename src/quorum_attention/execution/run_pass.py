@@ -46,9 +46,7 @@ def run_pass(
     job.progress = progress
     started = time.perf_counter()
     try:
-        if not schedule.runs(job.problem):
-            schedule = schedule.through_slots(job.shape)
-        _run_with_recovery(job, schedule, report)
+        _run_with_recovery(job, schedule.as_runnable(job.problem), report)
     finally:
         report.seconds = time.perf_counter() - started
     return job.make_results()

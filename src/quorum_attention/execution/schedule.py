@@ -206,6 +206,13 @@ class Schedule:
         """Whether its route can run the pass ``problem``."""
         return self.route.runs(self, problem)
 
+    def as_runnable(self, problem: Problem, **changes: Any) -> Schedule:
+        """Itself, or the same through slots, with ``changes`` to their fields,
+        if its route cannot run the pass ``problem``."""
+        if self.runs(problem):
+            return self
+        return self.through_slots(problem.shape, **changes)
+
     def through_slots(self, shape: CallShape, **changes: Any) -> Schedule:
         """The same decomposition through slots, with ``changes`` to their fields."""
         route = self.route.slots(**changes)
@@ -225,14 +232,8 @@ class Schedule:
     def deeper(self, shape: CallShape) -> Schedule:
         """One level more, through slots, with rectangle limits to match."""
         deeper = self.decomposition.deeper(DEEPEN_BY)
-        route = self.route.slots(trimmed=None)
-        return schedule_of(
-            shape,
-            deeper,
-            self.group,
-            route,
-            pinned=self.pinned,
-        )
+        schedule = replace(self, decomposition=deeper)
+        return schedule.through_slots(shape, trimmed=None)
 
 
 def schedule_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 
@@ -457,12 +458,13 @@ def open_slots(
             "without a budget or a depth, or make the call outside the graph"
         )
     backend = backend_of(job.device)
-    arena_bytes = 0
+    sizes: list[int] = []
     n_all_slots = 0
     for layout, n_slots in layouts:
-        arena_bytes += layout.bytes_of(n_slots)
+        sizes += [layout.slot_bytes] * n_slots
+        sizes.append(layout.bytes_of(0))
         n_all_slots += n_slots
-    arena = backend.allocate(arena_bytes, job.device)
+    arena = backend.allocate(sum(sizes), job.device)
     mover = backend.mover(
         job.device,
         n_all_slots,
@@ -471,28 +473,12 @@ def open_slots(
     )
     try:
         rows_by_layout: list[SlotRows] = []
-        number = 0
-        start = 0
+        numbers = count()
+        parts = iter(arena.split(sizes))
         for layout, n_slots in layouts:
-            slots: dict[int, torch.Tensor] = {}
-            for _ in range(n_slots):
-                stop = start + layout.slot_bytes
-                slots[number] = arena[start:stop]
-                number += 1
-                start = stop
-            stop = start + layout.bytes_of(0)
-            common = arena[start:stop]
-            start = stop
-            rows_by_layout.append(
-                SlotRows(
-                    job,
-                    layout,
-                    storage,
-                    slots,
-                    common,
-                    mover,
-                )
-            )
+            slots = {next(numbers): next(parts) for _ in range(n_slots)}
+            common = next(parts)
+            rows_by_layout.append(SlotRows(job, layout, storage, slots, common, mover))
         yield rows_by_layout
     finally:
         mover.finish(wait=True)

@@ -141,11 +141,7 @@ def whole_schedules(
             Whole(n_cap, accumulator),
             pinned=constraints.pinned,
         )
-        yield (
-            schedule
-            if schedule.runs(problem)
-            else schedule.through_slots(problem.shape)
-        )
+        yield schedule.as_runnable(problem)
 
 
 def blockwise_schedules(

@@ -45,66 +45,39 @@ def choose_plan(
     Raises:
         BudgetError: none fits; names the smallest budget that would do.
     """
-    choice = _kernel_and_plan(
-        problem, constraints, other_kernels, hardware, kernel_works
-    )
-    if not isinstance(choice, BudgetError):
+    choice: tuple[InnerKernel, Plan] | None = None
+    errors: list[BudgetError] = []
+    for kernel in (problem.kernel, *other_kernels):
+        is_preferred = kernel is problem.kernel
+        candidate = replace(problem, kernel=kernel)
+        seconds_to_beat = math.inf
+        if choice is not None:
+            best_kernel, best_plan = choice
+            seconds_to_beat = _seconds_to_beat(
+                best_plan, is_preferred=best_kernel is problem.kernel
+            )
+        kernel_rates = kernel_hardware(candidate, hardware)
+        if least_seconds(candidate, kernel_rates) >= seconds_to_beat:
+            continue  # whatever a search found, it would not be taken
+        try:
+            plan = choose(candidate, constraints, hardware)
+        except BudgetError as error:
+            if choice is None and (is_preferred or kernel_works(kernel)):
+                # The smallest budget that an error names has to work: only of kernels
+                # that work here. The traceback's frames hold tensors of the caller.
+                errors.append(error.with_traceback(None))
+            continue
+        is_faster = plan.predicted_seconds < seconds_to_beat
+        if is_faster and (is_preferred or kernel_works(kernel)):
+            choice = kernel, plan
+    if choice is not None:
         return choice
     try:
-        raise choice
+        raise min(errors, key=_bytes_needed)
     finally:
         # The error's traceback holds this frame: with the error in it, tensors of the
         # caller would stay until cycles are looked for.
-        del choice
-
-
-def _kernel_and_plan(
-    problem: Problem,
-    constraints: PlanConstraints,
-    other_kernels: Iterable[InnerKernel],
-    hardware: HardwareModel,
-    kernel_works: Callable[[InnerKernel], bool],
-) -> tuple[InnerKernel, Plan] | BudgetError:
-    """Return a kernel and its plan, or the error that names the smallest budget that
-    would do."""
-    best: tuple[InnerKernel, Plan] | BudgetError
-    preferred_plan = _plan_or_error(problem, constraints, hardware)
-    if isinstance(preferred_plan, BudgetError):
-        best = preferred_plan
-    else:
-        best = problem.kernel, preferred_plan
-    for kernel in other_kernels:
-        candidate = replace(problem, kernel=kernel)
-        seconds_to_beat = math.inf
-        if not isinstance(best, BudgetError):
-            best_kernel, best_plan = best
-            is_preferred = best_kernel is problem.kernel
-            seconds_to_beat = _seconds_to_beat(best_plan, is_preferred=is_preferred)
-        if (
-            least_seconds(candidate, kernel_hardware(candidate, hardware))
-            >= seconds_to_beat
-        ):
-            continue  # whatever a search found, it would not be taken
-        plan = _plan_or_error(candidate, constraints, hardware)
-        if not isinstance(plan, BudgetError):
-            if plan.predicted_seconds < seconds_to_beat and kernel_works(kernel):
-                best = kernel, plan
-        elif isinstance(best, BudgetError) and kernel_works(kernel):
-            # The smallest budget that an error names has to work: only of kernels that
-            # work here.
-            best = min(best, plan, key=_bytes_needed)
-    return best
-
-
-def _plan_or_error(
-    problem: Problem, constraints: PlanConstraints, hardware: HardwareModel
-) -> Plan | BudgetError:
-    """Return the plan of a kernel, or the error that nothing fits, without its
-    traceback."""
-    try:
-        return choose(problem, constraints, hardware)
-    except BudgetError as error:
-        return error.with_traceback(None)
+        del errors
 
 
 def _seconds_to_beat(plan: Plan, *, is_preferred: bool) -> float:

@@ -242,9 +242,7 @@ def uncut_schedule(shape: CallShape) -> Schedule:
 def uncut_bytes(problem: Problem) -> int:
     """Return the device bytes of the uncut call, through one slot where it cannot run
     in place."""
-    schedule = uncut_schedule(problem.shape)
-    if not schedule.runs(problem):
-        schedule = schedule.through_slots(problem.shape, accumulator="host")
+    schedule = uncut_schedule(problem.shape).as_runnable(problem, accumulator="host")
     return schedule.route.memory_use(schedule, problem).total
 
 

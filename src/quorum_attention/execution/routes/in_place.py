@@ -181,7 +181,7 @@ def _accumulate_scaled(
     scaling = BackwardScaling(job.shape, job.device, (n_entries, kv_heads))
     for n_repeats in scaling.runs(partial(inputs_of_group, job.tensors, group)):
         if n_repeats:
-            job.count_repeats(1)
+            job.count_repeat()
             for state in states:
                 state.zero_()
         with job.clock.timed("gather"):

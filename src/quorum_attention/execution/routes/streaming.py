@@ -261,7 +261,7 @@ class Streaming(Route):
                 read_inputs = partial(_read_inputs, job, blocks, group)
                 for n_repeats in scaling.runs(read_inputs):
                     if n_repeats:
-                        job.count_repeats(1)
+                        job.count_repeat()
                     yield from self._units_of(group, job.shape, blocks, chunks)
             job.report_progress(n_done, n_groups)
 

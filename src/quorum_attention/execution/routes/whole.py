@@ -137,23 +137,10 @@ class Whole(InPlace):
         overflow."""
         task, (rectangle,) = all_rectangles(job.shape, schedule.decomposition)
         one_call = _is_one_call(schedule, job.problem)
-        if one_call:
-            parts = _call_kernel(
-                job,
-                None,
-                rectangle.causal,
-                _call_bias(job),
-            )
-        else:
-            bias = job.task_bias(group, task)(rectangle)
-            parts = _call_kernel(
-                job,
-                group,
-                rectangle.causal,
-                bias,
-            )
+        bias = _call_bias(job) if one_call else job.task_bias(group, task)(rectangle)
+        parts = _call_kernel(job, None if one_call else group, rectangle.causal, bias)
         if parts is None:
-            job.count_repeats(1)
+            job.count_repeat()
             _compute_scaled(job, schedule, group)
         elif one_call:
             job.store_results(parts)
