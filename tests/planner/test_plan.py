@@ -260,8 +260,11 @@ def test_plans_and_estimates_of_a_mask() -> None:
     assert torch.allclose(found, qa.attention(q, k, v, attn_mask=mask), atol=1e-5)
     estimate = qa.estimate(4096, attn_mask=mask, **sizes)
     assert estimate.forward.predicted_seconds < plain.predicted_seconds
-    with pytest.raises(TypeError, match="mask must be a quorum_attention"):
-        qa.plan(4096, attn_mask=torch.zeros(1), **sizes)  # type: ignore[arg-type]
+    bias = torch.zeros(2, 1, 4096)
+    of_tensor = qa.plan(4096, attn_mask=bias, **sizes)
+    assert of_tensor == qa.plan(4096, attn_mask=qa.Mask(bias=bias), **sizes)
+    with pytest.raises(TypeError, match="must be a tensor or a quorum_attention.Mask"):
+        qa.plan(4096, attn_mask="causal", **sizes)  # type: ignore[arg-type]
 
 
 IDS = torch.arange(3_000) // 350

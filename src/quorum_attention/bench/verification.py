@@ -148,11 +148,14 @@ def _add_row_errors(sums: _ErrorSums, head: _Head, grad_query: Tensor | None) ->
     rows = head.sampled_queries()
     query = head.query[rows].double().requires_grad_()
     scores, exact_out = head.exact_rows(query, rows)
-    sums.add("lse", head.lse[rows], scores.detach().logsumexp(1))
+    exact_lse = scores.detach().logsumexp(1)
+    sums.add("lse", head.lse[rows], exact_lse)
     sums.add("out", head.out[rows], exact_out.detach())
-    if head.grad_out is not None and grad_query is not None:
-        exact_out.backward(head.grad_out[rows].double())
-        sums.add("grad_query", grad_query[rows], query.grad)
+    if head.grad_out is None or grad_query is None:
+        return
+    upstream = head.grad_out[rows].double()
+    exact_out.backward(upstream)
+    sums.add("grad_query", grad_query[rows], query.grad)
 
 
 def _add_key_errors(

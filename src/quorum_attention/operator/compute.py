@@ -46,9 +46,12 @@ def compute_forward(
     arguments = _arguments(attn_mask, sinks, seed, parts, constants, settings)
     tensors, request = _request(query, key, value, arguments, recorded, of_mask)
     out, lse = run_forward(tensors, _reserving_a_copy(request))
-    number = torch.tensor(_keep_settings(settings), dtype=torch.int64, device="cpu")
+    number = _keep_settings(settings)
+    settings_number = torch.tensor(number, dtype=torch.int64, device="cpu")
     # As ``fake_forward`` promises: as the query lies, lse beside the output.
-    return laid_out_like(out, query), lse.to(query.device).contiguous(), number
+    out = laid_out_like(out, query)
+    lse = lse.to(query.device).contiguous()
+    return out, lse, settings_number
 
 
 @restores_grad_and_autocast

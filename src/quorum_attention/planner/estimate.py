@@ -67,7 +67,7 @@ def plan(
     over_inputs: bool | None = None,
     kernel: str | InnerKernel = "auto",
     backward: bool = False,
-    attn_mask: Mask | None = None,
+    attn_mask: torch.Tensor | Mask | None = None,
 ) -> Plan:
     """Plan an attention call of ``n_tokens`` queries.
 
@@ -97,8 +97,8 @@ def plan(
             planner.
         kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
-        attn_mask: the call's ``Mask``; its tensors must fit the sizes. Give a tensor as
-            ``Mask(bias=tensor)``.
+        attn_mask: the call's mask, a tensor or a ``Mask``; its tensors must fit the
+            sizes.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -129,7 +129,8 @@ def plan(
         dropout_p=dropout_p,
     )
     backward = switch(backward, "backward")
-    shape, kernel = _under_mask(attn_mask, plain_shape, kernel, where, backward)
+    mask = Mask(bias=attn_mask) if isinstance(attn_mask, torch.Tensor) else attn_mask
+    shape, kernel = _under_mask(mask, plain_shape, kernel, where, backward)
     levels, depth = checked_levels(levels, depth)
     pinned = levels is not None or depth is not None
     budget_bytes = None if budget is None else parse_bytes(budget)
@@ -173,7 +174,7 @@ def plan(
         # itself.
         is_causal = shape.is_causal or plain_shape.is_causal
         pairs = chosen_kernel.kept_pairs(shape.n_queries, shape.n_keys, is_causal)
-    words = mask_words(attn_mask, plain_shape.is_causal)
+    words = mask_words(mask, plain_shape.is_causal)
     return replace(
         chosen_plan, budget_bytes=budget_bytes, pairs=pairs, mask_words=words
     )
@@ -208,7 +209,8 @@ def _under_mask(
     if mask is not None:
         if not isinstance(mask, Mask):
             raise TypeError(
-                f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}"
+                "attn_mask must be a tensor or a quorum_attention.Mask, got "
+                f"{shown(mask)}"
             )
         bias = None
         if mask.bias is not None:
