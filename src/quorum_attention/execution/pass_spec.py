@@ -130,8 +130,6 @@ class PassSpec:
         states: the tensors it accumulates; its results, in this order.
         combined: calls by which the parts of a rectangle are combined with the states.
         products: matrix products for each pair of tiles.
-        rescaled_input: the input that a scaled backward divides by powers of two; None:
-            the pass is never scaled.
     """
 
     name: str
@@ -140,7 +138,6 @@ class PassSpec:
     states: tuple[StateSpec, ...]
     combined: int
     products: int
-    rescaled_input: str | None
 
     @property
     def saved_inputs(self) -> tuple[InputSpec, ...]:
@@ -185,6 +182,8 @@ def spec_of(backward: bool) -> PassSpec:
 _QUERY = InputSpec("query", "query", "head_dim")
 _KEY = InputSpec("key", "key", "head_dim")
 _VALUE = InputSpec("value", "key", "value_dim")
+GRAD_OUT = InputSpec("grad_out", "query", "value_dim", may_be_unreadable=True)
+"""The upstream gradient, which a scaled backward divides by powers of two."""
 
 FORWARD = PassSpec(
     name="forward",
@@ -196,7 +195,6 @@ FORWARD = PassSpec(
     ),
     combined=1,
     products=2,
-    rescaled_input=None,
 )
 
 BACKWARD = PassSpec(
@@ -209,7 +207,7 @@ BACKWARD = PassSpec(
         InputSpec(
             "out", "query", "value_dim", may_be_unreadable=True, may_be_wide=True
         ),
-        InputSpec("grad_out", "query", "value_dim", may_be_unreadable=True),
+        GRAD_OUT,
         InputSpec("lse", "query", "one", has_state_dtype=True),
     ),
     states=(
@@ -223,5 +221,4 @@ BACKWARD = PassSpec(
     ),
     combined=3,
     products=5,
-    rescaled_input="grad_out",
 )

@@ -90,9 +90,7 @@ class Problem:
     @property
     def scaled(self) -> bool:
         """Whether the pass is a scaled backward (execution/scaling.py)."""
-        if self.spec.rescaled_input is None:
-            return False
-        return scales(self.kernel, self.shape)
+        return self.spec.backward and scales(self.kernel, self.shape)
 
     @property
     def kernel_shape(self) -> CallShape:

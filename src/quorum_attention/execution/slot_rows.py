@@ -21,7 +21,7 @@ from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.head_groups import Axis, Group, GroupSize
 from quorum_attention.execution.job import PassJob
-from quorum_attention.execution.pass_spec import RowSpec, StateSpec
+from quorum_attention.execution.pass_spec import GRAD_OUT, RowSpec, StateSpec
 from quorum_attention.execution.slot_layout import SlotLayout
 from quorum_attention.kernels.device_copies import copy_on_device
 from quorum_attention.kernels.tensors import NamedTensors
@@ -168,7 +168,7 @@ class SlotRows:
         # The inputs whose shared rows may be copied from the previous slot. A scaled
         # backward divides one input in its slot, so the rows of that one are loaded
         # anew.
-        divided = job.spec.rescaled_input if job.problem.scaled else None
+        divided = GRAD_OUT.name if job.problem.scaled else None
         self._passed_on: list[str] = []
         for item in self._inputs:
             name = item.spec.name

@@ -277,21 +277,21 @@ class Estimate(InWords):
     __str__ = describe
 
 
-# Other levels that an estimate tries.
-_OTHER_LEVELS: tuple[tuple[int, ...], ...] = (
-    *((), (7,), (13,), (31,), (57,), (133,), (307,), (553,), (993,)),
+# Other levels that an estimate tries: none, and equal ones of so many chunks, by depth.
+_CHUNKS_BY_DEPTH = {
+    1: (7, 13, 31, 57, 133, 307, 553, 993),
+    2: (7, 13, 31, 57, 133, 307, 993, 2451),
+    3: (57, 133),
+    4: (57,),
+}
+_OTHER_LEVELS: list[tuple[int, ...]] = [
+    (),
     *(
-        (7, 7),
-        (13, 13),
-        (31, 31),
-        (57, 57),
-        (133, 133),
-        (307, 307),
-        (993, 993),
-        (2451, 2451),
+        (n_chunks,) * depth
+        for depth, chunk_counts in _CHUNKS_BY_DEPTH.items()
+        for n_chunks in chunk_counts
     ),
-    *((57, 57, 57), (133, 133, 133), (57, 57, 57, 57)),
-)
+]
 # The most of those that fit that it names.
 _MAX_ALTERNATIVES = 6
 

@@ -50,11 +50,8 @@ class Blockwise(InPlace):
         both."""
         if self.pieces == "halves":
             _, rectangles = all_rectangles(shape, decomposition)
-            max_queries = 1
-            max_keys = 1
-            for rectangle in rectangles:
-                max_queries = max(max_queries, rectangle.n_queries)
-                max_keys = max(max_keys, rectangle.n_keys)
+            max_queries = max((r.n_queries for r in rectangles), default=1)
+            max_keys = max((r.n_keys for r in rectangles), default=1)
             return max_queries, max_keys
         chunk = decomposition.chunk_tokens
         max_queries = min(chunk, shape.n_queries)

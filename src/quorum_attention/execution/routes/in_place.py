@@ -17,7 +17,7 @@ from quorum_attention.execution.control.controller import RecoveryController
 from quorum_attention.execution.footprint import accumulates_in_results, state_bytes
 from quorum_attention.execution.head_groups import Group, GroupSize
 from quorum_attention.execution.job import PassJob
-from quorum_attention.execution.pass_spec import StateSpec
+from quorum_attention.execution.pass_spec import GRAD_OUT, StateSpec
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.scaling import (
@@ -89,9 +89,7 @@ def allocated_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     states = () if accumulates_in_results(problem) else state_bytes(problem, group)
     if not problem.scaled:
         return states
-    name = problem.spec.rescaled_input
-    (rescaled,) = [item for item in problem.spec.inputs if item.name == name]
-    n_numbers = rescaled.count(problem.shape, group)
+    n_numbers = GRAD_OUT.count(problem.shape, group)
     copy_bytes = n_numbers * problem.shape.dtype.itemsize
     head_numbers = (SMALL_BYTES,) * 4
     return (*states, copy_bytes, *head_numbers)
@@ -110,7 +108,7 @@ def compute_group(
     saved: NamedTensors = {}
     for item in job.spec.saved_inputs:
         # An input that is divided is not copied: dividing it makes a copy anyway.
-        is_divided = job.problem.scaled and item.name == job.spec.rescaled_input
+        is_divided = job.problem.scaled and item.name == GRAD_OUT.name
         saved[item.name] = job.input_part(item, group, copies=copies and not is_divided)
     targets = job.result_parts(group)
     states = [
@@ -172,11 +170,9 @@ def _accumulate_scaled(
 ) -> None:
     """Add up a scaled backward's gradients; anew, scaled down further, while they
     overflow."""
-    name = job.spec.rescaled_input
-    assert name is not None
-    upstream = saved[name]
+    upstream = saved[GRAD_OUT.name]
     rescaled = torch.empty(upstream.shape, dtype=job.shape.dtype, device=job.device)
-    inputs = {**saved, name: rescaled}
+    inputs = {**saved, GRAD_OUT.name: rescaled}
     n_entries, kv_heads = task.value.shape[:2]
     scaling = BackwardScaling(job.shape, job.device, (n_entries, kv_heads))
     for n_repeats in scaling.runs(partial(inputs_of_group, job.tensors, group)):

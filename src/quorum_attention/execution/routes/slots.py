@@ -24,7 +24,7 @@ from quorum_attention.execution.footprint import (
     moved_bytes,
     result_bytes,
 )
-from quorum_attention.execution.head_groups import Axis, count_groups
+from quorum_attention.execution.head_groups import Axis, GroupSize, count_groups
 from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.scaling import BackwardScaling
@@ -145,16 +145,7 @@ class Slots(Route):
         done."""
         assert storage is not None
         n_slots = controller.n_slots
-        scaling = None
-        if job.problem.scaled:
-            heads = (schedule.group.batch, schedule.group.kv_heads)
-            scaling = BackwardScaling(
-                job.shape,
-                job.device,
-                heads,
-                n_slots,
-                by_unit=True,
-            )
+        scaling = scaling_of(job, schedule.group, n_slots, by_unit=True)
         n_done = controller.units_done
         n_units = controller.units_done + controller.units_left
         layout = layout_of(schedule, job.problem)
@@ -171,6 +162,16 @@ class Slots(Route):
                 n_done += 1
                 job.report_progress(n_done, n_units)
                 yield 1
+
+
+def scaling_of(
+    job: PassJob, group: GroupSize, n_slots: int, *, by_unit: bool
+) -> BackwardScaling | None:
+    """The scaling of units in ``n_slots`` slots; None: the pass is not scaled."""
+    if not job.problem.scaled:
+        return None
+    heads = (group.batch, group.kv_heads)
+    return BackwardScaling(job.shape, job.device, heads, n_slots, by_unit=by_unit)
 
 
 def layout_of(

@@ -37,7 +37,7 @@ from quorum_attention.execution.head_groups import Axis, count_groups
 from quorum_attention.execution.job import PassJob
 from quorum_attention.execution.pass_spec import TensorsByName
 from quorum_attention.execution.problem import Problem
-from quorum_attention.execution.routes.slots import Slots, layout_of
+from quorum_attention.execution.routes.slots import Slots, layout_of, scaling_of
 from quorum_attention.execution.scaling import (
     SMALL_BYTES,
     BackwardScaling,
@@ -213,15 +213,7 @@ class Streaming(Route):
         home = home_device("host", job.device)
         waiting = (self.streamed_axis,) if self.stream(job.shape).n_chunks > 1 else ()
         chunk, block = self._layouts(schedule, job.problem)
-        scaling = None
-        if job.problem.scaled:
-            heads = (1, schedule.group.kv_heads)
-            scaling = BackwardScaling(
-                job.shape,
-                job.device,
-                heads,
-                self.n_cap,
-            )
+        scaling = scaling_of(job, schedule.group, self.n_cap, by_unit=False)
         with (
             open_pass_storage(job, schedule.group, home, waiting) as own_storage,
             # The last slot is the chunk's.
