@@ -16,6 +16,7 @@ from quorum_attention.call.options import Arguments, check_options
 from quorum_attention.call.transformations import (
     as_readable,
     is_recorded,
+    needs_gradient,
     refuse_derivative,
     refuse_learned,
 )
@@ -170,7 +171,7 @@ def request_of(
     )
     kernel = options.kernel
     recorded = is_recorded(query, key, value, sinks)
-    mask_grad = _needs_grad(bias)
+    mask_grad = needs_gradient(bias)
     out = checked.out
     out_dtype = _out_dtype_of(arguments, out, query)
     records = mask_grad or recorded or records
@@ -265,11 +266,6 @@ def _needs_unrounded(
         return False
     kernel = arguments.options.kernel
     return kernel == "auto" or get_kernel(kernel).as_unrounded() is not None
-
-
-def _needs_grad(bias: torch.Tensor | None) -> bool:
-    """Tell whether autograd will ask for the gradient of a bias."""
-    return bias is not None and bias.requires_grad and torch.is_grad_enabled()
 
 
 def _checked_scale(scale: Any, head_dim: int, dtype: torch.dtype) -> float:

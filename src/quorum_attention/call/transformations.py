@@ -18,6 +18,13 @@ from quorum_attention.kernels.torch_private import (
 )
 
 
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records what is computed from one of ``tensors``."""
+    if not torch.is_grad_enabled():
+        return False
+    return True in [t.requires_grad for t in tensors if t is not None]
+
+
 def is_recorded(*inputs: torch.Tensor | None) -> bool:
     """Tell whether a call has to be a function of autograd's.
 
@@ -25,10 +32,7 @@ def is_recorded(*inputs: torch.Tensor | None) -> bool:
     that function works or raises its error.
     """
     return (
-        (
-            torch.is_grad_enabled()
-            and True in [t.requires_grad for t in inputs if t is not None]
-        )
+        needs_gradient(*inputs)
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )

@@ -16,10 +16,7 @@ from quorum_attention.kernels.call_shape import BiasShape, is_rounded
 def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasShape:
     """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask``
     varies over, and whether inputs of ``dtype`` would round it."""
-    n_missing = batch_dims + 3 - mask.dim()
-    missing_sizes = (1,) * n_missing
-    sizes = missing_sizes + tuple(mask.shape)
-    *batch_sizes, n_heads, n_rows, n_columns = sizes
+    *batch_sizes, n_heads, n_rows, n_columns = _all_sizes(mask, batch_dims)
     return BiasShape(
         batch=any(n > 1 for n in batch_sizes),
         heads=n_heads > 1,
@@ -27,6 +24,12 @@ def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasS
         columns=n_columns > 1,
         wide=is_rounded(mask.dtype, dtype),
     )
+
+
+def _all_sizes(mask: torch.Tensor, batch_dims: int) -> tuple[int, ...]:
+    """The sizes of a broadcastable ``mask`` in all dimensions of the scores."""
+    n_missing = batch_dims + 3 - mask.dim()
+    return (1,) * n_missing + tuple(mask.shape)
 
 
 def no_bias(rectangle: Rectangle) -> None:
@@ -43,12 +46,7 @@ class BiasView:
     """
 
     def __init__(self, mask: torch.Tensor, batch_dims: int) -> None:
-        n_missing = batch_dims + 3 - mask.dim()
-        if n_missing:
-            missing_sizes = (1,) * n_missing
-            sizes = missing_sizes + tuple(mask.shape)
-            mask = mask.reshape(sizes)
-        self.mask = mask
+        self.mask = mask.reshape(_all_sizes(mask, batch_dims))
 
     def of_task(
         self, group: Group, task: Task, dtype: torch.dtype, device: torch.device

@@ -101,7 +101,7 @@ def _derivative(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
     grad_parts = [None] * len(parts) if ctx.has_parts else None
     *constants, numbers = ctx.constants
     grad_constants = [None] * len(constants)
-    grad_numbers = [] if numbers == [] else None
+    grad_numbers: list[int] | None = [] if numbers == [] else None
     grad_recorded = None
     grad_of_mask = None
     return (

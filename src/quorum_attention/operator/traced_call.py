@@ -8,6 +8,7 @@ import torch
 
 from quorum_attention.call.broadcast import broadcast_inputs
 from quorum_attention.call.options import Arguments, names_several
+from quorum_attention.call.transformations import needs_gradient
 from quorum_attention.call.validation import as_mask, shape_of_inputs
 from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.torch_private import (
@@ -57,7 +58,7 @@ def as_operator(
     )
     shape_of_inputs(query, key, value, enable_gqa)
     _check_fakes(query, key, value, encoded)
-    recorded = _is_recorded(query, key, value, encoded.bias, encoded.sinks)
+    recorded = needs_gradient(query, key, value, encoded.bias, encoded.sinks)
     has_learned_bias = encoded.bias is not None and encoded.bias.requires_grad
     result_dtype = arguments.out_dtype or query.dtype
     reads_unrounded = recorded and arguments.options.exact_delta is True
@@ -162,10 +163,3 @@ def _check_fakes(query: Any, key: Any, value: Any, encoded: _EncodedArguments) -
     names += ["a tensor of the Mask (documents, key_padding, ...)"] * len(parts)
     refuse_real_among_fake(names, [query, key, value, bias, sinks, *parts])
     count_flops()  # also in inference mode, which goes around derivatives
-
-
-def _is_recorded(*tensors: torch.Tensor | None) -> bool:
-    """Tell whether gradients of a call with these tensors are recorded."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

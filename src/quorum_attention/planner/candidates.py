@@ -359,9 +359,9 @@ def _largest_block(
         if block_rows < policy.MIN_STREAMED_ROWS and parts > 1:
             return None
         if route.resident_axis == "query":
-            candidate = replace(route, queries=chunk_rows, keys=block_rows)
+            candidate = replace(route, keys=block_rows)
         else:
-            candidate = replace(route, queries=block_rows, keys=chunk_rows)
+            candidate = replace(route, queries=block_rows)
         n_passages = count_groups(shape, group) * candidate.stream(shape).n_units
         if n_passages > policy.MAX_PASSAGES:
             return None
