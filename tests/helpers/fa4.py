@@ -40,18 +40,24 @@ def double(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def forward(
-    q, k, v, *, softmax_scale, return_lse, causal=False, window_size_left=None,
+    q, k, v, *, softmax_scale, return_lse, out, causal=False, window_size_left=None,
     window_size_right=None, softcap=None,
 ):  # fmt: skip
     """(b, n, h, d) in and out, lse (b, h, n) in fp32; a row that is not finite has lse
     -inf."""
     assert return_lse
+    assert out.shape == (*q.shape[:3], v.shape[3])
+    assert out.dtype == q.dtype
+    assert all(stride % 8 == 0 for stride in out.stride()[:3])
     query, key, value = double(q, k, v)
     how = softmax_scale, causal, window_size_left, window_size_right, softcap
     shared = query.shape[1] // key.shape[1]
-    out, lse = softmax(scores_of(query, key, *how), value.repeat_interleave(shared, 1))
+    exact, lse = softmax(
+        scores_of(query, key, *how), value.repeat_interleave(shared, 1)
+    )
     lse = lse.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-    return out.to(q.dtype).transpose(1, 2).contiguous(), lse.float(), None, None, None
+    out.copy_(exact.transpose(1, 2))
+    return out, lse.float(), None, None, None
 
 
 def backward(

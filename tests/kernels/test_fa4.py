@@ -14,7 +14,7 @@ from helpers.masks import check
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.kernels import CallShape, fa4, get_kernel
+from quorum_attention.kernels import Call, CallShape, fa4, get_kernel
 from quorum_attention.kernels.select import LONG_FLOPS, select_kernel
 
 __all__ = ["stand_in"]
@@ -135,3 +135,14 @@ def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) ->
     shapes = ((4, n_queries), (2, n_keys), (2, n_keys), (4, n_queries))
     check_call(shapes, mask, draw.choice([0, 0, 1]), kernel=stand_in)
     assert not asked
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_its_output_lies_as_the_query_does(stand_in, by_token) -> None:  # type: ignore[no-untyped-def]
+    """An output that lies token after token was copied: 2 % of a short call."""
+    query, key, value = (torch.randn(2, 4, 24, 16).bfloat16() for _ in range(3))
+    if by_token:
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    call = Call(query, key, value, True, 0.25)
+    out, _ = stand_in.whole_forward(call)
+    assert out.stride() == query.stride()

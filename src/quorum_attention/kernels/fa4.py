@@ -34,6 +34,7 @@ from quorum_attention.kernels.operator_inputs import (
 )
 from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES, OperatorSizes
 from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.speed import KernelSpeed
 
 _on_device = torch.cuda.device
@@ -113,15 +114,21 @@ class Fa4Kernel(RectangleKernel):
     def rectangle_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.rectangle_forward``."""
         forward, _ = _functions()
-        with _on_device(call.query.device):
+        query = call.query
+        out_shape = (*query.shape[:3], call.value.shape[-1])
+        # Results lie as the query does. The package's own lie token after token, and
+        # would be copied.
+        out = empty_like_input(query, out_shape, query.dtype)
+        (out_by_token,) = _by_token(out)
+        with _on_device(query.device):
             results = forward(
                 *_by_token(*call.inputs),
                 softmax_scale=call.scale,
                 return_lse=True,
+                out=out_by_token,
                 **self._options(call),
             )
-        out, lse = results[:2]
-        out = out.transpose(1, 2)  # (b, h, n, dv)
+        lse = results[1]
         # A row with a score of NaN or +inf has an lse of -inf, as one without keys,
         # whose output is 0. The merge would take it for that, and a backward would make
         # finite gradients of it.
