@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.fa4 import stand_in
 from helpers.masks import check
+from helpers.processes import run_python
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -146,3 +147,25 @@ def test_its_output_lies_as_the_query_does(stand_in, by_token) -> None:  # type:
     call = Call(query, key, value, True, 0.25)
     out, _ = stand_in.whole_forward(call)
     assert out.stride() == query.stride()
+
+
+def test_its_import_does_not_load_torchs_compiler() -> None:
+    """A package that it imports decorates functions by ``torch.compiler.disable``:
+    1.3 s of a first call."""
+    done = run_python(
+        "import sys, torch\n"
+        "from quorum_attention.kernels.torch_private import without_loading_compiler\n"
+        "disable = torch.compiler.disable\n"
+        "with without_loading_compiler():\n"
+        "    @torch.compiler.disable\n"
+        "    def double(x):\n"
+        "        return 2 * x\n"
+        "assert torch.compiler.disable is disable\n"
+        "assert double(3) == 6\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "x = torch.ones(3)\n"
+        "compiled = torch.compile(lambda x: double(x) + 1, backend='eager')\n"
+        "assert torch.equal(compiled(x), 2 * x + 1)\n"
+        "assert torch._dynamo.utils.counters['graph_break']\n"
+    )
+    assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -36,6 +37,7 @@ from quorum_attention.kernels.operator_sizes import UNSPLIT_BYTES, OperatorSizes
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.speed import KernelSpeed
+from quorum_attention.kernels.torch_private import without_loading_compiler
 
 _on_device = torch.cuda.device
 _PACKAGE = "flash-attn-4"
@@ -287,6 +289,8 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
         warnings.filterwarnings(
             "ignore", category=UserWarning, module=r".*(flash_attn|cutlass)"
         )
+        with without_loading_compiler():
+            importlib.import_module("flash_attn.cute.interface")
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd

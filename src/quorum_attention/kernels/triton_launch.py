@@ -33,17 +33,25 @@ def triton_available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+# The thread that imports Triton, if there is one.
+_warming: list[threading.Thread] = []
+
+
 @functools.cache
 def warm_up() -> None:
     """Import Triton and hash its files, as its cache does, while the host tests and
     plans a first call."""
-    if triton_available():
-        try_start(threading.Thread(target=_import_triton, name="imports Triton"))
+    if not triton_available():
+        return
+    thread = threading.Thread(target=_import_triton, name="imports Triton")
+    if try_start(thread):
+        _warming.append(thread)
 
 
 def _import_triton() -> None:
     with suppress(Exception):  # a launch that needs it says why
-        _kernel("merge")
+        # To import Triton takes 0.4 s, to hash its files 0.5 s.
+        from quorum_attention.kernels import merge_triton  # noqa: F401
         from triton.runtime.cache import triton_key  # elsewhere in other versions
 
         triton_key()
@@ -51,7 +59,9 @@ def _import_triton() -> None:
 
 @functools.cache
 def _kernel(name: str) -> Any:
-    # To import Triton takes 0.4 s.
+    for thread in _warming:
+        # Triton would hash its files once more beside the thread.
+        thread.join()
     from quorum_attention.kernels import merge_triton
 
     return getattr(merge_triton, f"_{name}_kernel")
