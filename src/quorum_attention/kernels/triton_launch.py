@@ -51,8 +51,9 @@ def warm_up() -> None:
 def _import_triton() -> None:
     with suppress(Exception):  # a launch that needs it says why
         # To import Triton takes 0.4 s, to hash its files 0.5 s.
-        from quorum_attention.kernels import merge_triton  # noqa: F401
         from triton.runtime.cache import triton_key  # elsewhere in other versions
+
+        from quorum_attention.kernels import merge_triton  # noqa: F401
 
         triton_key()
 
