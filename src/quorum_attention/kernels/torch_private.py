@@ -353,7 +353,7 @@ def without_loading_compiler() -> Iterator[None]:
     It is for imports of packages that decorate functions by it: to load the compiler
     takes 1.3 s of 2.4.
     """
-    original = torch.compiler.disable
+    original: Any = torch.compiler.disable
 
     def disable(fn: Any = None, recursive: bool = True, *, reason: Any = None) -> Any:
         if recursive and inspect.isfunction(fn):
