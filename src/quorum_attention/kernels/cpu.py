@@ -11,14 +11,10 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.kernels.call_shape import DTYPES, CallShape, Extent
-from quorum_attention.kernels.grouped_heads import grouped_forward
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.odd_rows import mend_odd_rows_, mending_bytes
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
-from quorum_attention.kernels.operator_inputs import (
-    operator_refusal,
-    with_positive_scale,
-)
+from quorum_attention.kernels.operator_inputs import operator_refusal
 from quorum_attention.kernels.operator_sizes import OperatorSizes, bias_bytes
 from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import Kernel
@@ -86,20 +82,21 @@ class CpuKernel(RectangleKernel):
             _WITH_DROPOUT.backward(task, grads)
 
     def whole_forward(self, call: Call) -> OutLse:
-        """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that
-        are not finite."""
+        """See ``RectangleKernel.whole_forward``."""
         if call.dropout is not None:
             return _WITH_DROPOUT.whole_forward(call)
-        if call.query.shape[1] != call.key.shape[1]:
-            out, lse = grouped_forward(self.whole_forward, call)
-            return laid_out_like(out, call.query), lse
-        scaled_call, _ = with_positive_scale(call, self.splits_fp32_scale)
-        out, lse = self.rectangle_forward(scaled_call)
+        out, lse = super().whole_forward(call)
+        return laid_out_like(out, call.query), lse
+
+    def clear_dead_rows_(
+        self, out: torch.Tensor, lse: torch.Tensor, call: Call
+    ) -> None:
+        """See ``RectangleKernel.clear_dead_rows_``; mends rows that are not finite,
+        too."""
         ones = lse / lse  # NaN where lse is 0, NaN or infinite, as of rows without keys
         if not torch.equal(ones, ones):
-            self.clear_dead_rows_(out, lse, call)
+            super().clear_dead_rows_(out, lse, call)
             mend_odd_rows_(out, lse, call)
-        return laid_out_like(out, call.query), lse
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.whole_backward``."""
