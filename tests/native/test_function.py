@@ -45,19 +45,21 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check(
-    device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options
+    device: str, dtype=torch.float32, n=N, m=M, heads=HEADS, key_heads=None, **options
 ) -> None:
     """Bits by ``native_attention``, all else by a ``NativeKernel``."""
     g = fresh_generator()
-    shapes = ((HEADS, n, 16), (key_heads, m, 16), (key_heads, m, 24), (HEADS, n, 24))
+    key_heads = key_heads or heads
+    shapes = ((heads, n, 16), (key_heads, m, 16), (key_heads, m, 24), (heads, n, 24))
     *given, grad = (
         torch.randn(1, *shape, generator=g).to(dtype).to(device) for shape in shapes
     )
     given = [t.requires_grad_() for t in given]
     is_causal, bits = options.get("is_causal", False), options.pop("bits", None)
     if "bias_heads" in options:
-        heads = options.pop("bias_heads")
-        options["bias"] = torch.randn(1, heads, 1, M, generator=g).to(dtype).float()
+        bias_heads = options.pop("bias_heads")
+        bias = torch.randn(1, bias_heads, 1, M, generator=g).to(dtype)
+        options["bias"] = bias.float()
     if bits is not None:
         query_bits, key_bits = (t.to(device) for t in bits)
         out, lse = qa.native_attention(
@@ -133,6 +135,7 @@ def test_group_bits(kind: str, is_causal: bool, device: str) -> None:
         device,
         n=130,
         m=100,
+        heads=1,
         bits=(bits(kind, 130), bits(kind, 100)),
         is_causal=is_causal,
     )
