@@ -23,11 +23,14 @@ from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
-from quorum_attention.kernels import get_kernel
+from quorum_attention.kernels import CallShape, get_kernel
+from quorum_attention.kernels.call_shape import BiasShape
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints
+from quorum_attention.planner.decide import decide
 from quorum_attention.planner.kernel_choice import choose_plan
+from quorum_attention.planner.options import PlannerOptions
 from quorum_attention.planner.plan import _log_once
 
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
@@ -312,3 +315,28 @@ def test_header_and_census_are_about_the_mask(
     # A tile on the diagonal may be mixed by the mask's own causal rule.
     if not causal:
         assert found.clear == wanted[True] / every
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient", "native"])
+@pytest.mark.parametrize("spans", [(True, False, False), (True, True, True)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_small_masked_call_with_grouped_heads_is_one_kernel_call_on_a_gpu(
+    kernel: str, spans: tuple[bool, bool, bool], backward: bool
+) -> None:
+    """With `efficient` it went through slots, which a CUDA graph cannot capture."""
+    shape = CallShape(
+        "cuda",
+        torch.bfloat16,
+        2,
+        1,
+        64,
+        64,
+        bias=BiasShape(*spans, True),
+        batch_shape=(3,),
+        n_queries=300,
+        n_keys=300,
+    )
+    place = Placement(True, False, torch.bfloat16)
+    options = PlannerOptions(torch.device("cuda"), kernel)
+    decision = decide(shape, place, options, torch.bfloat16, backward=backward)
+    assert decision.plan is None
