@@ -68,24 +68,15 @@ class PartwiseKernel(Kernel):
         keeps_blocks = all(band.keeps_all for band in geometry.block_bands)
         self._has_ragged = bool(geometry.rules) or not keeps_blocks
         self._operator = copy.copy(base)
-        # Calls that take grouped heads as they are run all heads of a part at a time.
-        shared_heads = CallShape(
-            "cpu",
-            torch.float32,
-            heads=2,
-            kv_heads=1,
-            head_dim=1,
-            value_dim=1,
-        )
-        takes_shared_heads = base.takes_whole(shared_heads, 1, all_heads=True)
-        self._operator.grouped = base.grouped or takes_shared_heads
-        self._upper = copy.copy(self._operator)
-        self._calls_rectangles = False
+        self._calls_rectangles = isinstance(base, RectangleKernel)
         self._has_bands = False
+        if isinstance(self._operator, RectangleKernel):
+            self._has_bands = self._operator.bands
+            # Whole calls that regroup heads are run for all heads of a part at a time.
+            self._operator.grouped = base.grouped or self._operator.regroups
+        self._upper = copy.copy(self._operator)
         if isinstance(self._upper, RectangleKernel):
             self._upper.reversed_order = True
-            self._calls_rectangles = True
-            self._has_bands = self._upper.bands
         self._parts: Cache[Parts] = Cache(_MOST_TASKS)
 
     def refusal(self, shape: CallShape) -> str | None:
