@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.modules import module as modules
+from torch.nn.utils import stateless
 
 import quorum_attention
 
@@ -127,3 +131,54 @@ def test_pure_rooms_know_nothing_of_torch(room: str) -> None:
     names = [name for path in (ROOT / room).rglob("*.py") for name in imported(path)]
     assert names
     assert not [name for name in names if name.split(".")[0] == "torch"]
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Private attributes that a file reads or sets, and texts that look like one."""
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+        elif isinstance(node, ast.alias):
+            name = node.name
+        if re.fullmatch(r"_[a-zA-Z]\w*", name):
+            yield name
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a file gives to functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = ast.unparse(node.value)
+            if owner in ("self", "tensor"):
+                yield node.attr
+
+
+def is_torchs(name: str) -> bool:
+    owners = (torch.nn.Module(), torch.Tensor, torch, torch._C, modules, stateless)
+    return any(hasattr(owner, name) for owner in (*owners, torch.utils))
+
+
+def test_private_names_of_libraries_stand_in_one_file_for_each() -> None:
+    """Transformers' and Accelerate's, of which one rename made a change fail without a
+    word."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    own = {"_quorum_attention_changes", "_quorum_attention_patch", "_replace"}
+    for tree in trees.values():
+        own.update(defined_names(tree))
+    foreign: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        room = room_of(module_of(path))
+        if room not in ("integrations", "recipes"):
+            continue
+        names = {name for name in private_names(tree) if not is_torchs(name)}
+        if names - own:
+            foreign[path.stem] = names - own
+    assert foreign.keys() == {"transformers_private", "accelerate_private"}, foreign
+    assert "_set_gradient_checkpointing" in foreign["transformers_private"]

@@ -33,7 +33,10 @@ def encode_call(
     """
     if mask is None and options.is_default:
         return ""
-    return _text(_encode((*options[:-1], mask), numbers, tensors))
+    # torch 2.8's compiler cannot cut a named tuple.
+    values = list(options)
+    values[-1] = mask
+    return _text(_encode(tuple(values), numbers, tensors))
 
 
 def decode_call(
