@@ -24,6 +24,8 @@ from quorum_attention.recipes import long_context
 RANKS = 2
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64}
 STEPS = 2
+# A rank's texts of a step, of which gradients are added up.
+TEXTS = 2
 
 
 def models(with_adapters: bool) -> tuple[Any, Any]:
@@ -57,7 +59,9 @@ def accelerator() -> Any:
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
     )
-    accelerate = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerate = Accelerator(
+        cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=TEXTS
+    )
     accelerate.state.distributed_type = DistributedType.FSDP
     accelerate.state.fsdp_plugin = plugin
     return accelerate
@@ -81,19 +85,27 @@ def train_a_share(rank: int, folder: str, with_adapters: bool) -> None:
     """Train on this rank's text, and compare with a plain model that is trained on all
     texts."""
     plain, changed = models(with_adapters)
-    ids = torch.randint(VOCABULARY, (RANKS, 60))
+    ids = torch.randint(VOCABULARY, (RANKS * TEXTS, 60))
     accelerate = accelerator()
     optimizer = torch.optim.SGD(changed.parameters(), 0.1)
     changed, optimizer = accelerate.prepare(changed, optimizer)
     plain_optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     for _ in range(STEPS):
-        optimizer.zero_grad()
-        accelerate.backward(changed(input_ids=ids[[rank]], labels=ids[[rank]]).loss)
-        optimizer.step()
+        for text in ids[rank::RANKS].split(1):
+            with accelerate.accumulate(changed):
+                accelerate.backward(changed(input_ids=text, labels=text).loss)
+                optimizer.step()
+                optimizer.zero_grad()
         plain_optimizer.zero_grad()
         for text in ids.split(1):
-            (plain(input_ids=text, labels=text).loss / RANKS).backward()
+            loss = plain(input_ids=text, labels=text).loss / len(ids)
+            loss.backward()
         plain_optimizer.step()
+    with torch.no_grad():
+        losses = [
+            model.eval()(input_ids=ids, labels=ids).loss for model in (changed, plain)
+        ]
+    torch.testing.assert_close(losses[0], losses[1], atol=1e-5, rtol=1e-4)
     sharded = accelerate.get_state_dict(changed)
     weights = {name: weight.full_tensor() for name, weight in sharded.items()}
     if rank == 0:
@@ -129,7 +141,7 @@ def assert_saved(
 
 @pytest.mark.slow
 def test_two_ranks_train_and_save(tmp_path: Path) -> None:
-    """Two steps, the weights saved by one rank, loaded (adapters merged) and called."""
+    """Two steps of added gradients, an evaluation, the weights saved by one rank, loaded (adapters merged) and called."""
     warm_forks()
     arguments = (str(tmp_path / "store"), str(tmp_path))
     mp.start_processes(train_both, arguments, RANKS, start_method="forkserver")
