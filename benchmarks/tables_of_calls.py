@@ -41,7 +41,9 @@ def cost_cell(cell: Any) -> str:
 
 def budgets() -> str:
     lines = []
-    for name, row in plain_rows("fa2").items():
+    for name, row in plain_rows("cudnn").items():
+        if CASES[name].place == "device":
+            continue
         case = row.value
         ratios = [ratio_cell(case, "fa2"), ratio_cell(case, "cudnn")]
         lines.append(Line([*call_cells(CASES[name], case), *ratios], [row]))
@@ -122,16 +124,6 @@ def windows() -> str:
         )
         for name, row in plain_rows("flex").items()
     ]
-    recovered = newest_rows("h200-flex", "ratios")
-    for mask, row in recovered.items():
-        ratios = row.value["ratios"]
-        for way in ("uncut", "depth 1", "1 GiB"):
-            ratio = f"{ratios[f'{way}, forward']:.2f}; {ratios[f'{way}, both']:.2f}"
-            seconds = row.value["seconds"]
-            forward, both = seconds[f"{way}, forward"], seconds[f"{way}, both"]
-            call = f"{mask}, FlexAttention recovered, {way}"
-            cells = [call, f"{forward:.3g}; {both:.3g}", ratio]
-            lines.append(Line(cells, [row]))
     return section(["call", "seconds", "ratio"], lines)
 
 
@@ -141,18 +133,16 @@ def now_cell(row: Row) -> str:
 
 
 def native() -> str:
-    rows = newest_rows("h200-native")
+    """Our own kernel beside others, on the device."""
+    rows = newest_rows("h200-plain", "cudnn", "fa2")
     lines = []
-    for head_dim in (64, 128):
-        ours = rows[f"native, {head_dim}"]
-        cells = [str(head_dim)]
-        for rival in ("flash", "cudnn"):
-            rival_row = rows[f"{rival}, {head_dim}"]
-            pairs = zip(ours.value, rival_row.value, strict=True)
-            ratios = [f"{our_seconds / seconds:.2f}" for our_seconds, seconds in pairs]
-            cells.append(" / ".join(ratios))
-        lines.append(Line(cells, [ours]))
-    return section(["head dimension", "over FlashAttention-2", "over cuDNN"], lines)
+    for name in ("131072-device", "131072x128-device"):
+        row = rows[f"{name}, native"]
+        ratios = [ratio_cell(row.value, rival) for rival in ("fa2", "cudnn")]
+        case = CASES[name]
+        lines.append(Line([str(case.head_dim), now_cell(row), *ratios], [row]))
+    columns = ["head dimension", "seconds", "over FlashAttention-2", "over cuDNN"]
+    return section(columns, lines)
 
 
 def small() -> str:
