@@ -79,13 +79,13 @@ def test_every_transition(
 
 
 @pytest.mark.slow
-def test_ten_thousand_histories() -> None:
+def test_three_thousand_histories() -> None:
     """In any order of events every pair is computed exactly once.
 
     At any moment memory may run out, or there may be headroom.
     """
     ends: Counter[str] = Counter()
-    for seed in range(10_000):
+    for seed in range(3_000):
         history = History(seed)
         try:
             history.run()
@@ -95,10 +95,10 @@ def test_ten_thousand_histories() -> None:
             print(f"seed {seed}: {history.told()}")
             raise
     # Every kind of recovery did happen, and most histories ended with all units done.
-    assert ends["finished"] > 6_000
-    assert ends["gave up"] > 100
+    assert ends["finished"] > 1_800
+    assert ends["gave up"] > 30
     for kind in ("one slot less", "deepened", "coarsened", "fell back"):
-        assert ends[kind] > 200, kind
+        assert ends[kind] > 60, kind
 
 
 LEVELS = st.sampled_from([(), (3,), (7,), (13,), (3, 3), (7, 3), (3, 7), (7, 7)])
