@@ -322,12 +322,13 @@ FULL_TRAINERS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 def numbers_of(log: dict[str, Any]) -> dict[str, float]:
-    """What was logged of a step, but for times."""
-    times = ("runtime", "per_second", "time")
+    """What was logged of a step, but for times, and for signs of rewards that are as
+    small as roundings."""
+    others = ("runtime", "per_second", "time", "rewards/accuracies")
     return {
         name: number
         for name, number in log.items()
-        if isinstance(number, float) and not name.endswith(times)
+        if isinstance(number, float) and not name.endswith(others)
     }
 
 
