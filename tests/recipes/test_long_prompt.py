@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from helpers.generated import N_GENERATED
 from helpers.models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
 
 from quorum_attention.decomposition.intervals import Interval
@@ -98,7 +99,6 @@ for kind, sizes in NAMED_IN_SOME.items():
     kinds = LAYERED if hasattr(module, "ALL_ATTENTION_FUNCTIONS") else CHUNKED
     kinds[kind] = sizes
 N_PROMPT = 67
-N_GENERATED = 64
 TILE = 20
 
 

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from helpers.generated import N_GENERATED
 
 from quorum_attention.integrations.transformers import register
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
@@ -129,7 +130,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "vaultgemma": {"sliding_window": 9},
     "xglm": {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48},
 }
-N_GENERATED = 64
 # Weights that make scores differ from token to token.
 SHARP = ("q_proj", "k_proj", "query", "key", "qkv", "c_attn")
 
