@@ -69,7 +69,7 @@ test-models: $(VENV)/.dev
 	  echo "import site; site.addsitedir('$$below')" > $$dir/below.pth; \
 	  $$here/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade "transformers$$version" || exit 1; \
 	  $$here/bin/python -c "import transformers; print('Transformers', transformers.__version__)"; \
-	  PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $$here/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+	  PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 QUORUM_ATTENTION_GENERATED=64 $$here/bin/python -m pytest -n $(WORKERS) --dist worksteal \
 	    $(MODEL_TESTS) || exit 1; \
 	done
 
