@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from quorum_attention import attention
-from quorum_attention.devices import Pool, PoolReport, worker
+from quorum_attention.devices import Pool, PoolReport, worker_process
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_a_program_ends_although_a_worker_is_stopped(tmp_path: Path) -> None:
 
 def test_workers_that_do_not_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(multiprocessing.active_children())
-    monkeypatch.setattr(worker, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(worker_process, "_START_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match=r"did not start .* has to be in a file"):
         Pool(["cpu", "cpu"], threads=1)
     assert len(multiprocessing.active_children()) == before
