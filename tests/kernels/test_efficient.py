@@ -3,12 +3,14 @@ handed, and what it returns."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.tensor  # looks at the operators, which a test replaces
 
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.operator_call import Call, Saved
 
@@ -188,3 +190,27 @@ def test_grouped_heads_are_a_few_calls_of_views(
     )
     for grad, expected in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad.double(), expected, atol=1e-4, rtol=0)
+
+
+def test_a_copy_that_a_mask_runs_for_all_heads_has_room_for_them() -> None:
+    """Parts under a mask regroup heads: each query head then has keys, and gradients of
+    keys, as if there were no groups."""
+
+    def bounds(kernel: EfficientKernel, kv_heads: int) -> tuple[int, int]:
+        shape = CallShape(
+            "cuda",
+            torch.float32,
+            heads=8,
+            kv_heads=kv_heads,
+            head_dim=64,
+            value_dim=64,
+        )
+        extent = Extent(1, 8, kv_heads, 2048, max_queries=1024, max_keys=1024)
+        forward = kernel.forward_workspace_bytes(shape, extent)
+        return forward, kernel.backward_workspace_bytes(shape, extent)
+
+    together = copy.copy(EfficientKernel())
+    together.grouped = True
+    without_groups = bounds(EfficientKernel(), 8)
+    for regrouped, equal in zip(bounds(together, 1), without_groups, strict=True):
+        assert regrouped >= equal

@@ -101,9 +101,9 @@ class EfficientKernel(RectangleKernel):
     def _sizes(self, shape: CallShape, extent: Extent) -> OperatorSizes:
         if shape.bias is not None:
             extent = extent.with_sides_within(high=self.masked_limit)
-        return OperatorSizes(
-            shape, extent, grouped=extent.direct, limits=self.forward_limits
-        )
+        # A mask's parts run all heads together, too, by a copy that is grouped.
+        grouped = extent.direct or self.grouped
+        return OperatorSizes(shape, extent, grouped=grouped, limits=self.forward_limits)
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
