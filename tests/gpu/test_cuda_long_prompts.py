@@ -11,7 +11,8 @@ import torch
 from quorum_attention.long_prompts.attend import attend_segments, compile_kernels
 from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.places import CachePlaces, Place
-from quorum_attention.long_prompts.segments import SegmentedCache, concatenate
+from quorum_attention.long_prompts.segmented_cache import SegmentedCache
+from quorum_attention.long_prompts.segments import concatenate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 HEADS, KEY_HEADS, DIM = 8, 2, 64

@@ -8,7 +8,7 @@ import torch
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.long_prompts.places import CachePlaces, Place
-from quorum_attention.long_prompts.segments import SegmentedCache
+from quorum_attention.long_prompts.segmented_cache import SegmentedCache
 
 
 def host_places() -> CachePlaces:

@@ -13,7 +13,8 @@ import torch
 from quorum_attention.long_prompts import attend, cores
 from quorum_attention.long_prompts.attend import attend_segments
 from quorum_attention.long_prompts.places import CachePlaces
-from quorum_attention.long_prompts.segments import SegmentedCache, concatenate
+from quorum_attention.long_prompts.segmented_cache import SegmentedCache
+from quorum_attention.long_prompts.segments import concatenate
 
 TOLERANCES = {
     torch.float64: 1e-12,

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from quorum_attention.long_prompts import save
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import SavedLayer, load_layers, save_layers
-from quorum_attention.long_prompts.segments import SegmentedCache, concatenate
+from quorum_attention.long_prompts.segmented_cache import SegmentedCache
+from quorum_attention.long_prompts.segments import concatenate
 
 HOST = torch.device("cpu")
 

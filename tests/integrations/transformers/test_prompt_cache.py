@@ -19,7 +19,7 @@ from helpers.models import DECODERS, MIXED, VOCABULARY, attended, some_ids, tiny
 from quorum_attention.integrations.transformers import register, segmented_tensor
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache, _spread
 from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
-from quorum_attention.long_prompts import segments as segments_module
+from quorum_attention.long_prompts import segmented_cache as segmented_cache_module
 from quorum_attention.long_prompts.places import Place
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -38,8 +38,8 @@ NEW_TOKENS = 24
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short prompts are cut as long ones are."""
     register()
-    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
-    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
+    monkeypatch.setattr(segmented_cache_module, "_MIN_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(segmented_cache_module, "_TOKEN_STEP", 8)
 
 
 def model_of(kind: str) -> Any:

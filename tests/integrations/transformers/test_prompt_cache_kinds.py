@@ -15,7 +15,7 @@ from helpers.generated import N_GENERATED
 
 from quorum_attention.integrations.transformers import register
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
-from quorum_attention.long_prompts import segments as segments_module
+from quorum_attention.long_prompts import segmented_cache as segmented_cache_module
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -178,8 +178,8 @@ def assert_same(result: Any, expected: Any) -> None:
 @pytest.fixture(autouse=True)
 def blocks_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens fill several blocks of memory."""
-    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 8)
-    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 8)
+    monkeypatch.setattr(segmented_cache_module, "_MIN_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(segmented_cache_module, "_TOKEN_STEP", 8)
 
 
 def skip_if_unknown(kind: str) -> None:

@@ -29,7 +29,7 @@ from quorum_attention.integrations.transformers.segmented_layer import (
 )
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import load_layers, save_layers
-from quorum_attention.long_prompts.segments import SegmentedCache
+from quorum_attention.long_prompts.segmented_cache import SegmentedCache
 from quorum_attention.units import counted, format_bytes
 
 _Layer = TypeVar("_Layer")

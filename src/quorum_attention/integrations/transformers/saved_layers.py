@@ -13,7 +13,8 @@ from quorum_attention.integrations.transformers.segmented_layer import Segmented
 from quorum_attention.integrations.transformers_private import CONFIG_NOTES
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import SavedLayer
-from quorum_attention.long_prompts.segments import Segment, SegmentedCache, concatenate
+from quorum_attention.long_prompts.segmented_cache import SegmentedCache
+from quorum_attention.long_prompts.segments import Segment, concatenate
 
 # Entries of a configuration that change neither keys nor values.
 _VOLATILE = frozenset(

@@ -14,7 +14,8 @@ from quorum_attention.integrations.transformers.segmented_tensor import LayerSeg
 from quorum_attention.long_prompts.attend import compile_kernels
 from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.places import CachePlaces, Place
-from quorum_attention.long_prompts.segments import Segment, SegmentedCache
+from quorum_attention.long_prompts.segmented_cache import SegmentedCache
+from quorum_attention.long_prompts.segments import Segment
 from quorum_attention.threads import try_start
 
 

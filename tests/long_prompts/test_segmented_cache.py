@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.long_prompts import segments as segments_module
+from quorum_attention.long_prompts import segmented_cache as segmented_cache_module
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import SavedLayer, load_layers, save_layers
-from quorum_attention.long_prompts.segments import SegmentedCache, concatenate
+from quorum_attention.long_prompts.segmented_cache import SegmentedCache
+from quorum_attention.long_prompts.segments import concatenate
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 
@@ -147,9 +148,9 @@ def test_random_histories_are_those_of_a_plain_cache(
 ) -> None:
     """A block that is shared must not be written to, and each cache sees its own
     tokens."""
-    monkeypatch.setattr(segments_module, "_MIN_BLOCK_TOKENS", 4)
-    monkeypatch.setattr(segments_module, "_TOKEN_STEP", 4)
-    monkeypatch.setattr(segments_module, "_MAX_REORDERED_TOKENS", 16)
+    monkeypatch.setattr(segmented_cache_module, "_MIN_BLOCK_TOKENS", 4)
+    monkeypatch.setattr(segmented_cache_module, "_TOKEN_STEP", 4)
+    monkeypatch.setattr(segmented_cache_module, "_MAX_REORDERED_TOKENS", 16)
     for seed in range(first, first + 50):
         run_history(seed, tmp_path)
     assert not list((tmp_path / "segments").iterdir())
