@@ -54,7 +54,8 @@ class LayerCall:
     ) -> LayerCall:
         """The call with ``function`` of all tensors, and without hidden states."""
         args, named = tree_map_only(torch.Tensor, function, (self.args, self.named))
-        nothing = self.hidden[:0]
+        # A view would keep the memory of a tile of the prompt.
+        nothing = self.hidden.new_empty(0)
         return LayerCall(nothing, args, named)
 
     def run(self, function: Callable[..., Any]) -> Any:

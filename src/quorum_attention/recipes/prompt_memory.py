@@ -41,7 +41,8 @@ class TokenBytes:
     """Bytes for each token of a prompt.
 
     Attributes:
-        rows: hidden states, queries, keys, values and outputs of one layer.
+        rows: hidden states, queries, keys, values and outputs of one layer, and what
+            all layers share (positions).
         output: of these, the outputs of attention.
         hidden: of these, the hidden states.
         tile: what a layer computes with for a token of a tile, at its peak.
@@ -60,11 +61,13 @@ class TokenBytes:
         query = shape.heads * shape.head_dim
         key_and_value = 2 * shape.kv_heads * shape.head_dim
         projected = 2 * query + key_and_value
+        # Cosines and sines of a position, and its number.
+        position_bytes = 2 * shape.head_dim * size + 8
         # A norm computes in float32, beside its input and its result.
         norm_bytes = 4 * (2 * shape.hidden + query)
         mlp = 3 * shape.mlp_width
         return cls(
-            rows=(shape.hidden + projected) * size,
+            rows=(shape.hidden + projected) * size + position_bytes,
             output=query * size,
             hidden=shape.hidden * size,
             tile=(mlp + 2 * projected + 6 * shape.hidden) * size + norm_bytes,
