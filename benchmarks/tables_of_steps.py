@@ -224,8 +224,8 @@ def readme_step_lines() -> list[Line]:
         ),
         Line(
             [
-                "by that and by `estimate`, not run: such a step with all "
-                f"{card.value['of_layers']} layers",
+                f"a step of this length with all {card.value['of_layers']} layers, "
+                "not run: calculated from that and from `estimate`",
                 whole_step(card.value),
             ],
             [card],

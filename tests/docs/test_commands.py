@@ -91,6 +91,32 @@ def test_commands_can_be_given(
     assert all((folder / name).stat().st_size > 0 for name in named)
 
 
+QWEN3_STEP = "--tokens 256K --lora 16 --host-memory 256GiB"
+QWEN3_PROMPT = "--prompt 256K --generate 500"
+# By the pages that quote the answer.
+QUOTED_ESTIMATES = {
+    f"{QWEN3_STEP} --memory 80GiB": ("tutorial", "long-context"),
+    f"{QWEN3_STEP} --memory 24GiB": ("long-context",),
+    f"{QWEN3_PROMPT} --memory 24GiB --host-memory 128GiB": ("long-prompts",),
+    f"{QWEN3_PROMPT} --memory 6GiB --host-memory 64GiB": ("long-prompts",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", QUOTED_ESTIMATES)
+def test_pages_quote_the_answer_of_an_estimate(
+    options: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A guide's answer to "will it fit?" goes stale when the estimate changes."""
+    command = f"estimate --model config.json --device cuda {options}"
+    assert main(command.split()) == 0
+    answer = re.search(r"^(fits|does not fit) in .*", capsys.readouterr().out, re.M)
+    assert answer is not None
+    for page in QUOTED_ESTIMATES[options]:
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert answer[0] in " ".join(text.split()), page
+
+
 def test_commands_that_have_tests_of_their_own_are_few() -> None:
     assert all(any(text.startswith(one) for text in OURS) for one in APART)
     table = re.findall(
