@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,21 @@ def test_any_number_of_batch_dimensions(shape: tuple[int, ...], depth: int) -> N
     query = torch.randn(*shape, TOKENS, HEADS, HEAD_DIM).transpose(-3, -2)
     out = qa.attention(query, query, query, depth=depth)
     out.transpose(-3, -2).view(*shape, TOKENS, HEADS * HEAD_DIM)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_batch_dimensions_in_any_order(route: str) -> None:
+    """Queries without a view (b, heads, n, d) are copied for some routes: their results
+    lay as the copy did."""
+    options = ROUTES[route]
+    if route == "lengths of entries":
+        options = {"attn_mask": Mask(key_lengths=torch.arange(15) + 2)}
+    for order in list(itertools.permutations(range(4)))[1::3]:
+        sizes = [(3, 5, HEADS, TOKENS)[dim] for dim in order]
+        stored = torch.randn(*sizes, HEAD_DIM)
+        query = stored.permute(*(order.index(dim) for dim in range(4)), 4)
+        out = qa.attention(query, query, query, **options)
+        assert order_of(out) == (*order, 4)
 
 
 @pytest.mark.parametrize("sizes", [(0, 20), (20, 0)])

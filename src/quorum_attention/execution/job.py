@@ -20,6 +20,7 @@ from quorum_attention.execution.report import PassReport
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.result_layout import laid_out_like
 from quorum_attention.kernels.task_tensors import Bias, TaskTensors
 from quorum_attention.kernels.tensors import NamedTensors
 
@@ -227,15 +228,26 @@ class PassJob:
         for state, part in zip(self.spec.states, parts, strict=True):
             if len(shape.batch_shape) != 1:
                 part = part.reshape(state.tensor_shape(shape))
-            dtype = self.result_dtype(state)
             result = self.results.get(state.name)
             if result is not None:
                 result.copy_(part)
             else:
-                result = part if part.dtype == dtype else part.to(dtype)
+                result = self._as_result(state, part)
             self.results[state.name] = result
             results.append(result)
         return tuple(results)
+
+    def _as_result(self, state: StateSpec, part: torch.Tensor) -> torch.Tensor:
+        """Return a kernel's own tensor as a result.
+
+        A query without a view (b, heads, n, d) was copied for the kernel, so that the
+        output lies as that copy did.
+        """
+        dtype = self.result_dtype(state)
+        part = part if part.dtype == dtype else part.to(dtype)
+        if self.problem.place.flattenable or self.spec.backward or state.over is None:
+            return part
+        return laid_out_like(part, self.tensors[state.over])
 
     def count_repeat(self) -> None:
         """Add one to the report's count of repeated units."""

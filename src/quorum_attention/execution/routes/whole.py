@@ -101,6 +101,9 @@ class Whole(InPlace):
         copies += copied_bytes(problem, schedule.group)
         if _is_one_call(schedule, problem) and not problem.place.flattenable:
             copies += [item.n_bytes(shape) for item in problem.spec.inputs]
+            if not problem.spec.backward:
+                # The kernel's output, beside the result that lies as the query does.
+                copies += result_bytes(problem)
         return Footprint(
             shape.device_type,
             workspace,
