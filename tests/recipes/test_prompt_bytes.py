@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -217,3 +218,42 @@ def test_the_device_holds_no_more_of_a_longer_prompt(
     # positions and what a sliding layer keeps are small.
     tile_rows_bytes = long.plan.tile * (long.token.hidden + long.token.output)
     assert long.at_attention <= 3 * tile_rows_bytes
+
+
+def run_out(tensor: torch.Tensor, limit: int) -> None:
+    """A device that has no room for tiles of more than ``limit`` tokens."""
+    if tensor.shape[-2] > limit:
+        raise torch.OutOfMemoryError("there is no memory for a tile")
+
+
+@pytest.mark.parametrize("is_behind_attention", [False, True])
+def test_a_prompt_that_runs_out_is_computed_in_smaller_tiles(
+    is_behind_attention: bool,
+) -> None:
+    """Somebody may take memory between the plan and the prompt."""
+    model = small_model("llama")
+    ids = torch.randint(1, VOCABULARY, (1, 1100))
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    cache = long_prompt(model, tile=4 * MIN_TILE, progress=False)
+    layer = model.model.layers[1]
+    part = layer.mlp if is_behind_attention else layer.self_attn.q_proj
+    part.register_forward_pre_hook(lambda _, args: run_out(args[0], MIN_TILE))
+    with torch.no_grad(), pytest.warns(UserWarning, match="a prompt is computed anew"):
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert {layer.get_seq_length() for layer in cache.layers} == {1100}
+
+
+def test_a_prompt_that_runs_out_in_the_smallest_tiles_says_so() -> None:
+    model = small_model("llama")
+    cache = long_prompt(model, tile=2 * MIN_TILE, progress=False)
+    mlp = model.model.layers[1].mlp
+    mlp.register_forward_pre_hook(lambda _, args: run_out(args[0], 20))
+    ids = torch.randint(1, VOCABULARY, (1, 600))
+    with torch.no_grad(), warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with pytest.raises(torch.OutOfMemoryError, match="no memory for a tile"):
+            model(ids, past_key_values=cache, logits_to_keep=1)
+    assert ["computed anew" in str(warning.message) for warning in shown] == [True]
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}

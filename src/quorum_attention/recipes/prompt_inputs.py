@@ -77,6 +77,11 @@ class PromptInputs:
         logits_to_keep = options.get(_LOGITS, 0)
         return cls(tensors, padding, options, n_tokens, past, logits_to_keep)
 
+    @property
+    def batch(self) -> int:
+        """The number of texts."""
+        return int(next(iter(self.tensors.values())).shape[0])
+
     def of_tile(self, span: Interval) -> Keywords:
         """Return the arguments of the tokens of a span: of no later token."""
         arguments = dict(self.options)

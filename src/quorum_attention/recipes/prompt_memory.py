@@ -158,6 +158,22 @@ def plan_prompt(token: TokenBytes, n_tokens: int, working: int) -> PromptPlan:
     )
 
 
+def smaller_plan(
+    token: TokenBytes, n_tokens: int, plan: PromptPlan
+) -> PromptPlan | None:
+    """Choose a plan for half of the device memory that another one takes.
+
+    Returns:
+        Rows lie in host memory, and tiles are at most half as large. None: tiles of the
+        other plan are the smallest ones, and rows lie in host memory already.
+    """
+    if plan.tile <= MIN_TILE and not plan.is_on_device:
+        return None
+    half = plan_prompt(token, n_tokens, plan.device_bytes // 2)
+    tile = min(half.tile, max(1, plan.tile // 2))
+    return half.with_tile(tile)
+
+
 def tile_behind_prompt(token: TokenBytes) -> int:
     """The tile of tokens that are computed when the cache has the prompt's already."""
     return _tile_within(token, CHUNK_BYTES // _CHUNK_SHARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.transformers.prompt_cache import remove_tokens
 from quorum_attention.plain_types import Keywords
@@ -26,6 +28,7 @@ from quorum_attention.recipes.prompt_memory import (
     PromptPlan,
     TokenBytes,
     plan_prompt,
+    smaller_plan,
     tile_behind_prompt,
 )
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, spans_of
@@ -76,8 +79,7 @@ class PromptRunner:
         inputs = self._read_prompt(model, named)
         if inputs is None:
             return run_model(model, **named)
-        batch = next(iter(inputs.tensors.values())).shape[0]
-        plan = self._plan(inputs.n_tokens, batch, is_behind=inputs.past > 0)
+        plan = self._plan(inputs.n_tokens, inputs.batch, is_behind=inputs.past > 0)
         if plan.fits_at_once or inputs.n_tokens <= plan.tile:
             return run_model(model, **named)
         cache = named[_CACHE]
@@ -116,12 +118,35 @@ class PromptRunner:
             reserve(inputs.n_tokens + _TOKENS_BEHIND)
         backend_of(self.device).give_back_cached()
         # Rows of the prompt are freed here: the cache gets their memory.
-        result = self._prefill(layered, inputs, plan, cache)
+        result = self._prefill_in_memory(layered, inputs, plan, cache)
         backend_of(self.device).give_back_cached()
         promote = getattr(cache, "promote", None)
         if promote is not None:
             promote(max(0, self.working - CHUNK_BYTES), _TOKENS_BEHIND)
         return result
+
+    def _prefill_in_memory(
+        self, layered: LayeredModel, inputs: PromptInputs, plan: PromptPlan, cache: Any
+    ) -> Any:
+        """Prefill by a plan. Whenever the device runs out of memory, prefill anew by
+        one for half as much: somebody else may have taken some."""
+        token = self.token.of_batch(inputs.batch)
+        while True:
+            smaller = smaller_plan(token, inputs.n_tokens, plan)
+            try:
+                return self._prefill(layered, inputs, plan, cache)
+            except RuntimeError as error:
+                if smaller is None or not _is_device_full(error):
+                    raise
+                # The error itself would keep the tensors of its frames.
+                reason = first_line(error)
+            warnings.warn(
+                f"a prompt is computed anew, {counted(smaller.tile, 'token')} at a "
+                f"time, after {counted(plan.tile, 'token')} at a time: {reason}",
+                stacklevel=2,
+            )
+            plan = smaller
+            backend_of(self.device).give_back_cached()
 
     def _prefill(
         self, layered: LayeredModel, inputs: PromptInputs, plan: PromptPlan, cache: Any
@@ -146,6 +171,8 @@ class PromptRunner:
             except BaseException:
                 # Some layers have the prompt's tokens, and others have none.
                 remove_tokens(cache.layers)
+                # Copies under way must not write into memory that others get.
+                backend_of(self.device).synchronize(self.device)
                 raise
 
     def _run_chunks(
@@ -163,6 +190,13 @@ class PromptRunner:
             if inputs.has_logits(span):
                 results.append(result)
         return joined_results(results)
+
+
+def _is_device_full(error: RuntimeError) -> bool:
+    """Whether a device has no memory for a tensor. A cache without room in any place,
+    and attention that cannot be cut finer, say so by an error of ours: smaller tiles
+    would not help."""
+    return is_out_of_memory(error) and not isinstance(error, OutOfMemoryError)
 
 
 def _check_text(named: Mapping[str, Any]) -> None:
