@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention.flex_attention import create_block_mask
 
 import quorum_attention as qa
@@ -41,6 +45,39 @@ def test_nested_and_sparse_tensors() -> None:
         refused(r"query .* Mask\(documents=ids\)", nested, nested, nested)
     sparse = torch.eye(8).expand(1, 2, 8, 8).to_sparse()
     refused(r"query .* give tensor.to_dense\(\)", sparse, sparse, sparse)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tensors_of_several_ranks() -> None:
+    """A DTensor is refused by name wherever it is given, and its part is taken."""
+    part = torch.randn(1, 2, 20, 8)
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = DTensor.from_local(part, mesh, [Replicate()])
+    bias = DTensor.from_local(torch.zeros(20, 20), mesh, [Replicate()])
+    refused(r"query .* DTensor.* tensor.to_local\(\)", sharded, part, part)
+    refused(r"value .* DTensor.* tensor.to_local\(\)", part, part, sharded)
+    refused(r"attn_mask .* DTensor.* tensor.to_local\(\)", part, part, part, bias)
+    local = sharded.to_local()
+    expected = qa.attention(part, part, part)
+    torch.testing.assert_close(qa.attention(local, local, local), expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_cross_attention_over_ranks() -> None:
+    query = torch.randn(1, 2, 20, 8)
+    key = torch.randn(1, 2, 30, 8)
+    with pytest.raises(ValueError, match="for cross attention over ranks gather the"):
+        qa.distributed.attention(query, key, key)
 
 
 def test_a_scale_that_is_learned() -> None:

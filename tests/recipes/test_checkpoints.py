@@ -315,6 +315,15 @@ def test_everything_has_a_place(
         assert away == 0 or kept - away >= min(device, kept)
 
 
+def test_a_model_in_evaluation_is_told_what_that_is_right_for() -> None:
+    """The words named only what to do before training, which misled who generates."""
+    model = tiny("llama", SIZES)
+    for training in (False, True):
+        changed = copy.deepcopy(model).train(training)
+        summary = " ".join(str(long_context(changed, mlp_tile=None)).split())
+        assert ("that is right for generating; to train it" in summary) != training
+
+
 def test_they_stay_where_a_trainer_switches_checkpoints_on(calls: list[int]) -> None:
     """Transformers' Trainer and TRL's do so; ``every_n_layers``, where there is such an
     argument, leaves some layers as they are."""
