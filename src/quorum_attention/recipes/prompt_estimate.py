@@ -46,7 +46,7 @@ _PASSES_AT_ONCE = 3.0
 # Seconds of the host for a layer of one token, what a layer in host memory takes beside
 # that, what cores need to begin, and seconds of the host for a layer of one tile.
 _LAYER_SECONDS = 1.4e-3
-_HOST_LAYER_SECONDS = 1.2e-3
+_HOST_LAYER_SECONDS = 4.0e-3
 _CORES_BEGIN_SECONDS = 1.5e-3
 _TILE_SECONDS = 1.7e-3
 # The longest prompt is told in steps of so many tokens, up to a billion.
