@@ -84,10 +84,25 @@ def new_texts(
 def main() -> None:
     """Compute the text, then each answer."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", metavar="FOLDER")
-    parser.add_argument("--text", metavar="FILE")
-    parser.add_argument("--ask", action="append", default=[], metavar="QUESTION")
-    parser.add_argument("--tokens", type=parse_count, default=2000)
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="of Transformers, with its tokenizer (default: random weights)",
+    )
+    parser.add_argument("--text", metavar="FILE", help="that the questions are about")
+    parser.add_argument(
+        "--ask",
+        action="append",
+        default=[],
+        metavar="QUESTION",
+        help="may be given several times",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=parse_count,
+        default=2000,
+        help="of a random text, if there is no model (default: 2000)",
+    )
     parser.add_argument(
         "--memory", help="of the device, such as 16GiB (default: what is free)"
     )

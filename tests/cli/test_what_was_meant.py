@@ -3,7 +3,11 @@ meant."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
 
 from quorum_attention.cli import COMMANDS, main, parser
 
@@ -75,3 +79,31 @@ def test_words_that_are_too_many(
 
 def test_options_may_be_shortened() -> None:
     assert parser().parse_args(["plan", "--tok", "64"]).tokens == 64
+
+
+def test_an_input_in_the_place_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without an output the last input would be taken for it."""
+    monkeypatch.chdir(tmp_path)
+    names = [f"{name}.npy" for name in ("query", "key", "value")]
+    for name in names:
+        np.save(name, np.zeros((1, 1, 4, 8), np.float32))
+    _, error = said_about(["run", *names], capsys)
+    assert error.endswith("value.npy is named as an input: give the output behind it")
+
+
+def test_an_estimate_of_no_length(capsys: pytest.CaptureFixture[str]) -> None:
+    _, error = said_about(["estimate", "--model", "config.json"], capsys)
+    assert "give --tokens N" in error
+    assert "--prompt N" in error
+
+
+def test_a_file_of_torch_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says what to write instead."""
+    path = tmp_path / "call.pt"
+    torch.save({"query": torch.zeros(1, 1, 4, 8)}, path)
+    assert main(["run", str(path), str(tmp_path / "out")]) == 2
+    assert "file of torch.save" in capsys.readouterr().err

@@ -30,7 +30,9 @@ def _run(options: argparse.Namespace) -> int:
     shared.refuse(options, "goes with --prompt only", "generate", "weights", "folder")
     # argparse cannot require one option of two.
     if options.tokens is None:
-        options.parser.error("the following arguments are required: --tokens")
+        options.parser.error(
+            "give --tokens N for a call or a training step, or --prompt N for a prompt"
+        )
     if options.model is not None:
         estimate_step.run(options)
         return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from quorum_attention.execution.report import Report
 from quorum_attention.files import metadata_of
 from quorum_attention.files.compute import Compute, FileRun, compute_here
 from quorum_attention.files.file_call import FileCall, file_call
-from quorum_attention.files.inputs import BACKWARD, FORWARD, Inputs, read_inputs
+from quorum_attention.files.inputs import (
+    BACKWARD,
+    FORWARD,
+    NAMES,
+    Inputs,
+    read_inputs,
+)
 from quorum_attention.files.output import output_of
 from quorum_attention.files.run import RunResult, fingerprint, run_call
 from quorum_attention.files.run_folder import Mode
@@ -187,8 +194,21 @@ def _check(options: argparse.Namespace) -> None:
         shared.refuse(options, "goes with --ray only", *of_ray)
 
 
+def _check_output_name(options: argparse.Namespace) -> None:
+    """Refuse an existing file of an input's name as the output: the command has no
+    output then."""
+    path = Path(options.output)
+    input_names = [name for role in FORWARD for name in NAMES[role]]
+    if path.stem in input_names and path.is_file():
+        options.parser.error(
+            f"the last name is the output, and {path} is named as an input: give the "
+            "output behind it"
+        )
+
+
 def _run(options: argparse.Namespace) -> int:
     _check(options)
+    _check_output_name(options)
     inputs = read_inputs(options.input, BACKWARD if options.backward else FORWARD)
     device = shared.default_device(options.device)
     mask, is_causal, files = masks.mask_of(options, inputs.tensors.get("mask"))

@@ -16,6 +16,7 @@ import json
 import math
 import mmap
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
@@ -154,9 +155,11 @@ def _metadata(path: Path_, file: BinaryIO) -> dict[str, str]:
         with safe_open(f"/proc/self/fd/{file.fileno()}", "numpy") as opened:
             return dict(opened.metadata() or {})
     except SafetensorError as error:
-        raise ValueError(
-            f"{path} is not a safetensors file, or is truncated: {error}"
-        ) from error
+        if zipfile.is_zipfile(file):
+            reason = "is a file of torch.save: write it by safetensors.torch.save_file"
+        else:
+            reason = f"is not a safetensors file, or is truncated: {error}"
+        raise ValueError(f"{path} {reason}") from error
 
 
 def create_tensors(

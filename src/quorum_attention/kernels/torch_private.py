@@ -318,7 +318,10 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-_REASON = "quorum_attention plans and runs a call outside the graph"
+_REASON = (
+    "quorum_attention plans and runs this call outside the graph: compile without "
+    "fullgraph=True"
+)
 
 
 def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:

@@ -174,7 +174,7 @@ def long_context(
     name, budget = name_for(
         budget
     )  # with what ``register`` was given, if nothing is given here
-    how = f"budget {budget or 'of the free memory'}"
+    how = f"budget {budget or 'by default, nine tenths of the free memory'}"
     with changing(base, _OWNER) as changes:
         pieces = {
             ATTENTION: QuorumAttention(name, how) if attention else None,
