@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 from runs import Row, newest_rows
 from tables_of_prompts import WAYS as PROMPT_WAYS
+from tables_of_prompts import out_of_memory_rows
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 GIB = 1 << 30
@@ -96,11 +97,12 @@ def prompts() -> Figure:
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     for way, points in prompt_points().items():
-        colour = OURS if way == "ours" else None
+        colour = {"ours": OURS, "sdpa": PLAIN}.get(way)
         draw_memory(axes, points, PROMPT_WAYS[way].replace("`", ""), colour)
         for point in points:
             if way == "ours":
                 write_below(axes, point, f"{point['seconds']:.2g} s")
+    draw_out_of_memory(axes)
     draw_limit(axes, CARD)
     axes.set(
         title="A prompt of Qwen3-4B's shape, all 36 layers, in 24 GiB\n"
@@ -129,6 +131,18 @@ def prompt_points() -> dict[str, list[dict[str, Any]]]:
         }
         points.setdefault(way, []).append(point)
     return points
+
+
+def draw_out_of_memory(axes: Axes) -> None:
+    """A cross at each length that did not fit."""
+    lengths = []
+    for name in out_of_memory_rows():
+        shape, tokens, memory, _, way = name.split(" ", 4)
+        if (shape, memory, way) == ("Qwen3-4B", "24.00", "sdpa"):
+            lengths.append(int(tokens))
+    limits = [CARD / GIB for _ in lengths]
+    label = "SDPA: out of memory"
+    axes.plot(lengths, limits, "x", color=PLAIN, markersize=9, label=label)
 
 
 def draw_memory(

@@ -22,7 +22,7 @@ WAYS = {
 
 def prompts() -> str:
     """Seconds of prompts and of tokens after them."""
-    rows = newest_rows("h200-prompt", "prefill_seconds")
+    rows = out_of_memory_rows() | newest_rows("h200-prompt", "prefill_seconds")
     columns = [
         "model",
         "tokens",
@@ -38,6 +38,16 @@ def prompts() -> str:
     return section(columns, [answer_line(name, rows[name]) for name in names])
 
 
+def out_of_memory_rows() -> dict[str, Row]:
+    """Prompts that ran out of memory."""
+    rows = newest_rows("h200-prompt", "failed")
+    return {
+        name: row
+        for name, row in rows.items()
+        if "OutOfMemoryError" in row.value["failed"]
+    }
+
+
 def questions() -> str:
     """Questions about one prompt."""
     rows = newest_rows("h200-prompt", "batch_seconds")
@@ -49,6 +59,10 @@ def questions() -> str:
 def answer_line(name: str, row: Row) -> Line:
     model, tokens, device, way = words_of(name)
     figures = row.value
+    if "failed" in figures:
+        empty_cells = ["", "", "", ""]
+        cells = [model, tokens, device, way, "out of memory", *empty_cells]
+        return Line(cells, [row])
     cells = [
         model,
         tokens,
