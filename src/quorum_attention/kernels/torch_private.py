@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import (
@@ -347,6 +348,52 @@ def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Resul
     marked._torchdynamo_disable_msg = _REASON
     _skip(marked.__code__)
     return call
+
+
+def as_written(function: Any) -> Any:
+    """Return the function that a compiled one was made of; others are returned."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+class _EagerRegion:
+    """Lets compiled functions run as they were written.
+
+    Torch has one stance for all threads. The first thread sets it, and the last one
+    sets it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_inside = 0
+        self._stance = ExitStack()
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._n_inside == 0:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._n_inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if self._n_inside == 0:
+                self._stance.close()
+
+
+_eager_region = _EagerRegion()
+
+
+@contextmanager
+def compiled_run_eagerly() -> Iterator[None]:
+    """Let compiled functions and modules run as they were written, in all threads."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    _eager_region.enter()
+    try:
+        yield
+    finally:
+        _eager_region.leave()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from quorum_attention.integrations.accelerate_private import (
     is_run_by_hooks,
     replace_forward_in_hooks,
 )
+from quorum_attention.kernels.torch_private import as_written
 from quorum_attention.recipes.changes import ModelPiece
 from quorum_attention.units import counted
 
@@ -199,9 +200,9 @@ def _forward_in_module(module: torch.nn.Module) -> Any:
 
 
 def _is_bound_forward(module: torch.nn.Module, forward: Any) -> bool:
-    """Whether a forward in a module is that of its class, which libraries leave
-    behind."""
-    return getattr(forward, "__func__", None) is type(module).forward
+    """Whether a forward in a module is that of its class, which libraries leave behind,
+    or was compiled of that."""
+    return getattr(as_written(forward), "__func__", None) is type(module).forward
 
 
 def _drop_forward(module: Any) -> None:

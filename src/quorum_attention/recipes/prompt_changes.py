@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from quorum_attention.kernels.torch_private import compiled_run_eagerly, uncompiled
+from quorum_attention.plain_types import Keywords
 from quorum_attention.recipes.changes import ChangeSet, ModelPiece, changes_by
 from quorum_attention.recipes.host_weights import HostWeights, why_not
 from quorum_attention.recipes.layer_calls import (
@@ -117,16 +119,43 @@ def prompt_forward_in(changes: ChangeSet) -> PromptForward:
 
 
 def _run_model(plain: Callable[..., Any], model: Any, *args: Any, **named: Any) -> Any:
-    """The forward of a changed model."""
-    from quorum_attention.recipes.prompt_runner import is_next_token, named_arguments
+    """The forward of a changed model. A prompt runs outside the graphs of torch's
+    compiler, which would break in each of its tiles and segments."""
+    from quorum_attention.recipes.prompt_runner import named_arguments, needs_no_runner
 
     changes = changes_by(model, OWNER)
     assert changes is not None
     forward = prompt_forward_in(changes)
     arguments = named_arguments(plain, args, named)
+    can_be_in_graph = forward.weights is None and needs_no_runner(arguments)
+    if torch.compiler.is_compiling() and can_be_in_graph:
+        return plain(model, **arguments)
+    return _run_prompt(plain, model, changes, arguments)
+
+
+@uncompiled
+def _run_prompt(
+    plain: Callable[..., Any], model: Any, changes: ChangeSet, arguments: Keywords
+) -> Any:
+    """Run a forward by the model's runner. Parts of the model that are compiled run as
+    they were written: graphs know no keys and values in segments, and no layers that
+    somebody replaces.
+
+    Args:
+        plain: the forward of the model's class.
+        model: the model.
+        changes: of the model.
+        arguments: of the forward.
+    """
+    from quorum_attention.recipes.prompt_runner import is_next_token, needs_no_runner
+
+    forward = prompt_forward_in(changes)
     if not is_next_token(arguments):
         # Between prompts somebody may have changed weights and forwards.
         if forward.weights is not None:
             forward.weights.read_again()
         changes.warn_if_lost(model)
-    return forward.runner.run(plain, model, arguments)
+    if needs_no_runner(arguments):
+        return forward.runner.run(plain, model, arguments)
+    with compiled_run_eagerly():
+        return forward.runner.run(plain, model, arguments)

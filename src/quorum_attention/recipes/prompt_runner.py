@@ -244,6 +244,13 @@ def _collects_results(model: Any) -> bool:
     return any(getattr(model.config, name, False) for name in COLLECTED)
 
 
+def needs_no_runner(named: Mapping[str, Any]) -> bool:
+    """Whether a forward has no cache, or one of fixed size, which models are compiled
+    with."""
+    cache = named.get(_CACHE)
+    return cache is None or bool(cache.is_compileable)
+
+
 def is_next_token(named: Mapping[str, Any]) -> bool:
     """Whether a forward continues a cache by one token of each text."""
     tokens = named.get("input_ids")

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
+from quorum_attention.kernels.torch_private import compiled_run_eagerly
+
 # Ids of trials have few values, because large ones may stand for images.
 _N_VALUES = 11
 _HOOKS = (
@@ -46,7 +48,7 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trying(module: torch.nn.Module) -> Iterator[None]:
-    """Run a module for a trial: in evaluation, without gradients.
+    """Run a module for a trial: in evaluation, without gradients, uncompiled.
 
     Weights that autocast casts meanwhile are not kept: torch 2.8 would hand them to the
     step that the trial is for, and these weights would get no gradients.
@@ -54,7 +56,7 @@ def trying(module: torch.nn.Module) -> Iterator[None]:
     is_caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.no_grad(), evaluating(module):
+        with torch.no_grad(), evaluating(module), compiled_run_eagerly():
             yield
     finally:
         torch.set_autocast_cache_enabled(is_caching)
