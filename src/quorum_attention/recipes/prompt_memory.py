@@ -23,9 +23,11 @@ _WORKING_SHARE = 3
 CHUNK_BYTES = 768 << 20
 # An attention call that streams from host memory gets no faster with more.
 _ATTENTION_BYTES = 4 << 30
-# A tile may take this share of the working memory. The host launches each tile anew, so
-# larger ones are computed sooner.
+# A tile may take this share of the working memory; where attention and tiles alone need
+# it, this many thirds. The host launches each tile anew, so larger ones are computed
+# sooner.
 _TILE_SHARE = 3
+_TILE_THIRDS = 2
 # Tokens behind a prompt may take this share of what stays free for them; attention over
 # the prompt needs the rest.
 _CHUNK_SHARE = 2
@@ -144,6 +146,8 @@ def plan_prompt(token: TokenBytes, n_tokens: int, working: int) -> PromptPlan:
             device_bytes=on_device,
             host_bytes=0,
         )
+    tile = _tile_within(token, working * _TILE_THIRDS // 3)
+    tile_bytes = tile * token.tile
     # Two tiles of hidden states and outputs: one is used, one arrives.
     tile_rows_bytes = tile * (token.hidden + token.output)
     buffer_bytes = 2 * tile_rows_bytes
@@ -172,6 +176,12 @@ def smaller_plan(
     half = plan_prompt(token, n_tokens, plan.device_bytes // 2)
     tile = min(half.tile, max(1, plan.tile // 2))
     return half.with_tile(tile)
+
+
+def chunk_within(token: TokenBytes, working: int) -> int:
+    """Return the tokens of a chunk that runs through all layers: attention over the
+    cache takes memory beside it."""
+    return _tile_within(token, working // _TILE_SHARE)
 
 
 def tile_behind_prompt(token: TokenBytes) -> int:

@@ -27,6 +27,7 @@ from quorum_attention.recipes.prompt_memory import (
     CHUNK_BYTES,
     PromptPlan,
     TokenBytes,
+    chunk_within,
     plan_prompt,
     smaller_plan,
     tile_behind_prompt,
@@ -105,6 +106,8 @@ class PromptRunner:
         plan = plan_prompt(token, n_tokens, self.working)
         if self.tile is not None:
             return plan.with_tile(self.tile)
+        if self.layered is None:
+            plan = plan.with_tile(chunk_within(token, self.working))
         if is_behind:
             # The cache has taken most of the memory that computing the prompt needed.
             return plan.with_tile(min(plan.tile, tile_behind_prompt(token)))
