@@ -15,10 +15,13 @@ import quorum_attention as qa
 from quorum_attention.execution import mask_gradient
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.kernels.kit import sliding_window
 from quorum_attention.kernels.masked import packing, ways
 from quorum_attention.kernels.masked.choose import kernel_for_mask
 from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.masked.whole_calls import WholeCallKernel
+from quorum_attention.kernels.protocol import Kernel
+from quorum_attention.kernels.reference import TiledKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 _ENTRIES = (1, 1, 2, 3, 5, 8)
@@ -359,3 +362,42 @@ def test_keys_that_no_causal_query_sees(
     for grad, part in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad[..., : part.shape[-2], :], part)
         assert not grad[..., part.shape[-2] :, :].any()
+
+
+def near(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score - 0.1 * (q - k).abs()
+
+
+class OwnKernel(TiledKernel):
+    """A kernel that can neither be called by rectangles nor takes masks."""
+
+    name = "own"
+    operator = False
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [None, qa.Mask(causal=True), qa.Mask(sinks=torch.zeros(2))],
+    ids=["none", "causal", "sinks"],
+)
+@pytest.mark.parametrize(
+    "kernel",
+    [qa.from_score_mod(near), qa.from_score_mod(near, sliding_window(3)), OwnKernel()],
+    ids=["scores", "window", "own"],
+)
+def test_causal_calls_of_kernels_that_take_no_masks(
+    kernel: Kernel, mask: qa.Mask | None
+) -> None:
+    """With more keys than queries, they were refused from nine entries on: "cannot run
+    a call under a Mask"."""
+    query, key, value = (torch.randn(9, 2, rows, 8) for rows in (5, 9, 9))
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    options: Any = {"kernel": kernel, "is_causal": mask is None or not mask.causal}
+    out = qa.attention(*leaves, mask, **options)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    entries = [
+        qa.attention(*(t[i : i + 1] for t in leaves), mask, **options) for i in range(9)
+    ]
+    expected = torch.cat(entries)
+    wanted = torch.autograd.grad(expected.sum(), leaves)
+    torch.testing.assert_close((out, *grads), (expected, *wanted))

@@ -58,8 +58,14 @@ def kernel_for_mask(
             return shape, requested
         mask = Mask()
     resolved = resolve(mask, shape)
-    if resolved.keeps_all and mask.softcap is None:
-        return replace(shape, is_causal=resolved.is_causal), requested
+    is_causal = resolved.is_causal
+    is_plain = resolved.keeps_all and mask.softcap is None
+    if is_causal and many_with_more_keys(shape) and _takes_masks(requested):
+        # Its tasks are not those of a causal call.
+        is_causal = False
+        is_plain = False
+    if is_plain:
+        return replace(shape, is_causal=is_causal), requested
     recorded = replace(shape, needs_grad=needs_grad)
     choice = _BaseChoice(requested, recorded, device, tried)
     if isinstance(resolved.way, PairBias):
@@ -74,7 +80,16 @@ def kernel_for_mask(
     key = (id(base), packs)
     if key not in resolved.kernels:
         resolved.kernels[key] = _kernel_of(resolved, base, packs=packs)
-    return replace(shape, is_causal=resolved.is_causal), resolved.kernels[key]
+    return replace(shape, is_causal=is_causal), resolved.kernels[key]
+
+
+def _takes_masks(requested: str | Kernel) -> bool:
+    """Tell whether calls under a ``Mask`` can be run by the kernel that the caller
+    asked for."""
+    if requested in ("auto", "tiles"):
+        return True
+    kernel = get_kernel(requested)
+    return isinstance(kernel, DenseKernel) or _runs_parts(kernel)
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ class ResolvedMask:
             into tasks.
         functions: the user's, in the geometries.
         is_causal: whether no query keeps a later key (counted from the first query and
-            the first key), so that tasks need not have them; False with
-            ``many_with_more_keys``.
+            the first key), so that tasks need not have them.
         keeps_all: whether nothing else is masked.
     """
 
@@ -121,8 +120,7 @@ class ResolvedMask:
         for geometry in self._geometries:
             by_id |= {id(function): function for function in geometry.functions}
         self.functions = tuple(by_id.values())
-        if not many_with_more_keys(self.shape):
-            self.is_causal = all(map(_is_causal, self._geometries))
+        self.is_causal = all(map(_is_causal, self._geometries))
         plain = Band(high=0) if self.is_causal else Band()
         self.keeps_all = all(
             geometry.is_band and geometry.band == plain for geometry in self._geometries
