@@ -170,7 +170,7 @@ def test_a_killed_save_leaves_the_old_one(seed: int, tmp_path: Path) -> None:
 
 def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path: Path) -> None:
     """Before anything is computed with it."""
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="no saved cache"):
         load_layers(tmp_path / "nothing", model="a")
     save_layers(tmp_path, layers_of(filled_cache(10)), model="a")
     with pytest.raises(ValueError, match="another model"):

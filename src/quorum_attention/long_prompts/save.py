@@ -223,6 +223,8 @@ def load_layers(folder: str | os.PathLike[str], *, model: str) -> list[SavedLaye
             this save; by name.
     """
     source = Path(folder)
+    if not (source / _MANIFEST).exists():
+        raise FileNotFoundError(f"{source} holds no saved cache")
     manifest = _read_manifest(source / _MANIFEST)
     if manifest["model"] != model:
         raise ValueError(
