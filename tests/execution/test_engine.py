@@ -20,7 +20,8 @@ from helpers.passes import both_passes, pass_of
 from helpers.plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.execution.engine import StoringError
+from quorum_attention.execution.engine import Engine, StoringError
+from quorum_attention.execution.slot_rows import SlotRows, Unit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 101
@@ -206,6 +207,30 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
     # each, and key, value, dK and dV. After a failure a group may be the last of its
     # attempt: until the end.
     assert len(left) == 5 * 2 + 4 or (failures and not left)
+
+
+@pytest.mark.parametrize(("n_cap", "order"), [(1, "cscscs"), (2, "ccscsc")])
+def test_a_unit_is_stored_when_the_next_one_was_launched(
+    n_cap: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host may wait for page locks before it stores: the device computes then."""
+    events: list[str] = []
+    compute, store = Engine._compute, SlotRows.store
+
+    def noted_compute(engine: Engine, unit: Unit) -> None:
+        events.append("c")
+        compute(engine, unit)
+
+    def noted_store(rows: SlotRows, unit: Unit) -> None:
+        events.append("s")
+        store(rows, unit)
+
+    monkeypatch.setattr(Engine, "_compute", noted_compute)
+    monkeypatch.setattr(SlotRows, "store", noted_store)
+    plan = plans(n_cap, dtype=torch.float32)[0]
+    pass_of(inputs(N, dtype=torch.float32, **SIZES), False, **CALL, plan=plan)()
+    assert "".join(events).startswith(order)
+    assert events.count("c") == events.count("s") == 14
 
 
 def test_copies_run_beside_compute_with_a_second_slot() -> None:

@@ -98,11 +98,14 @@ class Engine:
             compute    k
             store      k - 1
 
-        With more slots, more units are loaded ahead. A scaled backward stores one unit
-        later: the host reads the overflow flags of unit k - 1 while unit k computes.
+        With more slots, more units are loaded ahead. The host may have to wait before
+        it can store unit k - 1, for page locks or for the overflow flags of a scaled
+        backward. So unit k is launched first.
         """
         n_slots = len(self.rows.slots)
-        n_unsettled = 1 if n_slots > 1 and self._unit_scaling is not None else 0
+        # The rows that stay are stored with their last unit: before those that stay
+        # next are loaded.
+        n_unsettled = 1 if n_slots > 1 and self.staying is None else 0
         # The rows that stay are loaded with their first unit: not before the last unit
         # beside the rows that stayed before.
         n_ahead = 1 if self.staying is not None else max(1, n_slots - 1)
