@@ -22,6 +22,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.recipes import long_prompt, undo_long_prompt
 from quorum_attention.recipes.changes import changes_by
 from quorum_attention.recipes.prompt_changes import OWNER, prompt_forward_in
+from quorum_attention.recipes.prompt_inputs import cache_in, cache_name, without_cache
 from quorum_attention.recipes.tile_storage import (
     DeviceTiles,
     HostTiles,
@@ -165,11 +166,34 @@ def no_warning_of_chunks(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", LAYERED)
 def test_greedy_tokens_are_the_plain_models(kind: str) -> None:
+    """Under a new name of the cache, prompts ran as without a change."""
     model = new_model(kind, LAYERED[kind])
     expected = generated(copy.deepcopy(model), prompt())
-    cache = long_prompt(model, tile=TILE)
+    layers_done: list[int] = []
+    cache = long_prompt(
+        model, tile=TILE, progress=lambda done, *_: layers_done.append(done)
+    )
     assert runner_of(model).layered is not None
     assert_same(generated(model, prompt(), past_key_values=cache), expected)
+    assert layers_done == [1, 2]
+
+
+def forward_with_newer_name(model: Any, input_ids: Any, cache: Any = None) -> None:
+    """From Transformers 5.24 on."""
+
+
+def forward_with_older_name(model: Any, past_key_values: Any = None) -> None:
+    """Before 5.24."""
+
+
+def test_a_cache_goes_by_the_name_that_a_forward_has() -> None:
+    assert cache_name(forward_with_newer_name) == "cache"
+    assert cache_name(forward_with_older_name) == "past_key_values"
+    for name in ("cache", "past_key_values"):
+        arguments = {"input_ids": 1, name: 2}
+        assert cache_in(arguments) == 2
+        assert without_cache(arguments) == {"input_ids": 1}
+    assert cache_in({"cache": None}) is None
 
 
 @pytest.mark.slow_but_first

@@ -31,7 +31,11 @@ from quorum_attention.integrations.substitutes import substituting
 from quorum_attention.integrations.transformers.prompt_tiles import TileCache
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.layer_calls import LayerCall
-from quorum_attention.recipes.prompt_inputs import PromptInputs
+from quorum_attention.recipes.prompt_inputs import (
+    CACHE_NAMES,
+    PromptInputs,
+    cache_name,
+)
 from quorum_attention.recipes.reached_attention import (
     attend_where_heads_are,
     reach_attention,
@@ -183,11 +187,10 @@ class LayerwisePrefill:
         layers."""
         self._tile_cache.past = span.start
         arguments = self.inputs.of_tile(span)
+        run_model = self.model.run_model
+        arguments[cache_name(run_model)] = self._tile_cache
         with substituting(prompt=self.inputs, layer=function):
-            model = self.model.model
-            return self.model.run_model(
-                model, **arguments, past_key_values=self._tile_cache
-            )
+            return run_model(self.model.model, **arguments)
 
     def _run_to_attention(self, number: int) -> tuple[Any, list[torch.Tensor]]:
         """Run a layer up to its attention.
@@ -287,7 +290,9 @@ class LayerwisePrefill:
         for span, (hidden,) in self.tiles.load(spans, self._hidden):
             results.append(self._run_model(partial(self._replay, hidden), span))
         result = joined_results(results)
-        result.past_key_values = self.cache
+        for name in CACHE_NAMES:
+            if name in result:
+                result[name] = self.cache
         return result
 
     def _replay(self, hidden: torch.Tensor, number: int, call: LayerCall) -> Any:

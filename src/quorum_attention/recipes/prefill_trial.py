@@ -20,7 +20,7 @@ from quorum_attention.recipes.host_weights import HostWeights
 from quorum_attention.recipes.layer_calls import LayerCall, run_attention_module
 from quorum_attention.recipes.patching import unpatch_all
 from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill
-from quorum_attention.recipes.prompt_inputs import PromptInputs
+from quorum_attention.recipes.prompt_inputs import PromptInputs, cache_name
 from quorum_attention.recipes.tile_storage import DeviceTiles
 from quorum_attention.recipes.trials import failure_words, some_ids, trying
 
@@ -129,9 +129,8 @@ class PromptTrial:
         return [result.logits, self._run_model(next_ids, cache).logits]
 
     def _run_model(self, ids: torch.Tensor, cache: Any) -> Any:
-        return self.run_model(
-            self.model, input_ids=ids, past_key_values=cache, use_cache=True
-        )
+        arguments = {cache_name(self.run_model): cache, "use_cache": True}
+        return self.run_model(self.model, input_ids=ids, **arguments)
 
 
 def _tuple_length(result: Any) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,9 @@ _TOKEN_DIMS = {
 }
 _MASK = "attention_mask"
 _LOGITS = "logits_to_keep"
+# Names of a cache in arguments and results of forwards: the first one is that of
+# Transformers 5.24 and later.
+CACHE_NAMES = ("cache", "past_key_values")
 # Requests for what is only there if layers run as they are.
 COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -126,3 +131,23 @@ def _is_option(name: str, value: Any) -> bool:
     if name == "return_dict":
         return bool(value)
     return isinstance(value, (bool, int, float, str))
+
+
+@functools.cache
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name, one of ``CACHE_NAMES``, that a forward's own argument has."""
+    newer, older = CACHE_NAMES
+    return newer if newer in inspect.signature(forward).parameters else older
+
+
+def cache_in(named: Mapping[str, Any]) -> Any:
+    """Return the cache among a forward's arguments, or None if there is none."""
+    for name in CACHE_NAMES:
+        if named.get(name) is not None:
+            return named[name]
+    return None
+
+
+def without_cache(named: Mapping[str, Any]) -> Keywords:
+    """Return a forward's arguments, but not its cache."""
+    return {name: value for name, value in named.items() if name not in CACHE_NAMES}

@@ -22,7 +22,13 @@ from quorum_attention.recipes.prefill import (
     LayerwisePrefill,
     joined_results,
 )
-from quorum_attention.recipes.prompt_inputs import COLLECTED, PromptInputs
+from quorum_attention.recipes.prompt_inputs import (
+    COLLECTED,
+    PromptInputs,
+    cache_in,
+    cache_name,
+    without_cache,
+)
 from quorum_attention.recipes.prompt_memory import (
     CHUNK_BYTES,
     PromptPlan,
@@ -35,7 +41,6 @@ from quorum_attention.recipes.prompt_memory import (
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, spans_of
 from quorum_attention.units import counted
 
-_CACHE = "past_key_values"
 # Memory for so many tokens behind a prompt is taken with the prompt's.
 _TOKENS_BEHIND = 1024
 _LABEL = "prefill: layers"
@@ -83,7 +88,7 @@ class PromptRunner:
         plan = self._plan(inputs.n_tokens, inputs.batch, is_behind=inputs.past > 0)
         if plan.fits_at_once or inputs.n_tokens <= plan.tile:
             return run_model(model, **named)
-        cache = named[_CACHE]
+        cache = cache_in(named)
         if self.layered is None or inputs.past:
             return self._run_chunks(run_model, model, inputs, plan.tile, cache)
         return self._run_layers(self.layered, inputs, plan, cache)
@@ -91,15 +96,15 @@ class PromptRunner:
     def _read_prompt(self, model: Any, named: Mapping[str, Any]) -> PromptInputs | None:
         """The prompt in a forward's arguments; None if the model has to run as it
         is."""
-        cache = named.get(_CACHE)
+        cache = cache_in(named)
         if not isinstance(cache, Cache) or cache.is_compileable:
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type):
             return None
         if torch.compiler.is_compiling() or _collects_results(model):
             return None
-        rest = {name: value for name, value in named.items() if name != _CACHE}
-        return PromptInputs.from_arguments(rest, cache.get_seq_length())
+        n_cached = cache.get_seq_length()
+        return PromptInputs.from_arguments(without_cache(named), n_cached)
 
     def _plan(self, n_tokens: int, batch: int, *, is_behind: bool) -> PromptPlan:
         token = self.token.of_batch(batch)
@@ -188,8 +193,9 @@ class PromptRunner:
     ) -> Any:
         """Run a prompt some tokens at a time through all layers."""
         results = []
+        run = partial(run_model, model, **{cache_name(run_model): cache})
         for span in spans_of(inputs.n_tokens, chunk):
-            result = run_model(model, **inputs.of_tile(span), **{_CACHE: cache})
+            result = run(**inputs.of_tile(span))
             if inputs.has_logits(span):
                 results.append(result)
         return joined_results(results)
@@ -208,14 +214,14 @@ def _check_text(named: Mapping[str, Any]) -> None:
     tokens = named.get("input_ids")
     if tokens is None:
         tokens = named.get("inputs_embeds")
-    cache = named.get(_CACHE)
+    cache = cache_in(named)
     if tokens is None or not isinstance(cache, Cache) or cache.is_compileable:
         return
     n_cached = cache.get_seq_length()
     if n_cached == 0 or _goes_on(tokens.shape[1], n_cached, named):
         return
     raise ValueError(
-        f"past_key_values has {counted(n_cached, 'token')} already, and the prompt is "
+        f"the cache has {counted(n_cached, 'token')} already, and the prompt is "
         "shorter. A cache holds one text: call long_prompt(model) for another text, "
         "and fork the text's cache before each question about it (cache.fork())"
     )
@@ -250,7 +256,7 @@ def _collects_results(model: Any) -> bool:
 def needs_no_runner(named: Mapping[str, Any]) -> bool:
     """Whether a forward has no cache, or one of fixed size, which models are compiled
     with."""
-    cache = named.get(_CACHE)
+    cache = cache_in(named)
     return cache is None or bool(cache.is_compileable)
 
 
@@ -259,7 +265,7 @@ def is_next_token(named: Mapping[str, Any]) -> bool:
     tokens = named.get("input_ids")
     if tokens is None:
         tokens = named.get("inputs_embeds")
-    if tokens is None or named.get(_CACHE) is None:
+    if tokens is None or cache_in(named) is None:
         return False
     return bool(tokens.shape[1] == 1)
 
