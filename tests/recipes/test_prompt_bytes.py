@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 import transformers
 from helpers.models import DECODERS, SIZES, VOCABULARY
 
+from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.long_prompts.places import CachePlaces
 from quorum_attention.recipes import long_prompt
 from quorum_attention.recipes.changes import changes_by
@@ -256,4 +257,17 @@ def test_a_prompt_that_runs_out_in_the_smallest_tiles_says_so() -> None:
         with pytest.raises(torch.OutOfMemoryError, match="no memory for a tile"):
             model(ids, past_key_values=cache, logits_to_keep=1)
     assert ["computed anew" in str(warning.message) for warning in shown] == [True]
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}
+
+
+def test_logits_that_do_not_fit_are_not_tried_again() -> None:
+    """Smaller tiles would have as many: each try takes as long as the prompt."""
+    model = small_model("llama")
+    cache = long_prompt(model, tile=2 * MIN_TILE, progress=False)
+    model.lm_head.register_forward_pre_hook(lambda _, args: run_out(args[0], 1))
+    ids = torch.randint(1, VOCABULARY, (1, 600))
+    refused = pytest.raises(OutOfMemoryError, match="logits of 600 tokens")
+    with torch.no_grad(), warnings.catch_warnings(), refused:
+        warnings.filterwarnings("error", message="a prompt is computed anew")
+        model(ids, past_key_values=cache)
     assert {layer.get_seq_length() for layer in cache.layers} == {0}

@@ -26,6 +26,7 @@ import torch
 
 from quorum_attention.api import attention
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.substitutes import substituting
 from quorum_attention.integrations.transformers.prompt_tiles import TileCache
@@ -42,6 +43,7 @@ from quorum_attention.recipes.reached_attention import (
 )
 from quorum_attention.recipes.tile_storage import DeviceTiles, spans_of
 from quorum_attention.threads import try_start
+from quorum_attention.units import counted
 
 
 class _RecordedError(Exception):
@@ -149,6 +151,7 @@ class LayerwisePrefill:
 
         Raises:
             NotImplementedError: a layer has no attention that can be replaced.
+            OutOfMemoryError: the device has no room for the logits.
         """
         n_layers = len(self.model.layers)
         for span in self._spans:
@@ -164,7 +167,7 @@ class LayerwisePrefill:
             if self.report is not None:
                 self.report(number + 1, n_layers)
         self._memory.clear()
-        return self._run_head()
+        return self._run_head_in_memory()
 
     def _record(self, span: Interval) -> None:
         """Compute a tile's embeddings, and record what each layer is given beside
@@ -281,6 +284,26 @@ class LayerwisePrefill:
             hidden_after = self.model.hidden_of(number, result)
             self.tiles.store(span, [self._hidden], [hidden_after])
         self.tiles.finish()
+
+    def _run_head_in_memory(self) -> Any:
+        """Run the model from its last layer on; smaller tiles have logits of as many
+        tokens, so running out is final.
+
+        Raises:
+            OutOfMemoryError: the device has no room for the logits.
+        """
+        try:
+            return self._run_head()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        n_kept = self.inputs.logits_to_keep or self.inputs.n_tokens
+        raise OutOfMemoryError(
+            f"{self.tiles.device} has no room for the logits of "
+            f"{counted(n_kept, 'token')}; logits_to_keep=1 computes those of the last "
+            f"one alone: {reason}"
+        )
 
     def _run_head(self) -> Any:
         """Run the model from its last layer on, for the tokens whose logits are asked
