@@ -69,8 +69,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+# Of commands that differ in their placeholders alone, one.
+DISTINCT = list({tuple(filled(text)): text for text in OURS}.values())
+
+
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("text", OURS)
+@pytest.mark.parametrize("text", DISTINCT)
 def test_commands_can_be_given(
     text: str,
     folder: Path,

@@ -468,7 +468,7 @@ def test_a_killed_driver_loses_nothing_but_time(
     inputs = {name: torch.randn(shape) for name in ("query", "key", "value")}
     safetensors.torch.save_file(inputs, tmp_path / "in")
     command = ["run", str(tmp_path / "in"), str(tmp_path / "out"), "--causal", "--ray", "local",
-               "--chunks", "7", "--keep-every", "1", "--ray-cpus", "0.5"]  # fmt: skip
+               "--chunks", "7", "--keep-every", "1", "--ray-cpus", "1"]  # fmt: skip
     driver = subprocess.Popen(
         [sys.executable, "-m", "quorum_attention", *command],
         env={**os.environ, "RAY_AUTH_MODE": "disabled"}, stdout=subprocess.DEVNULL,

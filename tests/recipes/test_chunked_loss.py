@@ -452,7 +452,7 @@ def test_a_trainer_predicts(tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_a_compiled_model_and_a_compiled_reader() -> None:
     """The compiler followed the tensor's own functions until it ran out of stack."""
-    plain = tiny("llama").train()
+    plain = tiny("llama", {"num_hidden_layers": 1}).train()
     changed = changed_copy(plain)
     for model in (plain, changed):
         torch.manual_seed(0)
