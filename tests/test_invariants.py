@@ -187,7 +187,7 @@ class TestTheBudgetIsNeverExceeded:
             assert done.planned_peak_bytes <= 4 * found.peak + (8 << 20)
 
     @pytest.mark.slow_but_first
-    @pytest.mark.parametrize("n_cap", [1, 2, 3])
+    @pytest.mark.parametrize("n_cap", [1, 3])
     @pytest.mark.parametrize("accumulator", ["device", "host"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
     @pytest.mark.parametrize("heads_per_group", [2, 4])
