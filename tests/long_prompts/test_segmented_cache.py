@@ -142,7 +142,7 @@ def run_history(seed: int, folder: Path) -> None:
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("first", range(0, 2000, 50))
+@pytest.mark.parametrize("first", range(0, 600, 50))
 def test_random_histories_are_those_of_a_plain_cache(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
