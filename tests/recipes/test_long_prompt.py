@@ -4,7 +4,9 @@ run."""
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,10 @@ def test_weights_in_host_memory_change_nothing_and_come_back() -> None:
     assert_same(generated(model, prompt()), expected)
 
 
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
 def written_in_place(weight: torch.Tensor) -> None:
     weight.data.mul_(-1.5)
 
@@ -258,6 +264,40 @@ def test_weights_in_host_memory_that_change_between_prompts(change: Any) -> None
     assert_same(generated(model, prompt(), past_key_values=cache), expected)
     undo_long_prompt(model)
     assert_same(generated(model, prompt()), expected)
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_runs_prompts_with_its_own_weights(
+    copied: Callable[[Any], Any], weights: str
+) -> None:
+    """Host memory of an unpickled model was no longer that of its weights."""
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    cache = long_prompt(model, tile=TILE, weights=weights)
+    expected = generated(model, prompt(), past_key_values=cache)
+    twin = copied(model)
+    for changed in (twin, plain):
+        for weight in changed.parameters():
+            weight.data.mul_(-1.5)
+    cache = long_prompt(twin, tile=TILE, weights=weights)
+    result = generated(twin, prompt(), past_key_values=cache)
+    assert_same(result, generated(plain, prompt()))
+    cache = long_prompt(model, tile=TILE, weights=weights)
+    assert_same(generated(model, prompt(), past_key_values=cache), expected)
+
+
+def test_a_new_model_of_a_changed_models_class_is_plain(tmp_path: Path) -> None:
+    """Its class asked for changes that it does not carry."""
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    long_prompt(model, tile=TILE)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert_same(generated(loaded, prompt()), generated(plain, prompt()))
+    cache = long_prompt(loaded, tile=TILE)
+    result = generated(loaded, prompt(), past_key_values=cache)
+    assert_same(result, generated(plain, prompt()))
 
 
 def test_weights_in_host_memory_of_another_dtype_are_refused() -> None:

@@ -53,6 +53,14 @@ class _LayerWeights:
         for weight, tensor in zip(self.weights, tensors, strict=True):
             weight.data = tensor
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled. Tensors that shared memory are copies then, and share
+        it again here."""
+        vars(self).update(state)
+        if self.views and self.views[0].data_ptr() != self.host.data_ptr():
+            self.views = views_in(self.host, self.weights)
+            self.take_assigned()
+
     def take_assigned(self) -> None:
         """Copy other data that somebody gave to weights into host memory.
 

@@ -124,7 +124,8 @@ def _run_model(plain: Callable[..., Any], model: Any, *args: Any, **named: Any) 
     from quorum_attention.recipes.prompt_runner import named_arguments, needs_no_runner
 
     changes = changes_by(model, OWNER)
-    assert changes is not None
+    if changes is None:  # a new model of a changed one's class
+        return plain(model, *args, **named)
     forward = prompt_forward_in(changes)
     arguments = named_arguments(plain, args, named)
     can_be_in_graph = forward.weights is None and needs_no_runner(arguments)
