@@ -252,3 +252,21 @@ def test_attention_works_where_records_cannot_be_seen(
     with pytest.warns(UserWarning, match="cannot notice that output_attentions=True"):
         assert transformers_private.recorded_outputs() == ()
     assert transformers_private.recorded_outputs() == ()
+
+
+@pytest.mark.parametrize("change", [long_context, long_prompt])
+def test_an_interrupted_trial_leaves_the_model_as_it_was(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its attention stayed changed, because it was no change yet."""
+    model = tiny("llama").train()
+    before = described(model)
+    wanted = step(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quorum_attention.recipes.attention.some_ids", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        change(model)
+    assert_as_before(model, before, wanted)

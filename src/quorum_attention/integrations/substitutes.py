@@ -51,9 +51,8 @@ def substituting(**parts: Any) -> Iterator[None]:
     ``substitutes``."""
     outside = {name: getattr(substitutes, name) for name in parts}
     try:
-        for name, part in parts.items():
-            setattr(substitutes, name, part)
+        vars(substitutes).update(parts)
         yield
     finally:
-        for name, part in outside.items():
-            setattr(substitutes, name, part)
+        # One step: an interrupt between two would leave a substitute for good.
+        vars(substitutes).update(outside)

@@ -96,9 +96,12 @@ class ChangeSet:
         """Make one change, unless it does not suit the model or does not take hold."""
         try:
             how = piece.make(model)
+            reason = piece.why_lost(model)
         except LeftOutError as error:
             return Change(piece.name, False, str(error))
-        reason = piece.why_lost(model)
+        except BaseException:  # an interrupt in a trial, too
+            piece.undo(model)
+            raise
         if reason is not None:
             piece.undo(model)
             return Change(piece.name, False, f"it did not take hold: {reason}")
@@ -205,7 +208,15 @@ class AttributeRecord:
     def recording(self, model: torch.nn.Module) -> Iterator[None]:
         """Note which attributes are set meanwhile."""
         before = {name: dict(vars(module)) for name, module in model.named_modules()}
-        yield
+        try:
+            yield
+        finally:
+            self._note_changes(model, before)
+
+    def _note_changes(
+        self, model: torch.nn.Module, before: dict[str, Keywords]
+    ) -> None:
+        """Note what is not as in ``before``, the attributes by the module's name."""
         for name, module in model.named_modules():
             former = before.get(name, {})
             changed = [
