@@ -1,4 +1,4 @@
-"""Division of whole numbers that rounds up."""
+"""Whole numbers: division that rounds up, powers of two, the last one that fits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def ceil_div(n: int, size: int) -> int:
 def round_up(n: int, unit: int) -> int:
     """Return the least multiple of ``unit`` that is not below ``n``."""
     return ceil_div(n, unit) * unit
+
+
+def power_of_two_from(n: int) -> int:
+    """Return the least power of two that is not below ``n``, which is at least 1."""
+    return 1 << (n - 1).bit_length()
 
 
 def last_fitting(limit: int, fits: Callable[[int], bool]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.arithmetic import power_of_two_from
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.recipes.tile_storage import SideStream
 
@@ -85,7 +86,9 @@ class OffloadedTensor(KeptTensor):
             dense,
             stream.copy(self._pieces, sources),
         )
-        self._host_bytes = sum(_power_of_two(piece.numel()) for piece in self._pieces)
+        self._host_bytes = sum(
+            power_of_two_from(piece.numel()) for piece in self._pieces
+        )
         OffloadedTensor.alive_bytes += self._host_bytes
         OffloadedTensor.peak_bytes = max(
             OffloadedTensor.peak_bytes, OffloadedTensor.alive_bytes
@@ -126,11 +129,6 @@ class OffloadedTensor(KeptTensor):
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor without gaps, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _power_of_two(n_bytes: int) -> int:
-    """Return the smallest power of two that is not below ``n_bytes``."""
-    return 1 << (n_bytes - 1).bit_length()
 
 
 def host_room() -> int:

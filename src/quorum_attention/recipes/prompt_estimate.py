@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from quorum_attention.argument_checks import one_of, whole_number
-from quorum_attention.arithmetic import ceil_div, last_fitting
+from quorum_attention.arithmetic import ceil_div, last_fitting, power_of_two_from
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.long_prompts.places import staging_bytes
 from quorum_attention.plain_types import JsonObject
@@ -20,6 +20,7 @@ from quorum_attention.recipes.prompt_memory import (
     MARGIN,
     PromptPlan,
     TokenBytes,
+    page_locked_bytes,
     plan_prompt,
     working_bytes,
 )
@@ -221,7 +222,10 @@ def _place(
     working_limit = working_bytes(free)
     layers = plan_prompt(token, request.tokens, working_limit)
     n_cached = (request.tokens + request.generate) * token.cache
-    host_left = _host_left(request, weights.host + layers.host_bytes)
+    rows_bytes = layers.host_bytes
+    if rows_bytes and request.device == GPU:
+        rows_bytes = page_locked_bytes(token, request.tokens)
+    host_left = _host_left(request, weights.host + rows_bytes)
     cache_limit = free - working_limit
     for_copies = staging_bytes(cache_limit) if request.device == GPU else 0
     cache, missing = _place_cache(
@@ -230,7 +234,7 @@ def _place(
     working_device_bytes = layers.device_bytes
     if cache.host > 0:
         working_device_bytes += for_copies
-    working = PartBytes("working memory", working_device_bytes, layers.host_bytes)
+    working = PartBytes("working memory", working_device_bytes, rows_bytes)
     return _PromptParts(weights, cache, working, working_limit, layers, missing)
 
 
@@ -250,9 +254,13 @@ def _weights(shape: ModelShape, request: PromptRequest) -> PartBytes:
         return PartBytes("weights", device=n_bytes)
     embedding_bytes = shape.vocabulary * shape.hidden * size
     in_layers = max(0, n_bytes - embedding_bytes)
-    two_layers = 2 * in_layers // shape.layers
-    on_device = n_bytes - in_layers + two_layers
-    return PartBytes("weights", device=on_device, host=in_layers)
+    layer_bytes = ceil_div(in_layers, shape.layers)
+    on_device = n_bytes - in_layers + 2 * layer_bytes
+    if request.device == GPU:
+        # Each layer's are one page-locked tensor.
+        layer_bytes = power_of_two_from(max(1, layer_bytes))
+    on_host = shape.layers * layer_bytes
+    return PartBytes("weights", device=on_device, host=on_host)
 
 
 def _host_left(request: PromptRequest, taken: int) -> int:

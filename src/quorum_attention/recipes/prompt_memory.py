@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
+from quorum_attention.arithmetic import power_of_two_from
 from quorum_attention.recipes.model_shape import ModelShape
 
 # The largest tile: more tokens at once do not make matrix products faster.
@@ -46,6 +47,8 @@ class TokenBytes:
         rows: hidden states, queries, keys, values and outputs of one layer, and what
             all layers share (positions).
         output: of these, the outputs of attention.
+        keys: of these, the keys and values.
+        positions: of these, what all layers share.
         hidden: of these, the hidden states.
         tile: what a layer computes with for a token of a tile, at its peak.
         cache: keys and values of all layers.
@@ -53,6 +56,8 @@ class TokenBytes:
 
     rows: int
     output: int
+    keys: int
+    positions: int
     hidden: int
     tile: int
     cache: int
@@ -71,6 +76,8 @@ class TokenBytes:
         return cls(
             rows=(shape.hidden + projected) * size + position_bytes,
             output=query * size,
+            keys=key_and_value * size,
+            positions=position_bytes,
             hidden=shape.hidden * size,
             tile=(mlp + 2 * projected + 6 * shape.hidden) * size + norm_bytes,
             cache=shape.layers * key_and_value * size,
@@ -160,6 +167,19 @@ def plan_prompt(token: TokenBytes, n_tokens: int, working: int) -> PromptPlan:
         device_bytes=buffer_bytes + max(tile_bytes, budget),
         host_bytes=rows_bytes,
     )
+
+
+def page_locked_bytes(token: TokenBytes, n_tokens: int) -> int:
+    """Bytes that torch's allocator takes for rows of all tokens in page-locked memory:
+    it rounds each tensor up to a power of two."""
+    hidden_bytes = n_tokens * token.hidden
+    output_bytes = n_tokens * token.output
+    key_bytes = n_tokens * token.keys // 2
+    n_bytes = power_of_two_from(hidden_bytes)
+    # Queries are as wide as outputs, and values as keys.
+    n_bytes += 2 * power_of_two_from(output_bytes)
+    n_bytes += 2 * power_of_two_from(key_bytes)
+    return n_bytes + n_tokens * token.positions
 
 
 def smaller_plan(
