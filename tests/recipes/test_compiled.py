@@ -50,6 +50,7 @@ WAYS: tuple[Callable[[Any], None], ...] = (
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def new_model() -> Any:
