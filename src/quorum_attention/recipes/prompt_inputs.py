@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -133,7 +132,6 @@ def _is_option(name: str, value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 
-@functools.cache
 def cache_name(forward: Callable[..., Any]) -> str:
     """Return the name, one of ``CACHE_NAMES``, that a forward's own argument has."""
     newer, older = CACHE_NAMES

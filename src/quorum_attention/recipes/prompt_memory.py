@@ -24,9 +24,9 @@ _WORKING_SHARE = 3
 CHUNK_BYTES = 768 << 20
 # An attention call that streams from host memory gets no faster with more.
 _ATTENTION_BYTES = 4 << 30
-# A tile may take this share of the working memory; where attention and tiles alone need
-# it, this many thirds. The host launches each tile anew, so larger ones are computed
-# sooner.
+# A tile may take this share of the working memory; so many thirds of it where the rows
+# of all tokens lie in host memory. The host launches each tile anew, so larger ones are
+# computed sooner.
 _TILE_SHARE = 3
 _TILE_THIRDS = 2
 # Tokens behind a prompt may take this share of what stays free for them; attention over
