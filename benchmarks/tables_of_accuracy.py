@@ -17,6 +17,7 @@ from quorum_attention.decomposition import census as census_of
 METHODS = {
     "flash": "FlashAttention-2 (torch)",
     "cudnn": "cuDNN (torch)",
+    "fa4": "FlashAttention-4",
     "efficient": "memory-efficient (torch)",
     "quorum": "ours, as planned",
     "quorum-device": "ours, inputs on the device",

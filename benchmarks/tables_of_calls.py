@@ -96,6 +96,8 @@ def plain_rows(*methods: str) -> dict[str, Row]:
 def case_words(case: Case) -> str:
     """A plain call in words, without its budget."""
     words = [f"{case.tokens:,} tokens"]
+    if case.batch > 1:
+        words[0] = f"{case.batch} entries of {words[0]}"
     if (case.heads, case.kv_heads, case.head_dim) != (8, 8, 64):
         shared = "" if case.heads == case.kv_heads else f" over {case.kv_heads}"
         words.append(f"{case.heads} heads{shared} of {case.head_dim}")

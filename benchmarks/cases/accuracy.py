@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from cases import plain
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -102,6 +103,15 @@ def monolithic(backend: SDPBackend, tensors: list[torch.Tensor]) -> Results:
     return out.detach(), *grads
 
 
+def flash_attention_4(tensors: list[torch.Tensor]) -> Results:
+    """Out, dQ, dK and dV of FlashAttention-4 alone, on the device."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    token_major = [leaf.transpose(1, 2) for leaf in leaves]
+    out = plain.flash_attention_4(*token_major).transpose(1, 2)
+    grads = torch.autograd.grad(out, leaves, tensors[3])
+    return out.detach(), *grads
+
+
 def recovered(budget: str, kernel: str, tensors: list[torch.Tensor]) -> Results:
     """The same by quorum attention, host to host."""
     on_host = [tensor.cpu().pin_memory() for tensor in tensors]
@@ -119,7 +129,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", default="auto", help="our inner kernel")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument(
-        "--beside", default="flash,cudnn", help="kernels alone, by commas"
+        "--beside",
+        default="flash,cudnn",
+        help="kernels alone, by commas: flash, cudnn, fa4",
     )
 
 
@@ -169,7 +181,12 @@ def exact_samples(
 def methods_of(
     options: argparse.Namespace, rivals: list[str]
 ) -> dict[str, Callable[[list[torch.Tensor]], Results]]:
-    methods = {name: partial(monolithic, BACKENDS[name]) for name in rivals}
+    methods: dict[str, Callable[[list[torch.Tensor]], Results]] = {}
+    for name in rivals:
+        if name == "fa4":
+            methods[name] = flash_attention_4
+        else:
+            methods[name] = partial(monolithic, BACKENDS[name])
     return {**methods, "quorum": partial(recovered, options.budget, options.kernel)}
 
 

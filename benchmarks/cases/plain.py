@@ -28,13 +28,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Case:
-    """A causal call of batch 1.
+    """A causal call.
 
     Attributes:
         place: of the tensors: "pinned" or "pageable" host memory, or "device".
         kernel, depth: as in ``attention``; "flex" is compiled FlexAttention, recovered,
             which has the window as its rule.
         calls: how many of them are one measurement.
+        batch: entries of the call; the number of tokens is that of one entry.
     """
 
     tokens: int
@@ -48,6 +49,7 @@ class Case:
     kernel: str = "auto"
     depth: int | str = "auto"
     calls: int = 1
+    batch: int = 1
 
 
 _HALF = torch.float16
@@ -63,6 +65,9 @@ CASES = {
     "65536-gqa": Case(1 << 16, 32, 8, 128, _BFLOAT, "1GiB"),
     "262144-gqa": Case(*_QUARTER, "2GiB"),
     "262144-gqa-512MiB": Case(*_QUARTER, "512MiB"),
+    "32768-gqa-device": Case(1 << 15, 32, 8, 128, _BFLOAT, None, "device"),
+    "16384-gqa-device": Case(1 << 14, 32, 8, 128, _BFLOAT, None, "device"),
+    "batch": Case(1 << 10, 16, 16, 64, _HALF, None, "device", batch=128),
     "window": Case(1 << 18, 8, 8, 64, _BFLOAT, None, "device", 4096),
     "window-gqa": Case(*_QUARTER, None, "device", 4096),
     "524288x128": Case(1 << 19, 8, 8, 128, _HALF, "1GiB"),
@@ -97,7 +102,7 @@ Measurement = Callable[[], list[float]]
 
 
 def flash_attention_4(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    """FlashAttention-4 as its users call it, on tensors token after token, (1, n,
+    """FlashAttention-4 as its users call it, on tensors token after token, (batch, n,
     heads, d)."""
     from flash_attn.cute import flash_attn_func
 
@@ -212,7 +217,7 @@ def draw_tensors(case: Case, device: str | torch.device) -> list[torch.Tensor]:
     torch.manual_seed(0)
     tensors = []
     for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads):
-        shape = (1, heads, case.tokens, case.head_dim)
+        shape = (case.batch, heads, case.tokens, case.head_dim)
         tensor = torch.randn(shape, device=device)
         tensors.append(tensor.to(case.dtype))
     return tensors
