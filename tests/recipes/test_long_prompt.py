@@ -7,7 +7,6 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,143 +16,27 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from helpers.generated import N_GENERATED
-from helpers.models import DECODERS, EXPERTS, MIXED, SHARP, SIZES, VOCABULARY
+from helpers.models import DECODERS
+from helpers.prompt_models import (
+    CHUNKED,
+    LAYERED,
+    N_PROMPT,
+    TILE,
+    assert_same,
+    generated,
+    new_model,
+    prompt,
+    runner_of,
+)
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.recipes import long_prompt, undo_long_prompt
-from quorum_attention.recipes.changes import changes_by
-from quorum_attention.recipes.prompt_changes import OWNER, prompt_forward_in
 from quorum_attention.recipes.prompt_inputs import cache_in, cache_name, without_cache
 from quorum_attention.recipes.tile_storage import (
     DeviceTiles,
     HostTiles,
     spans_of,
 )
-
-LATENT: dict[str, Any] = {
-    "head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
-MANY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-EIGHT = {"head_dim": None}  # the width over the heads
-OLD: dict[str, Any] = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 512,
-    **EIGHT,
-}
-# Kinds of models whose layers run one after the other. None takes a size away.
-LAYERED: dict[str, dict[str, Any]] = {
-    "gpt_oss": DECODERS["gpt_oss"],
-    **DECODERS,
-    "apertus": {},
-    "arcee": {},
-    "cohere": {},
-    "cohere2": {"sliding_window": 9, "layer_types": MIXED},
-    "deepseek_v3": LATENT,
-    "ernie4_5": {},
-    "exaone4": {"sliding_window": 9, "layer_types": MIXED},
-    "gemma": {},
-    "glm": {},
-    "glm4": {},
-    "gpt2": OLD,
-    "gpt_bigcode": OLD,
-    "gpt_neox": {"num_key_value_heads": None, **EIGHT},
-    "granite": {},
-    "granitemoe": EXPERTS,
-    "helium": {"head_dim": 8},
-    "hunyuan_v1_dense": {},
-    "mixtral": EXPERTS,
-    "olmo": EIGHT,
-    "olmo2": EIGHT,
-    "olmo3": {"sliding_window": 9, "layer_types": MIXED},
-    "persimmon": EIGHT,
-    "phi3": EIGHT,
-    "qwen2": EIGHT,
-    "qwen2_moe": {**MANY_EXPERTS, "shared_expert_intermediate_size": 24, **EIGHT},
-    "qwen3_moe": MANY_EXPERTS,
-    "seed_oss": {},
-    "smollm3": {},
-    "stablelm": EIGHT,
-    "starcoder2": {"sliding_window": 9, **EIGHT},
-}  # fmt: skip
-# Kinds that are given their prompts in chunks, or as they were.
-CHUNKED: dict[str, dict[str, Any]] = {
-    "bloom": {"n_layer": 2, "n_head": 4, **EIGHT},
-    "falcon": {
-        "ffn_hidden_size": 48,
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        **EIGHT,
-    },
-}
-# Their attention has a name in some versions of Transformers, and none in others.
-NAMED_IN_SOME: dict[str, dict[str, Any]] = {
-    "codegen": {**OLD, "rotary_dim": 8},
-    "gptj": {**OLD, "rotary_dim": 8},
-    "nemotron": {},
-}
-for kind, sizes in NAMED_IN_SOME.items():
-    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
-    kinds = LAYERED if hasattr(module, "ALL_ATTENTION_FUNCTIONS") else CHUNKED
-    kinds[kind] = sizes
-N_PROMPT = 67
-TILE = 20
-
-
-def new_model(kind: str, sizes: dict[str, Any]) -> Any:
-    """A small decoder in float32, whose scores differ from token to token."""
-    if kind not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"this version of Transformers has no {kind}")
-    chosen = {**SIZES, **sizes}
-    chosen = {name: size for name, size in chosen.items() if size is not None}
-    config = transformers.CONFIG_MAPPING[kind](
-        **chosen, bos_token_id=None, eos_token_id=None
-    )
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and any(part in name for part in SHARP):
-                weight.mul_(8.0)
-            if "sinks" in name:
-                weight.normal_(0.0, 1.0)
-    return model.eval()
-
-
-def prompt(n_tokens: int = N_PROMPT, batch: int = 1) -> torch.Tensor:
-    """Ids of a prompt, the same each time."""
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(1, VOCABULARY, (batch, n_tokens), generator=generator)
-
-
-def generated(
-    model: Any, ids: torch.Tensor, n_tokens: int = N_GENERATED, **named: Any
-) -> Any:
-    """The greedy tokens after a prompt, with the logits of each."""
-    named.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(
-        ids, max_new_tokens=n_tokens, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, **named,
-    )  # fmt: skip
-
-
-def assert_same(result: Any, expected: Any) -> None:
-    """Tokens are equal, logits up to rounding."""
-    assert torch.equal(result.sequences, expected.sequences)
-    for logits, exact in zip(result.logits, expected.logits, strict=True):
-        torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-5)
-
-
-def runner_of(model: Any) -> Any:
-    changes = changes_by(model, OWNER)
-    assert changes is not None
-    return prompt_forward_in(changes).runner
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,9 @@ class _Substitutes(
         attention: ``attention(call, query, key, value, attention_mask)`` -> (batch,
             heads, queries, value_dim), which ``call`` computes of the other arguments;
             None: attention is computed.
+        append: ``append(update, key, value, layer_idx)`` -> the cache's keys and
+            values, which ``update`` computes of the other arguments; None: a
+            ``PromptCache`` appends.
         prompt: of which forwards see some tokens, while masks are made for all of its
             ``n_tokens`` and ``padding``; None: forwards see all their tokens
             (``recipes.prompt_inputs``).
@@ -36,6 +39,7 @@ class _Substitutes(
     """
 
     attention: Callable[..., torch.Tensor] | None = None
+    append: Callable[..., Any] | None = None
     prompt: Any = None
     labelled_call: Any = None
     layer: Callable[[int, Any], Any] | None = None

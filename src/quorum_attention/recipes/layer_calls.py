@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,23 +28,27 @@ class LayerCall:
     """The arguments of a decoder layer's forward.
 
     Attributes:
+        forward: the layer's own.
         hidden: (batch, tokens, width).
         args: positional arguments behind the hidden states.
         named: keyword arguments.
     """
 
+    forward: Callable[..., Any]
     hidden: torch.Tensor
     args: tuple[Any, ...]
     named: Keywords
 
     @classmethod
-    def from_arguments(cls, args: tuple[Any, ...], named: Keywords) -> LayerCall:
-        """The call with these arguments."""
+    def from_arguments(
+        cls, forward: Callable[..., Any], args: tuple[Any, ...], named: Keywords
+    ) -> LayerCall:
+        """The call of a layer's forward with these arguments."""
         if args:
-            return cls(args[0], args[1:], named)
+            return cls(forward, args[0], args[1:], named)
         rest = dict(named)
         hidden = rest.pop(_HIDDEN)
-        return cls(hidden, (), rest)
+        return cls(forward, hidden, (), rest)
 
     def with_hidden(self, hidden: torch.Tensor) -> LayerCall:
         """The call of other hidden states."""
@@ -56,11 +61,15 @@ class LayerCall:
         args, named = tree_map_only(torch.Tensor, function, (self.args, self.named))
         # A view would keep the memory of a tile of the prompt.
         nothing = self.hidden.new_empty(0)
-        return LayerCall(nothing, args, named)
+        return replace(self, hidden=nothing, args=args, named=named)
 
     def run(self, function: Callable[..., Any]) -> Any:
         """Call ``function`` with these arguments."""
         return function(self.hidden, *self.args, **self.named)
+
+    def run_own(self) -> Any:
+        """Return what the layer's own forward returns."""
+        return self.run(self.forward)
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
@@ -92,7 +101,8 @@ def run_layer(
         args, named: the arguments of its forward.
     """
     if substitutes.layer is not None:
-        return substitutes.layer(number, LayerCall.from_arguments(args, named))
+        call = LayerCall.from_arguments(partial(plain, layer), args, named)
+        return substitutes.layer(number, call)
     with weights_on_device(weights, number):
         return plain(layer, *args, **named)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quorum_attention.argument_checks import one_of, whole_number
+from quorum_attention.execution.device.cuda_graphs import CudaGraphs
 from quorum_attention.execution.device.lookup import backend_of, best_device, on_host
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.recipes.attention import QuorumAttention
@@ -157,12 +158,17 @@ def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str |
     by chunks otherwise, for the reason that is returned."""
     from quorum_attention.integrations.transformers import name_for
     from quorum_attention.recipes.prefill_trial import PromptTrial
+    from quorum_attention.recipes.token_layers import TokenLayers
 
     name, _ = name_for(None)
     change = changes.make(model, QuorumAttention(name, "for prompts"))
     if not change.done:
         return change.how
     forward.reads_segments = True
+    device = forward.runner.device
+    if device.type == "cuda" and forward.weights is None:
+        graphs = CudaGraphs(device)
+        forward.runner.token_layers = TokenLayers(decoder_layers(model), graphs)
     trial = PromptTrial(
         model,
         plain_class(model).forward,

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.integrations.substitutes import substituting
 from quorum_attention.integrations.transformers.prompt_cache import remove_tokens
 from quorum_attention.plain_types import Keywords
 from quorum_attention.progress import progress_bar
@@ -39,6 +40,7 @@ from quorum_attention.recipes.prompt_memory import (
     tile_behind_prompt,
 )
 from quorum_attention.recipes.tile_storage import DeviceTiles, HostTiles, spans_of
+from quorum_attention.recipes.token_layers import TokenLayers
 from quorum_attention.units import counted
 
 # Memory for so many tokens behind a prompt is taken with the prompt's.
@@ -58,6 +60,7 @@ class PromptRunner:
             by chunks.
         tile: the tokens of a tile or a chunk; None: as many as fit well.
         progress: whether progress is shown, or a callable (done, total, label).
+        token_layers: runs in place of the layers for one token of each text, or None.
     """
 
     device: torch.device
@@ -66,6 +69,7 @@ class PromptRunner:
     layered: LayeredModel | None
     tile: int | None = None
     progress: Any = None
+    token_layers: TokenLayers | None = None
 
     def run(
         self, run_model: Callable[..., Any], model: Any, named: Mapping[str, Any]
@@ -85,6 +89,9 @@ class PromptRunner:
         inputs = self._read_prompt(model, named)
         if inputs is None:
             return run_model(model, **named)
+        if inputs.n_tokens == 1 and self.token_layers is not None:
+            with substituting(layer=self.token_layers.run):
+                return run_model(model, **named)
         plan = self._plan(inputs.n_tokens, inputs.batch, is_behind=inputs.past > 0)
         if plan.fits_at_once or inputs.n_tokens <= plan.tile:
             return run_model(model, **named)

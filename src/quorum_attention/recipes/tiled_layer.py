@@ -139,8 +139,8 @@ class TiledLayer:
         nothing = hidden.new_empty(
             0
         )  # a part of the hidden states would keep all of them
-        call = LayerCall(nothing, tuple(args), layer.keywords)
         function = partial(layer.func, *layer.args)
+        call = LayerCall(function, nothing, tuple(args), layer.keywords)
         modes = ForwardModes.of_forward(hidden)
         return cls(function, module, call, hidden.shape[1], tile, modes)
 

@@ -11,13 +11,14 @@ import copy
 import math
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from quorum_attention.integrations.substitutes import substitutes
 from quorum_attention.integrations.transformers.saved_layers import (
     fingerprint,
     restore_layer,
@@ -98,6 +99,19 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
 
     def _segmented_layers(self) -> list[SegmentedLayer]:
         return [layer for layer in self.layers if isinstance(layer, SegmentedLayer)]
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Append keys and values (b, h_kv, n, d) to a layer's, and return all."""
+        append = substitutes.append or _append
+        update = super().update
+        return append(update, key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -255,6 +269,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def __str__(self) -> str:
         """Say what lies where, of the model too."""
         return "\n".join([repr(self), *self.notes])
+
+
+def _append(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return update(*args, **kwargs)
 
 
 def remove_tokens(layers: Iterable[Any]) -> None:

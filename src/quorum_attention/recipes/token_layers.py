@@ -1,0 +1,177 @@
+"""Layers that compute a text's next tokens by graphs of their device.
+
+To launch a layer's kernels one by one takes the host 1 to 2.5 ms, longer than a GPU
+needs to compute them. A layer's call is recorded when it was made for the second time
+with arguments of the same kind. Graphs are compared with the layer's own code for one
+more token before they take its place, and whenever the layer has changed since, its
+code runs again.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from quorum_attention.errors import first_line
+from quorum_attention.integrations.transformers.prompt_cache import PromptCache
+from quorum_attention.recipes.layer_calls import LayerCall
+from quorum_attention.recipes.layer_recording import (
+    MASK,
+    LayerRecording,
+    WatchedCall,
+    leaves_of,
+)
+from quorum_attention.recipes.patching import plain_class
+
+_KNOWN_LEAVES = (PromptCache, torch.Tensor, bool, int, float, str, type(None))
+_KNOWN_WEIGHTS = (torch.nn.Parameter, torch.Tensor, type(None))
+# Modules of others may compute otherwise from token to token, without a trace in their
+# tensors: adapters that are switched, weights that are decoded.
+_KNOWN_MODULES = ("torch.nn.", "transformers.")
+
+
+class TokenLayers:
+    """Runs in place of a model's decoder layers, for one token of each text.
+
+    Args:
+        layers: of the decoder, in their order.
+        graphs: makes graphs, ``CudaGraphs``.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module], graphs: Any) -> None:
+        self._modules = layers
+        self._graphs = graphs
+        self._layers = [_TokenLayer(layer, graphs) for layer in layers]
+        # Graphs of all layers share memory.
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle without graphs."""
+        return TokenLayers, (self._modules, self._graphs)
+
+    def run(self, number: int, call: LayerCall) -> Any:
+        """Return what a layer's forward returns.
+
+        Args:
+            number: of the layer.
+            call: of its forward.
+        """
+        if not self._lock.acquire(blocking=False):
+            return call.run_own()  # another thread computes a token
+        try:
+            return self._layers[number].run(call)
+        finally:
+            self._lock.release()
+
+
+class _TokenLayer:
+    """One layer on its way to graphs."""
+
+    def __init__(self, layer: torch.nn.Module, graphs: Any) -> None:
+        self._layer = layer
+        self._graphs = graphs
+        self._kind: Any = None
+        self._recording: LayerRecording | None = None
+        self._step: Callable[[LayerCall], Any] = LayerCall.run_own
+
+    def run(self, call: LayerCall) -> Any:
+        """Run the layer, by graphs if they are there."""
+        kind = (self._graphs.stream(), _kind_of(call), _state_of(self._layer))
+        if kind != self._kind:
+            self._kind = kind
+            self._recording = None
+            self._step = self._wait
+        return self._step(call)
+
+    def _wait(self, call: LayerCall) -> Any:
+        """Run the layer's code: short answers are not worth a recording."""
+        self._step = self._record
+        return call.run_own()
+
+    def _record(self, call: LayerCall) -> Any:
+        """Run the layer's code, and record the call."""
+        self._step = LayerCall.run_own
+        if not _can_be_recorded(self._layer, call):
+            return call.run_own()
+        watched = WatchedCall(call)
+        if watched.refusal is None:
+            try:
+                self._recording = LayerRecording(call, watched, self._graphs.new)
+                self._step = self._check
+            except RuntimeError as error:  # the device is full, or it cannot record
+                warnings.warn(
+                    f"a layer computes tokens by its own code: {first_line(error)}",
+                    stacklevel=2,
+                )
+        return watched.result
+
+    def _check(self, call: LayerCall) -> Any:
+        """Run the layer's code, and compare the graphs with it."""
+        assert self._recording is not None
+        watched = WatchedCall(call)
+        if watched.refusal is None and self._recording.agrees(call, watched):
+            self._step = self._recording.replay
+        else:
+            self._recording = None
+            self._step = LayerCall.run_own
+        return watched.result
+
+
+def _kind_of(call: LayerCall) -> list[Any]:
+    """What calls must have in common that one recording serves."""
+    kind: list[Any] = [torch.is_inference_mode_enabled()]
+    for name, leaf in leaves_of(call):
+        if isinstance(leaf, PromptCache) or name == MASK:
+            kind.append(type(leaf))
+        elif isinstance(leaf, torch.Tensor):
+            kind += (name, leaf.shape, leaf.dtype, leaf.device)
+        else:
+            kind += (name, leaf)
+    return kind
+
+
+def _state_of(layer: torch.nn.Module) -> list[Any]:
+    """What graphs of a layer hold for good: its modules, and where weights lie."""
+    state: list[Any] = []
+    for module in layer.modules():
+        state += (type(module), module.training, *_hooks_of(module))
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                state.append(None if tensor is None else tensor.data_ptr())
+    return state
+
+
+def _hooks_of(module: torch.nn.Module) -> tuple[int, int, bool]:
+    """How many hooks there are around a module's forward, and whether another one hides
+    it."""
+    attributes = vars(module)
+    return (
+        len(attributes["_forward_hooks"]),
+        len(attributes["_forward_pre_hooks"]),
+        "forward" in attributes,
+    )
+
+
+def _can_be_recorded(layer: torch.nn.Module, call: LayerCall) -> bool:
+    """Whether a layer's modules and arguments are of kinds whose every part is seen
+    when it changes."""
+    leaves = [leaf for name, leaf in leaves_of(call) if name != MASK]
+    has_cache = any(isinstance(leaf, PromptCache) for leaf in leaves)
+    if not has_cache or not all(isinstance(leaf, _KNOWN_LEAVES) for leaf in leaves):
+        return False
+    return all(map(_is_known, layer.modules()))
+
+
+def _is_known(module: torch.nn.Module) -> bool:
+    is_plain = not module.training and not any(_hooks_of(module))
+    weights = chain(module._parameters.values(), module._buffers.values())
+    return (
+        is_plain
+        and plain_class(module).__module__.startswith(_KNOWN_MODULES)
+        and all(type(weight) in _KNOWN_WEIGHTS for weight in weights)
+    )

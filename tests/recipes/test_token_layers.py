@@ -1,0 +1,237 @@
+"""Tokens computed by graphs of a device are those that the layers' code computes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers.fake_graphs import FakeGraphs
+from helpers.prompt_models import (
+    LAYERED,
+    TILE,
+    assert_same,
+    generated,
+    new_model,
+    prompt,
+    runner_of,
+)
+
+from quorum_attention.recipes import long_prompt
+from quorum_attention.recipes.layer_calls import decoder_layers
+from quorum_attention.recipes.token_layers import TokenLayers
+
+N_TOKENS = 9
+# Tokens before graphs compute them; and graphs of a layer.
+N_BEFORE, N_GRAPHS = 3, 2
+N_LAYERS = 2
+
+
+def model_with_graphs(kind: str = "llama") -> tuple[Any, Any, FakeGraphs]:
+    """A changed model, the same one unchanged, and the graphs of its layers."""
+    model = new_model(kind, LAYERED[kind])
+    plain = copy.deepcopy(model)
+    long_prompt(model, tile=TILE)
+    graphs = FakeGraphs()
+    runner_of(model).token_layers = TokenLayers(decoder_layers(model), graphs)
+    return model, plain, graphs
+
+
+def answer(model: Any, n_tokens: int = N_TOKENS, **named: Any) -> Any:
+    cache = long_prompt(model, tile=TILE)
+    ids = named.pop("ids", prompt())
+    return generated(model, ids, n_tokens, past_key_values=cache, **named)
+
+
+def n_replays(n_tokens: int) -> int:
+    """Replays for so many tokens behind a prompt, of which one is compared."""
+    return N_LAYERS * N_GRAPHS * (n_tokens - N_BEFORE + 1)
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("kind", LAYERED)
+def test_tokens_are_the_plain_models(kind: str) -> None:
+    model, plain, _ = model_with_graphs(kind)
+    assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3_text"])
+def test_graphs_compute_all_layers_from_the_fourth_token_on(kind: str) -> None:
+    model, plain, graphs = model_with_graphs(kind)
+    assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
+    n_behind = N_TOKENS - 1  # the first token is the prompt's
+    assert graphs.n_replays == n_replays(n_behind)
+    # The next answer is computed by the same graphs from its first token on.
+    answer(model)
+    assert graphs.n_replays == n_replays(n_behind) + N_LAYERS * N_GRAPHS * n_behind
+
+
+def test_a_padded_batch_and_beams() -> None:
+    model, plain, graphs = model_with_graphs()
+    ids = prompt(batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    result = answer(model, ids=ids, attention_mask=mask)
+    assert_same(result, generated(plain, ids, N_TOKENS, attention_mask=mask))
+    assert graphs.n_replays > 0
+    tokens = answer(model, num_beams=3).sequences
+    assert torch.equal(
+        tokens, generated(plain, prompt(), N_TOKENS, num_beams=3).sequences
+    )
+
+
+def next_logits(model: Any, cache: Any, token: int = 5) -> torch.Tensor:
+    """Logits behind one more token."""
+    ids = torch.tensor([[token]])
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+    return logits
+
+
+def cached_prompt(model: Any) -> Any:
+    cache = long_prompt(model, tile=TILE)
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+    return cache
+
+
+def with_other_data(layer: Any) -> None:
+    layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data * -1.5
+
+
+def with_another_module(layer: Any) -> None:
+    layer.mlp.down_proj = copy.deepcopy(layer.mlp.down_proj)
+    with_other_data(layer)
+
+
+def with_a_hook(layer: Any) -> None:
+    layer.mlp.register_forward_hook(lambda _module, _args, result: result * 2)
+
+
+def with_another_forward(layer: Any) -> None:
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda hidden: forward(hidden) * 2
+
+
+def written_in_place(layer: Any) -> None:
+    with torch.no_grad():
+        layer.mlp.down_proj.weight.mul_(-1.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_other_data,
+        with_another_module,
+        with_a_hook,
+        with_another_forward,
+        written_in_place,
+    ],
+)
+def test_a_layer_that_was_changed_between_tokens_runs_as_it_is_now(change: Any) -> None:
+    model, plain, graphs = model_with_graphs()
+    caches = [cached_prompt(model), cached_prompt(plain)]
+    for _ in range(N_BEFORE + 2):
+        next_logits(model, caches[0])
+        next_logits(plain, caches[1])
+    assert graphs.n_replays > 0
+    before = next_logits(model, caches[0].fork())
+    for changed in (model, plain):
+        change(decoder_layers(changed)[0])
+    for _ in range(N_BEFORE + 2):
+        logits = next_logits(model, caches[0])
+        torch.testing.assert_close(logits, next_logits(plain, caches[1]))
+    assert (logits - before).abs().max() > 1e-3
+
+
+def test_a_layer_that_counts_its_tokens_is_not_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It adds a number that no tensor holds: recorded, it would stay the same."""
+    model, _, graphs = model_with_graphs()
+    kind = type(decoder_layers(model)[0].mlp)
+    forward = kind.forward
+    n_calls = 0
+
+    def counting(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal n_calls
+        n_calls += 1
+        result: torch.Tensor = forward(self, hidden) + 0.1 * n_calls
+        return result
+
+    cache = cached_prompt(model)
+    monkeypatch.setattr(kind, "forward", counting)
+    for _ in range(N_BEFORE):
+        next_logits(model, cache)
+    n_compared = graphs.n_replays
+    assert n_compared > 0
+    next_logits(model, cache)
+    assert graphs.n_replays == n_compared
+
+
+def test_what_a_layer_returned_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs write their results into the same memory for each token."""
+    model, _, graphs = model_with_graphs()
+    cache = cached_prompt(model)
+    results: list[torch.Tensor] = []
+    run = TokenLayers.run
+
+    def noting(self: Any, number: int, call: Any) -> Any:
+        result = run(self, number, call)
+        results.append(result)
+        return result
+
+    monkeypatch.setattr(TokenLayers, "run", noting)
+    for token in range(N_BEFORE + 1):
+        next_logits(model, cache, token)
+    assert graphs.n_replays == n_replays(N_BEFORE + 1)
+    copies = [result.clone() for result in results]
+    next_logits(model, cache, 20)
+    for result, copied in zip(results, copies, strict=False):
+        assert torch.equal(result, copied)
+
+
+def test_a_full_device_leaves_a_layer_its_code() -> None:
+    model, plain, graphs = model_with_graphs()
+    graphs.fails = True
+    with pytest.warns(UserWarning, match="by its own code: CUDA out of memory"):
+        result = answer(model)
+    assert_same(result, generated(plain, prompt(), N_TOKENS))
+    assert graphs.n_replays == 0
+
+
+def test_two_threads_do_not_share_graphs_at_once() -> None:
+    """Both would compute in the same memory."""
+    model, plain, _ = model_with_graphs()
+    answer(model)
+    prompts = [prompt(), prompt().flip(1)]
+    results: list[Any] = [None, None]
+
+    def run(number: int) -> None:
+        results[number] = answer(model, 40, ids=prompts[number])
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ids, result in zip(prompts, results, strict=True):
+        assert_same(result, generated(plain, ids, 40))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_copy_has_its_own_graphs(copied: Any) -> None:
+    model, plain, _ = model_with_graphs()
+    answer(model)
+    twin = copied(model)
+    for changed in (twin, plain):
+        with_other_data(decoder_layers(changed)[0])
+    assert_same(answer(twin), generated(plain, prompt(), N_TOKENS))
