@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -18,6 +19,15 @@ from quorum_attention.recipes.layer_recording import LayerRecording
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 N_TOKENS = 12
 KINDS = ["llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "qwen3_moe"]
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_compiled() -> Any:
+    """A thread compiles them while the first prompt is computed."""
+    yield
+    for thread in threading.enumerate():
+        if "compile_kernels" in thread.name:
+            thread.join(60)
 
 
 @pytest.fixture

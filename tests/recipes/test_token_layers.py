@@ -20,11 +20,12 @@ from helpers.prompt_models import (
     generated,
     new_model,
     prompt,
-    runner_of,
 )
 
 from quorum_attention.recipes import long_prompt
+from quorum_attention.recipes.changes import changes_by
 from quorum_attention.recipes.layer_calls import decoder_layers
+from quorum_attention.recipes.prompt_changes import OWNER, prompt_forward_in
 from quorum_attention.recipes.token_layers import TokenLayers
 
 N_TOKENS = 9
@@ -33,18 +34,24 @@ N_BEFORE, N_GRAPHS = 3, 2
 N_LAYERS = 2
 
 
-def model_with_graphs(kind: str = "llama") -> tuple[Any, Any, FakeGraphs]:
+def model_with_graphs(
+    kind: str = "llama", weights: str = "device"
+) -> tuple[Any, Any, FakeGraphs]:
     """A changed model, the same one unchanged, and the graphs of its layers."""
     model = new_model(kind, LAYERED[kind])
     plain = copy.deepcopy(model)
-    long_prompt(model, tile=TILE)
+    long_prompt(model, tile=TILE, weights=weights)
     graphs = FakeGraphs()
-    runner_of(model).token_layers = TokenLayers(decoder_layers(model), graphs)
+    forward = prompt_forward_in(changes_by(model, OWNER))
+    layers = TokenLayers(decoder_layers(model), graphs, forward.weights)
+    forward.runner.token_layers = layers
     return model, plain, graphs
 
 
-def answer(model: Any, n_tokens: int = N_TOKENS, **named: Any) -> Any:
-    cache = long_prompt(model, tile=TILE)
+def answer(
+    model: Any, n_tokens: int = N_TOKENS, weights: str = "device", **named: Any
+) -> Any:
+    cache = long_prompt(model, tile=TILE, weights=weights)
     ids = named.pop("ids", prompt())
     return generated(model, ids, n_tokens, past_key_values=cache, **named)
 
@@ -70,6 +77,14 @@ def test_graphs_compute_all_layers_from_the_fourth_token_on(kind: str) -> None:
     # The next answer is computed by the same graphs from its first token on.
     answer(model)
     assert graphs.n_replays == n_replays(n_behind) + N_LAYERS * N_GRAPHS * n_behind
+
+
+def test_weights_in_host_memory() -> None:
+    """Graphs read each layer's weights where they are copied to."""
+    model, plain, graphs = model_with_graphs(weights="host")
+    result = answer(model, weights="host")
+    assert_same(result, generated(plain, prompt(), N_TOKENS))
+    assert graphs.n_replays == n_replays(N_TOKENS - 1)
 
 
 def test_a_padded_batch_and_beams() -> None:

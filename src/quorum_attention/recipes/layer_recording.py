@@ -32,7 +32,7 @@ _INDEXING = (
 
 
 class Appended(NamedTuple):
-    """What a layer appends to its cache: (b, h_kv, 1, d), and the layer's number."""
+    """A token's part of a layer's cache: (b, h_kv, 1, d), and the layer's number."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -64,7 +64,7 @@ class WatchedCall(TorchDispatchMode):
         self.refusal: str | None = None
         self._mask = call.named.get(MASK)
         self._device = call.hidden.device
-        # What comes next: "append", "attend", or nothing.
+        # The next thing that a layer must do: "append", "attend", or nothing.
         self._next = "append"
         self._is_ours = False
         with self, substituting(append=self._append, attention=self._attend):
@@ -199,8 +199,8 @@ class LayerRecording:
 
     def _compute_query(self, call: LayerCall) -> None:
         """Compute query, keys and values in the memory that was recorded."""
-        for own, tensor in zip(self._inputs, tensors_of(call), strict=True):
-            own.copy_(tensor)
+        for place, tensor in zip(self._inputs, tensors_of(call), strict=True):
+            place.copy_(tensor)
         self._before.replay()
 
     def _result_of(self, out: torch.Tensor) -> Any:
@@ -247,7 +247,7 @@ def cache_of(call: LayerCall) -> PromptCache:
 
 def _with_own_tensors(call: LayerCall) -> LayerCall:
     """The call with copies of its tensors, but for its mask."""
-    own = call.map_tensors(torch.clone).with_hidden(call.hidden.clone())
+    copied = call.map_tensors(torch.clone).with_hidden(call.hidden.clone())
     if MASK in call.named:
-        own.named[MASK] = call.named[MASK]
-    return own
+        copied.named[MASK] = call.named[MASK]
+    return copied

@@ -166,13 +166,15 @@ def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str |
         return change.how
     forward.reads_segments = True
     device = forward.runner.device
-    if device.type == "cuda" and forward.weights is None:
-        graphs = CudaGraphs(device)
-        forward.runner.token_layers = TokenLayers(decoder_layers(model), graphs)
+    layers = decoder_layers(model)
+    if device.type == "cuda":
+        forward.runner.token_layers = TokenLayers(
+            layers, CudaGraphs(device), forward.weights
+        )
     trial = PromptTrial(
         model,
         plain_class(model).forward,
-        decoder_layers(model),
+        layers,
         partial(_trial_cache, model, forward.runner.device),
         forward.weights,
     )

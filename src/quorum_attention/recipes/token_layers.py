@@ -19,6 +19,7 @@ import torch
 
 from quorum_attention.errors import first_line
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
+from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.layer_calls import LayerCall
 from quorum_attention.recipes.layer_recording import (
     MASK,
@@ -28,7 +29,7 @@ from quorum_attention.recipes.layer_recording import (
 )
 from quorum_attention.recipes.patching import plain_class
 
-_KNOWN_LEAVES = (PromptCache, torch.Tensor, bool, int, float, str, type(None))
+_KNOWN_LEAVES = (torch.Tensor, bool, int, float, str, type(None))
 _KNOWN_WEIGHTS = (torch.nn.Parameter, torch.Tensor, type(None))
 # Modules of others may compute otherwise from token to token, without a trace in their
 # tensors: adapters that are switched, weights that are decoded.
@@ -41,18 +42,25 @@ class TokenLayers:
     Args:
         layers: of the decoder, in their order.
         graphs: makes graphs, ``CudaGraphs``.
+        weights: of the layers, if they are in host memory.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Module], graphs: Any) -> None:
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module],
+        graphs: Any,
+        weights: HostWeights | None = None,
+    ) -> None:
         self._modules = layers
         self._graphs = graphs
+        self._weights = weights
         self._layers = [_TokenLayer(layer, graphs) for layer in layers]
         # Graphs of all layers share memory.
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         """Copy and pickle without graphs."""
-        return TokenLayers, (self._modules, self._graphs)
+        return TokenLayers, (self._modules, self._graphs, self._weights)
 
     def run(self, number: int, call: LayerCall) -> Any:
         """Return what a layer's forward returns.
@@ -61,12 +69,13 @@ class TokenLayers:
             number: of the layer.
             call: of its forward.
         """
-        if not self._lock.acquire(blocking=False):
-            return call.run_own()  # another thread computes a token
-        try:
-            return self._layers[number].run(call)
-        finally:
-            self._lock.release()
+        with weights_on_device(self._weights, number):
+            if not self._lock.acquire(blocking=False):
+                return call.run_own()  # another thread computes a token
+            try:
+                return self._layers[number].run(call)
+            finally:
+                self._lock.release()
 
 
 class _TokenLayer:
@@ -123,7 +132,7 @@ class _TokenLayer:
 
 
 def _kind_of(call: LayerCall) -> list[Any]:
-    """What calls must have in common that one recording serves."""
+    """The kinds of a call's arguments: a recording serves calls of one kind."""
     kind: list[Any] = [torch.is_inference_mode_enabled()]
     for name, leaf in leaves_of(call):
         if isinstance(leaf, PromptCache) or name == MASK:
@@ -136,7 +145,8 @@ def _kind_of(call: LayerCall) -> list[Any]:
 
 
 def _state_of(layer: torch.nn.Module) -> list[Any]:
-    """What graphs of a layer hold for good: its modules, and where weights lie."""
+    """The parts of a layer that graphs hold for good: its modules, and the places of
+    its weights."""
     state: list[Any] = []
     for module in layer.modules():
         state += (type(module), module.training, *_hooks_of(module))
@@ -160,11 +170,13 @@ def _hooks_of(module: torch.nn.Module) -> tuple[int, int, bool]:
 def _can_be_recorded(layer: torch.nn.Module, call: LayerCall) -> bool:
     """Whether a layer's modules and arguments are of kinds whose every part is seen
     when it changes."""
-    leaves = [leaf for name, leaf in leaves_of(call) if name != MASK]
-    has_cache = any(isinstance(leaf, PromptCache) for leaf in leaves)
-    if not has_cache or not all(isinstance(leaf, _KNOWN_LEAVES) for leaf in leaves):
-        return False
-    return all(map(_is_known, layer.modules()))
+    has_cache = False
+    for name, leaf in leaves_of(call):
+        if isinstance(leaf, PromptCache):
+            has_cache = True
+        elif name != MASK and not isinstance(leaf, _KNOWN_LEAVES):
+            return False
+    return has_cache and all(map(_is_known, layer.modules()))
 
 
 def _is_known(module: torch.nn.Module) -> bool:

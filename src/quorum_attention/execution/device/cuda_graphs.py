@@ -43,7 +43,7 @@ class CudaGraphs:
 
 
 class CudaGraph:
-    """What a program has launched between two moments.
+    """The launches of a program between two moments.
 
     Args:
         pool: the memory.
