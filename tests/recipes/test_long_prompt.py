@@ -248,6 +248,21 @@ def test_a_cache_that_has_another_text_is_refused_by_name(n_tokens: int) -> None
     assert cache.get_seq_length() == 69
 
 
+def test_another_text_with_padding_is_refused_by_name() -> None:
+    """Positions do not count padding, so the width of its mask has to tell. (Older
+    versions of ``generate`` hand on each mask, also one that masks nothing.)"""
+    model = new_model("qwen3", LAYERED["qwen3"])
+    cache = long_prompt(model, tile=TILE)
+    padding = torch.ones(1, N_PROMPT, dtype=torch.long)
+    padding[:, :5] = 0
+    generated(model, prompt(), 3, past_key_values=cache, attention_mask=padding)
+    with pytest.raises(ValueError, match=r"has 69 tokens already.*fork"):
+        generated(
+            model, prompt(40), 3, past_key_values=cache, attention_mask=padding[:, :40]
+        )
+    assert cache.get_seq_length() == 69
+
+
 def test_calls_with_gradients_and_without_a_cache_run_as_before() -> None:
     model = new_model("llama", {})
     plain = copy.deepcopy(model)

@@ -243,9 +243,12 @@ def _goes_on(n_tokens: int, n_cached: int, named: Mapping[str, Any]) -> bool:
     """
     if n_tokens < 2:
         return n_tokens == 1
+    mask = named.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        # Positions do not count padding, and the mask has all tokens of the text.
+        return mask.shape[1] >= n_cached + n_tokens
     positions = named.get("position_ids")
-    has_padding = named.get("attention_mask") is not None
-    if positions is None or positions.dim() > 2 or has_padding:
+    if positions is None or positions.dim() > 2 or mask is not None:
         return True
     return bool((positions[..., 0] >= n_cached).any())
 
