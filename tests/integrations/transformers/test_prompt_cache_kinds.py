@@ -242,7 +242,11 @@ def generate_in_mode(
         return generate(model, ids, past_key_values=cache, prefill_chunk_size=8)
     if mode == "assisted":
         ids = ids[1:]
-        return generate(model, ids, past_key_values=cache, prompt_lookup_num_tokens=3)
+        options = {"prompt_lookup_num_tokens": 3}
+        # Transformers 5.6 looks for ends in prompts, also where there are none: here is
+        # one that is in no vocabulary.
+        options["eos_token_id"] = 1000
+        return generate(model, ids, past_key_values=cache, **options)
     with torch.no_grad():
         model(
             ids[:, :20], attention_mask=padding_of(ids)[:, :20], past_key_values=cache
@@ -272,7 +276,7 @@ def test_results_are_those_of_the_plain_cache_in_each_mode(
 ) -> None:
     """What a kind of model cannot do with the plain cache is left out."""
     skip_if_unknown(kind)
-    if (kind, mode) == ("recurrent_gemma", "forked"):
+    if kind == "recurrent_gemma" and mode in ("forked", "saved"):
         pytest.skip("its state lies in its modules, not in a cache")
     register(min_tokens=0)
     torch.manual_seed(0)
