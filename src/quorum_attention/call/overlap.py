@@ -6,8 +6,8 @@ NumPy solves the bounded linear Diophantine equation behind the question. It is 
 addresses only; nothing is read.
 
 A tensor does not know that its memory is a read-only map (writing to it ends the
-process), nor that another tensor maps the same bytes of a file at another address. On
-Linux the table of this process's mappings tells; on other systems nothing is known.
+process), nor that another tensor maps the same bytes of a file at another address. The
+table of this process's mappings tells.
 """
 
 from __future__ import annotations

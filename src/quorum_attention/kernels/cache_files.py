@@ -58,9 +58,6 @@ def private_folder(path: Path, *, make: bool = True) -> Path:
         path.mkdir(0o700, parents=True, exist_ok=True)
     folder = Path(os.path.realpath(path))
     status = folder.stat()
-    # On systems without such numbers a user's folders are his own.
-    if not hasattr(os, "geteuid"):
-        return folder
     if status.st_uid != os.geteuid():
         raise PermissionError(
             f"{folder} belongs to user {status.st_uid}, and this is user {os.geteuid()}"

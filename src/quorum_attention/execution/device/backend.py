@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -70,13 +70,10 @@ class Backend:
         return True
 
     def free_bytes(self, device: torch.device) -> int:
-        """Bytes that could be allocated now, according to the system: what Linux calls
-        ``MemAvailable``, elsewhere 16 GiB."""
-        with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return 1 << 34  # not Linux: assume this much rather than refuse to work
+        """Bytes that could be allocated now: what Linux calls ``MemAvailable``."""
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
         """An arena: ``n_bytes`` uninitialised bytes, (n_bytes,) uint8."""
@@ -180,17 +177,14 @@ def cpu_name() -> str:
     fields = _cpu_fields()
     # On ARM, Linux gives numbers instead of a name.
     name = fields.get("model name") or fields.get("CPU part")
-    name = name or platform.processor() or platform.machine() or "unknown"
+    name = name or platform.machine()
     return " ".join(name.split())
 
 
 def _cpu_fields() -> dict[str, str]:
-    """The fields that Linux lists for the CPU; none on other systems."""
+    """The fields that Linux lists for the CPU."""
     fields: dict[str, str] = {}
-    with (
-        suppress(OSError),
-        open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines,
-    ):
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             fields[name.strip()] = value

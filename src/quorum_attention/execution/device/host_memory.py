@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -70,13 +68,9 @@ class MappedRange(NamedTuple):
 
 
 def mapped_ranges() -> list[MappedRange]:
-    """All mappings of this process, by ascending address; none if the system has no
-    table."""
-    try:
-        with open(_TABLE_OF_MAPPINGS, encoding="utf-8", errors="replace") as lines:
-            return [_parse_mapping(line) for line in lines]
-    except OSError:
-        return []
+    """All mappings of this process, by ascending address."""
+    with open(_TABLE_OF_MAPPINGS, encoding="utf-8", errors="replace") as lines:
+        return [_parse_mapping(line) for line in lines]
 
 
 def _parse_mapping(line: str) -> MappedRange:
@@ -105,14 +99,11 @@ def ask_for_huge_pages(memory: torch.Tensor) -> None:
 
     With those a gibibyte is touched in 0.03 s instead of 0.04, locked in 0.02 instead
     of 0.04, and freed in 0.002 instead of 0.04 (one H200's host, 16 threads). It is
-    advice: the system may not follow it, and systems without it are not asked.
+    advice: the system may not follow it.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):
-        advise = ctypes.CDLL(None).madvise
-        address = ctypes.c_void_p(memory.data_ptr())
-        advise(address, ctypes.c_size_t(memory.nbytes), _MADV_HUGEPAGE)
+    advise = ctypes.CDLL(None).madvise
+    address = ctypes.c_void_p(memory.data_ptr())
+    advise(address, ctypes.c_size_t(memory.nbytes), _MADV_HUGEPAGE)
 
 
 def touch(start: int, n_bytes: int) -> None:
@@ -126,11 +117,7 @@ def touch(start: int, n_bytes: int) -> None:
 
 
 def bytes_of_host(share: float) -> int:
-    """Bytes of a share of the host's memory; 0 if the size of the memory is not
-    known."""
-    try:
-        n_pages = os.sysconf("SC_PHYS_PAGES")
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not Unix
-        return 0
+    """Bytes of a share of the host's memory."""
+    n_pages = os.sysconf("SC_PHYS_PAGES")
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
     return int(n_pages * page_bytes * share)

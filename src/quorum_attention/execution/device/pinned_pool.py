@@ -113,8 +113,7 @@ class PinnedPool:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._forget)
 
     def lend(self, memory: torch.Tensor) -> torch.Tensor:
         """``memory`` (n_bytes,) uint8 as a tensor whose memory is kept when it is
