@@ -140,7 +140,7 @@ def checked_settings(function: str, /, **fields: Any) -> Settings:
 def _check_exact(kernel: Any) -> None:
     """Raise ValueError for a kernel of another attention than the exact one."""
     kernel = get_kernel(kernel)
-    if kernel.own_attention or kernel.plain_variant is not None:
+    if not kernel.is_exact:
         raise ValueError(
             f"kernel must be one of exact attention here, got {kernel.name!r}: "
             "settings say how calls are run, not what they compute. Give it to the "

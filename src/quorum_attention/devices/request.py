@@ -109,8 +109,7 @@ def check_options(options: CallOptions) -> None:
         )
     if kernel == "auto":
         return
-    named_kernel = get_kernel(kernel)
-    if named_kernel.own_attention or named_kernel.plain_variant is not None:
+    if not get_kernel(kernel).is_exact:
         raise NotImplementedError(
             f"kernel {kernel!r} computes another attention, of positions in the whole "
             "call; several devices have parts of it: name one device"

@@ -167,6 +167,11 @@ class Kernel(ABC):
         for name in _OF_COMPUTATION:
             setattr(self, name, getattr(base, name))
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it computes plain attention of query, key, scale and mask."""
+        return not self.own_attention and self.plain_variant is None
+
     def with_softcap(self, softcap: float) -> Kernel | None:
         """Return this kernel, with its other options, for scores bounded by a soft cap.
 
@@ -317,8 +322,7 @@ def check_mask_gradient(kernel: Kernel) -> None:
     Raises:
         NotImplementedError: it computes another function of the scores.
     """
-    is_plain = not kernel.own_attention and kernel.plain_variant is None
-    if not is_plain and not kernel.scores_of_pairs():
+    if not kernel.is_exact and not kernel.scores_of_pairs():
         raise NotImplementedError(
             f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more "
             "than the softmax of scores and mask; pass attn_mask.detach(), or take "

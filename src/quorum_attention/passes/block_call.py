@@ -106,10 +106,7 @@ def check_forward(
 def _computes_other_attention(options: CallOptions) -> bool:
     """Tell whether the kernel that the options name computes another attention than the
     exact."""
-    if options.kernel == "auto":
-        return False
-    kernel = get_kernel(options.kernel)
-    return kernel.own_attention or kernel.plain_variant is not None
+    return options.kernel != "auto" and not get_kernel(options.kernel).is_exact
 
 
 def _drawn_rows(n_rows: int, blocks: int) -> list[int]:
