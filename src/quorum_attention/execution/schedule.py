@@ -255,8 +255,6 @@ def schedule_of(
     max_queries = max(1, max_queries)
     max_keys = max(1, max_keys)
     while max_pairs is not None and max_queries * max_keys > max_pairs:
-        if max_queries == max_keys == 1:
-            break
         if max_queries >= max_keys:
             max_queries = _half(max_queries, unit)
         else:

@@ -53,7 +53,7 @@ a derivative of 1."""
 At = tuple[slice, slice, slice]
 """Batch entries, key heads and queries."""
 
-Kept = Callable[["QueryBlock", slice], torch.Tensor | None]
+Kept = Callable[["QueryBlock", slice], torch.Tensor]
 """Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys);
 None: all."""
 
@@ -246,8 +246,7 @@ class QueryBlock:
         if self.transform.keeps is None:
             return
         is_kept = self.transform.keeps(self, keys)
-        if is_kept is not None:
-            scores.masked_fill_(~is_kept, -torch.inf)
+        scores.masked_fill_(~is_kept, -torch.inf)
 
     def _mask_later_keys_(self, scores: torch.Tensor, keys: slice) -> None:
         """Write -inf to a tile (b, h, rows, keys) of a causal rectangle, which is a
