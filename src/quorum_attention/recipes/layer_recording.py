@@ -52,6 +52,7 @@ class WatchedCall(TorchDispatchMode):
         cached: keys and values that the cache returned for it.
         query: (b, h_q, 1, d).
         out: (b, h_q, 1, d_v), its attention.
+        read: ids of the tensors that operators have read.
     """
 
     appended: Appended
@@ -62,6 +63,7 @@ class WatchedCall(TorchDispatchMode):
     def __init__(self, call: LayerCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: str | None = None
+        self.read: set[int] = set()
         self._mask = call.named.get(MASK)
         self._device = call.hidden.device
         # The next thing that a layer must do: "append", "attend", or nothing.
@@ -108,8 +110,10 @@ class WatchedCall(TorchDispatchMode):
         """Run an operator, and judge whether it can be recorded."""
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
+        tensors = _tensors_in((args, kwargs))
+        self.read.update(map(id, tensors))
         if not self._is_ours:
-            tensors = _tensors_in((args, kwargs, result))
+            tensors += _tensors_in(result)
             if self._next == "attend":
                 self._refuse(f"it runs {operator} between its cache and its attention")
             elif not self._is_repeatable(operator, args, tensors):
@@ -151,7 +155,13 @@ class LayerRecording:
         self, call: LayerCall, watched: WatchedCall, new_graph: Callable[[], Any]
     ) -> None:
         own_call = _with_own_tensors(call)
-        self._inputs = list(tensors_of(own_call))
+        # Each token's tensors are copied to these places. Others are not read.
+        self._places = [
+            place if id(tensor) in watched.read else None
+            for place, tensor in zip(
+                tensors_of(own_call), tensors_of(call), strict=True
+            )
+        ]
         self._cached = watched.cached
         self._out = watched.out.clone()
         self._before = new_graph()
@@ -199,8 +209,9 @@ class LayerRecording:
 
     def _compute_query(self, call: LayerCall) -> None:
         """Compute query, keys and values in the memory that was recorded."""
-        for place, tensor in zip(self._inputs, tensors_of(call), strict=True):
-            place.copy_(tensor)
+        for place, tensor in zip(self._places, tensors_of(call), strict=True):
+            if place is not None:
+                place.copy_(tensor)
         self._before.replay()
 
     def _result_of(self, out: torch.Tensor) -> Any:

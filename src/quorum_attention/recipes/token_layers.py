@@ -21,6 +21,7 @@ from quorum_attention.errors import first_line
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.layer_calls import LayerCall
+from quorum_attention.recipes.layer_parts import LayerParts, has_own_code
 from quorum_attention.recipes.layer_recording import (
     MASK,
     LayerRecording,
@@ -85,14 +86,16 @@ class _TokenLayer:
         self._layer = layer
         self._graphs = graphs
         self._kind: Any = None
+        self._parts = LayerParts(layer)
         self._recording: LayerRecording | None = None
         self._step: Callable[[LayerCall], Any] = LayerCall.run_own
 
     def run(self, call: LayerCall) -> Any:
         """Run the layer, by graphs if they are there."""
-        kind = (self._graphs.stream(), _kind_of(call), _state_of(self._layer))
-        if kind != self._kind:
+        kind = (self._graphs.stream(), _kind_of(call))
+        if kind != self._kind or not self._parts.are_unchanged():
             self._kind = kind
+            self._parts = LayerParts(self._layer)
             self._recording = None
             self._step = self._wait
         return self._step(call)
@@ -144,29 +147,6 @@ def _kind_of(call: LayerCall) -> list[Any]:
     return kind
 
 
-def _state_of(layer: torch.nn.Module) -> list[Any]:
-    """The parts of a layer that graphs hold for good: its modules, and the places of
-    its weights."""
-    state: list[Any] = []
-    for module in layer.modules():
-        state += (type(module), module.training, *_hooks_of(module))
-        for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values():
-                state.append(None if tensor is None else tensor.data_ptr())
-    return state
-
-
-def _hooks_of(module: torch.nn.Module) -> tuple[int, int, bool]:
-    """How many hooks there are around a module's forward, and whether another one hides
-    it."""
-    attributes = vars(module)
-    return (
-        len(attributes["_forward_hooks"]),
-        len(attributes["_forward_pre_hooks"]),
-        "forward" in attributes,
-    )
-
-
 def _can_be_recorded(layer: torch.nn.Module, call: LayerCall) -> bool:
     """Whether a layer's modules and arguments are of kinds whose every part is seen
     when it changes."""
@@ -180,10 +160,8 @@ def _can_be_recorded(layer: torch.nn.Module, call: LayerCall) -> bool:
 
 
 def _is_known(module: torch.nn.Module) -> bool:
-    is_plain = not module.training and not any(_hooks_of(module))
+    if module.training or has_own_code(module):
+        return False
     weights = chain(module._parameters.values(), module._buffers.values())
-    return (
-        is_plain
-        and plain_class(module).__module__.startswith(_KNOWN_MODULES)
-        and all(type(weight) in _KNOWN_WEIGHTS for weight in weights)
-    )
+    is_known = plain_class(module).__module__.startswith(_KNOWN_MODULES)
+    return is_known and all(type(weight) in _KNOWN_WEIGHTS for weight in weights)

@@ -66,7 +66,16 @@ class CudaGraph:
             try:
                 yield
             finally:
-                self._graph.capture_end()
+                self._end()
+
+    def _end(self) -> None:
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            # torch would still count the device's random numbers for this graph.
+            generator = torch.cuda.default_generators[self._stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
 
     def replay(self) -> None:
         """Compute what was recorded, on the current stream."""
