@@ -73,7 +73,7 @@ def test_no_pair_and_no_token_is_lost(
         else Pairs(less, n, is_causal, verdict)
     )
     tasks = list(decomposition.tasks())
-    found = trimmed(tasks, pairs, decomposition.tile)
+    found = trimmed(tasks, pairs, decomposition.tile, n)
     left = {task.path: task for task in found}
     assert list(left) == [task.path for task in tasks if task.path in left]  # in order
     for task in tasks:
@@ -103,7 +103,7 @@ def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
         )
         return EMPTY if near > window or far < 0 else PARTIAL
 
-    found = trimmed(list(decomposition.tasks()), Pairs(n, n, True, verdict))
+    found = trimmed(list(decomposition.tasks()), Pairs(n, n, True, verdict), 128, n)
     before = sum(task.n_tokens for task in decomposition.tasks())
     assert before > 2.9 * n
     assert sum(task.n_tokens for task in found) < 1.35 * n

@@ -316,7 +316,16 @@ def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:  # 
             )
         tensors = torch.empty(1, HEADS, size, 1)
         given = TaskTensors(
-            task, rectangles, tensors, tensors, tensors, 1.0, is_causal, no_bias
+            task,
+            rectangles,
+            tensors,
+            tensors,
+            tensors,
+            1.0,
+            is_causal,
+            no_bias,
+            size,
+            size,
         )
         found = torch.zeros_like(wanted)
         for region, some in flex.regions(given):

@@ -127,6 +127,8 @@ def weights(
         1.0,
         False,
         lambda r: None,
+        n,
+        n,
         dropout=dropout,
     )
     out = torch.zeros(2, 2, n, n, device=device)

@@ -43,14 +43,14 @@ _MAX_KEPT_SHARE = 0.95
 
 
 def trimmed(
-    tasks: Sequence[Task], pairs: Pairs, tile: int = 128, n_results: int | None = None
+    tasks: Sequence[Task], pairs: Pairs, tile: int, n_results: int
 ) -> list[Task]:
     """``tasks`` in their order, trimmed; tasks with no tokens left are dropped.
 
     Args:
         tile: tasks are trimmed at multiples of this many tokens.
         n_results: rows of tokens below this position are results, so each of these
-            tokens stays in at least one task; None is all tokens.
+            tokens stays in at least one task.
     """
     if pairs.every_token_meets:
         return list(tasks)
@@ -60,9 +60,7 @@ def trimmed(
         is_worth_it = smaller.n_tokens <= _MAX_KEPT_SHARE * task.n_tokens
         trimmed_tasks.append(smaller if is_worth_it else task)
     ends = [task.spans[-1].stop for task in tasks if task.spans]
-    end = max(ends, default=0)
-    if n_results is not None:
-        end = min(n_results, end)
+    end = min(n_results, max(ends, default=0))
     # Each token whose row is a result must be in a task.
     result_tokens = below(tokens_of(*tasks), end)
     tokens_in_tasks = below(tokens_of(*trimmed_tasks), end)

@@ -267,7 +267,7 @@ class RectangleKernel(CallsKernel):
         """Yield ``batch`` in parts, each with as many rectangles as the workspace bound
         allows."""
         limit = 1
-        if task.max_queries and task.query.shape[0] == 1:
+        if task.query.shape[0] == 1:
             rows = round_up(batch.first.n_queries, self.row_unit)
             columns = round_up(batch.first.n_keys, self.row_unit)
             fit_by_rows = task.max_queries // rows

@@ -54,8 +54,7 @@ At = tuple[slice, slice, slice]
 """Batch entries, key heads and queries."""
 
 Kept = Callable[["QueryBlock", slice], torch.Tensor]
-"""Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys);
-None: all."""
+"""Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys)."""
 
 
 @dataclass(frozen=True, slots=True)

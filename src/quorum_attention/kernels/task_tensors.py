@@ -39,7 +39,7 @@ class TaskTensors:
             (b, hq, lq, lk), or None. It is of ``CallShape.bias_dtype``.
         max_queries, max_keys: bounds from the ``Extent`` by which the workspace was
             sized. Rectangles that go to an operator in one call stay within them
-            together; 0: each rectangle is a call of its own.
+            together.
         timed: ``timed("merge")`` is a context around merging, for reports.
         streams: those over which operator calls are spread, or None. The workspace
             bound then holds for each of them.
@@ -58,8 +58,8 @@ class TaskTensors:
     scale: float
     is_causal: bool
     bias: Bias
-    max_queries: int = 0
-    max_keys: int = 0
+    max_queries: int
+    max_keys: int
     timed: Timed = lambda stage: nullcontext()
     streams: KernelStreams | None = None
     first_head: int = 0

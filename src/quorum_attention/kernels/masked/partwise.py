@@ -208,13 +208,11 @@ class PartwiseKernel(Kernel):
             mask = replace(_ANY_MASK, wide=task.has_wide_mask(rectangles[0]))
         shape = task.shape(mask)
         parts = self._parts_of(task, rectangles, shape)
-        limits = (task.max_queries, task.max_keys)
-        if task.max_queries:
-            limits = self._limits(*limits, shape)
+        n_queries, n_keys = self._limits(task.max_queries, task.max_keys, shape)
         inside = replace(
             task,
-            max_queries=limits[0],
-            max_keys=limits[1],
+            max_queries=n_queries,
+            max_keys=n_keys,
             streams=None,
         )
         if parts.clear:
