@@ -120,7 +120,7 @@ def test_more_slots_move_fewer_bytes() -> None:
     assert moved[0][1] == moved[1][1] == visits * state
 
 
-@pytest.mark.parametrize("number", [1, 40, 74, 82])
+@pytest.mark.parametrize("number", [1, 20, 40, 58])
 def test_memory_that_runs_out_between_the_copies_of_a_unit_is_not_recovered_from(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,9 +168,10 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
 
         def checked(self, *given):
             for piece in given[2]:
-                for head in given[far][:, piece.start : piece.stop]:
-                    check_not_left(head)
-                    copied[0] += 1
+                for entry in given[far]:
+                    for head in entry[:, piece.start : piece.stop]:
+                        check_not_left(head)
+                        copied[0] += 1
             copy(self, *given)
 
         monkeypatch.setattr(FakeMover, name, checked)
@@ -181,7 +182,7 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
         FakeMover,
         "release",
         lambda self, tensors: left.extend(
-            check_not_left(head) for t in tensors for head in t
+            check_not_left(head) for t in tensors for entry in t for head in entry
         ),
     )
     given = inputs(N, dtype=torch.float16, **SIZES)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from itertools import groupby, product
-from operator import itemgetter
+from itertools import product
 
 import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
-from quorum_attention.execution.head_groups import Group
+from quorum_attention.execution.head_groups import BatchBox, Group
 from quorum_attention.kernels.call_shape import BiasShape, is_rounded
 
 
@@ -58,11 +58,12 @@ class BiasView:
         def of_rectangle(rectangle: Rectangle) -> torch.Tensor:
             rows = task.segments(rectangle.query_start, rectangle.query_stop)
             columns = task.segments(rectangle.key_start, rectangle.key_stop)
-            rows = _positions(blocks[0], 2, rows)
-            columns = _positions(blocks[0], 3, columns)
+            rows = _positions(blocks[0], -2, rows)
+            columns = _positions(blocks[0], -1, columns)
             n_parts = len(blocks) * len(rows) * len(columns)
             if n_parts == 1 and self.mask.dtype == dtype:
                 bias = _cut(blocks[0], rows[0], columns[0])
+                bias = bias.flatten(0, -4)  # several batch dimensions may be copied
             else:
                 bias = _gather(blocks, rows, columns, dtype)
             return bias.to(device)
@@ -97,46 +98,31 @@ class BiasView:
         return torch.where(mask, zero, -torch.inf)
 
     def _blocks(self, group: Group) -> list[torch.Tensor]:
-        """Views (entries, heads|1, rows|1, columns|1): one for each run of entries
-        along the last batch dimension, or one of a single entry for all of them."""
-        entry_numbers = group.entry_numbers
+        """Views (*box, heads|1, rows|1, columns|1): one for each box of batch entries,
+        or one of a single entry, (1, heads|1, ...), for all of them."""
         batch_sizes = self.mask.shape[:-3]
         if all(n == 1 for n in batch_sizes):
-            entry_numbers = entry_numbers[:1]
-        entries = map(group.index_of, entry_numbers)
-        blocks: list[torch.Tensor] = []
-        for outer, run in groupby(entries, itemgetter(slice(None, -1))):
-            block = self._entries(outer, list(run))
-            if block.shape[1] > 1:
-                block = block[:, group.query_heads]
-            blocks.append(block)
-        return blocks
-
-    def _entries(
-        self, outer: tuple[int, ...], run: list[tuple[int, ...]]
-    ) -> torch.Tensor:
-        """The mask of batch entries that follow each other in the last batch dimension:
-        a view (entries, heads|1, rows|1, columns|1).
-
-        Args:
-            outer: where, in all batch dimensions but the last.
-            run: the indices of the entries.
-        """
-        batch_sizes = self.mask.shape[:-3]
-        if batch_sizes:
-            # A dimension that the mask broadcasts over has one position.
-            index = [
-                0 if n == 1 else position
-                for position, n in zip(outer, batch_sizes, strict=False)
-            ]
-            block = self.mask[tuple(index)]
+            blocks = [self.mask.reshape(1, *self.mask.shape[-3:])]
         else:
-            block = self.mask.unsqueeze(0)
-        n_entries = len(run)
-        if block.shape[0] == 1:
-            return block.expand(n_entries, -1, -1, -1)
-        start = run[0][-1]
-        return block[start : start + n_entries]
+            blocks = [self._block(box) for box in group.boxes]
+        if self.mask.shape[-3] == 1:
+            return blocks
+        return [block[..., group.query_heads, :, :] for block in blocks]
+
+    def _block(self, box: BatchBox) -> torch.Tensor:
+        """The mask of the batch entries in ``box``, a view (*box, heads|1, rows|1,
+        columns|1)."""
+        index: list[slice] = []
+        sizes: list[int] = []
+        batch_sizes = self.mask.shape[:-3]
+        for positions, n_of_mask in zip(box, batch_sizes, strict=True):
+            sizes.append(positions.stop - positions.start)
+            if n_of_mask == 1:
+                # The mask broadcasts over this dimension.
+                positions = slice(0, 1)
+            index.append(positions)
+        block = self.mask[tuple(index)]
+        return block.expand(*sizes, -1, -1, -1)
 
 
 def _positions(block: torch.Tensor, dim: int, segments: list[Rows]) -> list[Rows]:
@@ -148,11 +134,10 @@ def _positions(block: torch.Tensor, dim: int, segments: list[Rows]) -> list[Rows
 
 
 def _cut(block: torch.Tensor, rows: Rows, columns: Rows) -> torch.Tensor:
-    """The part of (entries, heads, rows, columns) at some rows and columns, as a
+    """The part of (*entries, heads, rows, columns) at some rows and columns, as a
     view."""
     return block[
-        :,
-        :,
+        ...,
         rows.start : rows.stop,
         columns.start : columns.stop,
     ]
@@ -164,23 +149,25 @@ def _gather(
     columns: list[Rows],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The bias of one rectangle of all blocks; allocates only the result."""
+    """The bias (b, heads|1, rows, columns) of one rectangle of all blocks; allocates
+    only the result."""
     first = blocks[0]
-    n_entries = [block.shape[0] for block in blocks]
+    n_entries = [math.prod(block.shape[:-3]) for block in blocks]
     n_rows = sum(piece.length for piece in rows)
     n_columns = sum(piece.length for piece in columns)
-    sizes = (sum(n_entries), first.shape[1], n_rows, n_columns)
+    sizes = (sum(n_entries), first.shape[-3], n_rows, n_columns)
     bias = torch.empty(sizes, dtype=dtype, device=first.device)
     zero = bias.new_zeros(())
     minus_infinity = bias.new_full((), -torch.inf)
     entry_parts = bias.split(n_entries)
     for part, block in zip(entry_parts, blocks, strict=True):
+        box_part = part.view(*block.shape[:-3], *sizes[1:])
         for down, across in product(rows, columns):
             source = _cut(block, down, across)
             first_row = down.local - rows[0].local
             first_column = across.local - columns[0].local
-            target = part.narrow(2, first_row, down.length)
-            target = target.narrow(3, first_column, across.length)
+            target = box_part.narrow(-2, first_row, down.length)
+            target = target.narrow(-1, first_column, across.length)
             if source.dtype == torch.bool:
                 torch.where(source, zero, minus_infinity, out=target)
             else:

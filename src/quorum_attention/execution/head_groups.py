@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,10 @@ from quorum_attention.kernels.call_shape import CallShape
 
 Axis = Literal["query", "key"]
 """One side of a call: its queries, or its keys and values."""
+
+BatchBox = tuple[slice, ...]
+"""Batch entries whose indices are a box: a range of positions in each batch
+dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +57,12 @@ class Group:
     @property
     def first_entry(self) -> tuple[int, ...]:
         """The index of the first batch entry, one number for each batch dimension."""
-        return self.index_of(self.entry_numbers.start)
+        return batch_index(self.entry_numbers.start, self.batch_shape)
 
     @property
-    def entries(self) -> list[tuple[int, ...]]:
-        """The indices of all its batch entries."""
-        return [self.index_of(number) for number in self.entry_numbers]
-
-    def index_of(self, number: int) -> tuple[int, ...]:
-        """The index of a batch entry, one number for each batch dimension."""
-        return batch_index(number, self.batch_shape)
+    def boxes(self) -> list[BatchBox]:
+        """Its batch entries in order, as few boxes."""
+        return list(batch_boxes(self.entry_numbers, self.batch_shape))
 
     @property
     def query_heads(self) -> slice:
@@ -79,6 +80,40 @@ class Group:
     def heads(self, axis: Axis) -> slice:
         """The heads of one side."""
         return self.query_heads if axis == "query" else self.key_heads
+
+
+def batch_boxes(
+    entry_numbers: range, batch_shape: tuple[int, ...]
+) -> Iterator[BatchBox]:
+    """Cut a run of batch entries into boxes, in order.
+
+    There are at most two boxes for each batch dimension, less one, however many entries
+    there are: so tensors are copied box by box, not entry by entry.
+
+    Args:
+        entry_numbers: the numbers of the entries, all batch dimensions flattened.
+    """
+    if not batch_shape:
+        yield ()
+        return
+    _, *sizes = batch_shape
+    inner_shape = tuple(sizes)
+    n_inner = math.prod(inner_shape)
+    start = entry_numbers.start
+    while start < entry_numbers.stop:
+        position, inner_start = divmod(start, n_inner)
+        n_whole = (entry_numbers.stop - start) // n_inner
+        if inner_start == 0 and n_whole > 0:
+            positions = slice(position, position + n_whole)
+            yield positions, *(slice(0, size) for size in inner_shape)
+            start += n_whole * n_inner
+            continue
+        # Some of the entries at one position of the first dimension.
+        stop = min(entry_numbers.stop, (position + 1) * n_inner)
+        inner_numbers = range(inner_start, inner_start + stop - start)
+        for box in batch_boxes(inner_numbers, inner_shape):
+            yield slice(position, position + 1), *box
+        start = stop
 
 
 def batch_index(number: int, batch_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ carried, finished and stored, the unit's visit says (control/visits.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,14 +45,14 @@ class RowTensor:
     of_group: bool = False
 
     def blocks(self, group: Group) -> list[torch.Tensor]:
-        """The group's part: a view (heads, n, width) for each batch entry."""
+        """The group's part in order: a view (*box, heads, n, width) for each box of
+        batch entries."""
         heads = group.heads(self.spec.axis)
         if not self.of_group:
-            entries = [self.tensor[entry] for entry in group.entries]
-            return [entry[heads] for entry in entries]
+            boxes = [self.tensor[box] for box in group.boxes]
+            return [box[..., heads, :, :] for box in boxes]
         n_heads = heads.stop - heads.start
-        part = self.tensor[: group.n_entries, :n_heads]
-        return list(part.unbind(0))
+        return [self.tensor[: group.n_entries, :n_heads]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +335,16 @@ class SlotRows:
         rows: Iterable[Rows],
         outside: RowTensor,
     ) -> None:
-        """Load or store rows of one field, for each batch entry of the unit."""
+        """Load or store rows of one field, all batch entries of a box together."""
         existing = self._existing(rows, outside.spec.axis)
+        if not existing:
+            return
         blocks = self._blocks_of(outside, unit.group)
-        for entry_field, block in zip(field, blocks, strict=True):
-            move(entry_field, block, existing)
+        n_entries = [math.prod(block.shape[:-3]) for block in blocks]
+        parts = field.split(n_entries)
+        for part, block in zip(parts, blocks, strict=True):
+            box_sizes = block.shape[:-3]
+            move(part.view(*box_sizes, *field.shape[1:]), block, existing)
 
     def _blocks_of(self, rows: RowTensor, group: Group) -> list[torch.Tensor]:
         """The head group's part of a tensor outside, remembered."""

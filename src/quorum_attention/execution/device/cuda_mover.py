@@ -107,20 +107,35 @@ class CudaMover(Mover):
         """See ``Mover.move``."""
         if not pieces:
             return 0
+        if not _is_on_host(far):
+            return self._move_by_torch(slot, far, pieces, up=up)
+        if far.dim() == 3:
+            return self._move_host_entry(slot, far, pieces, up=up)
+        n_bytes = 0
+        for near_entry, far_entry in zip(slot, far, strict=True):
+            n_bytes += self.move(near_entry, far_entry, pieces, up=up)
+        return n_bytes
+
+    def _move_host_entry(
+        self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
+    ) -> int:
+        """``move`` for the rows (heads, n, width) of one batch entry in host memory."""
         moves_by_address = self._moves_by_address(slot, far)
         # Results that wait in buffers for this memory are written before it is read, or
         # written to in another way.
-        if (
-            self._staging is not None
-            and _is_on_host(far)
-            and (up or not moves_by_address)
-        ):
+        if self._staging is not None and (up or not moves_by_address):
             first = min(piece.start for piece in pieces)
             last = max(piece.stop for piece in pieces)
             start, stop = address_range(far[:, first:last])
             self._staging.settle(start, stop - start)
         if moves_by_address:
             return self._move_by_address(slot, far, pieces, up=up)
+        return self._move_by_torch(slot, far, pieces, up=up)
+
+    def _move_by_torch(
+        self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
+    ) -> int:
+        """``move`` by one copy for each piece."""
         if up and self._copies is not None:
             # A copy within the device is a kernel, which waits until a kernel that
             # fills the device ends. The copies noted so far need not wait for it.
@@ -129,8 +144,8 @@ class CudaMover(Mover):
             return super().move(slot, far, pieces, up=up)
 
     def _moves_by_address(self, slot: torch.Tensor, far: torch.Tensor) -> bool:
-        """Whether rows of ``far`` are copied by their addresses."""
-        if self._copies is None or not _is_on_host(far):
+        """Whether rows of ``far``, in host memory, are copied by their addresses."""
+        if self._copies is None:
             return False
         return far.dtype == slot.dtype and _has_dense_rows(far)
 
@@ -223,10 +238,10 @@ class CudaMover(Mover):
         """See ``Mover.copy``."""
         # The tensor outside of the slot.
         far = target if self._stream is self.down else source
-        n_heads, n_rows, width = far.shape
         if not _is_on_host(far):
             copy_on_device(target, source)
             return
+        n_heads, n_rows, width = far.shape
         # All heads are asked, even if the first is not locked: asking waits.
         locked = [
             self._is_locked_before(far) or self._locks.covers(head) for head in far

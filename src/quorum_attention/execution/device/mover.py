@@ -159,10 +159,10 @@ class Mover:
         """Copy rows into a slot, within a load stage.
 
         Args:
-            slot: a field of the slot, (heads, n, width); has each piece from ``local``
-                on.
-            far: (heads, N, width), outside of the slot; each piece is its rows [start,
-                stop).
+            slot: a field of the slot, (*entries, heads, n, width); has each piece from
+                ``local`` on.
+            far: (*entries, heads, N, width), outside of the slot; each piece is its
+                rows [start, stop).
             pieces: the rows.
         """
         self.loaded_bytes += self.move(slot, far, pieces, up=True)
@@ -181,7 +181,7 @@ class Mover:
         n_bytes = 0
         for piece in pieces:
             near_rows = rows_in_slot(slot, piece)
-            far_rows = far[:, piece.start : piece.stop]
+            far_rows = far[..., piece.start : piece.stop, :]
             if up:
                 self.copy(near_rows, far_rows)
             else:
@@ -190,12 +190,13 @@ class Mover:
         return n_bytes
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy rows (heads, n, width) on the stream of the present stage."""
+        """Copy rows (*entries, heads, n, width) on the stream of the present stage."""
         target.copy_(source)
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that after the stages given so far nothing is copied from or to
-        ``tensors``: heads of what was loaded from and stored to, each named once."""
+        ``tensors``: parts of what was loaded from and stored to, each named
+        once."""
 
     def finish(self, *, wait: bool) -> None:
         """Let all later work come after all stages; with ``wait`` hold the host until
@@ -207,5 +208,5 @@ class Mover:
 
 
 def rows_in_slot(slot: torch.Tensor, piece: Rows) -> torch.Tensor:
-    """The rows of ``piece`` in a slot's field (heads, n, width)."""
-    return slot[:, piece.local : piece.local + piece.stop - piece.start]
+    """The rows of ``piece`` in a slot's field (*entries, heads, n, width)."""
+    return slot[..., piece.local : piece.local + piece.stop - piece.start, :]

@@ -266,8 +266,8 @@ class PageLocks:
         on.
 
         Args:
-            tensors: heads of what is locked, (heads, n, width); each head is named
-                once.
+            tensors: parts of what is locked, (*entries, heads, n, width); each head is
+                named once.
             happened: whether the copies that were given before have been made.
         """
         unneeded: list[_LockedPiece] = []
