@@ -59,23 +59,25 @@ class CudaGraph:
     def recording(self) -> Iterator[None]:
         """Record what is launched, and compute nothing."""
         with torch.cuda.stream(self._stream):
-            # Other threads may allocate and wait meanwhile.
-            self._graph.capture_begin(
-                pool=self._pool, capture_error_mode="thread_local"
-            )
             try:
-                yield
-            finally:
-                self._end()
+                # Other threads may allocate and wait meanwhile.
+                self._graph.capture_begin(
+                    pool=self._pool, capture_error_mode="thread_local"
+                )
+                try:
+                    yield
+                finally:
+                    self._graph.capture_end()
+            except RuntimeError:
+                self._forget_random_numbers()
+                raise
 
-    def _end(self) -> None:
-        try:
-            self._graph.capture_end()
-        except RuntimeError:
-            # torch would still count the device's random numbers for this graph.
-            generator = torch.cuda.default_generators[self._stream.device_index]
-            generator.graphsafe_set_state(generator.clone_state())
-            raise
+    def _forget_random_numbers(self) -> None:
+        """Let the device's random numbers go on outside of a graph that failed."""
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        outside = torch.Generator(self._stream.device)
+        outside.set_state(generator.get_state())
+        generator.graphsafe_set_state(outside)
 
     def replay(self) -> None:
         """Compute what was recorded, on the current stream."""
