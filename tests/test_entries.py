@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention import Inputs, error, exact
-from helpers.entries import masked_call
+from helpers.entries import VIEWS, count_operators, masked_call
 from helpers.memory import usage
-from torch.profiler import ProfilerActivity
 
 import quorum_attention as qa
 from quorum_attention import dispatch
@@ -139,25 +138,6 @@ def test_views_that_operators_do_not_read() -> None:
             bias = None if bias is None else bias[0]
         views = [any_view(draw, list(tensor.shape)) for tensor in tensors]
         checked(views, bias, options)
-
-
-VIEWS: dict[str, Callable[[int, int], torch.Tensor]] = {
-    "plain": lambda n, heads: torch.randn(n, heads, 8, 16),
-    "expanded": lambda n, heads: torch.randn(1, heads, 8, 16).expand(n, heads, 8, 16),
-    "inside": lambda n, heads: torch.randn(heads, 8, 16, n).permute(3, 0, 1, 2),
-    "misaligned": lambda n, heads: torch.randn(n, heads, 8, 17)[..., 1:],
-    "two batches": lambda n, heads: torch.randn(n // 4, 4, heads, 16, 8).permute(
-        1, 0, 2, 4, 3
-    ),
-}
-
-
-def count_operators(run: Callable[[], Any]) -> int:
-    """The calls of torch's operators by ``run``, which has run before."""
-    run()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
-        run()
-    return sum(event.count for event in profiler.key_averages())
 
 
 @pytest.mark.usefixtures("gpu_layouts")

@@ -1,16 +1,38 @@
-"""Random calls whose masks are made of tokens: ids, lengths and padding."""
+"""Calls of many small entries: views of them, and random ones whose masks are made of
+tokens (ids, lengths and padding)."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 import quorum_attention as qa
 from helpers.masks import check
 from quorum_attention.mask import map_tensors
+
+# (entries, heads, 8, 16), or (4, entries / 4, heads, 8, 16), by what is unusual.
+VIEWS: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "plain": lambda n, heads: torch.randn(n, heads, 8, 16),
+    "expanded": lambda n, heads: torch.randn(1, heads, 8, 16).expand(n, heads, 8, 16),
+    "inside": lambda n, heads: torch.randn(heads, 8, 16, n).permute(3, 0, 1, 2),
+    "misaligned": lambda n, heads: torch.randn(n, heads, 8, 17)[..., 1:],
+    "two batches": lambda n, heads: torch.randn(n // 4, 4, heads, 16, 8).permute(
+        1, 0, 2, 4, 3
+    ),
+}
+
+
+def count_operators(run: Callable[[], Any]) -> int:
+    """The calls of torch's operators by ``run``, which has run before."""
+    run()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    return sum(event.count for event in profiler.key_averages())
 
 
 def any_mask(draw: random.Random, batch: int, n: int, m: int) -> qa.Mask:

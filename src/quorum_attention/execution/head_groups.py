@@ -104,8 +104,10 @@ def batch_boxes(
         position, inner_start = divmod(start, n_inner)
         n_whole = (entry_numbers.stop - start) // n_inner
         if inner_start == 0 and n_whole > 0:
-            positions = slice(position, position + n_whole)
-            yield positions, *(slice(0, size) for size in inner_shape)
+            yield (
+                slice(position, position + n_whole),
+                *(slice(0, size) for size in inner_shape),
+            )
             start += n_whole * n_inner
             continue
         # Some of the entries at one position of the first dimension.

@@ -52,7 +52,8 @@ class RowTensor:
             boxes = [self.tensor[box] for box in group.boxes]
             return [box[..., heads, :, :] for box in boxes]
         n_heads = heads.stop - heads.start
-        return [self.tensor[: group.n_entries, :n_heads]]
+        part = self.tensor[: group.n_entries, :n_heads]
+        return [part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +345,8 @@ class SlotRows:
         parts = field.split(n_entries)
         for part, block in zip(parts, blocks, strict=True):
             box_sizes = block.shape[:-3]
-            move(part.view(*box_sizes, *field.shape[1:]), block, existing)
+            box_part = part.view(*box_sizes, *field.shape[1:])
+            move(box_part, block, existing)
 
     def _blocks_of(self, rows: RowTensor, group: Group) -> list[torch.Tensor]:
         """The head group's part of a tensor outside, remembered."""

@@ -19,8 +19,10 @@ from helpers.passes import both_passes
 from helpers.plans import passing
 
 import quorum_attention as qa
+from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device import cuda_mover, staging
 from quorum_attention.execution.device.clock import Clock
+from quorum_attention.execution.device.cuda_mover import contiguous_runs
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.execution.device.staging import BatchedCopies, Staging
@@ -260,3 +262,64 @@ def test_a_copy_that_fails_is_an_error(lay: Lay, monkeypatch) -> None:
     far = lay.made()
     with PageLocks(()) as locks, pytest.raises(RuntimeError, match=r"failed: 700"):
         there_and_back(LateMover(GPU, 2, locks, Clock()), far, far.clone())
+
+
+@pytest.mark.parametrize("order", ["dense", "entries inside heads", "every other"])
+@pytest.mark.parametrize("refused", REFUSED)
+def test_entries_on_streams(order: str, refused: str, monkeypatch) -> None:
+    """Several batch entries at once, whatever lies between them, and all of their rows
+    or some."""
+    monkeypatch.setattr(cuda_mover, "RUN_BYTES", 500)
+    asked: list[int] = []
+
+    def refuse(start: int) -> bool:
+        asked.append(start)
+        return REFUSED[refused] > 0 and len(asked) % REFUSED[refused] == 0
+
+    stand_in(monkeypatch, refused=refuse, piece_bytes=96, buffers=False)
+    for pieces in ((Rows(0, ROWS, 0),), (Rows(0, 5, 0), Rows(6, 12, 5))):
+        far, target = (torch.randn(6, HEADS, ROWS, 8) for _ in range(2))
+        if order == "entries inside heads":
+            far, target = (
+                torch.randn(HEADS, 6, ROWS, 8).transpose(0, 1) for _ in range(2)
+            )
+        elif order == "every other":
+            far, target = far[::2], target[::2]
+        slot = torch.zeros(far.shape)
+        with PageLocks(
+            [Copied(far, by_address=True), Copied(target, by_address=True)]
+        ) as locks:
+            mover = LateMover(GPU, 2, locks, Clock())
+            with mover.input_stage(0):
+                mover.load(slot, far, pieces)
+            with mover.state_stage(0, 0):
+                pass
+            with mover.compute_stage(0):
+                pass
+            with mover.store_stage(0):
+                mover.store(slot, target, pieces)
+            mover.finish(wait=True)
+        for piece in pieces:
+            local = slice(piece.local, piece.local + piece.length)
+            rows = slice(piece.start, piece.stop)
+            assert torch.equal(slot[:, :, local], far[:, :, rows])
+            assert torch.equal(target[:, :, rows], far[:, :, rows])
+        n_rows = sum(piece.length for piece in pieces)
+        moved = slot[:, :, :n_rows].nbytes
+        assert mover.loaded_bytes == mover.stored_bytes == moved
+
+
+def test_short_heads_are_copied_many_at_a_time() -> None:
+    """32,768 entries of 8 heads in host memory were 262,144 copies of each tensor.
+    Long heads are one copy each."""
+    slot, far = torch.empty(500, 8, 8, 16), torch.empty(500, 8, 8, 16)
+    assert [*contiguous_runs(slot, far, 512)] == [(0, 0, 500 * 8 * 512)]
+    longer_heads = torch.empty(500, 8, 9, 16)
+    assert len([*contiguous_runs(slot, longer_heads, 512)]) == 4000
+    by_head = torch.empty(8, 500, 8, 16).transpose(0, 1)
+    assert len([*contiguous_runs(slot, by_head, 512)]) == 4000
+    slot, far = torch.empty(2, 3, 1 << 17, 16), torch.empty(2, 3, 1 << 17, 16)
+    head_bytes = 4 << 21
+    assert [*contiguous_runs(slot, far, head_bytes)] == [
+        (number * head_bytes, number * head_bytes, head_bytes) for number in range(6)
+    ]

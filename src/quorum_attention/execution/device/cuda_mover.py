@@ -7,11 +7,13 @@ in pitches or by torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import product
+from operator import mul
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +28,10 @@ from quorum_attention.execution.device.staging import (
     Staging,
 )
 from quorum_attention.kernels.device_copies import copy_on_device
+
+# Bytes of short heads that are copied together: as many as a staging buffer has. A
+# longer copy would wait for more page locks before it begins.
+RUN_BYTES = 4 << 20
 
 
 class CudaMover(Mover):
@@ -109,24 +115,23 @@ class CudaMover(Mover):
             return 0
         if not _is_on_host(far):
             return self._move_by_torch(slot, far, pieces, up=up)
-        if far.dim() == 3:
-            return self._move_host_entry(slot, far, pieces, up=up)
-        n_bytes = 0
-        for near_entry, far_entry in zip(slot, far, strict=True):
-            n_bytes += self.move(near_entry, far_entry, pieces, up=up)
-        return n_bytes
-
-    def _move_host_entry(
-        self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
-    ) -> int:
-        """``move`` for the rows (heads, n, width) of one batch entry in host memory."""
         moves_by_address = self._moves_by_address(slot, far)
+        if far.dim() > 3 and not moves_by_address:
+            n_bytes = 0
+            for near_entry, far_entry in zip(slot, far, strict=True):
+                n_bytes += self.move(
+                    near_entry,
+                    far_entry,
+                    pieces,
+                    up=up,
+                )
+            return n_bytes
         # Results that wait in buffers for this memory are written before it is read, or
         # written to in another way.
         if self._staging is not None and (up or not moves_by_address):
             first = min(piece.start for piece in pieces)
             last = max(piece.stop for piece in pieces)
-            start, stop = address_range(far[:, first:last])
+            start, stop = address_range(far[..., first:last, :])
             self._staging.settle(start, stop - start)
         if moves_by_address:
             return self._move_by_address(slot, far, pieces, up=up)
@@ -153,27 +158,32 @@ class CudaMover(Mover):
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
     ) -> int:
         """``move`` for rows without gaps in host memory: one copy for each head of a
-        piece."""
+        piece, or of many short ones that follow each other."""
         assert self._copies is not None
-        n_heads, _, width = slot.shape
-        row_bytes = width * slot.element_size()
-        near_head_bytes = slot.stride(0) * slot.element_size()
-        far_head_bytes = far.stride(0) * far.element_size()
+        row_bytes = slot.shape[-1] * slot.element_size()
         was_locked = self._is_locked_before(far)
+        n_bytes = 0
         for piece in pieces:
-            n_bytes = piece.length * row_bytes
-            near = slot.data_ptr() + piece.local * row_bytes
-            away = far.data_ptr() + piece.start * row_bytes
-            for _ in range(n_heads):
+            near_start = slot.data_ptr() + piece.local * row_bytes
+            far_start = far.data_ptr() + piece.start * row_bytes
+            head_bytes = piece.length * row_bytes
+            for run in contiguous_runs(slot, far, head_bytes):
+                near = near_start + run.near
+                away = far_start + run.far
+                n_bytes += run.n_bytes
                 if not was_locked:
-                    self._add_parts(far, near, away, n_bytes, up=up)
+                    self._add_parts(
+                        far,
+                        near,
+                        away,
+                        run.n_bytes,
+                        up=up,
+                    )
                 elif up:
-                    self._copies.add(near, away, n_bytes)
+                    self._copies.add(near, away, run.n_bytes)
                 else:
-                    self._copies.add(away, near, n_bytes)
-                near += near_head_bytes
-                away += far_head_bytes
-        return sum(piece.length for piece in pieces) * row_bytes * n_heads
+                    self._copies.add(away, near, run.n_bytes)
+        return n_bytes
 
     def _is_locked_before(self, host: torch.Tensor) -> bool:
         """Whether ``host`` was page-locked before the pass."""
@@ -282,6 +292,60 @@ class CudaMover(Mover):
             raise RuntimeError(
                 f"cudaMemcpy2DAsync of {n_rows} x {width * size} bytes "
                 f"(pitches {target_pitch}, {source_pitch}) failed: {status}"
+            )
+
+
+class ContiguousRun(NamedTuple):
+    """Bytes without gaps, both in a slot and outside.
+
+    Attributes:
+        near, far: where they begin in the slot and outside, in bytes.
+        n_bytes: how many there are.
+    """
+
+    near: int
+    far: int
+    n_bytes: int
+
+
+def contiguous_runs(
+    slot: torch.Tensor, far: torch.Tensor, head_bytes: int
+) -> Iterator[ContiguousRun]:
+    """The runs of a piece of rows, in the order of addresses of the slot.
+
+    Heads, and batch entries, that follow each other in both are runs of ``RUN_BYTES``
+    together; a head that is longer is a run by itself.
+
+    Args:
+        slot, far: (*entries, heads, rows, width).
+        head_bytes: of the rows of one head.
+    """
+    itemsize = slot.element_size()
+    near_steps = [stride * itemsize for stride in slot.stride()[:-2]]
+    far_steps = [stride * itemsize for stride in far.stride()[:-2]]
+    sizes = list(slot.shape[:-2])
+    n_bytes = head_bytes
+    # The dimensions without gaps in both, from the inside out.
+    while sizes:
+        near_step = near_steps[-1]
+        far_step = far_steps[-1]
+        has_gaps = near_step != n_bytes or far_step != n_bytes
+        if sizes[-1] > 1 and has_gaps:
+            break
+        n_bytes *= sizes.pop()
+        near_steps.pop()
+        far_steps.pop()
+    longest = max(head_bytes, RUN_BYTES)
+    for index in product(*map(range, sizes)):
+        near = sum(map(mul, index, near_steps))
+        away = sum(map(mul, index, far_steps))
+        for start in range(0, n_bytes, longest):
+            n_left = n_bytes - start
+            length = min(longest, n_left)
+            yield ContiguousRun(
+                near + start,
+                away + start,
+                length,
             )
 
 
