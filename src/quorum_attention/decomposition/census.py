@@ -61,8 +61,17 @@ def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
     """
     tile = whole_number(tile, "tile", 1)
     counts: Counter[Verdict] = Counter()
+    counts_by_bits: dict[_GroupBits, Counter[Verdict]] = {}
     for task in tasks:
-        counts += _tiles_of(task, pairs, tile)
+        task_tiles = _TaskTiles(task, pairs, tile)
+        if task_tiles.positions_matter:
+            counts += _count_tiles(task_tiles)
+            continue
+        # Many tasks differ in their positions alone.
+        bits = task_tiles.bits_by_line
+        if bits not in counts_by_bits:
+            counts_by_bits[bits] = _count_tiles(task_tiles)
+        counts += counts_by_bits[bits]
     tiles = sum(counts.values())
     n = max(1, tiles)
     return Census(
@@ -73,20 +82,23 @@ def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
     )
 
 
-def _tiles_of(task: Task, pairs: Pairs, tile: int) -> Counter[Verdict]:
+def _count_tiles(tiles: _TaskTiles) -> Counter[Verdict]:
     """Count the verdicts of a task's tiles, in blocks of tiles that are alike."""
     counts: Counter[Verdict] = Counter()
-    tiles = _TaskTiles(task, pairs, tile)
     n_lines = len(tiles.bits_by_line)
     if not n_lines:
         return counts
     all_tiles = Ranges.from_bounds(0, n_lines, 0, n_lines)
     for block, verdict in walk(all_tiles, tiles.verdict, quarters):
-        is_above_diagonal = pairs.is_causal and block.keys.start >= block.queries.stop
+        is_above_diagonal = tiles.is_causal and block.keys.start >= block.queries.stop
         if not is_above_diagonal:
             n_tiles = block.queries.length * block.keys.length
             counts[verdict] += n_tiles
     return counts
+
+
+_GroupBits = tuple[tuple[int, ...], ...]
+"""The group bits of the spans in each row of a task's tiles."""
 
 
 class _TaskTiles:
@@ -95,6 +107,8 @@ class _TaskTiles:
     Attributes:
         bits_by_line: the group bits of the spans in each row of tiles; columns have the
             same.
+        positions_matter: whether verdicts depend on where the task's tokens are, and
+            not on group bits alone.
     """
 
     def __init__(self, task: Task, pairs: Pairs, tile: int) -> None:
@@ -104,10 +118,13 @@ class _TaskTiles:
         # Whether a tile is above the diagonal is told by its number, so that shares are
         # of whole tiles.
         self.mask_verdict = replace(pairs, is_causal=False).verdict_of
-        self.bits_by_line = [
-            [span.bits for span in task.between(start, start + tile)]
+        self.bits_by_line: _GroupBits = tuple(
+            tuple(span.bits for span in task.between(start, start + tile))
             for start in range(0, task.n_tokens, tile)
-        ]
+        )
+        stop = max((span.stop for span in task.spans), default=0)
+        is_inside = stop <= min(pairs.n_queries, pairs.n_keys)
+        self.positions_matter = pairs.verdict is not None or not is_inside
 
     def verdict(self, block: Ranges) -> Verdict:
         """Return the verdict on a block of tiles."""
