@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.controller import check_every_event
+from helpers.interpreter import patch_language_once_a_launch
 from helpers.leftovers import count_page_locks, left_since, standing
 from helpers.uninitialised import filled
 
@@ -32,6 +33,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with contextlib.suppress(ImportError):
         import triton.language  # noqa: F401
+
+        patch_language_once_a_launch()
 
 check_every_event()
 _SHARED = tempfile.gettempdir()
