@@ -4,5 +4,5 @@ from __future__ import annotations
 
 import os
 
-N_GENERATED = int(os.environ.get("QUORUM_ATTENTION_GENERATED", "20"))
+N_GENERATED = int(os.environ.get("QUORUM_ATTENTION_GENERATED", "12"))
 """Enough to cross windows of nine tokens; 64 and more by the variable."""
