@@ -104,7 +104,9 @@ def _stretch(start: _Point, stop: _Point, n_rows: int) -> list[RowBlock]:
 
 def split_at_multiples(span: Interval, size: int) -> list[Interval]:
     """Return a span cut at the multiples of ``size`` inside it."""
-    return list(cut(span, range(round_up(span.start, size), span.stop, size)))
+    first = round_up(span.start, size)
+    multiples = range(first, span.stop, size)
+    return list(cut(span, multiples))
 
 
 def split_groups(heads: Interval, group_size: int, n_runs: int = 1) -> list[Interval]:

@@ -498,4 +498,6 @@ def open_slots(
 def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
     """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a
     row."""
-    return tensor.unsqueeze(-1) if rows.width == "one" else tensor
+    if rows.width == "one":
+        return tensor.unsqueeze(-1)
+    return tensor

@@ -186,7 +186,8 @@ def _pair_test_of(block_mask: BlockMask) -> _PairTest:
     def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
         # A mask of one entry or head is for all.
         block = (b % n_batch, h % n_heads, q // block_rows, k // block_columns)
-        return full[block] | (partial[block] & mask_mod(b, h, q, k))
+        is_kept = mask_mod(b, h, q, k)
+        return full[block] | (partial[block] & is_kept)
 
     _pair_tests[block_mask] = keeps
     return keeps

@@ -287,4 +287,6 @@ def _gradients(call: Call, saved: Saved, *, of_bias: bool = False) -> Four:
 def _first(result: torch.Tensor, width: int) -> torch.Tensor:
     """Return the first ``width`` columns of a result, without those that were
     padded."""
-    return result if result.shape[-1] == width else result[..., :width]
+    if result.shape[-1] == width:
+        return result
+    return result[..., :width]

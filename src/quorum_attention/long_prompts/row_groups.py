@@ -43,7 +43,10 @@ class RowGroup:
 
     def _has_all(self, tensor: torch.Tensor) -> bool:
         """Whether the entries are all of a tensor's, in order."""
-        return self.entries is None or self.entries == tuple(range(tensor.shape[0]))
+        if self.entries is None:
+            return True
+        n_rows = tensor.shape[0]
+        return self.entries == tuple(range(n_rows))
 
     def _indices(self, device: torch.device) -> torch.Tensor:
         return torch.tensor(self.entries, dtype=torch.int64, device=device)

@@ -33,7 +33,9 @@ def chunk_count(l: int) -> int:
 def has_interest_set(l: int) -> bool:
     """Whether an interest set of size ``l`` is known: l - 1 a prime power, or l <=
     2."""
-    return l in (1, 2) or (l > 2 and prime_power(l - 1) is not None)
+    if l <= 2:
+        return l >= 1
+    return prime_power(l - 1) is not None
 
 
 def quorum_sizes(max_l: int) -> tuple[int, ...]:

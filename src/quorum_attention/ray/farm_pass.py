@@ -60,7 +60,8 @@ class FarmPass:
     def state_path(self, unit: FarmUnit, task: int, chunk: int) -> Path:
         """Return the file of the partial state that a task of the unit's head leaves of
         a chunk."""
-        return Path(self.folder, f"{unit.entry}-{unit.head}-{task}-{chunk}")
+        name = f"{unit.entry}-{unit.head}-{task}-{chunk}"
+        return Path(self.folder, name)
 
     def merged_paths(self, unit: FarmUnit) -> list[Path]:
         """Return the files of the states that a unit merges, by ascending task."""

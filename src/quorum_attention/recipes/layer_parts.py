@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,13 +29,18 @@ class LayerParts:
         return self._list_parts() == self._parts
 
     def _list_parts(self) -> list[Any]:
-        parts: list[Any] = list(map(type, self._modules))
+        parts: list[Any] = []
+        parts += map(type, self._modules)
         parts += map(len, self._hooks)
-        parts += ["forward" in names for names in self._attributes]
-        parts += [names["training"] for names in self._attributes]
-        parts += chain.from_iterable(map(dict.values, self._children))
-        for tensor in chain.from_iterable(map(dict.values, self._tensors)):
-            parts.append(None if tensor is None else tensor.data_ptr())
+        for names in self._attributes:
+            parts.append(names["training"])
+            parts.append("forward" in names)
+        for children in self._children:
+            parts += children.values()
+        for tensors in self._tensors:
+            for tensor in tensors.values():
+                place = None if tensor is None else tensor.data_ptr()
+                parts.append(place)
         return parts
 
 

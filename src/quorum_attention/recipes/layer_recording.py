@@ -94,9 +94,12 @@ class WatchedCall(TorchDispatchMode):
         self, attend: Callable[..., Any], query: Any, key: Any, value: Any, mask: Any
     ) -> torch.Tensor:
         """Attend over the cache."""
-        is_cached = self._next == "attend" and key is self.cached[0]
-        if not is_cached or value is not self.cached[1] or mask is not self._mask:
-            self._refuse("it attends over other keys, or by another mask")
+        if self._next != "attend":
+            self._refuse("it attends twice, or before it appends")
+        elif key is not self.cached[0] or value is not self.cached[1]:
+            self._refuse("it attends over other keys")
+        elif mask is not self._mask:
+            self._refuse("it attends by another mask")
         self._is_ours = True
         self.query = query
         self.out = attend(query, key, value, mask)
@@ -126,16 +129,14 @@ class WatchedCall(TorchDispatchMode):
         """Whether an operator does the same for each token, on the device alone."""
         if operator.namespace != "aten":
             return False
+        for tensor in tensors:
+            if tensor.device != self._device or tensor is self._mask:
+                return False
         if operator.overloadpacket in _INDEXING:
             # The host counts what a boolean index keeps.
             indices = _tensors_in(args[1])
-            has_unknown_size = any(not index.dtype.is_signed for index in indices)
-        else:
-            has_unknown_size = any(tag in operator.tags for tag in _OTHER_EACH_TIME)
-        return not has_unknown_size and all(
-            tensor.device == self._device and tensor is not self._mask
-            for tensor in tensors
-        )
+            return all(index.dtype.is_signed for index in indices)
+        return all(tag not in operator.tags for tag in _OTHER_EACH_TIME)
 
 
 class LayerRecording:
@@ -156,12 +157,11 @@ class LayerRecording:
     ) -> None:
         own_call = _with_own_tensors(call)
         # Each token's tensors are copied to these places. Others are not read.
-        self._places = [
-            place if id(tensor) in watched.read else None
-            for place, tensor in zip(
-                tensors_of(own_call), tensors_of(call), strict=True
-            )
-        ]
+        self._places: list[torch.Tensor | None] = []
+        pairs = zip(tensors_of(own_call), tensors_of(call), strict=True)
+        for place, tensor in pairs:
+            is_read = id(tensor) in watched.read
+            self._places.append(place if is_read else None)
         self._cached = watched.cached
         self._out = watched.out.clone()
         self._before = new_graph()
@@ -191,14 +191,11 @@ class LayerRecording:
         """Whether the graphs compute a watched call bit by bit. Nothing is appended."""
         self._compute_query(call)
         computed = [self._query, self._appended.key, self._appended.value]
+        computed += _tensors_in(self._result_of(watched.out))
         expected = [watched.query, watched.appended.key, watched.appended.value]
-        if not all(map(torch.equal, computed, expected)):
-            return False
-        result = self._result_of(watched.out)
-        pairs = zip(tree_leaves(result), tree_leaves(watched.result), strict=True)
-        return all(
-            torch.equal(ours, theirs) for ours, theirs in pairs if ours is not None
-        )
+        expected += _tensors_in(watched.result)
+        pairs = zip(computed, expected, strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
     def replay(self, call: LayerCall) -> Any:
         """Return what the layer's forward returns for other values of its tensors."""
@@ -209,7 +206,8 @@ class LayerRecording:
 
     def _compute_query(self, call: LayerCall) -> None:
         """Compute query, keys and values in the memory that was recorded."""
-        for place, tensor in zip(self._places, tensors_of(call), strict=True):
+        pairs = zip(self._places, tensors_of(call), strict=True)
+        for place, tensor in pairs:
             if place is not None:
                 place.copy_(tensor)
         self._before.replay()

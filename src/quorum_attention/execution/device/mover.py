@@ -116,7 +116,9 @@ class Mover:
     def compute_stage(self, slot: int) -> AbstractContextManager[None]:
         """A context for computing the unit in ``slot``; it comes after the unit's
         load."""
-        return self._stage(self.compute, [self._ready[slot]], self._computed[slot])
+        is_loaded = self._ready[slot]
+        is_computed = self._computed[slot]
+        return self._stage(self.compute, [is_loaded], is_computed)
 
     def wait_computed(self, slot: int) -> None:
         """Hold the host until the unit in ``slot`` is computed."""
@@ -209,4 +211,5 @@ class Mover:
 
 def rows_in_slot(slot: torch.Tensor, piece: Rows) -> torch.Tensor:
     """The rows of ``piece`` in a slot's field (*entries, heads, n, width)."""
-    return slot[..., piece.local : piece.local + piece.stop - piece.start, :]
+    stop = piece.local + piece.length
+    return slot[..., piece.local : stop, :]

@@ -40,7 +40,8 @@ class NodeColumns(NamedTuple):
 
 def joined(parts: list[Nodes]) -> Nodes:
     """All nodes of ``parts``, which may be empty."""
-    return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])
+    none = np.zeros((0, 5), dtype=np.int64)
+    return np.concatenate([none, *parts])
 
 
 def sides_of(nodes: Nodes) -> tuple[Ints, Ints]:

@@ -82,7 +82,8 @@ class Geometry:
     @property
     def placed_bytes(self) -> int:
         """Device bytes of what its rules read, once they are evaluated there."""
-        return sum(rule.placed_bytes for rule in (*self.rules, *self.block_rules))
+        rules = (*self.rules, *self.block_rules)
+        return sum(rule.placed_bytes for rule in rules)
 
     @property
     def block_bands(self) -> tuple[Band, ...]:

@@ -268,7 +268,8 @@ class Runs(NamedTuple):
     @property
     def entries(self) -> torch.Tensor:
         """The entries of all blocks, one after the other."""
-        return self.packed[self.n_blocks + 1 :].view(-1, len(EntryColumn))
+        first = self.n_blocks + 1
+        return self.packed[first:].view(-1, len(EntryColumn))
 
     def on(self, device: torch.device) -> Runs:
         """The table on a device."""
