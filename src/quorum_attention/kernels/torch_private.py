@@ -144,7 +144,7 @@ def restores_grad_and_autocast(
         try:
             return function(*args, **named)
         except BaseException as error:
-            _end_contexts(error)
+            end_contexts(error)
             _close_levels(n_levels, n_modes)
             before.restore()
             raise
@@ -152,7 +152,27 @@ def restores_grad_and_autocast(
     return call
 
 
-def _end_contexts(error: BaseException | None) -> None:
+def restores_modes_and_hooks(
+    function: Callable[_Params, _Result],
+) -> Callable[_Params, _Result]:
+    """Return ``function`` such that after its errors no hooks of saved tensors are left
+    behind either: for functions that set checkpoints, and take longer than a small
+    call."""
+    guarded = restores_grad_and_autocast(function)
+
+    @wraps(function)
+    def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
+        hooks = _innermost_hooks()
+        try:
+            return guarded(*args, **named)
+        except BaseException:
+            _remove_hooks_within(hooks)
+            raise
+
+    return call
+
+
+def end_contexts(error: BaseException | None) -> None:
     """End the contexts that an interrupt kept from ending: frames of its traceback hold
     them, and would change the thread's state when they are let go of."""
     while error is not None:
@@ -167,6 +187,20 @@ def _close_levels(n_levels: int, n_modes: int) -> None:
         _functorch.pop_dynamic_layer_stack_and_undo_to_depth(n_levels)
     while _len_torch_function_stack() > n_modes:
         _pop_mode()
+
+
+def _innermost_hooks() -> Any:
+    """Return the hooks of saved tensors that torch calls in this thread, (pack,
+    unpack), or None."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def _remove_hooks_within(hooks: Any) -> None:
+    """Remove the hooks of saved tensors that were set within ``hooks``."""
+    innermost = _innermost_hooks()
+    while innermost is not None and innermost != hooks:
+        _autograd._pop_saved_tensors_default_hooks()
+        innermost = _innermost_hooks()
 
 
 class _NoGradNoAutocast:
@@ -364,20 +398,24 @@ class _EagerRegion:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._n_inside = 0
-        self._stance = ExitStack()
+        self._inside: set[object] = set()
+        self._stance_before: Any = None
 
-    def enter(self) -> None:
+    def enter(self, caller: object) -> None:
         with self._lock:
-            if self._n_inside == 0:
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-            self._n_inside += 1
+            if self._stance_before is None:
+                self._stance_before = torch._dynamo.eval_frame._stance
+            self._inside.add(caller)
+            torch.compiler.set_stance("force_eager")
 
-    def leave(self) -> None:
+    def leave(self, caller: object) -> None:
+        """Leave the region, also if an interrupt came before ``enter`` was over."""
         with self._lock:
-            self._n_inside -= 1
-            if self._n_inside == 0:
-                self._stance.close()
+            self._inside.discard(caller)
+            if self._inside or self._stance_before is None:
+                return
+            torch._dynamo.eval_frame._set_stance(self._stance_before)
+            self._stance_before = None
 
 
 _eager_region = _EagerRegion()
@@ -389,11 +427,12 @@ def compiled_run_eagerly() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    _eager_region.enter()
+    caller = object()
     try:
+        _eager_region.enter(caller)
         yield
     finally:
-        _eager_region.leave()
+        _eager_region.leave(caller)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from quorum_attention.integrations.transformers_private import (
     set_checkpoints_as_before,
     set_layer_checkpoint,
 )
+from quorum_attention.kernels.torch_private import restores_modes_and_hooks
 from quorum_attention.recipes import layer_bytes, step_estimate
 from quorum_attention.recipes.changes import (
     AttributeRecord,
@@ -171,6 +172,11 @@ class LayerCheckpoints(ModelPiece):
         """Return what ``layer`` returns of its inputs."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return checkpoint(layer, *inputs, use_reentrant=False)
+        return self._run_keeping(number, layer, *inputs)
+
+    @restores_modes_and_hooks
+    def _run_keeping(self, number: int, layer: Callable[..., Any], *inputs: Any) -> Any:
+        """Compute a layer, and keep its input and attention's results."""
         hidden = inputs[0]
         step = self._step_of(number, hidden)
         step.number = number
@@ -313,16 +319,19 @@ class LayerCheckpoints(ModelPiece):
         return sum(w.nbytes for w in weights if w.requires_grad and w.grad is None)
 
 
+@restores_modes_and_hooks
 def _run_with_results(
     kept_layer: KeptLayer, layer: Callable[..., Any], *inputs: Any
 ) -> Any:
     """Compute a layer whose attention asks ``kept_layer`` for its results: once in the
     forward and again in the backward."""
-    token = result_hook.set(kept_layer.results)
+    outside = result_hook.get()
     try:
+        # In here, because an interrupt may come as soon as it is set.
+        result_hook.set(kept_layer.results)
         return layer(*inputs)
     finally:
-        result_hook.reset(token)
+        result_hook.set(outside)
 
 
 def _switch_on(model: Any) -> None:

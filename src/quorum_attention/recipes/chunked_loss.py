@@ -25,7 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.integrations.substitutes import substitutes, substituting
-from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.kernels.torch_private import (
+    restores_modes_and_hooks,
+    uncompiled,
+)
 from quorum_attention.recipes.changes import (
     AttributeRecord,
     LeftOutError,
@@ -182,8 +185,8 @@ def _run_model(labels_at: int, plain: Any, model: Any, *args: Any, **named: Any)
             _warn_of_returned_logits(output, labels is not None)
         return output
     outside = substitutes.labelled_call  # the model may run within another one
-    substitutes.labelled_call = _begin_call(model)
     try:
+        substitutes.labelled_call = _begin_call(model)
         output = plain(model, *args, **named)
     finally:
         substitutes.labelled_call = outside
@@ -214,6 +217,7 @@ def _call_head(plain: Any, head: torch.nn.Module, *args: Any, **named: Any) -> A
 
 
 @uncompiled
+@restores_modes_and_hooks
 def _put_off(
     plain: Callable[..., torch.Tensor], head: torch.nn.Module, states: torch.Tensor
 ) -> torch.Tensor:
@@ -261,6 +265,7 @@ def _sample(
 
 
 @uncompiled
+@restores_modes_and_hooks
 def chunked_cross_entropy(
     logits: torch.Tensor,
     labels: Any,

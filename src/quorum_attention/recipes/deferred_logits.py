@@ -18,8 +18,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from quorum_attention.kernels.tensors import NamedTensors
-from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.lent_weights import weights_swapped
+from quorum_attention.kernels.torch_private import (
+    restores_modes_and_hooks,
+    uncompiled,
+)
+from quorum_attention.recipes.lent_weights import run_with_weights
 from quorum_attention.recipes.trials import evaluating
 from quorum_attention.units import format_bytes
 
@@ -93,8 +96,10 @@ class HeadCall:
         ]
         if not swapped:
             return self.plain(self.head, states)
-        with weights_swapped(self.head, self.weights):
-            return self.plain(self.head, states)
+        logits: torch.Tensor = run_with_weights(
+            self.head, self.weights, self.plain, self.head, states
+        )
+        return logits
 
     @contextmanager
     def modes(self) -> Iterator[None]:
@@ -180,6 +185,7 @@ class DeferredLogits(torch.Tensor):
         return logits
 
     @uncompiled
+    @restores_modes_and_hooks
     def computed(self) -> torch.Tensor:
         """All logits, an ordinary tensor."""
         if self._computed is None:

@@ -8,8 +8,8 @@ a second time after that, and would get gradients of the module's own weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +18,48 @@ from torch.nn.utils.stateless import (
 )  # as torch.func.functional_call
 
 from quorum_attention.kernels.tensors import NamedTensors
+from quorum_attention.kernels.torch_private import end_contexts
 
 # Calls of other threads wait, or a module might keep the weights.
 _swapping = threading.RLock()
 
 
-@contextmanager
-def weights_swapped(module: torch.nn.Module, tensors: NamedTensors) -> Iterator[None]:
-    """Let a module have other parameters and buffers, by name."""
-    with _swapping, _reparametrize_module(module, tensors, tie_weights=True):
-        yield
+def run_with_weights(
+    module: torch.nn.Module,
+    tensors: NamedTensors,
+    function: Callable[..., Any],
+    *inputs: Any,
+) -> Any:
+    """Return ``function(*inputs)``, for which a module has other parameters and
+    buffers.
+
+    Args:
+        module: the module.
+        tensors: the parameters and buffers, by name.
+        function: runs the module.
+        inputs: of ``function``.
+    """
+    with _swapping:
+        holders = _tensor_holders(module)
+        before = [dict(holder) for holder in holders]
+        try:
+            with _reparametrize_module(module, tensors, tie_weights=True):
+                return function(*inputs)
+        except BaseException as error:
+            end_contexts(error)
+            # Torch forgets what it has swapped when an interrupt comes meanwhile.
+            for holder, tensors_before in zip(holders, before, strict=True):
+                holder.update(tensors_before)
+            raise
+
+
+def _tensor_holders(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries of parameters and of buffers of a module and its
+    parts."""
+    holders: list[dict[str, Any]] = []
+    for part in module.modules():
+        holders += [part._parameters, part._buffers]
+    return holders
 
 
 def with_lent_weights(
@@ -48,8 +80,4 @@ def with_lent_weights(
     if not lent:
         return function
 
-    def run(*inputs: Any) -> Any:
-        with weights_swapped(module, lent):
-            return function(*inputs)
-
-    return run
+    return partial(run_with_weights, module, lent, function)

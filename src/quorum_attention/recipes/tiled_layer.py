@@ -11,7 +11,7 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from quorum_attention.call.broadcast import cast_by_autocast
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.substitutes import substituting
+from quorum_attention.kernels.torch_private import restores_modes_and_hooks
 from quorum_attention.partition import split_at_multiples
 from quorum_attention.recipes.layer_calls import LayerCall
 from quorum_attention.recipes.reached_attention import (
@@ -89,9 +90,9 @@ class ForwardModes:
         return tuple(cast_by_autocast(tensor, self.dtype) for tensor in tensors)
 
 
-def _unguarded(n_numbers: int) -> AbstractContextManager[None]:
+def _unguarded(n_numbers: int, run: Callable[[], Any]) -> Any:
     """Run a layer as it is."""
-    return nullcontext()
+    return run()
 
 
 @dataclass(eq=False)
@@ -106,8 +107,8 @@ class TiledLayer:
         tile: the tokens of a tile.
         modes: of the forward.
         attend: computes attention of q, k and v of all tokens; None: in host memory.
-        guard: a context around each run of a tile, which gets how many numbers in a row
-            the run may not make; 0: it may make any.
+        guard: calls each run of a tile, its second argument. The first is how many
+            numbers in a row the run may not make; 0: it may make any.
         weights: the weights that learn.
         attention_call: attention without its q, k and v; None: no tile has reached it.
     """
@@ -119,7 +120,7 @@ class TiledLayer:
     tile: int
     modes: ForwardModes
     attend: Callable[[TensorList], torch.Tensor] | None = None
-    guard: Callable[[int], AbstractContextManager[None]] = _unguarded
+    guard: Callable[[int, Callable[[], Any]], Any] = _unguarded
     weights: list[torch.Tensor] = field(default_factory=list)
     attention_call: Any = None
     _has_run: bool = False
@@ -217,12 +218,9 @@ class TiledLayer:
         """
         rows_of_tile = partial(self._rows_of_tile, start, tile.shape[1])
         call = self.call.map_tensors(rows_of_tile).with_hidden(tile)
-        with (
-            substituting(attention=attention),
-            self.modes.same(start),
-            self.guard(n_numbers),
-        ):
-            return call.run(self.function)
+        run = partial(call.run, self.function)
+        with substituting(attention=attention), self.modes.same(start):
+            return self.guard(n_numbers, run)
 
     def _rows_of_tile(
         self, start: int, length: int, tensor: torch.Tensor
@@ -290,6 +288,7 @@ class _RunTiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @restores_modes_and_hooks
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         """Run all tiles again, and return the gradients of inputs and weights."""
         *grad_results, _ = upstream
@@ -375,9 +374,9 @@ def without_hooks(weights: TensorList) -> Iterator[None]:
         weight._backward_hooks for weight in weights if weight._backward_hooks
     ]
     copies = [dict(hooks) for hooks in hooks_of_weights]
-    for hooks in hooks_of_weights:
-        hooks.clear()
     try:
+        for hooks in hooks_of_weights:
+            hooks.clear()
         yield
     finally:
         for hooks, copy in zip(hooks_of_weights, copies, strict=True):

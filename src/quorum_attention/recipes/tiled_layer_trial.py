@@ -7,8 +7,7 @@ tokens meet elsewhere, or that counts them, then has other results in tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from quorum_attention.kernels.tensors import NamedTensors
-from quorum_attention.recipes.lent_weights import weights_swapped
+from quorum_attention.recipes.lent_weights import run_with_weights
 from quorum_attention.recipes.tiled_layer import TensorList, TiledLayer, without_hooks
 from quorum_attention.recipes.trials import drawn, failure_words, has_hooks, is_near
 
@@ -192,14 +191,16 @@ def _is_like(
     return is_near(tensor, approximation, tolerance)
 
 
-@contextmanager
 def _guarded(
-    module: torch.nn.Module, buffers: NamedTensors, n_numbers: int
-) -> Iterator[None]:
+    module: torch.nn.Module,
+    buffers: NamedTensors,
+    n_numbers: int,
+    run: Callable[[], Any],
+) -> Any:
     """Run a module with other buffers, without dropout, and refuse ``n_numbers`` in a
     row."""
-    with weights_swapped(module, buffers), _TrialMode(n_numbers):
-        yield
+    with _TrialMode(n_numbers):
+        return run_with_weights(module, buffers, run)
 
 
 class _TrialMode(TorchFunctionMode):

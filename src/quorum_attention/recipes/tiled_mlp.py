@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.kernels.torch_private import (
+    restores_modes_and_hooks,
+    uncompiled,
+)
 from quorum_attention.recipes.changes import LeftOutError
-from quorum_attention.recipes.lent_weights import weights_swapped
+from quorum_attention.recipes.lent_weights import run_with_weights
 from quorum_attention.recipes.patching import (
     PatchedForwards,
     has_own_forward,
@@ -178,6 +181,7 @@ def _run_in_tiles(
 
 
 @uncompiled
+@restores_modes_and_hooks
 def _compute_tiles(
     plain: Callable[..., Any], module: torch.nn.Module, tiles: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
@@ -198,10 +202,8 @@ def _compute_tiles(
     def run(tile: torch.Tensor) -> Any:
         narrow = {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
         swapped = weights | narrow
-        with weights_swapped(module, swapped):
-            return plain(
-                module, tile
-            )  # without its hooks, which are called once, outside
+        # Without the module's hooks, which are called once, outside.
+        return run_with_weights(module, swapped, plain, module, tile)
 
     return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], -2)
 

@@ -54,8 +54,8 @@ def trying(module: torch.nn.Module) -> Iterator[None]:
     step that the trial is for, and these weights would get no gradients.
     """
     is_caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     try:
+        torch.set_autocast_cache_enabled(False)
         with torch.no_grad(), evaluating(module), compiled_run_eagerly():
             yield
     finally:

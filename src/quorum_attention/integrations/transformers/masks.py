@@ -21,7 +21,11 @@ from quorum_attention.integrations.transformers.mask_symbols import (
     trace_mask,
 )
 from quorum_attention.kernels.call_shape import CallShape
-from quorum_attention.kernels.torch_private import capturing, uncompiled
+from quorum_attention.kernels.torch_private import (
+    capturing,
+    restores_grad_and_autocast,
+    uncompiled,
+)
 from quorum_attention.mask import Mask, map_tensors
 from quorum_attention.plain_types import Keywords
 from quorum_attention.units import counted
@@ -234,6 +238,7 @@ def quorum_mask(
 
 
 @uncompiled
+@restores_grad_and_autocast
 def _mask_outside_graphs(
     sizes: MaskSizes, function: Any, attention_mask: Any, **options: Any
 ) -> Any:
