@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class FakeSharing:
     def copy_ahead(self, next_segments: Sequence[Segment]) -> None:
         self.notes.append("copy_ahead")
 
-    def adjust(self) -> None:
+    def adjust(self, pieces: Any) -> None:
         self.notes.append("adjust")
 
 

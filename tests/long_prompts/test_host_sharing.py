@@ -37,13 +37,17 @@ def piece_of(start: int, n_tokens: int, place: Place = Place.HOST) -> Piece:
     return Piece(start, Segment(keys, keys, place))
 
 
+# Enough tokens to be shared.
+TEXT = [piece_of(0, 50_000)]
+
+
 def test_whoever_ends_first_gets_more(sharing: host_sharing.HostSharing) -> None:
     """The share moves until both end together, and stays a share."""
     for is_done, last in ((True, 1.0), (False, 0.0)):
         FakeEvent.is_done = is_done
         shares = []
         for _ in range(200):
-            sharing.adjust()
+            sharing.adjust(TEXT)
             shares.append(sharing.bus_share)
         assert shares == sorted(shares, reverse=not is_done)
         assert shares[-1] == last
@@ -55,10 +59,10 @@ def test_a_bus_that_rested_gets_more(sharing: host_sharing.HostSharing) -> None:
     reader: Any = sharing._reader
     reader.was_idle = True
     for _ in range(50):
-        sharing.adjust()
+        sharing.adjust(TEXT)
     assert sharing.bus_share == 1.0
     reader.was_idle = False
-    sharing.adjust()
+    sharing.adjust(TEXT)
     assert sharing.bus_share < 1.0
 
 
@@ -69,16 +73,29 @@ def test_each_token_is_read_once(
     """The bus gets the first tokens of page-locked memory, the cores all others."""
     sharing.bus_share = share
     pieces = [
-        piece_of(0, 5000),
-        piece_of(5000, 700, Place.FILE),
-        piece_of(5700, 1001),
+        piece_of(0, 50_000),
+        piece_of(50_000, 700, Place.FILE),
+        piece_of(50_700, 1001),
     ]
     by_bus, by_cores = sharing.split(pieces)
     tokens: list[int] = []
     for part in (*by_bus, *by_cores):
         tokens += range(part.start, part.start + part.segment.n_tokens)
-    assert sorted(tokens) == list(range(6701))
+    assert sorted(tokens) == list(range(51_701))
     assert all(part.segment.place is Place.HOST for part in by_bus)
     n_by_bus = sum(part.segment.n_tokens for part in by_bus)
-    assert n_by_bus <= share * 6701
-    assert n_by_bus > min(share * 6701, 6000 * share) - 2 * 128 - 1
+    assert n_by_bus <= share * 51_701
+    assert n_by_bus > min(share * 51_701, 51_000 * share) - 2 * 128 - 1
+
+
+def test_few_tokens_are_the_bus_alone(sharing: host_sharing.HostSharing) -> None:
+    """Each layer of a forked cache has its question's tokens in host memory. With the
+    cores a token of its answer took twice as long."""
+    sharing.bus_share = 0.5
+    by_bus, by_cores = sharing.split([piece_of(0, 1000)])
+    assert [part.segment.n_tokens for part in by_bus] == [1000]
+    assert not by_cores
+    sharing.adjust([piece_of(0, 1000)])
+    assert sharing.bus_share == 0.5
+    _, by_cores = sharing.split(TEXT)
+    assert by_cores

@@ -315,7 +315,7 @@ def _attend_with_device(
         sharing.copy_ahead(next_segments)
     statistics = with_cores.attend()
     if sharing is not None:
-        sharing.adjust()
+        sharing.adjust(elsewhere)
     if statistics is not None:
         state.merge(*statistics)
 

@@ -24,6 +24,8 @@ from quorum_attention.long_prompts.segments import Segment
 # The bus's share at first, and what it changes by.
 _FIRST_BUS_SHARE = 0.6
 _STEP = 0.02
+# So few bytes are the bus's alone: it reads them while the cores would only begin.
+_FEW_BYTES = 8 << 20
 # The cores get a multiple of so many keys: they cut them into blocks, and what is left
 # over would be another call.
 _CORES_TOGETHER = 128
@@ -57,8 +59,9 @@ class HostSharing:
         Returns:
             The pieces for the bus, in page-locked memory; and the others.
         """
-        n_bytes = sum(piece.segment.nbytes for piece in pieces)
-        bytes_left = self.bus_share * n_bytes
+        bytes_left: float = _bytes_of(pieces)
+        if not _are_few(pieces):
+            bytes_left *= self.bus_share
         by_bus: list[Piece] = []
         by_cores: list[Piece] = []
         for piece in pieces:
@@ -97,12 +100,24 @@ class HostSharing:
             if segment.place is not Place.DEVICE
         ]
         by_bus, _ = self.split(pieces)
-        if by_bus:
+        if by_bus and not _are_few(pieces):
             self._reader.copy_ahead(by_bus[0].segment)
 
-    def adjust(self) -> None:
-        """Change the shares, at the moment when the cores are done, or have nothing to
-        do."""
+    def adjust(self, pieces: Sequence[Piece]) -> None:
+        """Change the shares, at the moment when the cores are done with their part of
+        ``pieces``, or have nothing to do."""
+        if _are_few(pieces):
+            return
         is_bus_first = self._reader.was_idle or self._is_attended.query()
         change = _STEP if is_bus_first else -_STEP
         self.bus_share = min(1.0, max(0.0, self.bus_share + change))
+
+
+def _are_few(pieces: Sequence[Piece]) -> bool:
+    """Whether pieces in host memory are too small to be shared: the tokens of a
+    question, not those of a text."""
+    return _bytes_of(pieces) <= _FEW_BYTES
+
+
+def _bytes_of(pieces: Sequence[Piece]) -> int:
+    return sum(piece.segment.nbytes for piece in pieces)

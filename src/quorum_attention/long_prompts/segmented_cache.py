@@ -33,7 +33,7 @@ from quorum_attention.long_prompts.token_blocks import (
 # beyond those that are appended: attention is fastest over one segment.
 _GROWTH = 8
 _MIN_BLOCK_TOKENS = 256
-_MAX_GROWTH_TOKENS = 8192
+_MAX_GROWTH_TOKENS = 2048
 # Blocks hold a multiple of this many tokens.
 _TOKEN_STEP = 64
 # The last block is put into a new order of batch entries in place if it has at most
@@ -384,7 +384,6 @@ class SegmentedCache:
         """
         forked = SegmentedCache(self.places)
         forked._shapes = self._shapes
-        forked._n_reserved = self._n_reserved
         forked._prefixes = [replace(prefix) for prefix in self._prefixes]
         for prefix in forked._prefixes:
             prefix.block.users.add(forked)
