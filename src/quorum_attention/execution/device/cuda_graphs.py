@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ class CudaGraphs:
         self._device = device
         self._pool: Any = None
         self._stream: Any = None
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
         """Copy and pickle without memory."""
@@ -36,10 +38,14 @@ class CudaGraphs:
 
     def new(self) -> CudaGraph:
         """Return an empty graph."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        return CudaGraph(self._pool, self._stream)
+        if not self._graphs:
+            # torch refuses a pool whose graphs are all gone.
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = CudaGraph(self._pool, self._stream)
+        self._graphs.add(graph)
+        return graph
 
 
 class CudaGraph:
