@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
@@ -35,17 +37,22 @@ N_LAYERS = 2
 
 
 def model_with_graphs(
-    kind: str = "llama", weights: str = "device"
+    kind: str = "llama", weights: str = "device", **sizes: Any
 ) -> tuple[Any, Any, FakeGraphs]:
     """A changed model, the same one unchanged, and the graphs of its layers."""
-    model = new_model(kind, LAYERED[kind])
+    model = new_model(kind, {**LAYERED.get(kind, {}), **sizes})
     plain = copy.deepcopy(model)
+    return model, plain, graphs_of(model, weights)
+
+
+def graphs_of(model: Any, weights: str = "device") -> FakeGraphs:
+    """Change a model, and let graphs of a CPU compute its tokens."""
     long_prompt(model, tile=TILE, weights=weights)
     graphs = FakeGraphs()
     forward = prompt_forward_in(changes_by(model, OWNER))
     layers = TokenLayers(decoder_layers(model), graphs, forward.weights)
     forward.runner.token_layers = layers
-    return model, plain, graphs
+    return graphs
 
 
 def answer(
@@ -74,7 +81,7 @@ def test_graphs_compute_all_layers_from_the_fourth_token_on(kind: str) -> None:
     assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
     n_behind = N_TOKENS - 1  # the first token is the prompt's
     assert graphs.n_replays == n_replays(n_behind)
-    # The next answer is computed by the same graphs from its first token on.
+    # The next answer is computed by the same graphs: they are compared once more.
     answer(model)
     assert graphs.n_replays == n_replays(n_behind) + N_LAYERS * N_GRAPHS * n_behind
 
@@ -101,9 +108,9 @@ def test_a_padded_batch_and_beams() -> None:
     )
 
 
-def next_logits(model: Any, cache: Any, token: int = 5) -> torch.Tensor:
-    """Logits behind one more token."""
-    ids = torch.tensor([[token]])
+def next_logits(model: Any, cache: Any, token: Any = 5) -> torch.Tensor:
+    """Logits behind one more token, or one of each text (b, 1)."""
+    ids = torch.as_tensor(token).view(-1, 1)
     with torch.no_grad():
         logits: torch.Tensor = model(ids, past_key_values=cache).logits
     return logits
@@ -188,6 +195,170 @@ def test_a_layer_that_counts_its_tokens_is_not_replayed(
     assert n_compared > 0
     next_logits(model, cache)
     assert graphs.n_replays == n_compared
+
+
+def test_a_layer_that_asks_for_the_number_of_tokens_is_not_recorded() -> None:
+    """Llama 4 scales queries by a step function of the cache's length. The graphs would
+    agree with the layer until the next step, and scale by the last one behind it."""
+    model, plain, graphs = model_with_graphs("llama4_text", floor_scale=36)
+    assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
+    n_recorded = 1  # of two layers: the other one turns queries by positions
+    assert graphs.n_replays == n_replays(N_TOKENS - 1) * n_recorded / N_LAYERS
+
+
+def test_a_layer_that_has_a_state_in_its_cache_is_not_recorded() -> None:
+    """Falcon-H1 advances a recurrence beside its attention. Comparing graphs would
+    advance it twice."""
+    sizes = {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    }
+    model, plain, graphs = model_with_graphs("falcon_h1", **sizes)
+    assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
+    assert graphs.n_replays == 0
+
+
+def test_a_mask_that_attention_gets_by_name() -> None:
+    """AFMoE hands its attention the mask as a keyword."""
+    model, plain, graphs = model_with_graphs("afmoe")
+    ids = prompt(batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    result = answer(model, ids=ids, attention_mask=mask)
+    assert_same(result, generated(plain, ids, N_TOKENS, attention_mask=mask))
+    assert graphs.n_replays > 0
+
+
+def test_a_tensor_beside_a_layers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer may read a tensor that is no weight of it, and another one later."""
+    model, plain, _ = model_with_graphs()
+    kind = type(decoder_layers(plain)[0].mlp)
+    forward = kind.forward
+    factors = [torch.ones(1)]
+
+    def scaled(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = forward(self, hidden) * factors[-1]
+        return result
+
+    caches = [cached_prompt(model), cached_prompt(plain)]
+    monkeypatch.setattr(kind, "forward", scaled)
+    for token in range(N_BEFORE + 4):
+        if token == N_BEFORE + 2:
+            factors.append(torch.tensor([3.0]))
+        logits = next_logits(model, caches[0])
+        torch.testing.assert_close(logits, next_logits(plain, caches[1]))
+
+
+def test_a_number_of_a_layer_that_changed_between_answers() -> None:
+    """It is no tensor, and stays in the graphs as it was."""
+    model, plain, graphs = model_with_graphs()
+    answer(model)
+    n_before = graphs.n_replays
+    for changed in (model, plain):
+        norm: Any = decoder_layers(changed)[1].input_layernorm
+        norm.variance_epsilon = 1.0
+    assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
+    assert graphs.n_replays > n_before
+
+
+def test_sparse_weights_have_no_address() -> None:
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    for changed in (model, plain):
+        mlp: Any = decoder_layers(changed)[0].mlp
+        projection = mlp.down_proj
+        sparse = projection.weight.detach().to_sparse_csr()
+        projection.weight = torch.nn.Parameter(sparse, requires_grad=False)
+    graphs = graphs_of(model)
+    assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
+    assert graphs.n_replays > 0  # of the other layer
+
+
+def test_modes_and_hooks_of_all_modules_see_each_token() -> None:
+    """Operators in a graph pass them by."""
+    model, _, graphs = model_with_graphs()
+    cache = cached_prompt(model)
+    for _ in range(N_BEFORE + 1):
+        next_logits(model, cache)
+    n_before = graphs.n_replays
+    assert n_before > 0
+    with FlopCounterMode(display=False) as counted:
+        next_logits(model, cache)
+    mlp: Any = decoder_layers(model)[0].mlp
+    assert counted.get_total_flops() > 2 * mlp.up_proj.weight.numel()
+    modules: list[Any] = []
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: modules.append(module)
+    )
+    try:
+        next_logits(model, cache)
+    finally:
+        hook.remove()
+    assert mlp in modules
+    assert graphs.n_replays == n_before
+
+
+class _Interrupt:
+    """Raises a ``KeyboardInterrupt`` at a line of what runs a layer.
+
+    Args:
+        n_lines: before that line, as they run.
+    """
+
+    def __init__(self, n_lines: int) -> None:
+        self._file = TokenLayers.run.__code__.co_filename
+        self.n_lines = n_lines
+
+    def trace(self, frame: Any, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename != self._file or code.co_name != "run":
+            return None
+        if event == "line":
+            self.n_lines -= 1
+            if self.n_lines == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+
+def test_an_interrupt_at_any_line_leaves_the_next_token_right() -> None:
+    """One text and two take turns: each token has other arguments than the one
+    before."""
+    model, plain, graphs = model_with_graphs()
+    caches = [cached_prompt(model), cached_prompt(plain)]
+    pairs = [cached_prompt(model), cached_prompt(plain)]
+    for cache in pairs:
+        cache.batch_repeat_interleave(2)
+    tokens = torch.tensor([[5], [7]])
+    n_interrupts = 0
+    while True:
+        for _ in range(N_BEFORE + 1):
+            logits = next_logits(model, caches[0])
+        for _ in range(N_BEFORE + 1):
+            exact = next_logits(plain, caches[1])
+        torch.testing.assert_close(logits, exact)
+        interrupt = _Interrupt(n_interrupts + 1)
+        sys.settrace(interrupt.trace)
+        try:
+            next_pair = pairs[0].fork()
+            next_logits(model, next_pair, tokens)
+        except KeyboardInterrupt:
+            n_interrupts += 1
+        finally:
+            sys.settrace(None)
+        logits = next_logits(model, pairs[0].fork(), tokens)
+        exact = next_logits(plain, copy.deepcopy(pairs[1]), tokens)
+        torch.testing.assert_close(logits, exact)
+        if interrupt.n_lines > 0:
+            break
+    n_before = graphs.n_replays
+    for _ in range(N_BEFORE + 1):
+        next_logits(model, caches[0])
+    assert graphs.n_replays > n_before
+    assert n_interrupts > 20
 
 
 def test_what_a_layer_returned_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,12 @@ def has_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or _modes_before_dispatch.count())
 
 
+def has_global_hooks() -> bool:
+    """Whether somebody registered hooks of all modules."""
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+
+
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``."""
     return tensor

@@ -39,9 +39,16 @@ class LayerParts:
             parts += children.values()
         for tensors in self._tensors:
             for tensor in tensors.values():
-                place = None if tensor is None else tensor.data_ptr()
-                parts.append(place)
+                parts.append(_place_of(tensor))
         return parts
+
+
+def _place_of(tensor: torch.Tensor | None) -> int | None:
+    """The address of a tensor; None for one without an address, such as a sparse
+    one."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return None
+    return tensor.data_ptr()
 
 
 def has_own_code(module: torch.nn.Module) -> bool:

@@ -6,13 +6,13 @@ takes other kernels for each token. All else takes the same ones in the same mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from quorum_attention.integrations.substitutes import substituting
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
@@ -44,6 +44,7 @@ class WatchedCall(TorchDispatchMode):
 
     Args:
         call: the arguments, with a cache among them.
+        weights: the layer's parameters and buffers.
 
     Attributes:
         refusal: why the call cannot be recorded; None: it can.
@@ -60,16 +61,23 @@ class WatchedCall(TorchDispatchMode):
     query: torch.Tensor
     out: torch.Tensor
 
-    def __init__(self, call: LayerCall) -> None:
+    def __init__(self, call: LayerCall, weights: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: str | None = None
         self.read: set[int] = set()
         self._mask = call.named.get(MASK)
+        # Memory that the layer may read, and memory that it may write to.
+        self._readable = set(map(_memory_of, (*tensors_of(call), *weights)))
+        self._writable: set[int] = set()
         self._device = call.hidden.device
         # The next thing that a layer must do: "append", "attend", or nothing.
         self._next = "append"
         self._is_ours = False
-        with self, substituting(append=self._append, attention=self._attend):
+        with (
+            self,
+            substituting(append=self._append, attention=self._attend),
+            _noting_reads(cache_of(call), self._note_read),
+        ):
             self.result = call.run_own()
         if self._next:
             self._refuse(f"it did not {self._next}")
@@ -77,15 +85,29 @@ class WatchedCall(TorchDispatchMode):
     def _refuse(self, reason: str) -> None:
         self.refusal = self.refusal or reason
 
+    def _note_read(self, name: str) -> None:
+        """Refuse a layer that asks its cache for anything: a number of tokens would
+        stay as it was when it was recorded."""
+        if not self._is_ours:
+            self._refuse(f"it asks its cache for {name}")
+
     def _append(
-        self, update: Callable[..., Any], key: Any, value: Any, layer_idx: int
+        self,
+        update: Callable[..., Any],
+        key: Any,
+        value: Any,
+        layer_idx: int,
+        *args: Any,
+        **named: Any,
     ) -> Any:
         """Append to the cache."""
         if self._next != "append":
             self._refuse("it appends twice")
+        if args or named:
+            self._refuse("it appends more than keys and values")
         self._is_ours = True
         self.appended = Appended(key, value, layer_idx)
-        self.cached = update(*self.appended)
+        self.cached = update(*self.appended, *args, **named)
         self._is_ours = False
         self._next = "attend"
         return self.cached
@@ -103,6 +125,8 @@ class WatchedCall(TorchDispatchMode):
         self._is_ours = True
         self.query = query
         self.out = attend(query, key, value, mask)
+        self._readable.add(_memory_of(self.out))
+        self._writable.add(_memory_of(self.out))
         self._is_ours = False
         self._next = ""
         return self.out
@@ -121,6 +145,8 @@ class WatchedCall(TorchDispatchMode):
                 self._refuse(f"it runs {operator} between its cache and its attention")
             elif not self._is_repeatable(operator, args, tensors):
                 self._refuse(f"it runs {operator}")
+            elif not self._is_within_layer(operator, args, kwargs, result):
+                self._refuse(f"{operator} uses a tensor that is not the layer's")
         return result
 
     def _is_repeatable(
@@ -130,13 +156,32 @@ class WatchedCall(TorchDispatchMode):
         if operator.namespace != "aten":
             return False
         for tensor in tensors:
-            if tensor.device != self._device or tensor is self._mask:
+            if tensor.device != self._device:
                 return False
         if operator.overloadpacket in _INDEXING:
             # The host counts what a boolean index keeps.
             indices = _tensors_in(args[1])
             return all(index.dtype.is_signed for index in indices)
         return all(tag not in operator.tags for tag in _OTHER_EACH_TIME)
+
+    def _is_within_layer(
+        self, operator: Any, args: Any, kwargs: Any, result: Any
+    ) -> bool:
+        """Whether an operator reads the layer's arguments, weights and results alone,
+        and writes to none but results.
+
+        A state that lies in the cache would be another one for another text, and be
+        advanced twice when graphs are compared.
+        """
+        arguments = _tensors_in((args, kwargs))
+        is_within = self._readable.issuperset(map(_memory_of, arguments))
+        for tensor in _outputs_of(operator, args, kwargs):
+            is_within = is_within and _memory_of(tensor) in self._writable
+        results = {_memory_of(tensor) for tensor in _tensors_in(result)}
+        # Results may be views of weights, and arguments.
+        self._writable |= results - self._readable
+        self._readable |= results
+        return is_within
 
 
 class LayerRecording:
@@ -191,11 +236,12 @@ class LayerRecording:
         """Whether the graphs compute a watched call bit by bit. Nothing is appended."""
         self._compute_query(call)
         computed = [self._query, self._appended.key, self._appended.value]
-        computed += _tensors_in(self._result_of(watched.out))
         expected = [watched.query, watched.appended.key, watched.appended.value]
-        expected += _tensors_in(watched.result)
-        pairs = zip(computed, expected, strict=True)
-        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        if not all(map(torch.equal, computed, expected)):
+            return False
+        ours, structure = tree_flatten(self._result_of(watched.out))
+        theirs, expected_structure = tree_flatten(watched.result)
+        return structure == expected_structure and all(map(_are_equal, ours, theirs))
 
     def replay(self, call: LayerCall) -> Any:
         """Return what the layer's forward returns for other values of its tensors."""
@@ -219,6 +265,59 @@ class LayerRecording:
         if isinstance(self._result, torch.Tensor):
             return self._result.clone()
         return tree_map_only(torch.Tensor, torch.clone, self._result)
+
+
+class _NotingCache(PromptCache):
+    """A cache that says what it is asked for, but for ``update``."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "update" and not name.startswith("__"):
+            object.__getattribute__(self, "__dict__")[_NOTE](name)
+        return super().__getattribute__(name)
+
+
+_NOTE = "_note_read"
+
+
+@contextmanager
+def _noting_reads(cache: PromptCache, note: Callable[[str], None]) -> Iterator[None]:
+    """Call ``note(name)`` for each attribute that a cache is asked for."""
+    cache.__dict__[_NOTE] = note
+    cache.__class__ = _NotingCache
+    try:
+        yield
+    finally:
+        cache.__class__ = PromptCache
+        del cache.__dict__[_NOTE]
+
+
+def _outputs_of(operator: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operator writes to."""
+    outputs = []
+    for index, parameter in enumerate(operator._schema.arguments):
+        alias = parameter.alias_info
+        if alias is None or not alias.is_write:
+            continue
+        if index < len(args):
+            outputs.append(args[index])
+        else:
+            outputs.append(kwargs.get(parameter.name))
+    return _tensors_in(outputs)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """A number of the memory that a tensor and its views lie in; 0 for a sparse one."""
+    if tensor.layout is not torch.strided:
+        return 0
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _are_equal(ours: Any, theirs: Any) -> bool:
+    """Whether parts of two results are the same. A recording has tensors alone."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs)
+    return ours is None and theirs is None
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:

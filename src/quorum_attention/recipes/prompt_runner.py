@@ -16,6 +16,7 @@ from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memo
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.substitutes import substituting
 from quorum_attention.integrations.transformers.prompt_cache import remove_tokens
+from quorum_attention.kernels.torch_private import has_global_hooks, has_modes
 from quorum_attention.plain_types import Keywords
 from quorum_attention.progress import progress_bar
 from quorum_attention.recipes.prefill import (
@@ -89,9 +90,11 @@ class PromptRunner:
         inputs = self._read_prompt(model, named)
         if inputs is None:
             return run_model(model, **named)
-        if inputs.n_tokens == 1 and self.token_layers is not None:
-            with substituting(layer=self.token_layers.run):
-                return run_model(model, **named)
+        if self.token_layers is not None:
+            if inputs.n_tokens == 1 and not _is_observed():
+                with substituting(layer=self.token_layers.run):
+                    return run_model(model, **named)
+            self.token_layers.begin_answer()
         plan = self._plan(inputs.n_tokens, inputs.batch, is_behind=inputs.past > 0)
         if plan.fits_at_once or inputs.n_tokens <= plan.tile:
             return run_model(model, **named)
@@ -206,6 +209,11 @@ class PromptRunner:
             if inputs.has_logits(span):
                 results.append(result)
         return joined_results(results)
+
+
+def _is_observed() -> bool:
+    """Whether somebody follows each operator or module: graphs would pass them by."""
+    return has_modes() or has_global_hooks()
 
 
 def _is_device_full(error: RuntimeError) -> bool:

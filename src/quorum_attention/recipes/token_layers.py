@@ -31,7 +31,7 @@ from quorum_attention.recipes.layer_recording import (
 from quorum_attention.recipes.patching import plain_class
 
 _KNOWN_LEAVES = (torch.Tensor, bool, int, float, str, type(None))
-_KNOWN_WEIGHTS = (torch.nn.Parameter, torch.Tensor, type(None))
+_KNOWN_WEIGHTS = (torch.nn.Parameter, torch.Tensor)
 # Modules of others may compute otherwise from token to token, without a trace in their
 # tensors: adapters that are switched, weights that are decoded.
 _KNOWN_MODULES = ("torch.nn.", "transformers.")
@@ -56,12 +56,19 @@ class TokenLayers:
         self._graphs = graphs
         self._weights = weights
         self._layers = [_TokenLayer(layer, graphs) for layer in layers]
-        # Graphs of all layers share memory.
-        self._lock = threading.Lock()
+        # The thread that computes a token: graphs of all layers share memory.
+        self._running: dict[str, int] = {}
+        self._n_prompts = 0
 
     def __reduce__(self) -> Any:
         """Copy and pickle without graphs."""
         return TokenLayers, (self._modules, self._graphs, self._weights)
+
+    def begin_answer(self) -> None:
+        """Compare graphs with the layers' code for the next token: since the last
+        answer, numbers of layers and settings of torch may have changed, which are not
+        looked at for each token."""
+        self._n_prompts += 1
 
     def run(self, number: int, call: LayerCall) -> Any:
         """Return what a layer's forward returns.
@@ -71,12 +78,15 @@ class TokenLayers:
             call: of its forward.
         """
         with weights_on_device(self._weights, number):
-            if not self._lock.acquire(blocking=False):
-                return call.run_own()  # another thread computes a token
+            thread = threading.get_ident()
             try:
-                return self._layers[number].run(call)
+                # A lock could stay taken behind an interrupt, also for its own thread.
+                if self._running.setdefault("thread", thread) != thread:
+                    return call.run_own()
+                return self._layers[number].run(call, self._n_prompts)
             finally:
-                self._lock.release()
+                if self._running.get("thread") == thread:
+                    self._running.clear()
 
 
 class _TokenLayer:
@@ -86,18 +96,28 @@ class _TokenLayer:
         self._layer = layer
         self._graphs = graphs
         self._kind: Any = None
+        self._n_prompts = 0
         self._parts = LayerParts(layer)
         self._recording: LayerRecording | None = None
         self._step: Callable[[LayerCall], Any] = LayerCall.run_own
 
-    def run(self, call: LayerCall) -> Any:
-        """Run the layer, by graphs if they are there."""
+    def run(self, call: LayerCall, n_prompts: int) -> Any:
+        """Run the layer, by graphs if they are there.
+
+        Args:
+            call: the layer's.
+            n_prompts: how many prompts there were.
+        """
         kind = (self._graphs.stream(), _kind_of(call))
         if kind != self._kind or not self._parts.are_unchanged():
-            self._kind = kind
-            self._parts = LayerParts(self._layer)
-            self._recording = None
+            # In this order: an interrupt must not leave the old graphs to a new kind.
             self._step = self._wait
+            self._recording = None
+            self._parts = LayerParts(self._layer)
+            self._kind = kind
+        elif n_prompts != self._n_prompts and self._recording is not None:
+            self._step = self._check
+        self._n_prompts = n_prompts
         return self._step(call)
 
     def _wait(self, call: LayerCall) -> Any:
@@ -110,22 +130,27 @@ class _TokenLayer:
         self._step = LayerCall.run_own
         if not _can_be_recorded(self._layer, call):
             return call.run_own()
-        watched = WatchedCall(call)
+        watched = self._watch(call)
         if watched.refusal is None:
             try:
                 self._recording = LayerRecording(call, watched, self._graphs.new)
                 self._step = self._check
-            except RuntimeError as error:  # the device is full, or it cannot record
+            except Exception as error:  # the device is full, or it cannot record
                 warnings.warn(
                     f"a layer computes tokens by its own code: {first_line(error)}",
                     stacklevel=2,
                 )
         return watched.result
 
+    def _watch(self, call: LayerCall) -> WatchedCall:
+        """Run the layer's code, and note what it does."""
+        weights = chain(self._layer.parameters(), self._layer.buffers())
+        return WatchedCall(call, weights)
+
     def _check(self, call: LayerCall) -> Any:
         """Run the layer's code, and compare the graphs with it."""
         assert self._recording is not None
-        watched = WatchedCall(call)
+        watched = self._watch(call)
         if watched.refusal is None and self._recording.agrees(call, watched):
             self._step = self._recording.replay
         else:
@@ -142,8 +167,10 @@ def _kind_of(call: LayerCall) -> list[Any]:
             kind.append(type(leaf))
         elif isinstance(leaf, torch.Tensor):
             kind += (name, leaf.shape, leaf.dtype, leaf.device)
-        else:
+        elif isinstance(leaf, _KNOWN_LEAVES):
             kind += (name, leaf)
+        else:  # it is not recorded, and may not be comparable
+            kind += (name, type(leaf))
     return kind
 
 
@@ -152,7 +179,7 @@ def _can_be_recorded(layer: torch.nn.Module, call: LayerCall) -> bool:
     when it changes."""
     has_cache = False
     for name, leaf in leaves_of(call):
-        if isinstance(leaf, PromptCache):
+        if type(leaf) is PromptCache:
             has_cache = True
         elif name != MASK and not isinstance(leaf, _KNOWN_LEAVES):
             return False
@@ -164,4 +191,10 @@ def _is_known(module: torch.nn.Module) -> bool:
         return False
     weights = chain(module._parameters.values(), module._buffers.values())
     is_known = plain_class(module).__module__.startswith(_KNOWN_MODULES)
-    return is_known and all(type(weight) in _KNOWN_WEIGHTS for weight in weights)
+    return is_known and all(map(_is_known_weight, weights))
+
+
+def _is_known_weight(weight: torch.Tensor | None) -> bool:
+    return weight is None or (
+        type(weight) in _KNOWN_WEIGHTS and weight.layout is torch.strided
+    )

@@ -91,12 +91,21 @@ def _may_have_effect(name: str, value: Any) -> bool:
 
 
 def attend(
-    options: ModelOptions, module: torch.nn.Module, *tensors: Any, **keywords: Any
+    options: ModelOptions,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """``_attend``: (batch, queries, heads, value_dim), and no weights."""
-    call = partial(_attend, options, module, **keywords)
+    call: Callable[..., torch.Tensor] = partial(_attend, options, module, **keywords)
     substitute = substitutes.attention
-    out = call(*tensors) if substitute is None else substitute(call, *tensors)
+    if substitute is None:
+        out = call(query, key, value, attention_mask)
+    else:
+        out = substitute(call, query, key, value, attention_mask)
     return out.transpose(1, 2).contiguous(), None
 
 
