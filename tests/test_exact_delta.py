@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fa4 import stand_in
+from helpers.kernels import taken_as_tried
 from helpers.memory import usage
 from helpers.saturated import (
     MOST_OVER_UNFUSED,
@@ -101,7 +102,8 @@ def test_masks_and_kernels_have_it(kernel, mask) -> None:  # type: ignore[no-unt
 
 
 @pytest.mark.slow
-def test_native_reads_the_unrounded_output() -> None:
+def test_native_reads_the_unrounded_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_as_tried(monkeypatch, "native")
     torch.manual_seed(2)
     tensors = saturated((1, 17, 16), 17, torch.float16)
     truth = gradients(unfused, tensors, torch.float64)

@@ -377,7 +377,7 @@ class TestCompletedTasksAreNeverRecomputed:
 
     Through slots; on inputs as they lie: execution/test_recovery.py."""
 
-    N = 300
+    N = 150
 
     @pytest.mark.slow_but_first
     @pytest.mark.parametrize("n_cap", [1, 3])
@@ -392,7 +392,7 @@ class TestCompletedTasksAreNeverRecomputed:
         made = inputs(self.N, heads=2)
         kernel = WatchedKernel(fails, late=late)
         plan = qa.plan(
-            self.N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=8, kernel=kernel,
+            self.N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=4, kernel=kernel,
             n_cap=n_cap, heads_per_group=1, backward=backward, is_causal=True,
         )  # fmt: skip
         report, reference = qa.Report(), exact(made, is_causal=True, gradients=True)

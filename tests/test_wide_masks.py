@@ -16,6 +16,7 @@ import helpers.equations as equations
 import pytest
 import torch
 from helpers.attention import error
+from helpers.kernels import taken_as_tried
 from helpers.memory import usage
 
 import quorum_attention as qa
@@ -161,7 +162,8 @@ def test_in_torchs_place() -> None:
 
 
 @pytest.mark.slow
-def test_native_by_the_interpreter() -> None:
+def test_native_by_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_as_tried(monkeypatch, "native")
     q, k, v, grad_out = (torch.randn(1, 1, 17, 8).half() for _ in range(4))
     mask = (-3000 - torch.arange(17.0)) + torch.randn(17, 1)
     out, lse = qa.attention_with_lse(q, k, v, mask, kernel="native")
