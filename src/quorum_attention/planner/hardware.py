@@ -26,8 +26,10 @@ class HardwareModel:
             a call takes as long as a full one. 0: the device has no waves.
         filling_rows: rows at which a call reaches half the rate, where there are no
             waves.
-        filling_causal: rows at which a causal call reaches half the rate (its last
+        filling_causal: rows at which a causal forward reaches half the rate (its last
             tiles are its longest).
+        backward_filling_causal: the same for a backward (its first tiles are its
+            longest).
         exposed_idle: share of a call's idle time that remains when two calls are in
             flight.
         throttle: a device at full rate lowers its clock, so a call that fills a share s
@@ -43,6 +45,9 @@ class HardwareModel:
             merge.
         copy_seconds: of issuing one copy.
         unit_seconds: of the host for one unit, its calls and copies not counted.
+        backward_tensor_seconds: of the host, in a backward, for each tensor that a unit
+            copies in or out, besides the copy: casts, additions and checks of scales
+            are kernels that it launches.
         pass_seconds: of one pass, independent of its size.
         plan_seconds: extra time of a kernel's first call of a shape.
         overlaps: whether copies run beside compute, and the host runs ahead.
@@ -55,6 +60,7 @@ class HardwareModel:
     wave_rows: int = 132 * 128
     filling_rows: float = 0
     filling_causal: float = 20_000
+    backward_filling_causal: float = 2_000
     exposed_idle: float = 0.35
     throttle: float = 0.1
     cache_bytes: int = 20 << 20
@@ -67,13 +73,21 @@ class HardwareModel:
     backward_call_seconds: float = 270e-6
     copy_seconds: float = 1.5e-6
     unit_seconds: float = 400e-6
+    backward_tensor_seconds: float = 140e-6
     pass_seconds: float = 2e-3
     plan_seconds: float = 40e-3
     overlaps: bool = True
     threads: int = 1
     measured: bool = False
 
-    def share_of_rate(self, rows: int, causal_side: int = 0, streams: int = 1) -> float:
+    def share_of_rate(
+        self,
+        rows: int,
+        causal_side: int = 0,
+        streams: int = 1,
+        *,
+        backward: bool = False,
+    ) -> float:
         """The share of the full rate that a call of ``rows`` parallel rows reaches.
 
         Args:
@@ -83,7 +97,8 @@ class HardwareModel:
         """
         rows = max(1, rows)
         if causal_side:
-            share = rows / (rows + self.filling_causal)
+            filling = self.backward_filling_causal if backward else self.filling_causal
+            share = rows / (rows + filling)
             if self.wave_rows:
                 # The longest tile of a square has all its keys, and bounds the time of
                 # the call.

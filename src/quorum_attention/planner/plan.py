@@ -35,8 +35,8 @@ class Cost:
         fixed: time of a pass that does not depend on its size.
         preparation: extra time of the first call, while the kernel prepares the shapes
             of a few typical tasks; not part of ``seconds``.
-        uniform_units: whether all units are alike, so that the shorter terms are hidden
-            completely.
+        uniform_units: whether all units are alike, so that a term is hidden almost
+            completely unless it is nearly as long as the longest.
         overlaps: whether compute, copies and the host run side by side.
     """
 
@@ -63,12 +63,18 @@ class Cost:
             return compute + self.up + self.down + self.issue + self.fixed
         side_by_side = (compute, self.up, self.down, self.issue)
         longest = max(side_by_side)
-        if not self.uniform_units and longest > 0:
-            # One unit computes longer, the next copies longer: two slots hide only a
-            # part of the shorter terms (fitted: docs/planner.md).
-            shares = [part / longest for part in side_by_side]
-            longest *= sum(share**2.5 for share in shares) ** 0.4
-        return longest + self.exposed + self.fixed
+        if longest == 0:
+            return self.exposed + self.fixed
+        # One unit computes longer, the next copies longer: two slots hide only a part
+        # of the shorter terms, and less of them where units differ (fitted:
+        # docs/planner.md).
+        exponent = 8 if self.uniform_units else 2.5
+        powers = 0.0
+        for part in side_by_side:
+            share = part / longest
+            powers += share**exponent
+        norm = float(powers ** (1 / exponent))
+        return longest * norm + self.exposed + self.fixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) -> Cost:
         if counts.resident:
             copies *= _DEVICE_COPIES
         copy_seconds = copies * hardware.copy_seconds
-        issue += counts.units * (hardware.unit_seconds + copy_seconds)
+        unit_seconds = _unit_seconds(counts, problem.spec, hardware)
+        issue += counts.units * (unit_seconds + copy_seconds)
     return Cost(
         arithmetic=computing.arithmetic,
         merge=computing.merge,
@@ -91,7 +92,9 @@ def least_cost(schedule: Schedule, problem: Problem, hardware: HardwareModel) ->
     """Return seconds that a schedule's cost is not below, found without a look at its
     tasks."""
     counts = schedule.route.work_counts(schedule, problem)
-    issue = counts.units * hardware.unit_seconds if counts.in_slots else 0.0
+    issue = 0.0
+    if counts.in_slots:
+        issue = counts.units * _unit_seconds(counts, problem.spec, hardware)
     up, down = _copy_seconds(counts, hardware)
     return max(least_seconds(problem, hardware), issue, up, down)
 
@@ -204,11 +207,13 @@ def _operator_cost(
     if counts.merges:
         number_bytes = 2 * shape.state_dtype.itemsize + shape.dtype.itemsize
         row_bytes = shape.value_dim * number_bytes
-        merged_bytes = sample.merged * n_heads * scale * row_bytes * spec.combined
+        merged_rows = sample.merged * n_heads * scale
+        merged_bytes = merged_rows * row_bytes * spec.combined
+    calls_per_unit = n_calls / sample.tasks
     return _KernelCost(
         arithmetic=seconds * scale,
         merge=merged_bytes / hardware.merge_bytes_per_second,
-        issue=call_seconds * n_calls / sample.tasks * counts.units,
+        issue=call_seconds * calls_per_unit * counts.units,
         preparation=len(sample.calls) * hardware.plan_seconds,
     )
 
@@ -227,12 +232,20 @@ def _call_seconds(
     spec = problem.spec
     rectangle = batch.first
     n_heads = schedule.n_query_heads(shape)
-    # A backward is parallel over keys, a forward over queries.
-    n_parallel = rectangle.n_keys if spec.backward else rectangle.n_queries
-    n_inner = rectangle.n_queries if spec.backward else rectangle.n_keys
+    # A forward is parallel over queries, a backward over keys.
+    n_parallel = rectangle.n_queries
+    n_inner = rectangle.n_keys
+    if spec.backward:
+        n_parallel = rectangle.n_keys
+        n_inner = rectangle.n_queries
     causal_side = rectangle.n_queries if rectangle.causal else 0
     rows = n_parallel * batch.count * n_heads
-    share = hardware.share_of_rate(rows, causal_side, schedule.route.streams)
+    share = hardware.share_of_rate(
+        rows,
+        causal_side,
+        schedule.route.streams,
+        backward=spec.backward,
+    )
     if uncut or rectangle.causal:
         # The plain rectangles of a task are cut so that the cache holds their inner
         # operand.
@@ -247,6 +260,19 @@ def _call_seconds(
     flops = _flops_of_pair(shape, spec) * rectangle.pairs * batch.count * n_heads
     rate = _rate(hardware, spec) * share
     return flops / rate + hardware.call_device_seconds
+
+
+def _unit_seconds(
+    counts: WorkCounts,
+    spec: PassSpec,
+    hardware: HardwareModel,
+) -> float:
+    """Return the seconds of the host for one unit through slots; its kernel calls and
+    copies are not counted."""
+    if not spec.backward:
+        return hardware.unit_seconds
+    tensor_seconds = counts.run_copies * hardware.backward_tensor_seconds
+    return hardware.unit_seconds + tensor_seconds
 
 
 def _copy_seconds(counts: WorkCounts, hardware: HardwareModel) -> tuple[float, float]:

@@ -111,6 +111,10 @@ class Slots(Route):
             # visit.
             up += max(0.0, n_visits - 1.0) * state_bytes
             down = n_visits * state_bytes
+        # The states of an uncut unit begin empty: they are only copied out.
+        n_state_copies = 2 if schedule.decomposition.depth else 1
+        run_copies = len(problem.spec.inputs)
+        run_copies += n_state_copies * len(problem.spec.states)
         return WorkCounts(
             units=n_units,
             up=up,
@@ -118,7 +122,7 @@ class Slots(Route):
             resident=problem.place.resident,
             overlapping_units=max(1, n_units) if self.n_cap > 1 else 1,
             in_slots=True,
-            run_copies=len(problem.spec.inputs) + 2 * len(problem.spec.states),
+            run_copies=run_copies,
             uniform_units=schedule.decomposition.depth < 2,
         )
 
