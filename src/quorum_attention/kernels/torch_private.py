@@ -161,18 +161,23 @@ def restores_grad_and_autocast(
 def restores_modes_and_hooks(
     function: Callable[_Params, _Result],
 ) -> Callable[_Params, _Result]:
-    """Return ``function`` such that after its errors no hooks of saved tensors are left
-    behind either: for functions that set checkpoints, and take longer than a small
-    call."""
+    """Return ``function`` such that after its errors, beside what
+    ``restores_grad_and_autocast`` restores, no hooks of saved tensors are left behind,
+    and autocast keeps its casts as before.
+
+    It is for functions that set checkpoints, which take longer than a small call.
+    """
     guarded = restores_grad_and_autocast(function)
 
     @wraps(function)
     def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
         hooks = _innermost_hooks()
+        is_caching = torch.is_autocast_cache_enabled()
         try:
             return guarded(*args, **named)
         except BaseException:
             _remove_hooks_within(hooks)
+            torch.set_autocast_cache_enabled(is_caching)
             raise
 
     return call

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.kernels.torch_private import restores_grad_and_autocast
+from quorum_attention.kernels.torch_private import restores_modes_and_hooks
 from quorum_attention.plain_types import Keywords
 
 # The attribute of a changed model that holds its change sets, the first one first.
@@ -93,7 +93,7 @@ class ChangeSet:
     pieces: list[ModelPiece] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
-    @restores_grad_and_autocast
+    @restores_modes_and_hooks
     def make(self, model: Any, piece: ModelPiece) -> Change:
         """Make one change, unless it does not suit the model or does not take hold."""
         try:
