@@ -213,8 +213,8 @@ def test_results_used_again(backward: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     def store(self, slot, far, pieces) -> None:
         for piece in pieces:
-            rows = slot[:, piece.local : piece.local + piece.stop - piece.start]
-            far.numpy()[:, piece.start : piece.stop] = rows.numpy()
+            rows = slot[..., piece.local : piece.local + piece.length, :]
+            far.numpy()[..., piece.start : piece.stop, :] = rows.numpy()
 
     monkeypatch.setattr(Mover, "store", store)
     plan = qa.plan(
