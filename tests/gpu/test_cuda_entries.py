@@ -195,4 +195,4 @@ def test_views_that_operators_do_not_read_take_no_copy_for_each_entry(
         grads = torch.autograd.grad(wanted, exact, upstream.double())
         for result, right in zip(found, (wanted, *grads), strict=True):
             assert error(result, right) < 2e-4
-    assert counts[1] <= counts[0] + 200
+    assert counts[1] - counts[0] < 1000

@@ -9,9 +9,9 @@ from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.execution.kernel_layout import (
-    are_kernel_readable,
     have_flattened_views,
     is_kernel_readable,
+    unreadable_inputs,
 )
 from quorum_attention.execution.problem import Placement
 from quorum_attention.execution.upstream import rescaled_upstream_bytes
@@ -24,7 +24,7 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
         resident=tensors.query.device == request.options.device,
         results_given=request.out is not None,
         result_dtype=request.out_dtype,
-        inputs_readable=are_kernel_readable(*inputs),
+        unreadable_inputs=unreadable_inputs(*inputs),
         lse_given=request.lse is not None,
         flattenable=have_flattened_views(*inputs),
     )
@@ -47,7 +47,7 @@ def backward_place(
         resident=tensors.query.device == grad_out.device == out.device == device,
         results_given=grads is not None,
         result_dtype=dtype if grads is None else grads[0].dtype,
-        inputs_readable=are_kernel_readable(*inputs),
+        unreadable_inputs=unreadable_inputs(*inputs),
         n_unreadable=_count_unreadable(rescaled_bytes, is_kernel_readable(out, dtype)),
         rescaled_grad_bytes=rescaled_bytes,
         same_dtype=grad_out.dtype == out.dtype == dtype,

@@ -153,8 +153,13 @@ def copied_bytes(
         most_rows: most rows of a head that are copied at a time; None: all.
     """
     shape = problem.shape
-    unreadable = [item for item in problem.spec.inputs if item.may_be_unreadable]
+    place = problem.place
+    may_be_unreadable = [item for item in problem.spec.inputs if item.may_be_unreadable]
+    copied = may_be_unreadable[: place.n_unreadable]
+    copied += [
+        item for item in problem.spec.inputs if item.name in place.unreadable_inputs
+    ]
     return tuple(
         item.count(shape, group, most_rows) * item.dtype(shape).itemsize
-        for item in unreadable[: problem.place.n_unreadable]
+        for item in copied
     )

@@ -90,9 +90,14 @@ class PassJob:
             copies: whether to copy a part that operators cannot read otherwise.
         """
         part = group_part(self.tensors[item.name], group, item.axis)
-        if copies and item.may_be_unreadable:
+        if copies and self.may_be_unreadable(item):
             return as_kernel_readable(part, item.dtype(self.shape))
         return part
+
+    def may_be_unreadable(self, item: InputSpec) -> bool:
+        """Whether an input may have to be copied before operators can read it."""
+        is_unreadable = item.name in self.problem.place.unreadable_inputs
+        return item.may_be_unreadable or is_unreadable
 
     def task_tensors(
         self,
@@ -240,12 +245,13 @@ class PassJob:
     def _as_result(self, state: StateSpec, part: torch.Tensor) -> torch.Tensor:
         """Return a kernel's own tensor as a result.
 
-        A query without a view (b, heads, n, d) was copied for the kernel, so that the
-        output lies as that copy did.
+        A query without a view (b, heads, n, d), or without readable rows, was copied
+        for the kernel, so that the output lies as that copy did.
         """
         dtype = self.result_dtype(state)
         part = part if part.dtype == dtype else part.to(dtype)
-        if self.problem.place.flattenable or self.spec.backward or state.over is None:
+        is_like_input = self.spec.backward or not self.problem.place.copies_query
+        if is_like_input or state.over is None:
             return part
         return laid_out_like(part, self.tensors[state.over])
 

@@ -54,14 +54,19 @@ def _begins_at_words(tensor: torch.Tensor, word_bytes: int) -> bool:
     return True
 
 
-def are_kernel_readable(
+def unreadable_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> bool:
-    """Whether operators can read the inputs without a copy: their rows are readable,
-    and results can have the query's strides."""
-    if not _can_lay_out_results(query):
-        return False
-    return all(map(has_readable_rows, (query, key, value)))
+) -> tuple[str, ...]:
+    """The names of the inputs that operators cannot read without a copy: their rows are
+    not readable, or results cannot have the query's strides."""
+    names: list[str] = []
+    if not (_can_lay_out_results(query) and has_readable_rows(query)):
+        names.append("query")
+    if not has_readable_rows(key):
+        names.append("key")
+    if not has_readable_rows(value):
+        names.append("value")
+    return tuple(names)
 
 
 def _can_lay_out_results(query: torch.Tensor) -> bool:
@@ -79,16 +84,17 @@ def _can_lay_out_results(query: torch.Tensor) -> bool:
 
 
 def is_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether operators can read an upstream gradient or an output without a copy."""
+    """Whether operators can read an upstream gradient, an output or a copied input
+    without a copy."""
     if tensor.dtype != dtype or 0 in tensor.stride():
         return False
     return has_readable_rows(tensor)
 
 
 def as_kernel_readable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A part of an upstream gradient or of an output as operators can read it: of
-    ``dtype``, in dense rows, not expanded (the gradient of a sum is). Copies only what
-    is not so already."""
+    """A part of an upstream gradient, of an output or of an unreadable input as
+    operators can read it: of ``dtype``, in dense rows, not expanded (the gradient of a
+    sum is). Copies only what is not so already."""
     if is_kernel_readable(tensor, dtype):
         return tensor
     copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)

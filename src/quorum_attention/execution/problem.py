@@ -23,7 +23,10 @@ class Placement:
         results_given: whether the caller passed the results, which the budget then does
             not count.
         result_dtype: of the output (forward) or of the gradients (backward).
-        inputs_readable: whether operators can read resident inputs without a copy.
+        unreadable_inputs: the names of the inputs that operators cannot read without a
+            copy (because they are expanded, or their rows have gaps or begin anywhere).
+            Only one kernel call for each head group copies them; other routes than
+            slots need all to be readable.
         n_unreadable: how many of upstream gradient and output operators cannot read
             (because they are expanded or of another dtype). Routes without slots copy
             them group by group.
@@ -41,7 +44,7 @@ class Placement:
     resident: bool
     results_given: bool
     result_dtype: torch.dtype
-    inputs_readable: bool = True
+    unreadable_inputs: tuple[str, ...] = ()
     n_unreadable: int = 0
     rescaled_grad_bytes: int | None = None
     same_dtype: bool = True
@@ -52,7 +55,13 @@ class Placement:
     @property
     def in_place(self) -> bool:
         """Whether operators can read the inputs where they are, without a copy."""
-        return self.resident and self.inputs_readable
+        return self.resident and not self.unreadable_inputs
+
+    @property
+    def copies_query(self) -> bool:
+        """Whether a kernel call of the whole pass gets a copy of the query, so that its
+        output does not lie as the query does."""
+        return not self.flattenable or "query" in self.unreadable_inputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,8 @@ def _is_plain(
         return False
     if len(shape.batch_shape) != 1 or problem.place.result_dtype != shape.dtype:
         return False
+    if problem.place.unreadable_inputs:
+        return False
     if backward_inputs is None:
         return True
     return problem.place.rescaled_grad_bytes is None and not problem.scaled

@@ -292,6 +292,7 @@ def refit(plan: Plan, problem: Problem, hardware: HardwareModel) -> Plan:
         n_unreadable=problem.place.n_unreadable,
         rescaled_grad_bytes=problem.place.rescaled_grad_bytes,
         flattenable=problem.place.flattenable,
+        unreadable_inputs=problem.place.unreadable_inputs,
     )
     if not schedule.runs(problem):
         schedule = schedule.through_slots(shape)

@@ -63,7 +63,7 @@ class Whole(InPlace):
     def runs(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether one kernel call can take all of a head group and give its results."""
         shape = problem.shape
-        if not problem.place.in_place:
+        if not problem.place.resident:
             return False
         if problem.spec.backward and not _gives_results(problem):
             return False
@@ -99,9 +99,10 @@ class Whole(InPlace):
             workspace = max(workspace, head_workspace)
         copies = [problem.place.rescaled_grad_bytes or 0]
         copies += copied_bytes(problem, schedule.group)
-        if _is_one_call(schedule, problem) and not problem.place.flattenable:
-            copies += [item.n_bytes(shape) for item in problem.spec.inputs]
-            if not problem.spec.backward:
+        if _is_one_call(schedule, problem):
+            if not problem.place.flattenable:
+                copies += [item.n_bytes(shape) for item in problem.spec.inputs]
+            if problem.place.copies_query and not problem.spec.backward:
                 # The kernel's output, beside the result that lies as the query does.
                 copies += result_bytes(problem)
         return Footprint(
@@ -321,16 +322,22 @@ def _call_of(
 
 
 def _kernel_inputs(job: PassJob, group: Group | None) -> NamedTensors:
-    """The inputs by name, (b, heads, n, d); lse is (b, heads, n)."""
-    if group is not None:
-        return {
-            item.name: group_part(job.tensors[item.name], group, item.axis)
-            for item in job.problem.spec.inputs
-        }
+    """The inputs by name, (b, heads, n, d), readable; lse is (b, heads, n)."""
     shape = job.problem.shape
-    if len(shape.batch_shape) == 1:
+    unreadable = job.problem.place.unreadable_inputs
+    if group is None and len(shape.batch_shape) == 1 and not unreadable:
         return job.tensors
-    return {name: flatten_batch(tensor, shape) for name, tensor in job.tensors.items()}
+    inputs: NamedTensors = {}
+    for item in job.problem.spec.inputs:
+        tensor = job.tensors[item.name]
+        if group is not None:
+            part = group_part(tensor, group, item.axis)
+        else:
+            part = flatten_batch(tensor, shape)
+        if item.name in unreadable:
+            part = as_kernel_readable(part, item.dtype(shape))
+        inputs[item.name] = part
+    return inputs
 
 
 def saved_of(
