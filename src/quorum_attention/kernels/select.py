@@ -16,10 +16,9 @@ _UNROUNDED = "native"
 _FOR_LONG_CALLS = "fa4"
 _FOR_FEW_KEYS = "efficient"
 _FEW_KEYS = 64
-LONG_FLOPS = 9e11
-"""Operations from which on "auto" takes FlashAttention-4: 2 ms of an H200. Those of a
-forward count in the forward, and those of both passes in the backward: where rows are
-few, cuDNN's forward is as fast, and its backward takes twice as long."""
+LONG_FLOPS = 1e12
+"""Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an
+H200."""
 
 
 def why_not(
@@ -53,9 +52,8 @@ def select_kernel(
         requested: the name of a kernel, a kernel, or "auto".
         tried: a kernel also has to pass a small test on the device; planning does
             without, because it may plan for a device that is not here.
-        flops: operations of the call up to the end of this pass. FlashAttention-4 takes
-            the host longer to launch than others, and is imported and compiled first:
-            "auto" takes it for long calls alone.
+        flops: operations of a forward. FlashAttention-4 takes the host longer to launch
+            than others, and is compiled first: "auto" takes it for long calls alone.
 
     Raises:
         NotImplementedError: no kernel, or not the one asked for, can run the call; says
@@ -146,7 +144,7 @@ def unrounded_kernel(
     Args:
         backward: whether the pass is a backward, which reads that result. A long one
             goes to FlashAttention-4.
-        flops: operations of the call up to the end of this pass.
+        flops: operations of a forward.
     """
     is_wider = (
         result.itemsize > shape.dtype.itemsize and shape.head_dim == shape.value_dim

@@ -30,7 +30,7 @@ from quorum_attention.planner.constraints import PlanConstraints
 from quorum_attention.planner.kernel_choice import choose_plan
 from quorum_attention.planner.options import PlannerOptions
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.price import call_flops
+from quorum_attention.planner.price import forward_flops
 from quorum_attention.planner.search import refit, short_call
 from quorum_attention.units import format_bytes, format_least
 
@@ -70,9 +70,7 @@ def decide(
 
     Args:
         result_dtype: dtype of the output, as the forward returns it. It goes into the
-            choice of the kernel in both passes. They take the same one, unless the call
-            is too short for FlashAttention-4 by its forward alone
-            (``kernels/select.py``).
+            choice of the kernel in both passes, so that they take the same one.
         needs_grad: whether a backward follows this forward.
 
     Raises:
@@ -80,7 +78,7 @@ def decide(
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
     device = options.device
-    flops = call_flops(shape, backward=backward)
+    flops = forward_flops(shape)
     asked_shape = replace(shape, needs_grad=needs_grad or backward)
     if backward:
         # A kernel that reads a wide output may itself round outputs.

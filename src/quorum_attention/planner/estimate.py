@@ -35,7 +35,7 @@ from quorum_attention.planner.plan_arguments import (
     checked_shape,
     optional_number,
 )
-from quorum_attention.planner.price import call_flops
+from quorum_attention.planner.price import forward_flops
 from quorum_attention.units import format_bytes, format_seconds, parse_bytes
 
 
@@ -158,11 +158,7 @@ def plan(
     )
     asked_shape = replace(shape, needs_grad=backward)
     preferred = select_kernel(
-        kernel,
-        asked_shape,
-        where,
-        tried=False,
-        flops=call_flops(shape, backward=backward),
+        kernel, asked_shape, where, tried=False, flops=forward_flops(shape)
     )
     other_kernels = rivals(preferred, asked_shape, where) if kernel == "auto" else ()
     chosen_kernel, chosen_plan = choose_plan(

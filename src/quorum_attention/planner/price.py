@@ -108,17 +108,11 @@ def least_seconds(problem: Problem, hardware: HardwareModel) -> float:
     return flops / _rate(hardware, problem.spec)
 
 
-def call_flops(shape: CallShape, *, backward: bool) -> float:
-    """Count the operations of a call's products: two in a forward, with five more if
-    its ``backward`` is run.
-
-    A kernel's own mask is not counted.
-    """
+def forward_flops(shape: CallShape) -> float:
+    """Count the operations of a forward's two products; a kernel's own mask is not
+    counted."""
     flops_of_pair = 2.0 * shape.kv_width
-    forward = flops_of_pair * shape.pairs * shape.batch * shape.heads
-    if not backward:
-        return forward
-    return forward * 7 / 2
+    return flops_of_pair * shape.pairs * shape.batch * shape.heads
 
 
 def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
