@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +32,18 @@ class FakeGraphs:
         return FakeGraph(self)
 
 
+class _NumbersStayOnDevice(TorchFunctionMode):
+    """Refuses to give the host a list of numbers, as a GPU does while a graph is
+    recorded: experts of some models ask how many tokens each gets."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.tolist:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return function(*args, **(kwargs or {}))
+
+
 class FakeGraph(TorchDispatchMode):
     def __init__(self, graphs: FakeGraphs) -> None:
         super().__init__()
@@ -41,7 +54,7 @@ class FakeGraph(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         if self._graphs.fails:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-        with self:
+        with _NumbersStayOnDevice(), self:
             yield
 
     def __torch_dispatch__(
