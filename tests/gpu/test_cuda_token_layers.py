@@ -49,7 +49,7 @@ def n_replays(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_tokens_are_those_of_the_layers_code(
     kind: str, dtype: torch.dtype, n_replays: Any
 ) -> None:
-    """Two prompts: the second one's tokens are replayed from the first on."""
+    """Two prompts: the second one's tokens are replayed from the second on."""
     model = new_model(kind, LAYERED[kind]).cuda().to(dtype)
     twin = copy.deepcopy(model)
     long_prompt(model, tile=TILE)
@@ -91,6 +91,19 @@ def test_sampling_and_a_padded_batch_go_on_behind_a_recording(n_replays: Any) ->
         texts.append(result)
     assert torch.equal(*texts)
     assert n_replays() > 0
+
+
+def test_other_batches_are_recorded_too(n_replays: Any, recwarn: Any) -> None:
+    """All graphs of one batch are gone before those of the next one are recorded."""
+    model = new_model("llama", {}).cuda()
+    for batch in (1, 2, 1, 3):
+        n_before = n_replays()
+        cache = long_prompt(model, tile=TILE)
+        ids = prompt(batch=batch).cuda()
+        generated(model, ids, N_TOKENS, past_key_values=cache)
+        assert n_replays() == n_before + 2 * (N_TOKENS - 1 - 3)
+    messages = [str(warning.message) for warning in recwarn]
+    assert not any("by its own code" in message for message in messages)
 
 
 def test_a_layer_that_cannot_be_recorded_leaves_random_numbers_alone(
