@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -263,6 +264,26 @@ def test_a_number_of_a_layer_that_changed_between_answers() -> None:
         norm.variance_epsilon = 1.0
     assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
     assert graphs.n_replays > n_before
+
+
+def scripted(mlp: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(mlp, torch.ones(1, 1, 32), check_trace=False)
+
+
+@pytest.mark.parametrize(
+    "compiled", [lambda mlp: torch.compile(mlp, backend="eager"), scripted]
+)
+def test_a_compiled_module_in_a_layer(compiled: Any) -> None:
+    """It lacks attributes that other modules have."""
+    model = new_model("llama", {})
+    plain = copy.deepcopy(model)
+    layer = decoder_layers(model)[0]
+    layer.mlp = compiled(layer.mlp)
+    graphs = graphs_of(model)
+    assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
+    assert graphs.n_replays > 0  # of the other layer
 
 
 def test_sparse_weights_have_no_address() -> None:

@@ -15,14 +15,16 @@ class LayerParts:
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._modules = list(layer.modules())
-        attributes = [vars(module) for module in self._modules]
-        self._attributes = attributes
-        self._children = [names["_modules"] for names in attributes]
-        self._tensors = [names["_parameters"] for names in attributes]
-        self._tensors += [names["_buffers"] for names in attributes]
-        self._hooks = [names["_forward_hooks"] for names in attributes]
-        self._hooks += [names["_forward_pre_hooks"] for names in attributes]
+        self._attributes = [vars(module) for module in self._modules]
+        self._children = self._all_named("_modules")
+        self._tensors = self._all_named("_parameters") + self._all_named("_buffers")
+        hooks = self._all_named("_forward_hooks")
+        self._hooks = hooks + self._all_named("_forward_pre_hooks")
         self._parts = self._list_parts()
+
+    def _all_named(self, name: str) -> list[Any]:
+        """An attribute of all modules. Compiled modules (torch.jit) lack some."""
+        return [names.get(name, {}) for names in self._attributes]
 
     def are_unchanged(self) -> bool:
         """Whether the layer still has these parts."""
@@ -33,7 +35,7 @@ class LayerParts:
         parts += map(type, self._modules)
         parts += map(len, self._hooks)
         for names in self._attributes:
-            parts.append(names["training"])
+            parts.append(names.get("training"))
             parts.append("forward" in names)
         for children in self._children:
             parts += children.values()
@@ -54,5 +56,5 @@ def _place_of(tensor: torch.Tensor | None) -> int | None:
 def has_own_code(module: torch.nn.Module) -> bool:
     """Whether a module runs more than its class says: hooks, or another forward."""
     attributes = vars(module)
-    has_hooks = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(has_hooks) or "forward" in attributes
