@@ -176,6 +176,36 @@ def test_views_that_operators_do_not_read_take_no_copy_for_each_entry(
     assert counts[1] - counts[0] < 1024 - 256
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ["expanded", "inside", "two batches"])
+def test_slots_take_no_copy_for_each_entry(name: str, backward: bool) -> None:
+    """All entries of a head group are copied to its slot together, and from it."""
+    counts: list[int] = []
+    for n_entries in (64, 256):
+        plan = qa.plan(
+            8,
+            batch=n_entries,
+            heads=2,
+            head_dim=16,
+            dtype=torch.float32,
+            levels=(3,),
+            over_inputs=False,
+            backward=backward,
+            budget="1GiB",
+            device="cpu",
+        )
+        leaves = [VIEWS[name](n_entries, 2).requires_grad_() for _ in range(3)]
+        report = qa.Report()
+        call = partial(qa.attention, *leaves, plan=plan, report=report)
+        if backward:
+            call = partial(torch.autograd.grad, call().sum(), leaves, retain_graph=True)
+        counts.append(count_operators(call))
+        done = report.backward if backward else report.forward
+        assert done is not None
+        assert done.loaded_bytes > 0
+    assert counts[1] - counts[0] < 256 - 64
+
+
 @pytest.mark.usefixtures("gpu_layouts")
 @pytest.mark.parametrize("mask", ["key_lengths", "documents"])
 def test_masks_of_entries_over_views_that_operators_do_not_read(mask: str) -> None:
