@@ -162,7 +162,8 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
 
 def is_torchs(name: str) -> bool:
     owners = (torch.nn.Module(), torch.Tensor, torch, torch._C, modules, stateless)
-    return any(hasattr(owner, name) for owner in (*owners, torch.utils))
+    operator = torch.ops.aten.add.Tensor
+    return any(hasattr(owner, name) for owner in (*owners, torch.utils, operator))
 
 
 def test_private_names_of_libraries_stand_in_one_file_for_each() -> None:
