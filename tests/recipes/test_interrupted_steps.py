@@ -36,7 +36,8 @@ N_INTERRUPTS = int(os.environ.get("QUORUM_ATTENTION_INTERRUPTS", "10"))
 IDS = torch.arange(12)[None] * 7 % VOCABULARY
 # Where contexts end, and generators and objects are let go of: what a clean-up has not
 # put back yet stays as it is, or Python prints the interrupt and goes on.
-_CLEAN_UPS = {"__exit__", "__del__", "close", "<genexpr>", "remove"}
+# "remove" and "_remove_id" are called when an object that was referred to weakly is gone.
+_CLEAN_UPS = {"__exit__", "__del__", "close", "<genexpr>", "remove", "_remove_id"}
 # Where contexts begin, and optimizers turn gradients on and off: there an interrupt
 # leaves them as they are, unless a function further out puts them back.
 _SWITCHES = {"__enter__", "graph_break"}
