@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import SavedLayer, load_layers, save_layers
 from quorum_attention.long_prompts.segmented_cache import SegmentedCache
 from quorum_attention.long_prompts.segments import concatenate
+from quorum_attention.long_prompts.token_blocks import TokenBlock
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 
@@ -176,6 +178,32 @@ def test_appending_and_forking_copy_nothing_that_is_there() -> None:
     assert cache.segments()[0].key.data_ptr() == address
     assert forked.segments()[0].key.data_ptr() == address
     assert cache.segments()[0].key.shape[0] == 1
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2000])
+def test_a_fork_appends_while_another_one_does(
+    n_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in another thread: both found room behind the same tokens, and wrote there."""
+    cache = SegmentedCache(CachePlaces("cpu"))
+    prompt = tokens(1, 1000)
+    cache.append(*prompt)
+    forks = [cache.fork(), cache.fork()]
+    questions = [tokens(1, n_tokens), tokens(1, n_tokens)]
+    write = TokenBlock.write
+    waiting = [1]
+
+    def write_second(self: TokenBlock, *args: Any) -> None:
+        if waiting:
+            forks[1].append(*questions[waiting.pop()])
+        write(self, *args)
+
+    monkeypatch.setattr(TokenBlock, "write", write_second)
+    forks[0].append(*questions[0])
+    for fork, question in zip(forks, questions, strict=True):
+        key, value = concatenate(fork.segments(), torch.device("cpu"))
+        assert torch.equal(key, torch.cat([prompt[0], question[0]], dim=2))
+        assert torch.equal(value, torch.cat([prompt[1], question[1]], dim=2))
 
 
 def test_a_reserved_prompt_is_one_segment() -> None:

@@ -107,6 +107,20 @@ def test_texts_of_a_batch_may_be_padded(kind: str, tile: int) -> None:
     assert_same(result, expected)
 
 
+@pytest.mark.parametrize("n_padding", [14, 30])
+def test_padding_may_be_longer_than_a_tile(n_padding: int) -> None:
+    """Chunks of attention begin behind the padding. The first tile's mask knew no more
+    padding than the tile had tokens."""
+    model = new_model("llama4_text", LAYERED["llama4_text"])
+    ids = prompt(batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :n_padding] = 0
+    expected = generated(copy.deepcopy(model), ids, attention_mask=mask)
+    cache = long_prompt(model, tile=13)
+    result = generated(model, ids, attention_mask=mask, past_key_values=cache)
+    assert_same(result, expected)
+
+
 def test_weights_in_host_memory_change_nothing_and_come_back() -> None:
     model = new_model("llama", {"num_hidden_layers": 3})
     expected = generated(copy.deepcopy(model), prompt())

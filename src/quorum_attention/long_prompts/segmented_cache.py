@@ -259,6 +259,8 @@ class SegmentedCache:
         n_tokens = key.shape[2]
         if prefix is None or prefix.n_tokens + n_tokens > prefix.block.capacity:
             return False
+        if not prefix.block.claim(prefix.n_tokens, n_tokens):
+            return False
         prefix.block.write(prefix.n_tokens, key, value)
         prefix.n_tokens += n_tokens
         return True
@@ -274,6 +276,8 @@ class SegmentedCache:
         while start < n_new:
             prefix = self._open_prefix() or self._new_prefix(n_new - start)
             stop = min(n_new, start + prefix.block.capacity - prefix.n_tokens)
+            if not prefix.block.claim(prefix.n_tokens, stop - start):
+                continue
             prefix.block.write(
                 prefix.n_tokens, key[:, :, start:stop], value[:, :, start:stop]
             )

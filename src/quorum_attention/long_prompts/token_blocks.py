@@ -6,6 +6,7 @@ All keys of a block lie before all of its values, in memory of one place.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from quorum_attention.long_prompts.segments import Segment
 
 # Values begin at a multiple of this many bytes.
 _ALIGNMENT = 256
+# Forks of a cache may be used in several threads.
+_CLAIMS = threading.Lock()
 
 
 class TokenBlock:
@@ -56,6 +59,19 @@ class TokenBlock:
     def capacity(self) -> int:
         """How many tokens it has room for."""
         return self.key.shape[2]
+
+    def claim(self, start: int, n_tokens: int) -> bool:
+        """Take the places of tokens behind the first ``start``, before they are
+        written.
+
+        Returns:
+            Whether this was possible: another thread's cache may have been first.
+        """
+        with _CLAIMS:
+            if start != self.n_written and len(self.users) > 1:
+                return False
+            self.n_written = start + n_tokens
+            return True
 
     def write(self, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write tokens behind the first ``start``."""

@@ -210,8 +210,9 @@ class LayerwisePrefill:
                 self._run_layer, number=number, index=index, span=span, hidden=hidden
             )
             reached = reach_attention(run)
-            if call is None:
-                call = reached.call
+            # The last tile's mask knows the whole prompt's padding.
+            call = reached.call
+            if not rows:
                 self._take_device_memory(*reached.heads)
                 names = ("query", "key", "value")
                 rows = [
