@@ -50,7 +50,9 @@ def test_a_call_of_several_times_the_memory(tmp_path: Path) -> None:
     n_queries, n_keys, head_dim = 120_000, 200, 64
     rng = np.random.default_rng(0)
     sizes = {"q": n_queries, "k": n_keys, "v": n_keys, "do": n_queries}
-    for folder, most in (("small", 300), ("large", n_queries)):
+    # Libraries make code for blocks of a size when they first meet it: some processors
+    # have no memory for that within the limit, and the library ends the process.
+    for folder, most in (("small", 4000), ("large", n_queries)):
         (tmp_path / folder).mkdir()
         for name, n in sizes.items():
             array = rng.standard_normal((1, 1, min(n, most), head_dim), np.float32)
