@@ -95,14 +95,18 @@ def test_weights_in_host_memory() -> None:
     assert graphs.n_replays == n_replays(N_TOKENS - 1)
 
 
-def test_a_padded_batch_and_beams() -> None:
-    model, plain, graphs = model_with_graphs()
+def assert_padded_batch_is_replayed(model: Any, plain: Any, graphs: Any) -> None:
     ids = prompt(batch=2)
     mask = torch.ones_like(ids)
     mask[0, :11] = 0
     result = answer(model, ids=ids, attention_mask=mask)
     assert_same(result, generated(plain, ids, N_TOKENS, attention_mask=mask))
     assert graphs.n_replays > 0
+
+
+def test_a_padded_batch_and_beams() -> None:
+    model, plain, graphs = model_with_graphs()
+    assert_padded_batch_is_replayed(model, plain, graphs)
     tokens = answer(model, num_beams=3).sequences
     assert torch.equal(
         tokens, generated(plain, prompt(), N_TOKENS, num_beams=3).sequences
@@ -225,13 +229,7 @@ def test_a_layer_that_has_a_state_in_its_cache_is_not_recorded() -> None:
 
 def test_a_mask_that_attention_gets_by_name() -> None:
     """AFMoE hands its attention the mask as a keyword."""
-    model, plain, graphs = model_with_graphs("afmoe")
-    ids = prompt(batch=2)
-    mask = torch.ones_like(ids)
-    mask[0, :11] = 0
-    result = answer(model, ids=ids, attention_mask=mask)
-    assert_same(result, generated(plain, ids, N_TOKENS, attention_mask=mask))
-    assert graphs.n_replays > 0
+    assert_padded_batch_is_replayed(*model_with_graphs("afmoe"))
 
 
 def test_a_tensor_beside_a_layers_weights(monkeypatch: pytest.MonkeyPatch) -> None:

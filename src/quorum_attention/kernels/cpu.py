@@ -24,8 +24,11 @@ from quorum_attention.kernels.result_layout import laid_out_like
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 _OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
-# As torch's own Python calls it, which takes less time than ``torch.ops``.
-_forward: Any = getattr(torch, _OPERATOR)
+# As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a
+# name there.
+_forward: Any = getattr(torch, _OPERATOR, None) or getattr(
+    torch.ops.aten, _OPERATOR, None
+)
 _backward: Any = getattr(torch.ops.aten, f"{_OPERATOR}_backward").default
 
 # The operator works on tiles of at most this many queries and keys, one tile for each

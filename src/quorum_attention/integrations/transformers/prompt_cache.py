@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -109,9 +109,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Append keys and values (b, h_kv, n, d) to a layer's, and return all."""
-        append = substitutes.append or _append
-        update = super().update
-        return append(update, key_states, value_states, layer_idx, *args, **kwargs)
+        tokens = (key_states, value_states, layer_idx, *args)
+        if substitutes.append is None:
+            return super().update(*tokens, **kwargs)
+        return substitutes.append(super().update, *tokens, **kwargs)
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -269,10 +270,6 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def __str__(self) -> str:
         """Say what lies where, of the model too."""
         return "\n".join([repr(self), *self.notes])
-
-
-def _append(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return update(*args, **kwargs)
 
 
 def remove_tokens(layers: Iterable[Any]) -> None:
