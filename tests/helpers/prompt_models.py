@@ -32,6 +32,21 @@ OLD: dict[str, Any] = {
     "n_positions": 512,
     **EIGHT,
 }
+# Their last layers read keys and values of the layers before them. Gemma 4 also leaves
+# tokens out of these layers, if their logits are not asked for.
+SHARED_KEYS: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 9,
+    "layer_types": [*MIXED, *MIXED], "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+GEMMAS: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {
+        **SHARED_KEYS, "laurel_rank": 8, "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {**SHARED_KEYS, "global_head_dim": 24},
+    "gemma4_unified_text": {**SHARED_KEYS, "global_head_dim": 24},
+}  # fmt: skip
 # Kinds of models whose layers run one after the other. None takes a size away.
 LAYERED: dict[str, dict[str, Any]] = {
     "gpt_oss": DECODERS["gpt_oss"],
@@ -44,6 +59,7 @@ LAYERED: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "exaone4": {"sliding_window": 9, "layer_types": MIXED},
     "gemma": {},
+    **GEMMAS,
     "glm": {},
     "glm4": {},
     "gpt2": OLD,

@@ -63,6 +63,19 @@ class LayerCall:
         nothing = self.hidden.new_empty(0)
         return replace(self, hidden=nothing, args=args, named=named)
 
+    def replace_arguments(
+        self, is_replaced: Callable[[Any], bool], replacement: Any
+    ) -> LayerCall:
+        """The call with ``replacement`` in place of some arguments."""
+        args = [
+            replacement if is_replaced(argument) else argument for argument in self.args
+        ]
+        named = {
+            name: replacement if is_replaced(argument) else argument
+            for name, argument in self.named.items()
+        }
+        return replace(self, args=tuple(args), named=named)
+
     def run(self, function: Callable[..., Any]) -> Any:
         """Call ``function`` with these arguments."""
         return function(self.hidden, *self.args, **self.named)

@@ -30,6 +30,7 @@ from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memo
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.substitutes import substituting
 from quorum_attention.integrations.transformers.prompt_tiles import TileCache
+from quorum_attention.recipes.handed_states import HandedStates, hands_states_on
 from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
 from quorum_attention.recipes.layer_calls import LayerCall
 from quorum_attention.recipes.prompt_inputs import (
@@ -94,6 +95,7 @@ class _Recorder:
         # Layers share tensors (positions): each is stashed once. By id, with the tensor
         # itself.
         self._stashed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._states = HandedStates(tiles)
         self.hidden: torch.Tensor | None = None
         self.calls: list[LayerCall] = []
 
@@ -102,6 +104,7 @@ class _Recorder:
         hidden = call.hidden
         if number == 0:
             self.hidden = hidden
+        call = call.replace_arguments(hands_states_on, self._states)
         stashed = call.map_tensors(self._stash)
         self.calls.append(stashed)
         n_layers = len(self._model.layers)
@@ -174,7 +177,7 @@ class LayerwisePrefill:
         them."""
         recorder = _Recorder(self.model, self.tiles)
         with suppress(_RecordedError):
-            self._run_model(recorder, span)
+            self._run_model(recorder, self.inputs.of_all_logits(), span)
         embeddings = recorder.hidden
         if embeddings is None or len(recorder.calls) != len(self.model.layers):
             raise NotImplementedError("the model does not run each of its layers once")
@@ -184,12 +187,20 @@ class LayerwisePrefill:
         self._calls.append(recorder.calls)
 
     def _run_model(
-        self, function: Callable[[int, LayerCall], Any], span: Interval
+        self,
+        function: Callable[[int, LayerCall], Any],
+        inputs: PromptInputs,
+        span: Interval,
     ) -> Any:
-        """Run the model's forward on a tile, with ``function`` in place of its
-        layers."""
+        """Run the model's forward on a tile, with ``function`` in place of its layers.
+
+        Args:
+            function: called with a layer's number and its call.
+            inputs: the prompt, with the logits that are asked for.
+            span: the tokens of the tile.
+        """
         self._tile_cache.past = span.start
-        arguments = self.inputs.of_tile(span)
+        arguments = inputs.of_tile(span)
         run_model = self.model.run_model
         arguments[cache_name(run_model)] = self._tile_cache
         with substituting(prompt=self.inputs, layer=function):
@@ -312,7 +323,8 @@ class LayerwisePrefill:
         spans = [span for span in self._spans if self.inputs.has_logits(span)]
         results = []
         for span, (hidden,) in self.tiles.load(spans, self._hidden):
-            results.append(self._run_model(partial(self._replay, hidden), span))
+            replay = partial(self._replay, hidden)
+            results.append(self._run_model(replay, self.inputs, span))
         result = joined_results(results)
         for name in CACHE_NAMES:
             if name in result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,13 @@ class PromptInputs:
             # 0 would be all.
             arguments[_LOGITS] = max(1, n_kept)
         return arguments
+
+    def of_all_logits(self) -> PromptInputs:
+        """The same prompt, with logits of all tokens asked for. Gemma 4 leaves tokens
+        out of its last layers, if their logits are not."""
+        if self.logits_to_keep == 0:
+            return self
+        return replace(self, options={**self.options, _LOGITS: 0}, logits_to_keep=0)
 
     def has_logits(self, span: Interval) -> bool:
         """Whether logits are asked for of a token in a span."""

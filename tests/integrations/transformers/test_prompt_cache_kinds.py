@@ -80,6 +80,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },
+    "gemma4_text": {
+        **MIXED,
+        "vocab_size_per_layer_input": 96,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 12,
+    },
     "glm": {},
     "glm4": {},
     "glm4_moe": ROUTED,
