@@ -1,21 +1,22 @@
-"""The two pictures of README, from raw files alone.
+"""The pictures of README, from raw files alone.
 
     python benchmarks/pictures.py            writes them into docs/images
     python benchmarks/pictures.py FOLDER     writes them there
 
-Only what was run is drawn: benchmarks/results has the measurements.
+Only what was run on the present code is drawn: benchmarks/results has the measurements.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
-from runs import Row, newest_rows
+from runs import Row, present_rows
 from tables_of_prompts import WAYS as PROMPT_WAYS
 from tables_of_prompts import out_of_memory_rows
 
@@ -36,24 +37,37 @@ OURS = "tab:red"
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
-    for name, figure in {"train-long": steps(), "prompt-long": prompts()}.items():
+    for name, figure in figures().items():
         figure.savefig(folder / f"{name}.png", dpi=150)
 
 
+def figures() -> dict[str, Figure]:
+    """The pictures by name: those whose rows were measured on the present code."""
+    made = {"train-long": steps(), "prompt-long": prompts()}
+    return {name: figure for name, figure in made.items() if figure.axes}
+
+
 def steps() -> Figure:
-    """Memory of a training step by length, and the longest text on a small card."""
-    rows = newest_rows("h200-step")
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    whole, card = figure.subplots(1, 2)
-    draw_whole_steps(whole, rows)
-    draw_longest(card, rows)
+    """Memory of a training step by length, and the longest text on a small card: each
+    if it was measured."""
+    rows = present_rows("h200-step")
+    panels: list[Callable[[Axes, dict[str, Row]], None]] = []
+    if any(f"Qwen3-8B long {tokens}" in rows for tokens in LONG_STEPS):
+        panels.append(draw_whole_steps)
+    if f"Qwen3-4B everything in {CARD}" in rows:
+        panels.append(draw_longest)
+    figure = Figure(figsize=(5.5 * max(len(panels), 1), 4.2), layout="constrained")
+    for column, draw in enumerate(panels, start=1):
+        draw(figure.add_subplot(1, len(panels), column), rows)
     return figure
 
 
 def draw_whole_steps(axes: Axes, rows: dict[str, Row]) -> None:
-    plain = rows[f"Qwen3-8B sdpa in {WHOLE}"].value["points"]
-    draw_memory(axes, plain, "SDPA, as it comes", PLAIN)
-    long = [rows[f"Qwen3-8B long {tokens}"].value for tokens in LONG_STEPS]
+    plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
+    if plain is not None:
+        draw_memory(axes, plain.value["points"], "SDPA, as it comes", PLAIN)
+    names = [f"Qwen3-8B long {tokens}" for tokens in LONG_STEPS]
+    long = [rows[name].value for name in names if name in rows]
     ours = [
         {"tokens": step["tokens"], "peak": step["steps"][-1]["peak"]} for step in long
     ]
@@ -73,15 +87,13 @@ def draw_whole_steps(axes: Axes, rows: dict[str, Row]) -> None:
 
 
 def draw_longest(axes: Axes, rows: dict[str, Row]) -> None:
-    longest = {
-        label: rows[f"Qwen3-4B {way} in {CARD}"].value
-        for way, label in CARD_WAYS.items()
-    }
+    names = {label: f"Qwen3-4B {way} in {CARD}" for way, label in CARD_WAYS.items()}
+    longest = {label: rows[name].value for label, name in names.items() if name in rows}
     tokens = [row["tokens"] for row in longest.values()]
     bars = axes.barh(list(longest), tokens, color=[PLAIN, "tab:green", OURS])
     axes.bar_label(bars, [f"{count:,}" for count in tokens], padding=4)
     axes.invert_yaxis()
-    layers = next(iter(longest.values()))
+    layers = longest["long_context"]
     axes.set(
         title="The longest text in 24 GiB, Qwen3-4B's shape,\n"
         f"{layers['layers']} of {layers['of_layers']} layers",
@@ -120,7 +132,7 @@ def prompts() -> Figure:
 def prompt_points() -> dict[str, list[dict[str, Any]]]:
     """Length, memory and seconds by way, of all layers on a card of 24 GiB."""
     points: dict[str, list[dict[str, Any]]] = {}
-    for name, row in newest_rows("h200-prompt", "prefill_seconds").items():
+    for name, row in present_rows("h200-prompt", "prefill_seconds").items():
         shape, tokens, memory, _, way = name.split(" ", 4)
         if (shape, memory) != ("Qwen3-4B", "24.00") or way not in PROMPT_WAYS:
             continue

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
+# Date and time of day. Runs before it are of older code.
+BEGIN_OF_PRESENT_CODE = ("2026-11-29", "12:00")
 # Date, machine and case, commit, and a number where a day has several runs of them.
 FILE_NAME = re.compile(r"(\d{4}-\d\d-\d\d)-(.+?)-([0-9a-f]{7,}|unknown)(-\d+)?\.json")
 
@@ -26,6 +28,16 @@ class Run(NamedTuple):
     origin: dict[str, Any]
     rows: dict[str, Any]
 
+    @property
+    def moment(self) -> tuple[str, str]:
+        """The date and the time of day. Old runs did not write down the time."""
+        return self.origin["date"], self.origin.get("time", "")
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the run is of older code than the present."""
+        return self.moment < BEGIN_OF_PRESENT_CODE
+
 
 class Row(NamedTuple):
     """A measurement, and the run that it is of."""
@@ -36,7 +48,7 @@ class Row(NamedTuple):
 
 def read_runs(name: str) -> list[Run]:
     """The runs of a machine and case, such as "h200-plain", the oldest first."""
-    return sorted(_runs_of(name), key=_moment)
+    return sorted(_runs_of(name), key=lambda run: run.moment)
 
 
 def _runs_of(name: str) -> Iterator[Run]:
@@ -46,11 +58,6 @@ def _runs_of(name: str) -> Iterator[Run]:
             continue
         content = json.loads(path.read_text("utf-8"))
         yield Run(path.name, content["run"], content["rows"])
-
-
-def _moment(run: Run) -> tuple[str, str]:
-    """The date and the time of a run. Old runs did not write down the time."""
-    return run.origin["date"], run.origin.get("time", "")
 
 
 def newest_rows(name: str, *methods: str) -> dict[str, Row]:
@@ -66,3 +73,9 @@ def newest_rows(name: str, *methods: str) -> dict[str, Row]:
             if all(method in value for method in methods):
                 rows[row_name] = Row(value, run)
     return rows
+
+
+def present_rows(name: str, *methods: str) -> dict[str, Row]:
+    """The rows of ``newest_rows`` that were measured on the present code."""
+    rows = newest_rows(name, *methods)
+    return {row_name: row for row_name, row in rows.items() if not row.run.is_old}

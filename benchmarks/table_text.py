@@ -9,10 +9,6 @@ from typing import Any, NamedTuple
 from runs import Row, Run
 
 H200 = "NVIDIA H200"
-# Figures of earlier runs are of older code, and are marked: date and time of day. Old
-# runs did not write down the time.
-BEGIN_OF_PRESENT_CODE = ("2026-11-29", "12:00")
-OLD_MARK = "†"
 Seconds = tuple[float, float]
 """Of a forward; of a forward and its backward."""
 
@@ -24,39 +20,49 @@ class Line(NamedTuple):
     cells: list[str]
     rows: Sequence[Row] = ()
 
-
-def section(columns: Sequence[str], lines: Sequence[Line]) -> str:
-    """The table, and below it where the figures come from. Lines name their commits,
-    with a mark at those of older code."""
-    rows = [[*line.cells, commits_of(line)] for line in lines]
-    return f"{table([*columns, 'commit'], rows)}\n{describe_runs(runs_of(lines))}"
+    @property
+    def is_old(self) -> bool:
+        """Whether a measurement is of older code than the present."""
+        return any(row.run.is_old for row in self.rows)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+class Table(NamedTuple):
+    """A table of a page."""
+
+    columns: Sequence[str]
+    lines: Sequence[Line]
+
+    def of_age(self, is_old: bool) -> Table:
+        """The lines of older code, or those of the present code. Figures of the paper
+        stand beside both."""
+        lines = [line for line in self.lines if not line.rows or line.is_old == is_old]
+        return self._replace(lines=lines)
+
+    def runs(self) -> list[Run]:
+        """The runs that lines show, each once."""
+        runs = {row.run.file: row.run for line in self.lines for row in line.rows}
+        return list(runs.values())
+
+    def text(self) -> str:
+        """The table with a column of commits, and below it where the figures come
+        from. A table without measurements has neither."""
+        if not self.runs():
+            return table_text(self.columns, [line.cells for line in self.lines])
+        rows = [[*line.cells, commits_of(line)] for line in self.lines]
+        runs = describe_runs(self.runs())
+        return f"{table_text([*self.columns, 'commit'], rows)}\n{runs}"
+
+
+def table_text(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def runs_of(lines: Iterable[Line]) -> list[Run]:
-    """The runs that lines show, each once."""
-    runs = {row.run.file: row.run for line in lines for row in line.rows}
-    return list(runs.values())
-
-
 def commits_of(line: Line) -> str:
-    return ", ".join(dict.fromkeys(commit_of(row.run) for row in line.rows))
-
-
-def commit_of(run: Run) -> str:
-    """The commit, or the date if a run did not write the commit down; with a mark if
-    the run is of older code."""
-    commit: str = run.origin["commit"] or run.origin["date"]
-    return f"{commit} {OLD_MARK}" if is_old(run) else commit
-
-
-def is_old(run: Run) -> bool:
-    """Whether a run is of older code than the present."""
-    return (run.origin["date"], run.origin.get("time", "")) < BEGIN_OF_PRESENT_CODE
+    """The commits of a line, or a date if a run did not write its commit down."""
+    origins = [row.run.origin for row in line.rows]
+    commits = [origin["commit"] or origin["date"] for origin in origins]
+    return ", ".join(dict.fromkeys(commits))
 
 
 def describe_runs(runs: Iterable[Run]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paper import PAPER
 from runs import Row, newest_rows
-from table_text import Line, section, table
+from table_text import Line, Table
 
 from quorum_attention.bench.methods import GRADIENTS
 from quorum_attention.decomposition import Decomposition, Pairs
@@ -26,7 +26,7 @@ METHODS = {
 }
 
 
-def accuracy() -> str:
+def accuracy() -> Table:
     """Forward in both dtypes, then backward in both."""
     theirs = PAPER["accuracy"]
     lines = [
@@ -43,7 +43,7 @@ def accuracy() -> str:
         lines.append(
             Line([f"here: {METHODS.get(method, method)}", *cells], list(rows.values()))
         )
-    return section(["", *theirs["columns"]], lines)
+    return Table(["", *theirs["columns"]], lines)
 
 
 def measured_errors() -> dict[str, dict[str, Row]]:
@@ -64,7 +64,7 @@ def error_cell(row: Row | None, results: tuple[str, ...]) -> str:
     return f"{mean(mean(errors[name]) for name in results):.3e}"
 
 
-def long_accuracy() -> str:
+def long_accuracy() -> Table:
     words = {"last": "of the last 8,192", "random": "from anywhere"}
     rows = newest_rows("h200-accuracy", "quorum")
     lines = []
@@ -73,11 +73,11 @@ def long_accuracy() -> str:
         for method, errors in row.value.items():
             cells = [f"{error:.2e}" for error in errors]
             lines.append(Line([text, METHODS.get(method, method), *cells], [row]))
-    return section(["rows", "", "out", "dQ", "dK", "dV"], lines)
+    return Table(["rows", "", "out", "dQ", "dK", "dV"], lines)
 
 
-def census() -> str:
-    rows = []
+def census() -> Table:
+    lines = []
     for row in PAPER["census"]["rows"]:
         tokens = row["tokens"]
         levels = tuple(row["levels"])
@@ -91,7 +91,7 @@ def census() -> str:
             " / ".join(f"{share:.3g}" for share in balanced),
             f"{aligned[-1]:.3g}",
         ]
-        rows.append(cells)
+        lines.append(Line(cells))
     columns = [
         "tokens",
         "chunks",
@@ -99,7 +99,7 @@ def census() -> str:
         "ours, the paper's layout",
         "mixed, our own layout",
     ]
-    return table(columns, rows)
+    return Table(columns, lines)
 
 
 def count_tiles(tokens: int, levels: tuple[int, ...], layout: Any) -> list[float]:
@@ -109,25 +109,23 @@ def count_tiles(tokens: int, levels: tuple[int, ...], layout: Any) -> list[float
     return [100 * share for share in (counted.masked, counted.clear, counted.mixed)]
 
 
-def wrapped() -> str:
+def wrapped() -> Table:
     theirs = PAPER["wrapped"]
     rows = newest_rows("h200-wrapped", "dQ")
     lines = []
-    n_draws = 0
     for kernel, errors in theirs["rows"].items():
         cells = [kernel, *(f"{error:.1e}" for error in errors)]
         row = rows.get(kernel)
         if row is None:
-            lines.append(Line([*cells, "", "", ""]))
+            lines.append(Line([*cells, "", "", "", ""]))
             continue
         for name in ("dQ", "dK", "dV"):
-            pairs = row.value[name]
-            n_draws = max(n_draws, len(pairs))
-            cells.append(f"{max(largest for largest, _ in pairs):.1e}")
+            largest = max(largest for largest, _ in row.value[name])
+            cells.append(f"{largest:.1e}")
+        cells.append(str(len(row.value["dQ"])))
         lines.append(Line(cells, [row]))
     sources = ("paper", "ours")
     columns = [
         f"{source}: {name}" for source, name in product(sources, ("dQ", "dK", "dV"))
     ]
-    text = section(["kernel", *columns], lines)
-    return f"Ours: {n_draws} draws and depths.\n\n{text}"
+    return Table(["kernel", *columns, "ours: draws and depths"], lines)

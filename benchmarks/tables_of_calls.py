@@ -10,13 +10,13 @@ from cases.entries import WORDS
 from cases.plain import CASES, Case
 from paper import PAPER
 from runs import Row, newest_rows
-from table_text import Line, later_seconds, mib, ratio_cell, section
+from table_text import Line, Table, later_seconds, mib, ratio_cell
 
 # Of tables of plain calls. Seconds and ratios are of a forward; of both passes.
 CALL_COLUMNS = ["call", "budget", "seconds", "device memory", "tensors in host memory"]
 
 
-def cost() -> str:
+def cost() -> Table:
     rows = newest_rows("h200-plain", "fa2")
     lines = []
     for tokens, cells in PAPER["cost"]["rows"].items():
@@ -27,7 +27,7 @@ def cost() -> str:
         theirs = [cost_cell(cell) for cell in cells]
         lines.append(Line([f"{int(tokens):,}", *ours, *theirs], [row] if row else []))
     theirs = [f"theirs: {column}" for column in PAPER["cost"]["columns"]]
-    return section(["tokens", "ours, 1 GiB", "peak", *theirs], lines)
+    return Table(["tokens", "ours, 1 GiB", "peak", *theirs], lines)
 
 
 def cost_cell(cell: Any) -> str:
@@ -39,7 +39,7 @@ def cost_cell(cell: Any) -> str:
     return cell or "oom"
 
 
-def budgets() -> str:
+def budgets() -> Table:
     lines = []
     for name, row in plain_rows("cudnn").items():
         if CASES[name].place == "device":
@@ -48,7 +48,7 @@ def budgets() -> str:
         ratios = [ratio_cell(case, "fa2"), ratio_cell(case, "cudnn")]
         lines.append(Line([*call_cells(CASES[name], case), *ratios], [row]))
     columns = [*CALL_COLUMNS, "over FlashAttention-2", "over cuDNN"]
-    return section(columns, lines)
+    return Table(columns, lines)
 
 
 def call_cells(case: Case, figures: dict[str, Any]) -> list[str]:
@@ -74,16 +74,16 @@ def host_cell(case: Case) -> str:
     return f"{n_bytes / 2**30:.3g} GiB"
 
 
-def beside_fa4() -> str:
+def beside_fa4() -> Table:
     return ratios_to("fa4")
 
 
-def ratios_to(rival: str) -> str:
+def ratios_to(rival: str) -> Table:
     lines = []
     for name, row in plain_rows(rival).items():
         cells = [*call_cells(CASES[name], row.value), ratio_cell(row.value, rival)]
         lines.append(Line(cells, [row]))
-    return section([*CALL_COLUMNS, "ratio"], lines)
+    return Table([*CALL_COLUMNS, "ratio"], lines)
 
 
 def plain_rows(*methods: str) -> dict[str, Row]:
@@ -118,7 +118,7 @@ def case_words(case: Case) -> str:
     return ", ".join(words)
 
 
-def windows() -> str:
+def windows() -> Table:
     lines = [
         Line(
             [case_words(CASES[name]), now_cell(row), ratio_cell(row.value, "flex")],
@@ -126,7 +126,7 @@ def windows() -> str:
         )
         for name, row in plain_rows("flex").items()
     ]
-    return section(["call", "seconds", "ratio"], lines)
+    return Table(["call", "seconds", "ratio"], lines)
 
 
 def now_cell(row: Row) -> str:
@@ -134,7 +134,7 @@ def now_cell(row: Row) -> str:
     return "; ".join(f"{seconds:.3g}" for seconds in later_seconds(row.value["now"]))
 
 
-def native() -> str:
+def native() -> Table:
     """Our own kernel beside others, on the device."""
     rows = newest_rows("h200-plain", "cudnn", "fa2")
     lines = []
@@ -144,10 +144,10 @@ def native() -> str:
         case = CASES[name]
         lines.append(Line([str(case.head_dim), now_cell(row), *ratios], [row]))
     columns = ["head dimension", "seconds", "over FlashAttention-2", "over cuDNN"]
-    return section(columns, lines)
+    return Table(columns, lines)
 
 
-def small() -> str:
+def small() -> Table:
     lines = []
     for name, row in newest_rows("cpu-small").items():
         if "float32" in name:
@@ -160,24 +160,20 @@ def small() -> str:
                     [name, *(f"{microseconds:+.0f}" for microseconds in beyond)], [row]
                 )
             )
-    return section(
+    return Table(
         ["batch x heads x queries x keys", "forward", "forward+backward"], lines
     )
 
 
-def entries() -> str:
-    on_cpu = newest_rows("cpu-entries", "ratio")
-    on_gpu = newest_rows("h200-entries", "ratio")
+def entries() -> Table:
+    """On a CPU, then on a GPU."""
+    devices = {"one thread of a CPU": "cpu-entries", "H200": "h200-entries"}
     lines = []
-    for name, words in WORDS.items():
-        rows = [on_cpu[name], on_gpu[name]]
-        cells = [cell for row in rows for cell in entries_cells(row)]
-        lines.append(Line([words, *cells], rows))
-    columns = ["calls", "seconds, one thread", "ratio", "seconds, H200", "ratio"]
-    return section(columns, lines)
-
-
-def entries_cells(row: Row) -> list[str]:
-    """Our seconds after the first call, and their ratio to torch's."""
-    seconds = median(row.value["seconds"]["quorum"][1:])
-    return [f"{seconds:.2g}", f"{row.value['ratio']:.2f}"]
+    for device, runs in devices.items():
+        rows = newest_rows(runs, "ratio")
+        for name in (name for name in WORDS if name in rows):
+            row = rows[name]
+            seconds = median(row.value["seconds"]["quorum"][1:])
+            cells = [WORDS[name], device, f"{seconds:.2g}", f"{row.value['ratio']:.2f}"]
+            lines.append(Line(cells, [row]))
+    return Table(["calls", "device", "seconds", "ratio"], lines)

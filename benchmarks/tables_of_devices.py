@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runs import Row, newest_rows
-from table_text import Line, later_seconds, ratio_cell, section
+from table_text import Line, Table, later_seconds, ratio_cell
 
 from quorum_attention.units import parse_bytes
 
@@ -15,15 +15,15 @@ CALLS = {
 WAYS = ("ours", "fa4 exchange", "cudnn ring")
 
 
-def several() -> str:
+def several() -> Table:
     """A call on several devices."""
-    return section(["on", "call", "seconds", "times one device"], device_lines())
+    return Table(["on", "call", "seconds", "times one device"], device_lines())
 
 
-def ranks() -> str:
+def ranks() -> Table:
     """A sequence sharded over ranks."""
     columns = ["on", "call", "seconds", "ours", "exchange", "torch's ring"]
-    return section(columns, rank_lines())
+    return Table(columns, rank_lines())
 
 
 def device_lines() -> list[Line]:

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from runs import Row, newest_rows
-from table_text import Line, section
+from table_text import Line, Table
 
 GIB = 2**30
 # The ways of benchmarks/cases/prompt.py.
@@ -20,7 +20,7 @@ WAYS = {
 }
 
 
-def prompts() -> str:
+def prompts() -> Table:
     """Seconds of prompts and of tokens after them."""
     rows = out_of_memory_rows() | newest_rows("h200-prompt", "prefill_seconds")
     columns = [
@@ -35,7 +35,7 @@ def prompts() -> str:
         "estimated",
     ]
     names = sorted(rows, key=tokens_of)
-    return section(columns, [answer_line(name, rows[name]) for name in names])
+    return Table(columns, [answer_line(name, rows[name]) for name in names])
 
 
 def out_of_memory_rows() -> dict[str, Row]:
@@ -48,12 +48,12 @@ def out_of_memory_rows() -> dict[str, Row]:
     }
 
 
-def questions() -> str:
+def questions() -> Table:
     """Questions about one prompt."""
     rows = newest_rows("h200-prompt", "batch_seconds")
     columns = ["model", "tokens", "one question", "one after the other", "as a batch"]
     lines = [question_line(name, row) for name, row in rows.items()]
-    return section(columns, lines)
+    return Table(columns, lines)
 
 
 def answer_line(name: str, row: Row) -> Line:

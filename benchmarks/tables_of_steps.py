@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from runs import Row, newest_rows
-from table_text import OLD_MARK, Line, gib, is_old, ratio_cell, section, table
+from runs import Row, Run, newest_rows
+from table_text import Line, Table, gib, ratio_cell, table_text
 
 WAYS = {
     "sdpa": "SDPA, as it comes",
@@ -26,7 +26,7 @@ LONG = (262_144, 393_216, 524_288)
 WHOLE, CARD = 146_888_654_848, 24 << 30
 
 
-def steps() -> str:
+def steps() -> Table:
     """Seconds and memory of steps that ran with all layers."""
     rows = newest_rows("h200-step")
     names = (
@@ -34,7 +34,7 @@ def steps() -> str:
         "Qwen3-8B long 524288 over 2",
     )
     columns = ["tokens", "GPUs", "seconds of a step", "memory of a GPU", "host memory"]
-    return section(columns, [long_step_line(name, rows[name]) for name in names])
+    return Table(columns, [long_step_line(name, rows[name]) for name in names])
 
 
 def long_step_line(name: str, row: Row) -> Line:
@@ -59,7 +59,7 @@ def host_cell(row: Row) -> str:
     return f"{machine[1]} in the machine" if machine else "not recorded"
 
 
-def longest() -> str:
+def longest() -> Table:
     """The longest text by model, memory and way."""
     rows = newest_rows("h200-step")
     lines = [
@@ -79,7 +79,7 @@ def longest() -> str:
         "layers run",
         "host memory for all layers",
     ]
-    return section(columns, lines)
+    return Table(columns, lines)
 
 
 def longest_line(row: Row, shape: str, way: str, memory: int) -> Line:
@@ -94,7 +94,7 @@ def longest_line(row: Row, shape: str, way: str, memory: int) -> Line:
     return Line([shape, gib(memory), WAYS[way], tokens, layers, host_cell], [row])
 
 
-def gradients() -> str:
+def gradients() -> Table:
     """The distance of gradients from SDPA's."""
     row = newest_rows("h200-step")["Qwen3-8B equal 32768"]
     lines = [
@@ -108,10 +108,10 @@ def gradients() -> str:
         )
         for way in row.value["ways"]
     ]
-    return section(["way", "distance of gradients", "seconds of a step"], lines)
+    return Table(["way", "distance of gradients", "seconds of a step"], lines)
 
 
-def estimates() -> str:
+def estimates() -> Table:
     """Estimated peaks over measured ones."""
     row = newest_rows("h200-step")["estimate"]
     by_shape: dict[str, list[float]] = {}
@@ -122,7 +122,7 @@ def estimates() -> str:
         Line([shape, f"{min(ratios):.2f} to {max(ratios):.2f}"], [row])
         for shape, ratios in by_shape.items()
     ]
-    return section(["shape", "estimated over measured peak"], lines)
+    return Table(["shape", "estimated over measured peak"], lines)
 
 
 def whole_step(longest: dict[str, Any]) -> str:
@@ -136,15 +136,16 @@ def whole_step(longest: dict[str, Any]) -> str:
 
 
 def readme() -> str:
-    """README's table."""
+    """README's table: lines of the present code."""
     lines = [*call_lines(), accuracy_line(), *readme_step_lines()]
-    rows = [[*line.cells, raw_link(line.rows[-1])] for line in lines]
-    return table(["what", "measured", "raw"], rows)
+    rows = [
+        [*line.cells, raw_link(line.rows[-1].run)] for line in lines if not line.is_old
+    ]
+    return table_text(["what", "measured", "command"], rows)
 
 
-def raw_link(row: Row) -> str:
-    link = f"[`{row.run.origin['command']}`](benchmarks/results/{row.run.file})"
-    return f"{link} {OLD_MARK}" if is_old(row.run) else link
+def raw_link(run: Run) -> str:
+    return f"[`{run.origin['command']}`](benchmarks/results/{run.file})"
 
 
 def call_lines() -> list[Line]:

@@ -7,9 +7,11 @@ import re
 from typing import Any
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!images/)([^)\s]+)\)")
-# Guides come first in a search, and pages for developers last.
+# Guides come first in a search, and pages for developers last. A search leaves figures
+# of older code out.
 _GUIDES = ("long-context", "long-prompts", "masks", "devices", "files", "kit")
 _DEVELOPING = ("architecture", "contributing", "native", "planner", "random-calls")
+_LEFT_OUT = "older-results"
 _FIRST = 3
 _LAST = 0.3
 
@@ -21,6 +23,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": _FIRST}
     elif name in _DEVELOPING:
         page.meta["search"] = {"boost": _LAST}
+    elif name == _LEFT_OUT:
+        page.meta["search"] = {"exclude": True}
     return outside(markdown) if "/" not in name else markdown
 
 

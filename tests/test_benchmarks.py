@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,12 @@ from matplotlib.transforms import BboxBase
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import pictures
 import run
+import tables
+from runs import RESULTS, Row, Run
+from table_text import Line, Table
+from tables import present_text
+
+FIGURES = pictures.figures()
 
 
 @pytest.mark.slow_but_first
@@ -93,12 +100,11 @@ def test_help_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
         assert (ROOT / "benchmarks" / "cases" / f"{case}.py").is_file()
 
 
-@pytest.mark.parametrize("name", ["steps", "prompts"])
+@pytest.mark.parametrize("name", FIGURES)
 def test_no_label_of_a_picture_lies_outside(name: str) -> None:
     """A title or a number was cut off at the edge of the picture."""
-    figure = getattr(pictures, name)()
+    figure = FIGURES[name]
     figure.draw_without_rendering()
-    assert figure.axes
     for axes in figure.axes:
         assert axes.get_title()
         assert axes.get_xlabel()
@@ -113,6 +119,46 @@ def lies_in(text: Text, frame: BboxBase) -> bool:
     box = text.get_window_extent()
     corners = ((box.x0, box.y0), (box.x1, box.y1))
     return all(frame.contains(x, y) for x, y in corners)
+
+
+def test_a_row_of_older_code_is_on_the_older_page_until_it_is_measured_again() -> None:
+    paper = Line(["paper"])
+    older = line_of("2 s", "2026-11-01")
+    present = line_of("1 s", "2027-01-01")
+    table = Table(["call"], [paper, older, present])
+    assert table.of_age(is_old=True).lines == [paper, older]
+    text = present_text(table, "A call, cut")
+    assert "| 1 s | abc |" in text
+    assert "2 s" not in text
+    assert "(older-results.md#a-call-cut)" in text
+
+    nothing_new = Table(["call"], [paper, older])
+    text = present_text(nothing_new, "A call, cut")
+    assert "|" not in text, "the paper's figures alone are no answer"
+    assert "(older-results.md#a-call-cut)" in text
+
+    measured_again = Table(["call"], [paper, present])
+    assert "older" not in present_text(measured_again, "A call, cut")
+    assert measured_again.of_age(is_old=True).runs() == []
+
+
+def test_readme_and_results_show_the_present_code_alone() -> None:
+    """README quoted figures of code that had changed since."""
+    for page in (tables.README, tables.PAGE):
+        links = re.findall(r"benchmarks/results/(\d[\w-]+[.]json)", page.read_text())
+        assert links
+        for name in links:
+            content = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+            shown = Run(name, content["run"], {})
+            assert not shown.is_old, f"{page.name} shows {name}"
+
+
+def line_of(cell: str, date: str) -> Line:
+    """A line with one measurement of a date."""
+    versions = {"torch": "2.11.0"}
+    origin = {"date": date, "commit": "abc", "command": "run", "versions": versions}
+    run_of_date = Run(f"{date}.json", {**origin, "machine": "CPU"}, {})
+    return Line([cell], [Row(None, run_of_date)])
 
 
 @pytest.mark.slow
