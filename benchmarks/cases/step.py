@@ -42,7 +42,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import quorum_attention as qa
 from quorum_attention.integrations.transformers import register, sharded_positions
 from quorum_attention.recipes import Training, long_context, read_shape, step_memory
-from quorum_attention.recipes.switches import SWITCHES
+from quorum_attention.recipes.step_estimate import StepMemory
+from quorum_attention.recipes.switches import SWITCHES, TILES
 from quorum_attention.units import format_bytes, parse_bytes, parse_count
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -214,16 +215,23 @@ def estimate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def estimated_peak(model: Any, tokens: int, options: argparse.Namespace) -> int:
+    return estimated_step(model, tokens, SWITCHES, options).peak_bytes
+
+
+def estimated_step(
+    model: Any, tokens: int, switches: tuple[str, ...], options: argparse.Namespace
+) -> StepMemory:
+    """The memory of a step with all layers, by ``estimate``."""
     training = Training(
         tokens,
         dtype=model.dtype,
         optimizer="none",
         lora=options.rank,
-        on=SWITCHES,
+        on=switches,
         budget=parse_bytes(options.budget),
         device=options.device,
     )
-    return step_memory(read_shape(model.config.to_dict()), training).peak_bytes
+    return step_memory(read_shape(model.config.to_dict()), training)
 
 
 def equal(options: argparse.Namespace) -> dict[str, Any]:
@@ -421,6 +429,11 @@ def longest(options: argparse.Namespace) -> dict[str, Any]:
             reached = LongestText(model, way, options).find()
         row = f"{options.shape} {way} in {options.memory}"
         rows[row] = {"layers": count, "of_layers": n_layers, **reached}
+        # Layers in tiles are a matter of GPUs.
+        if way == "everything" and options.device == "cuda":
+            in_tiles = (*SWITCHES, TILES)
+            step_bytes = estimated_step(model, reached["tokens"], in_tiles, options)
+            rows[row]["host_by_estimate"] = step_bytes.host_bytes
         del model
         free_memory(options.device)
     return rows
