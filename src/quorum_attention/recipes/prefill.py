@@ -224,7 +224,7 @@ class LayerwisePrefill:
             # The last tile's mask knows the whole prompt's padding.
             call = reached.call
             if not rows:
-                self._take_device_memory(*reached.heads)
+                self._take_device_memory(number, *reached.heads)
                 names = ("query", "key", "value")
                 rows = [
                     self._rows_like(*pair)
@@ -236,13 +236,15 @@ class LayerwisePrefill:
         return call, rows
 
     def _take_device_memory(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Let a cache in segments take its part of the device before attention takes
         memory: later its layers would leave gaps that attention's results do not fit
-        into."""
+        into. So would layers in memory that the allocator kept of the first tile."""
         prepare = getattr(self.cache, "prepare_device", None)
         if prepare is not None:
+            if number == 0:
+                backend_of(self.tiles.device).give_back_cached()
             prepare(query, key, value)
 
     def _run_layer(

@@ -211,6 +211,7 @@ class HostTiles(DeviceTiles):
 
     def finish(self) -> None:
         """Wait until all rows are stored: others read host memory without knowing of
-        streams."""
+        streams. Attention gets the memory of the device."""
         self._let_go()
         self._stores.synchronize()
+        self._buffers.clear()
