@@ -115,8 +115,10 @@ def ratio_cell(case: dict[str, Any], rival: str, ours: str = "now") -> str:
 
 
 def gib(size: int) -> str:
-    return f"{size / 2**30:.0f} GiB"
+    """GiB; the head of the column names the unit."""
+    return f"{size / 2**30:.0f}"
 
 
 def mib(size: int | None) -> str:
-    return "" if size is None else f"{size / 2**20:.0f} MiB"
+    """MiB; the head of the column names the unit."""
+    return "not recorded" if size is None else f"{size / 2**20:.0f}"

@@ -40,6 +40,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "budgets": tables_of_calls.budgets,
     "beside_fa4": tables_of_calls.beside_fa4,
     "several": tables_of_devices.several,
+    "killed": tables_of_devices.killed,
     "ranks": tables_of_devices.ranks,
     "steps": tables_of_steps.steps,
     "longest": tables_of_steps.longest,

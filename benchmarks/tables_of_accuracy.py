@@ -43,7 +43,7 @@ def accuracy() -> Table:
         lines.append(
             Line([f"here: {METHODS.get(method, method)}", *cells], list(rows.values()))
         )
-    return Table(["", *theirs["columns"]], lines)
+    return Table(["method", *theirs["columns"]], lines)
 
 
 def measured_errors() -> dict[str, dict[str, Row]]:
@@ -73,7 +73,7 @@ def long_accuracy() -> Table:
         for method, errors in row.value.items():
             cells = [f"{error:.2e}" for error in errors]
             lines.append(Line([text, METHODS.get(method, method), *cells], [row]))
-    return Table(["rows", "", "out", "dQ", "dK", "dV"], lines)
+    return Table(["rows", "method", "out", "dQ", "dK", "dV"], lines)
 
 
 def census() -> Table:

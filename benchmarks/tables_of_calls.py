@@ -12,8 +12,17 @@ from paper import PAPER
 from runs import Row, newest_rows
 from table_text import Line, Table, later_seconds, mib, ratio_cell
 
+from quorum_attention.units import parse_bytes
+
 # Of tables of plain calls. Seconds and ratios are of a forward; of both passes.
-CALL_COLUMNS = ["call", "budget", "seconds", "device memory", "tensors in host memory"]
+CALL_COLUMNS = [
+    "call",
+    "budget, MiB",
+    "seconds",
+    "device memory, MiB",
+    "tensors in host memory, GiB",
+]
+OVER_OTHERS = ["time over FlashAttention-2's", "time over cuDNN's"]
 
 
 def cost() -> Table:
@@ -27,7 +36,10 @@ def cost() -> Table:
         theirs = [cost_cell(cell) for cell in cells]
         lines.append(Line([f"{int(tokens):,}", *ours, *theirs], [row] if row else []))
     theirs = [f"theirs: {column}" for column in PAPER["cost"]["columns"]]
-    return Table(["tokens", "ours, 1 GiB", "peak", *theirs], lines)
+    return Table(
+        ["tokens", "ours: time over FlashAttention-2's", "ours: peak, MiB", *theirs],
+        lines,
+    )
 
 
 def cost_cell(cell: Any) -> str:
@@ -47,7 +59,7 @@ def budgets() -> Table:
         case = row.value
         ratios = [ratio_cell(case, "fa2"), ratio_cell(case, "cudnn")]
         lines.append(Line([*call_cells(CASES[name], case), *ratios], [row]))
-    columns = [*CALL_COLUMNS, "over FlashAttention-2", "over cuDNN"]
+    columns = [*CALL_COLUMNS, *OVER_OTHERS]
     return Table(columns, lines)
 
 
@@ -56,7 +68,7 @@ def call_cells(case: Case, figures: dict[str, Any]) -> list[str]:
     forward, both_passes = later_seconds(figures["now"])
     return [
         case_words(case),
-        case.budget or "none",
+        "none" if case.budget is None else mib(parse_bytes(case.budget)),
         f"{forward:.3g}; {both_passes:.3g}",
         mib(figures.get("peak_bytes")),
         host_cell(case),
@@ -64,26 +76,22 @@ def call_cells(case: Case, figures: dict[str, Any]) -> list[str]:
 
 
 def host_cell(case: Case) -> str:
-    """Bytes of all inputs and results of both passes, where these are in host
+    """GiB of all inputs and results of both passes, where these are in host
     memory."""
     if case.place == "device":
-        return ""
+        return "0"
     # Query, output and their gradients; key, value and their gradients.
     n_heads = 4 * case.heads + 4 * case.kv_heads
     n_bytes = n_heads * case.tokens * case.head_dim * case.dtype.itemsize
-    return f"{n_bytes / 2**30:.3g} GiB"
+    return f"{n_bytes / 2**30:.3g}"
 
 
 def beside_fa4() -> Table:
-    return ratios_to("fa4")
-
-
-def ratios_to(rival: str) -> Table:
     lines = []
-    for name, row in plain_rows(rival).items():
-        cells = [*call_cells(CASES[name], row.value), ratio_cell(row.value, rival)]
+    for name, row in plain_rows("fa4").items():
+        cells = [*call_cells(CASES[name], row.value), ratio_cell(row.value, "fa4")]
         lines.append(Line(cells, [row]))
-    return Table([*CALL_COLUMNS, "ratio"], lines)
+    return Table([*CALL_COLUMNS, "time over FlashAttention-4's"], lines)
 
 
 def plain_rows(*methods: str) -> dict[str, Row]:
@@ -126,7 +134,7 @@ def windows() -> Table:
         )
         for name, row in plain_rows("flex").items()
     ]
-    return Table(["call", "seconds", "ratio"], lines)
+    return Table(["call", "seconds", "time over FlexAttention's"], lines)
 
 
 def now_cell(row: Row) -> str:
@@ -143,7 +151,7 @@ def native() -> Table:
         ratios = [ratio_cell(row.value, rival) for rival in ("fa2", "cudnn")]
         case = CASES[name]
         lines.append(Line([str(case.head_dim), now_cell(row), *ratios], [row]))
-    columns = ["head dimension", "seconds", "over FlashAttention-2", "over cuDNN"]
+    columns = ["head dimension", "seconds", *OVER_OTHERS]
     return Table(columns, lines)
 
 
@@ -151,18 +159,15 @@ def small() -> Table:
     lines = []
     for name, row in newest_rows("cpu-small").items():
         if "float32" in name:
-            beyond = [
-                row.value[passes]["beyond"]
-                for passes in ("forward", "forward+backward")
-            ]
-            lines.append(
-                Line(
-                    [name, *(f"{microseconds:+.0f}" for microseconds in beyond)], [row]
-                )
-            )
-    return Table(
-        ["batch x heads x queries x keys", "forward", "forward+backward"], lines
-    )
+            forward = row.value["forward"]["beyond"]
+            both_passes = row.value["forward+backward"]["beyond"]
+            lines.append(Line([name, f"{forward:+.0f}", f"{both_passes:+.0f}"], [row]))
+    columns = [
+        "batch x heads x queries x keys",
+        "forward: microseconds more",
+        "forward and backward: microseconds more",
+    ]
+    return Table(columns, lines)
 
 
 def entries() -> Table:
@@ -176,4 +181,4 @@ def entries() -> Table:
             seconds = median(row.value["seconds"]["quorum"][1:])
             cells = [WORDS[name], device, f"{seconds:.2g}", f"{row.value['ratio']:.2f}"]
             lines.append(Line(cells, [row]))
-    return Table(["calls", "device", "seconds", "ratio"], lines)
+    return Table(["calls", "device", "seconds", "time over torch's"], lines)

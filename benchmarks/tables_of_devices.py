@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runs import Row, newest_rows
-from table_text import Line, Table, later_seconds, ratio_cell
+from table_text import Line, Table, later_seconds, mib, ratio_cell
 
 from quorum_attention.units import parse_bytes
 
@@ -17,35 +17,50 @@ WAYS = ("ours", "fa4 exchange", "cudnn ring")
 
 def several() -> Table:
     """A call on several devices."""
-    return Table(["on", "call", "seconds", "times one device"], device_lines())
-
-
-def ranks() -> Table:
-    """A sequence sharded over ranks."""
-    columns = ["on", "call", "seconds", "ours", "exchange", "torch's ring"]
-    return Table(columns, rank_lines())
-
-
-def device_lines() -> list[Line]:
     rows = newest_rows("h200-devices", "all")
     lines = []
     for name in sorted(rows, key=devices_then_budget):
         devices, budget = name.split(", ")
-        call = f"1,048,576 tokens from host memory, {budget} each"
         figures = rows[name].value
-        speedup = ratio_cell(figures, "all", ours="one")
         seconds = "; ".join(f"{part:.3g}" for part in later_seconds(figures["all"]))
-        lines.append(Line([devices, call, seconds, speedup], [rows[name]]))
+        speedup = ratio_cell(figures, "all", ours="one")
+        cells = [devices.split(" ")[0], mib(parse_bytes(budget)), seconds, speedup]
+        lines.append(Line(cells, [rows[name]]))
+    columns = [
+        "devices",
+        "budget of each, MiB",
+        "seconds",
+        "times as fast as one device",
+    ]
+    return Table(columns, lines)
+
+
+def killed() -> Table:
+    """A forward on several devices, one of which is lost."""
+    lines = []
     for name, row in newest_rows("h200-devices", "over_ideal").items():
         devices, budget, _ = name.split(", ")
-        call = f"a forward in {budget} each, a worker killed in the middle (`--kill`)"
-        lines.append(
-            Line(
-                [devices, call, "", f"{row.value['over_ideal']:.2f} times the ideal"],
-                [row],
-            )
-        )
-    return lines
+        cells = [
+            devices.split(" ")[0],
+            mib(parse_bytes(budget)),
+            f"{row.value['over_ideal']:.2f}",
+        ]
+        lines.append(Line(cells, [row]))
+    columns = ["devices", "budget of each, MiB", "time over the least possible"]
+    return Table(columns, lines)
+
+
+def ranks() -> Table:
+    """A sequence sharded over ranks."""
+    columns = [
+        "ranks",
+        "call",
+        "seconds",
+        "ours: times as fast",
+        "exchange of heads: times as fast",
+        "torch's ring: times as fast",
+    ]
+    return Table(columns, rank_lines())
 
 
 def devices_then_budget(name: str) -> tuple[str, int]:
@@ -67,7 +82,7 @@ def rank_lines() -> list[Line]:
             seconds = "; ".join(
                 f"{part:.3g}" for part in by_way["ours"][name].value["ours"]
             )
-            lines.append(Line([f"{n_ranks} ranks", words, seconds, *speedups], rows))
+            lines.append(Line([str(n_ranks), words, seconds, *speedups], rows))
     return lines
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from runs import Row, newest_rows
 from table_text import Line, Table
 
+from quorum_attention.units import parse_bytes
+
 GIB = 2**30
 # The ways of benchmarks/cases/prompt.py.
 WAYS = {
@@ -19,21 +21,20 @@ WAYS = {
     "ours": "`long_prompt`",
 }
 
+# By column: the names of the measured and of the estimated figure, its unit, and digits
+# after the point.
+FIGURES = {
+    "seconds of the prompt": ("prefill_seconds", "prefill_seconds", 1, 2),
+    "seconds of a token": ("token_seconds", "token_seconds", 1, 3),
+    "device memory, GiB": ("peak_bytes", "device_bytes", GIB, 1),
+    "host memory, GiB": ("host_peak_bytes", "host_bytes", GIB, 1),
+}
+
 
 def prompts() -> Table:
-    """Seconds of prompts and of tokens after them."""
+    """Seconds and memory of prompts, and of tokens after them."""
     rows = out_of_memory_rows() | newest_rows("h200-prompt", "prefill_seconds")
-    columns = [
-        "model",
-        "tokens",
-        "device",
-        "way",
-        "prompt",
-        "a token",
-        "device memory",
-        "host memory",
-        "estimated",
-    ]
+    columns = ["model", "tokens", "limit of device memory, GiB", "way", *FIGURES]
     names = sorted(rows, key=tokens_of)
     return Table(columns, [answer_line(name, rows[name]) for name in names])
 
@@ -51,60 +52,48 @@ def out_of_memory_rows() -> dict[str, Row]:
 def questions() -> Table:
     """Questions about one prompt."""
     rows = newest_rows("h200-prompt", "batch_seconds")
-    columns = ["model", "tokens", "one question", "one after the other", "as a batch"]
+    columns = [
+        "model",
+        "tokens",
+        "questions",
+        "seconds of the prompt",
+        "seconds of one question",
+        "seconds of all, one after the other",
+        "seconds of all, as one batch",
+    ]
     lines = [question_line(name, row) for name, row in rows.items()]
     return Table(columns, lines)
 
 
 def answer_line(name: str, row: Row) -> Line:
-    model, tokens, device, way = words_of(name)
-    figures = row.value
-    if "failed" in figures:
-        empty_cells = ["", "", "", ""]
-        cells = [model, tokens, device, way, "out of memory", *empty_cells]
-        return Line(cells, [row])
-    cells = [
-        model,
-        tokens,
-        device,
-        way,
-        f"{figures['prefill_seconds']:.2f} s",
-        f"{figures['token_seconds']:.3f} s",
-        f"{figures['peak_bytes'] / GIB:.1f} GiB",
-        host_cell(figures),
-        estimated_cell(figures),
-    ]
-    return Line(cells, [row])
+    if "failed" in row.value:
+        return Line([*words_of(name), "out of memory", "", "", ""], [row])
+    figures = [figure_cell(row.value, *column) for column in FIGURES.values()]
+    return Line([*words_of(name), *figures], [row])
 
 
-def host_cell(figures: dict[str, Any]) -> str:
-    """The measured peak of the process, if it was recorded."""
-    peak = figures.get("host_peak_bytes")
-    return "not recorded" if peak is None else f"{peak / GIB:.1f} GiB"
-
-
-def estimated_cell(figures: dict[str, Any]) -> str:
-    """The estimated figures; empty for ways without an estimate."""
-    estimated = figures.get("estimated")
-    if estimated is None:
-        return ""
-    return (
-        f"{estimated['prefill_seconds']:.2f} s, {estimated['token_seconds']:.3f} s, "
-        f"{estimated['device_bytes'] / GIB:.1f} GiB, "
-        f"host {estimated['host_bytes'] / GIB:.1f} GiB"
-    )
+def figure_cell(
+    row: dict[str, Any], measured: str, estimated: str, unit: int, digits: int
+) -> str:
+    """The measured figure, and the estimated one in brackets where a way has one."""
+    if row.get(measured) is None:
+        return "not recorded"
+    cell = f"{row[measured] / unit:.{digits}f}"
+    if row.get("estimated") is None:
+        return cell
+    return f"{cell} ({row['estimated'][estimated] / unit:.{digits}f})"
 
 
 def question_line(name: str, row: Row) -> Line:
     model, tokens, *_ = words_of(name)
-    figures = row.value
-    singles = figures["question_seconds"]
-    prompt = figures["prefill_seconds"]
-    question = statistics.median(singles)
-    prompt_and_question = prompt + question
-    in_turn = (prompt + len(singles) * question) / prompt_and_question
-    as_batch = (prompt + figures["batch_seconds"]) / prompt_and_question
-    cells = [model, tokens, f"{question:.2f} s", f"{in_turn:.2f}", f"{as_batch:.2f}"]
+    seconds = row.value["question_seconds"]
+    figures = [
+        row.value["prefill_seconds"],
+        statistics.median(seconds),
+        sum(seconds),
+        row.value["batch_seconds"],
+    ]
+    cells = [model, tokens, str(len(seconds)), *(f"{part:.1f}" for part in figures)]
     return Line(cells, [row])
 
 
@@ -118,4 +107,5 @@ def words_of(name: str) -> tuple[str, str, str, str]:
     for name, words in WAYS.items():
         if way.split(",")[0] == name:
             way = way.replace(name, words, 1)
-    return model, f"{int(tokens):,}", f"{float(size):.0f} {unit}", way
+    limit = parse_bytes(f"{size} {unit}")
+    return model, f"{int(tokens):,}", f"{limit / GIB:.0f}", way

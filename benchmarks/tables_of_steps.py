@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from runs import Row, Run, newest_rows
 from table_text import Line, Table, gib, ratio_cell, table_text
@@ -33,7 +32,13 @@ def steps() -> Table:
         *(f"Qwen3-8B long {tokens}" for tokens in LONG),
         "Qwen3-8B long 524288 over 2",
     )
-    columns = ["tokens", "GPUs", "seconds of a step", "memory of a GPU", "host memory"]
+    columns = [
+        "tokens",
+        "GPUs",
+        "seconds of a step",
+        "memory of each GPU, GiB",
+        "host memory, GiB",
+    ]
     return Table(columns, [long_step_line(name, rows[name]) for name in names])
 
 
@@ -55,8 +60,8 @@ def host_cell(row: Row) -> str:
     peak = row.value["steps"][-1].get("host_peak")
     if peak is not None:
         return gib(peak)
-    machine = re.search(r"in (\d+ GiB) of host memory", row.run.origin.get("note", ""))
-    return f"{machine[1]} in the machine" if machine else "not recorded"
+    machine = re.search(r"in (\d+) GiB of host memory", row.run.origin.get("note", ""))
+    return f"at most {machine[1]}: the machine's" if machine else "not recorded"
 
 
 def longest() -> Table:
@@ -73,11 +78,11 @@ def longest() -> Table:
         ]
     columns = [
         "shape",
-        "memory",
+        "device memory, GiB",
         "way",
-        "longest text",
+        "longest text, tokens",
         "layers run",
-        "host memory for all layers",
+        "host memory for all layers, GiB (predicted)",
     ]
     return Table(columns, lines)
 
@@ -87,7 +92,7 @@ def longest_line(row: Row, shape: str, way: str, memory: int) -> Line:
     tokens = f"{value['tokens']:,}"
     # Rows without the word hold what was run.
     if value.get("ran") is False:
-        tokens += " (extrapolated from shorter steps)"
+        tokens += " (not run: extrapolated)"
     layers = f"{value['layers']} of {value['of_layers']}"
     host = value.get("host_by_estimate")
     host_cell = "" if host is None else gib(host)
@@ -122,22 +127,12 @@ def estimates() -> Table:
         Line([shape, f"{min(ratios):.2f} to {max(ratios):.2f}"], [row])
         for shape, ratios in by_shape.items()
     ]
-    return Table(["shape", "estimated over measured peak"], lines)
-
-
-def whole_step(longest: dict[str, Any]) -> str:
-    """What a step of all layers takes by the longest step that ran with some of them,
-    with the host memory that ``estimate`` predicts.
-    """
-    seconds = longest["points"][-1]["seconds"]
-    all_seconds = seconds / longest["layers"] * longest["of_layers"]
-    host = gib(longest["host_by_estimate"])
-    return f"{all_seconds:,.0f} s, {host} of host memory"
+    return Table(["shape", "predicted peak over measured peak"], lines)
 
 
 def readme() -> str:
-    """README's table: lines of the present code."""
-    lines = [*call_lines(), accuracy_line(), *readme_step_lines()]
+    """README's table: rows of the present code."""
+    lines = [*call_lines(), accuracy_line(), *step_lines()]
     rows = [
         [*line.cells, raw_link(line.rows[-1].run)] for line in lines if not line.is_old
     ]
@@ -149,22 +144,16 @@ def raw_link(run: Run) -> str:
 
 
 def call_lines() -> list[Line]:
-    case = "1048576"
-    kernels = newest_rows("h200-plain", "cudnn", "fa2")[case]
-    fa4 = newest_rows("h200-plain", "fa4")[case]
-    inside = "the same, with FlashAttention-4 inside, over it alone"
+    call = "time of a call of 1,048,576 tokens in 1 GiB"
+    kernels = newest_rows("h200-plain", "cudnn", "fa2")["1048576"]
+    fa4 = newest_rows("h200-plain", "fa4")["1048576"]
+    labels = {
+        f"{call}, over cuDNN's": ratio_cell(kernels.value, "cudnn"),
+        f"{call}, over FlashAttention-2's": ratio_cell(kernels.value, "fa2"),
+    }
+    inside = f"{call} with FlashAttention-4 inside, over FlashAttention-4's alone"
     return [
-        Line(
-            [
-                "time of 1,048,576 tokens in 1 GiB, over cuDNN's",
-                ratio_cell(kernels.value, "cudnn"),
-            ],
-            [kernels],
-        ),
-        Line(
-            ["the same, over FlashAttention-2's", ratio_cell(kernels.value, "fa2")],
-            [kernels],
-        ),
+        *(Line([label, ratio], [kernels]) for label, ratio in labels.items()),
         Line([inside, ratio_cell(fa4.value, "fa4")], [fa4]),
     ]
 
@@ -181,58 +170,29 @@ def accuracy_line() -> Line:
     return Line([label, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
 
 
-def readme_step_lines() -> list[Line]:
+def step_lines() -> list[Line]:
     rows = newest_rows("h200-step")
-    plain = rows[f"Qwen3-8B sdpa in {WHOLE}"]
-    long = rows["Qwen3-8B long 262144"]
-    two = rows["Qwen3-8B long 524288 over 2"]
-    remedies = rows[f"Qwen3-4B remedies in {CARD}"]
-    card = rows[f"Qwen3-4B everything in {CARD}"]
-    layers = f"{card.value['layers']} of {card.value['of_layers']} layers run"
-    return [
-        Line(
-            [
-                f"longest step of Qwen3-8B's shape as it comes, LoRA, in {gib(WHOLE)}",
-                f"{plain.value['tokens']:,} tokens",
-            ],
-            [plain],
-        ),
-        Line(
-            [
-                f"a step of {long.value['tokens']:,} tokens with `long_context`",
-                step_cost(long.value),
-            ],
-            [long],
-        ),
-        Line(
-            [
-                f"a step of {two.value['tokens']:,} tokens over two GPUs",
-                f"{step_cost(two.value)} each",
-            ],
-            [two],
-        ),
-        Line(
-            [
-                f"longest step of Qwen3-4B's shape in {gib(CARD)}, {layers}: SDPA, "
-                "chunked loss, checkpoints in host memory",
-                f"{remedies.value['tokens']:,} tokens",
-            ],
-            [remedies],
-        ),
-        Line(
-            ["the same with `long_context`", f"{card.value['tokens']:,} tokens"],
-            [card],
-        ),
-        Line(
-            [
-                f"a step of this length with all {card.value['of_layers']} layers, "
-                "not run: calculated from that and from `estimate`",
-                whole_step(card.value),
-            ],
-            [card],
-        ),
-    ]
-
-
-def step_cost(long: dict[str, Any]) -> str:
-    return f"{long['seconds']:.0f} s in {gib(long['steps'][-1]['peak'])}"
+    lines = []
+    for name, words in {
+        "Qwen3-8B long 262144": "one GPU",
+        "Qwen3-8B long 524288": "one GPU",
+        "Qwen3-8B long 524288 over 2": "each of two GPUs",
+    }.items():
+        step = rows[name].value
+        label = f"a training step of {step['tokens']:,} tokens, Qwen3-8B's shape"
+        peak = gib(step["steps"][-1]["peak"])
+        cell = f"{step['seconds']:.0f} s, {peak} GiB of {words}"
+        lines.append(Line([label, cell], [rows[name]]))
+    for shape, memory, ways in (
+        ("Qwen3-8B", WHOLE, ("sdpa",)),
+        ("Qwen3-4B", CARD, CARD_WAYS),
+    ):
+        for way in ways:
+            row = rows[f"{shape} {way} in {memory}"]
+            layers = f"{row.value['layers']} of {row.value['of_layers']} layers run"
+            label = (
+                f"longest training step, {shape}'s shape, {gib(memory)} GiB, {layers}"
+            )
+            cells = [f"{label}: {WAYS[way]}", f"{row.value['tokens']:,} tokens"]
+            lines.append(Line(cells, [row]))
+    return lines

@@ -25,16 +25,16 @@ from torch.nn.functional import scaled_dot_product_attention
 import quorum_attention as qa
 
 WORDS = {
-    "permuted": "16,000 entries of a table's columns by rows, which do not flatten",
+    "permuted": "16,000 entries of tables, by columns, whose memory lies by rows",
     "narrow": "16,384 entries of 16 heads of 16 tokens, bf16",
-    "bias-8": "20,000 windows of 8, with the gradient of a shared bias",
-    "bias-49": "1,024 windows of 49, 8 heads, with the gradient of a shared bias",
-    "lengths": "`key_lengths` of 20,000 sets of 12",
-    "padding": "`key_padding` of 20,000 sets of 12",
-    "shifted": "512 shifted windows of 49, documents by entry",
-    "scattered": "400 documents in any order, 4,096 tokens",
-    "missing": "half of 4,096 keys padded, anywhere",
-    "windows": "20,000 windows of 49",
+    "bias-8": "20,000 windows of 8 tokens, with a shared bias's gradient",
+    "bias-49": "1,024 windows of 49 tokens, 8 heads, with a shared bias's gradient",
+    "lengths": "20,000 sets of at most 12 tokens, by `key_lengths`",
+    "padding": "20,000 sets of 12 tokens, some of them missing, by `key_padding`",
+    "shifted": "512 images in shifted windows of 49 tokens, by `documents`",
+    "scattered": "4,096 tokens of 400 documents in any order, by `documents`",
+    "missing": "4,096 tokens, half of the keys missing, by `key_padding`",
+    "windows": "20,000 windows of 49 tokens",
 }
 
 
