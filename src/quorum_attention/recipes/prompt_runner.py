@@ -15,6 +15,9 @@ from transformers.cache_utils import Cache
 from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.substitutes import substituting
+from quorum_attention.integrations.transformers.cache_rollback import (
+    restored_on_error,
+)
 from quorum_attention.integrations.transformers.prompt_cache import remove_tokens
 from quorum_attention.kernels.torch_private import has_global_hooks, has_modes
 from quorum_attention.plain_types import Keywords
@@ -85,11 +88,25 @@ class PromptRunner:
         Raises:
             ValueError: the cache has more tokens than the prompt.
         """
-        if not torch.compiler.is_compiling():
-            _check_text(named)
-        inputs = self._read_prompt(model, named)
-        if inputs is None:
+        cache = cache_in(named)
+        if torch.compiler.is_compiling() or not _can_grow(cache):
             return run_model(model, **named)
+        _check_text(named)
+        inputs = self._read_prompt(model, named)
+        with restored_on_error(cache):
+            if inputs is None:
+                return run_model(model, **named)
+            return self._run_prompt(run_model, model, named, inputs, cache)
+
+    def _run_prompt(
+        self,
+        run_model: Callable[..., Any],
+        model: Any,
+        named: Mapping[str, Any],
+        inputs: PromptInputs,
+        cache: Any,
+    ) -> Any:
+        """Run a prompt, or a token behind it."""
         if self.token_layers is not None:
             if inputs.n_tokens == 1 and not _is_observed():
                 with substituting(layer=self.token_layers.run):
@@ -98,7 +115,6 @@ class PromptRunner:
         plan = self._plan(inputs.n_tokens, inputs.batch, is_behind=inputs.past > 0)
         if plan.fits_at_once or inputs.n_tokens <= plan.tile:
             return run_model(model, **named)
-        cache = cache_in(named)
         if self.layered is None or inputs.past:
             return self._run_chunks(run_model, model, inputs, plan.tile, cache)
         return self._run_layers(self.layered, inputs, plan, cache)
@@ -106,14 +122,11 @@ class PromptRunner:
     def _read_prompt(self, model: Any, named: Mapping[str, Any]) -> PromptInputs | None:
         """The prompt in a forward's arguments; None if the model has to run as it
         is."""
-        cache = cache_in(named)
-        if not isinstance(cache, Cache) or cache.is_compileable:
-            return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type):
             return None
-        if torch.compiler.is_compiling() or _collects_results(model):
+        if _collects_results(model):
             return None
-        n_cached = cache.get_seq_length()
+        n_cached = cache_in(named).get_seq_length()
         return PromptInputs.from_arguments(without_cache(named), n_cached)
 
     def _plan(self, n_tokens: int, batch: int, *, is_behind: bool) -> PromptPlan:
@@ -211,6 +224,11 @@ class PromptRunner:
         return joined_results(results)
 
 
+def _can_grow(cache: Any) -> bool:
+    """Whether there is a cache, and not one of fixed size."""
+    return isinstance(cache, Cache) and not cache.is_compileable
+
+
 def _is_observed() -> bool:
     """Whether somebody follows each operator or module: graphs would pass them by."""
     return has_modes() or has_global_hooks()
@@ -229,10 +247,9 @@ def _check_text(named: Mapping[str, Any]) -> None:
     tokens = named.get("input_ids")
     if tokens is None:
         tokens = named.get("inputs_embeds")
-    cache = cache_in(named)
-    if tokens is None or not isinstance(cache, Cache) or cache.is_compileable:
+    if tokens is None:
         return
-    n_cached = cache.get_seq_length()
+    n_cached = cache_in(named).get_seq_length()
     if n_cached == 0 or _goes_on(tokens.shape[1], n_cached, named):
         return
     raise ValueError(
