@@ -52,7 +52,8 @@ def steps() -> Figure:
     if it was measured."""
     rows = present_rows("h200-step")
     panels: list[Callable[[Axes, dict[str, Row]], None]] = []
-    if any(f"Qwen3-8B long {tokens}" in rows for tokens in LONG_STEPS):
+    long_names = [f"Qwen3-8B long {tokens}" for tokens in LONG_STEPS]
+    if f"Qwen3-8B sdpa in {WHOLE}" in rows and any(map(rows.get, long_names)):
         panels.append(draw_whole_steps)
     if f"Qwen3-4B everything in {CARD}" in rows:
         panels.append(draw_longest)
@@ -63,9 +64,8 @@ def steps() -> Figure:
 
 
 def draw_whole_steps(axes: Axes, rows: dict[str, Row]) -> None:
-    plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
-    if plain is not None:
-        draw_memory(axes, plain.value["points"], "SDPA, as it comes", PLAIN)
+    plain = rows[f"Qwen3-8B sdpa in {WHOLE}"].value["points"]
+    draw_memory(axes, plain, "SDPA, as it comes", PLAIN)
     names = [f"Qwen3-8B long {tokens}" for tokens in LONG_STEPS]
     long = [rows[name].value for name in names if name in rows]
     ours = [

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import readme
 import tables_of_accuracy
 import tables_of_calls
 import tables_of_devices
@@ -55,15 +56,21 @@ TABLES: dict[str, Callable[[], Table]] = {
     "census": tables_of_accuracy.census,
     "wrapped": tables_of_accuracy.wrapped,
 }
+README_TEXTS: dict[str, Callable[[], str]] = {
+    "headline": readme.headline,
+    "prompt": readme.prompt,
+    "measured": readme.measured,
+}
 HEADING = re.compile(r"^(?=##+ )", re.MULTILINE)
-# A section with a table: its head (title, question and marker), the table, the rest.
+# A section with a table: its head (title, question and marker), and the table.
 SECTION = re.compile(
     r"(?P<head>##+ (?P<title>[^\n]+)\n(?P<question>.*?)<!-- table: (?P<name>\w+) -->\n)"
-    r"(?P<table>.*?)(?P<rest><!-- end of table -->.*)?",
+    r"(?P<table>.*)",
     re.DOTALL,
 )
 IN_README = re.compile(
-    r"(?<=<!-- table: readme -->\n).*(?=<!-- end of table -->)", re.DOTALL
+    r"(?P<head><!-- figures: (?P<name>\w+) -->\n).*?(?=<!-- end of figures -->)",
+    re.DOTALL,
 )
 
 
@@ -92,16 +99,20 @@ def new_texts(tables: dict[str, Table]) -> dict[Path, str]:
         table = tables[match["name"]]
         older = table.of_age(is_old=True)
         text = present_text(table, match["title"])
-        page.append(f"{match['head']}\n{text}\n{match['rest'] or ''}")
+        page.append(f"{match['head']}\n{text}\n")
         if older.runs():
             title_and_question = f"## {match['title']}\n{match['question']}"
             older_page.append(f"{title_and_question}{older.text()}\n")
-    readme_table = f"\n{tables_of_steps.readme()}"
     return {
         PAGE: "".join(page).rstrip("\n") + "\n",
         OLDER_PAGE: "".join(older_page).rstrip("\n") + "\n",
-        README: IN_README.sub(lambda _: readme_table, README.read_text("utf-8")),
+        README: IN_README.sub(with_figures, README.read_text("utf-8")),
     }
+
+
+def with_figures(match: re.Match[str]) -> str:
+    """A marker of README with its text below."""
+    return f"{match['head']}\n{README_TEXTS[match['name']]()}\n"
 
 
 def present_text(table: Table, title: str) -> str:

@@ -1,11 +1,11 @@
-"""The tables of training steps, and README's."""
+"""The tables of training steps."""
 
 from __future__ import annotations
 
 import re
 
-from runs import Row, Run, newest_rows
-from table_text import Line, Table, gib, ratio_cell, table_text
+from runs import Row, newest_rows
+from table_text import Line, Table, gib
 
 WAYS = {
     "sdpa": "SDPA, as it comes",
@@ -128,71 +128,3 @@ def estimates() -> Table:
         for shape, ratios in by_shape.items()
     ]
     return Table(["shape", "predicted peak over measured peak"], lines)
-
-
-def readme() -> str:
-    """README's table: rows of the present code."""
-    lines = [*call_lines(), accuracy_line(), *step_lines()]
-    rows = [
-        [*line.cells, raw_link(line.rows[-1].run)] for line in lines if not line.is_old
-    ]
-    return table_text(["what", "measured", "command"], rows)
-
-
-def raw_link(run: Run) -> str:
-    return f"[`{run.origin['command']}`](benchmarks/results/{run.file})"
-
-
-def call_lines() -> list[Line]:
-    call = "time of a call of 1,048,576 tokens in 1 GiB"
-    kernels = newest_rows("h200-plain", "cudnn", "fa2")["1048576"]
-    fa4 = newest_rows("h200-plain", "fa4")["1048576"]
-    labels = {
-        f"{call}, over cuDNN's": ratio_cell(kernels.value, "cudnn"),
-        f"{call}, over FlashAttention-2's": ratio_cell(kernels.value, "fa2"),
-    }
-    inside = f"{call} with FlashAttention-4 inside, over FlashAttention-4's alone"
-    return [
-        *(Line([label, ratio], [kernels]) for label, ratio in labels.items()),
-        Line([inside, ratio_cell(fa4.value, "fa4")], [fa4]),
-    ]
-
-
-def accuracy_line() -> Line:
-    row = newest_rows("h200-accuracy", "flash", "quorum")["last of 1048576"]
-    _, grad_query, _, grad_value = (
-        ours / flash
-        for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
-    )
-    label = (
-        "errors of dQ; dV at 1,048,576 tokens, last 8,192 rows, over FlashAttention-2's"
-    )
-    return Line([label, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
-
-
-def step_lines() -> list[Line]:
-    rows = newest_rows("h200-step")
-    lines = []
-    for name, words in {
-        "Qwen3-8B long 262144": "one GPU",
-        "Qwen3-8B long 524288": "one GPU",
-        "Qwen3-8B long 524288 over 2": "each of two GPUs",
-    }.items():
-        step = rows[name].value
-        label = f"a training step of {step['tokens']:,} tokens, Qwen3-8B's shape"
-        peak = gib(step["steps"][-1]["peak"])
-        cell = f"{step['seconds']:.0f} s, {peak} GiB of {words}"
-        lines.append(Line([label, cell], [rows[name]]))
-    for shape, memory, ways in (
-        ("Qwen3-8B", WHOLE, ("sdpa",)),
-        ("Qwen3-4B", CARD, CARD_WAYS),
-    ):
-        for way in ways:
-            row = rows[f"{shape} {way} in {memory}"]
-            layers = f"{row.value['layers']} of {row.value['of_layers']} layers run"
-            label = (
-                f"longest training step, {shape}'s shape, {gib(memory)} GiB, {layers}"
-            )
-            cells = [f"{label}: {WAYS[way]}", f"{row.value['tokens']:,} tokens"]
-            lines.append(Line(cells, [row]))
-    return lines

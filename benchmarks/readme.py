@@ -1,0 +1,137 @@
+"""What README says of measurements: a headline, words about prompts, and a table.
+
+Each is of rows of the present code. What was not measured on it is left out.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from runs import Row, Run, newest_rows, present_rows
+from table_text import Line, gib, ratio_cell, table_text
+from tables_of_prompts import out_of_memory_rows, tokens_of
+from tables_of_steps import CARD, CARD_WAYS, WAYS, WHOLE
+
+COLUMNS = 128
+
+
+def headline() -> str:
+    """A long training step, and the longest one without the package."""
+    rows = present_rows("h200-step")
+    long = rows.get("Qwen3-8B long 262144")
+    if long is None:
+        return ""
+    step = long.value
+    sentences = [
+        f"One H200 trains on {step['tokens']:,} tokens at a time with a model of "
+        "Qwen3-8B's shape (LoRA, all 36 layers): "
+        f"a step takes {step['seconds']:.0f} s and {step_memory(long)}."
+    ]
+    plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
+    if plain is not None:
+        tokens = plain.value["tokens"]
+        sentences.append(f"Without this package at most {tokens:,} tokens fit.")
+    return paragraph(*sentences, "[How it was measured](#what-was-measured).")
+
+
+def step_memory(row: Row) -> str:
+    """The memory of a step's GPU, and of its host if that was recorded."""
+    last = row.value["steps"][-1]
+    words = f"{gib(last['peak'])} GiB of the GPU"
+    if last.get("host_peak") is None:
+        return words
+    return f"{words}, beside {gib(last['host_peak'])} GiB of host memory"
+
+
+def prompt() -> str:
+    """A long prompt, and the longest one without the package."""
+    rows = present_rows("h200-prompt", "prefill_seconds")
+    long = rows.get("Qwen3-4B 262144 24.00 GiB ours")
+    if long is None:
+        return ""
+    fit, fail = (
+        [tokens_of(name) for name in names if name.endswith("24.00 GiB sdpa")]
+        for names in (rows, out_of_memory_rows())
+    )
+    figures = long.value
+    host = gib(figures["host_peak_bytes"])
+    return paragraph(
+        f"A prompt of {262_144:,} tokens of Qwen3-4B's shape takes "
+        f"{figures['prefill_seconds']:.0f} s in 24 GiB of an H200 and {host} GiB of "
+        f"host memory, and each token after it {figures['token_seconds']:.2f} s.",
+        f"With SDPA and the cache of Transformers {max(fit):,} tokens fit there, and "
+        f"{min(fail):,} do not.",
+    )
+
+
+def paragraph(*sentences: str) -> str:
+    return textwrap.fill(" ".join(sentences), COLUMNS, break_on_hyphens=False) + "\n"
+
+
+def measured() -> str:
+    """The table."""
+    lines = [*call_lines(), accuracy_line(), *step_lines()]
+    rows = [
+        [*line.cells, raw_link(line.rows[-1].run)] for line in lines if not line.is_old
+    ]
+    return table_text(["what", "measured", "command"], rows)
+
+
+def raw_link(run: Run) -> str:
+    return f"[`{run.origin['command']}`](benchmarks/results/{run.file})"
+
+
+def call_lines() -> list[Line]:
+    call = "time of a call of 1,048,576 tokens in 1 GiB"
+    kernels = newest_rows("h200-plain", "cudnn", "fa2")["1048576"]
+    fa4 = newest_rows("h200-plain", "fa4")["1048576"]
+    labels = {
+        f"{call}, over cuDNN's": ratio_cell(kernels.value, "cudnn"),
+        f"{call}, over FlashAttention-2's": ratio_cell(kernels.value, "fa2"),
+    }
+    inside = f"{call} with FlashAttention-4 inside, over FlashAttention-4's alone"
+    return [
+        *(Line([label, ratio], [kernels]) for label, ratio in labels.items()),
+        Line([inside, ratio_cell(fa4.value, "fa4")], [fa4]),
+    ]
+
+
+def accuracy_line() -> Line:
+    row = newest_rows("h200-accuracy", "flash", "quorum")["last of 1048576"]
+    _, grad_query, _, grad_value = (
+        ours / flash
+        for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
+    )
+    label = (
+        "error of dQ; of dV at 1,048,576 tokens, last 8,192 rows, over "
+        "FlashAttention-2's"
+    )
+    return Line([label, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
+
+
+def step_lines() -> list[Line]:
+    rows = newest_rows("h200-step")
+    lines = []
+    for name, words in {
+        "Qwen3-8B long 262144": "one GPU",
+        "Qwen3-8B long 524288": "one GPU",
+        "Qwen3-8B long 524288 over 2": "each of two GPUs",
+    }.items():
+        step = rows[name].value
+        label = f"a training step of {step['tokens']:,} tokens, Qwen3-8B's shape"
+        peak = gib(step["steps"][-1]["peak"])
+        cell = f"{step['seconds']:.0f} s, {peak} GiB of {words}"
+        lines.append(Line([label, cell], [rows[name]]))
+    for shape, memory, ways in (
+        ("Qwen3-8B", WHOLE, ("sdpa",)),
+        ("Qwen3-4B", CARD, CARD_WAYS),
+    ):
+        for way in ways:
+            row = rows[f"{shape} {way} in {memory}"]
+            layers = f"{row.value['layers']} of {row.value['of_layers']} layers run"
+            label = (
+                f"longest training step, {shape}'s shape, {gib(memory)} GiB, {layers}"
+            )
+            cells = [f"{label}: {WAYS[way]}", f"{row.value['tokens']:,} tokens"]
+            lines.append(Line(cells, [row]))
+    return lines
