@@ -18,6 +18,7 @@ from quorum_attention.units import (
     format_seconds,
     parse_bytes,
     parse_count,
+    parse_memory,
 )
 
 SOURCES = sorted(Path(quorum_attention.__file__).parent.rglob("*.py"))
@@ -69,6 +70,21 @@ def test_a_least_size_as_printed_is_enough_and_hardly_more() -> None:
         text = format_least(n)
         assert n <= parse_bytes(text) <= n + n // 100, text
         assert text.split() == [text]  # one argument of a command
+
+
+def test_memory_without_a_unit_is_refused_by_name() -> None:
+    """16 was meant to be 16 GiB, and 24576 MiB."""
+    for wrong in (16, "16", 24576, 0, 1.0, 2**20 - 1):
+        with pytest.raises(
+            ValueError, match="host_memory must be at least 1MiB"
+        ) as error:
+            parse_memory(wrong, "host_memory")
+        assert "'16GiB', got" in str(error.value)
+    for right in (2**20, "1MiB", "16GiB", 16e9):
+        assert parse_memory(right, "host_memory") == parse_bytes(right)
+    assert parse_memory(0, "host_memory", or_zero=True) == 0
+    with pytest.raises(ValueError, match="which is 1 byte"):
+        parse_memory(1, "host_memory", or_zero=True)
 
 
 def test_whole_floats_are_bytes() -> None:

@@ -27,6 +27,8 @@ _PATTERN = re.compile(
 # More than any machine has: torch counts elements in 64 bits.
 _LIMIT = 2**63
 _LARGEST_ERROR = 1e6
+# Fewer bytes of a machine's memory are a slip: 16 for "16GiB", and 24576 for MiB.
+_LEAST_MEMORY = 1 << 20
 
 
 def parse_bytes(value: Any, name: str = "budget") -> int:
@@ -56,6 +58,28 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
             f"{name} must be a whole number of bytes or text such as '512MiB', '2GiB', "
             f"'1.5GB' or '1e9', got {shown(value)}"
         ) from None
+
+
+def parse_memory(value: Any, name: str, *, or_zero: bool = False) -> int:
+    """Return the bytes of ``value``, which are memory of a device or a host that a
+    model may take.
+
+    Args:
+        value: as in ``parse_bytes``.
+        name: of the argument.
+        or_zero: whether 0 is allowed.
+
+    Raises:
+        TypeError, ValueError: as in ``parse_bytes``; or it is less than any model
+            takes, such as 16 for "16GiB".
+    """
+    n_bytes = parse_bytes(value, name)
+    if n_bytes >= _LEAST_MEMORY or (or_zero and n_bytes == 0):
+        return n_bytes
+    raise ValueError(
+        f"{name} must be at least 1MiB, in bytes or as text such as '16GiB', got "
+        f"{shown(value)}, which is {counted(n_bytes, 'byte')}"
+    )
 
 
 def parse_count(text: str) -> int:

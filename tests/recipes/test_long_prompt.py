@@ -398,6 +398,11 @@ def test_progress_is_told_by_layer() -> None:
         ({"weights": "disk"}, ValueError),
         ({"tile": 0}, ValueError),
         ({"device_memory": "much"}, ValueError),
+        # For "16GiB": 16 bytes failed at the first prompt.
+        ({"device_memory": 16}, ValueError),
+        ({"device_memory": "16"}, ValueError),
+        ({"device_memory": 0}, ValueError),
+        ({"host_memory": 64}, ValueError),
         ({"memory": "1GiB"}, TypeError),
     ],
 )

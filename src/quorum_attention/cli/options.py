@@ -14,10 +14,9 @@ import torch
 from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import call_shape
 from quorum_attention.plain_types import Keywords
-from quorum_attention.units import counted, parse_bytes, parse_count
+from quorum_attention.units import parse_bytes, parse_count, parse_memory
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in call_shape.DTYPES}
-_LEAST_MEMORY = 1 << 20  # "24" is a slip for "24GiB"
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 GLOSSARY = (
     "levels: the number of chunks at each level of cutting (none: uncut). A unit is "
@@ -61,19 +60,8 @@ def _as_option_type(parse: Callable[[str], int]) -> Callable[[str], int]:
 bytes_of = _as_option_type(parse_bytes)  # a number, 1e9, 512MiB and the like
 
 
-def _parse_memory(text: str) -> int:
-    """Return the bytes of a machine's or a device's memory.
-
-    Raises:
-        ValueError: it is less than any machine has.
-    """
-    n_bytes = parse_bytes(text, "memory")
-    if n_bytes < _LEAST_MEMORY:
-        raise ValueError(f"{text} is {counted(n_bytes, 'byte')}; such as 24GiB")
-    return n_bytes
-
-
-memory_of = _as_option_type(_parse_memory)  # the same, of a device or a host
+# The same, of a device or a host.
+memory_of = _as_option_type(partial(parse_memory, name="memory"))
 count_of = _as_option_type(
     parse_count
 )  # a positive number: 1_048_576, 1,048,576, 1e6, 128K, 1M

@@ -32,7 +32,7 @@ from quorum_attention.recipes.prompt_changes import (
     prompt_forward_in,
 )
 from quorum_attention.recipes.prompt_memory import MARGIN, TokenBytes, working_bytes
-from quorum_attention.units import counted, format_bytes, parse_bytes
+from quorum_attention.units import counted, format_bytes, parse_memory
 
 # Where the weights of layers may lie.
 WEIGHTS = ("device", "host")
@@ -66,7 +66,7 @@ def long_prompt(
             cache and working memory, as a number or text such as "16GiB"; None: what is
             free, less a margin.
         host_memory: bytes of page-locked host memory that the cache may take; None:
-            what is free, less a margin.
+            what is free, less a margin; 0: none.
         folder: a folder for mapped files that hold what neither has room for; None: no
             files.
         weights: "device" leaves weights where they are; "host" keeps those of layers in
@@ -90,8 +90,10 @@ def long_prompt(
     if tile is not None:
         whole_number(tile, "tile", 1)
     limit = (
-        None if device_memory is None else parse_bytes(device_memory, "device_memory")
+        None if device_memory is None else parse_memory(device_memory, "device_memory")
     )
+    if host_memory is not None:
+        host_memory = parse_memory(host_memory, "host_memory", or_zero=True)
     base = base_model(model)
     changes = changes_by(base, OWNER)
     if changes is None or _keeps_weights(changes) != weights:

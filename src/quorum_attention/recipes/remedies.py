@@ -12,7 +12,7 @@ from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.recipes.step_estimate import StepMemory, step_memory
 from quorum_attention.recipes.switches import ATTENTION, HOST, SWITCHES, TILES
 from quorum_attention.recipes.training import Training
-from quorum_attention.units import format_bytes, parse_bytes
+from quorum_attention.units import format_bytes, parse_memory
 
 # A longest text is told to one part in this many.
 _RESOLUTION = 64
@@ -29,7 +29,7 @@ def switch_until_it_fits(
     Returns:
         The step with these changes, or with all if none suffice; and whether it fits.
     """
-    limit = parse_bytes(memory, "memory")
+    limit = parse_memory(memory, "memory")
     on = _switches(training)
     smallest = _switch(shape, training, on, limit)
     for name in reversed(on):
@@ -51,23 +51,29 @@ def longest_that_fits(
     shape: ModelShape,
     training: Training,
     memory: int | str,
-    host_memory: int | None = None,
+    host_memory: int | str | None = None,
 ) -> int:
     """The longest text whose step fits, with whatever has to be switched on.
 
     Args:
         training: no text longer than its ``tokens`` is looked at.
         memory: of the device, bytes or "80GiB".
-        host_memory: bytes that may be page-locked; None: any number.
+        host_memory: of the host, what may be page-locked; None: any number.
 
     Returns:
         Tokens, to a 64th of ``training.tokens``; 0 if none of these lengths fits.
     """
+    limit = parse_memory(memory, "memory")
+    host_limit = (
+        None
+        if host_memory is None
+        else parse_memory(host_memory, "host_memory", or_zero=True)
+    )
     grain = max(1, training.tokens // _RESOLUTION)
 
     def fits(n_grains: int) -> bool:
         shorter = replace(training, tokens=n_grains * grain)
-        return _fits(shape, shorter, memory, host_memory)
+        return _fits(shape, shorter, limit, host_limit)
 
     return last_fitting(training.tokens // grain, fits) * grain
 
@@ -80,16 +86,15 @@ def _switches(training: Training) -> tuple[str, ...]:
 
 
 def _fits(
-    shape: ModelShape, training: Training, memory: int | str, host_memory: int | None
+    shape: ModelShape, training: Training, limit: int, host_limit: int | None
 ) -> bool:
     """Whether a step fits with whatever has to be switched on."""
-    limit = parse_bytes(memory, "memory")
     if _switch(shape, training, _switches(training), limit).peak_bytes > limit:
         return False
-    if host_memory is None:
+    if host_limit is None:
         return True
-    step, _ = switch_until_it_fits(shape, training, memory)
-    return step.host_bytes <= host_memory
+    step, _ = switch_until_it_fits(shape, training, limit)
+    return step.host_bytes <= host_limit
 
 
 def _switch(
