@@ -32,15 +32,13 @@ class MaskedKernel(BasedKernel):
     """Attention under a mask.
 
     Args:
-        mask: for the sizes of the calls it is for; torch.vmap may add entries, which
-            are those of the batch over and over.
+        mask: for the sizes of the calls it is for.
         base: what computes the parts: an operator, whose scores are capped already.
     """
 
     def __init__(self, mask: ResolvedMask, base: Kernel) -> None:
         # Not the mask, which holds its kernels.
         super().__init__(base, capped(mask.softcap))
-        self.batch = mask.shape.batch
         self.geometries = mask.geometries
         self.mask_mods = mask.functions
         self._distinct = tuple(dict.fromkeys(mask.geometries))
@@ -86,11 +84,10 @@ class MaskedKernel(BasedKernel):
     def kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         """See ``BasedKernel``."""
         pairs = block.indices(keys)
-        numbers = pairs.entries % self.batch
         entries = block.task.entries[block.entries]
         parts: list[torch.Tensor] = []
         for run, geometry in self._runs_of_geometries(entries):
-            is_kept = geometry.keeps(replace(pairs, entries=numbers[run]))
+            is_kept = geometry.keeps(replace(pairs, entries=pairs.entries[run]))
             n_entries = run.stop - run.start
             parts.append(is_kept.expand(n_entries, -1, -1, -1))
         if len(parts) == 1:
@@ -131,14 +128,11 @@ class MaskedKernel(BasedKernel):
             kernel.backward(part, _gradients_of(grads, run))
 
     def _tasks(self, task: TaskTensors) -> Iterator[tuple[slice, Kernel, TaskTensors]]:
-        """The task for each run of entries, with numbers of entries that functions
-        know."""
-        entries = tuple(entry % self.batch for entry in task.entries)
-        numbered = replace(task, entries=entries)
+        """The task for each run of entries of one geometry."""
         drops = task.dropout is not None
-        for run, geometry in self._runs_of_geometries(entries):
+        for run, geometry in self._runs_of_geometries(task.entries):
             kernel = self._kernel(geometry, drops=drops)
-            yield run, kernel, entries_of(numbered, run)
+            yield run, kernel, entries_of(task, run)
 
     def whole_forward(self, call: Call) -> OutLse:
         """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""

@@ -80,8 +80,7 @@ class WholeCallKernel(BasedKernel):
     Args:
         way: how whole calls are computed.
         rules: the pairs that the mask keeps.
-        shape: of the calls; torch.vmap may add entries, which are those of the batch
-            over and over.
+        shape: of the calls.
         base: computes the calls.
         by_blocks: makes the kernel for all that is no whole call: tasks, and calls with
             dropout.
@@ -126,11 +125,10 @@ class WholeCallKernel(BasedKernel):
     def kept_pairs_of_tile(self, block: QueryBlock, keys: slice) -> torch.Tensor:
         """See ``BasedKernel``."""
         pairs = block.indices(keys)
-        entries = pairs.entries % self.shape.batch
         rows = pairs.queries.unsqueeze(0)
         columns = pairs.keys.unsqueeze(0)
         is_kept = self.rules.kept_pairs(
-            entries,
+            pairs.entries,
             rows,
             columns,
             columns.device,
@@ -141,13 +139,9 @@ class WholeCallKernel(BasedKernel):
         """Calls are told which entries they have."""
         return all_heads or not shape.dropout
 
-    def _runs_in_parts(self, call: Call) -> bool:
-        last = call.first_entry + call.query.shape[0]
-        return call.dropout is None and last <= self.shape.batch
-
     def whole_forward(self, call: Call) -> OutLse:
         """See ``Kernel``."""
-        if not self._runs_in_parts(call):
+        if call.dropout is not None:
             return self._by_blocks().whole_forward(call)
         readers = [RowReader(tensor) for tensor in call.inputs]
         out = Results(call.query, call.value.shape[-1])
@@ -166,7 +160,7 @@ class WholeCallKernel(BasedKernel):
 
     def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``Kernel``."""
-        if not self._runs_in_parts(call):
+        if call.dropout is not None:
             return self._by_blocks().whole_backward(call, saved)
         readers = [RowReader(tensor) for tensor in call.inputs]
         grad_out = RowReader(saved.grad_out)
