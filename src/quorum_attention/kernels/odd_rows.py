@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
+from dataclasses import replace
 
 import torch
 
 from quorum_attention.decomposition import Rectangle
-from quorum_attention.kernels.operator_call import Call, OutLse, part_of
+from quorum_attention.kernels.operator_call import Call, whole_task
 from quorum_attention.kernels.operator_sizes import OperatorSizes
-from quorum_attention.kernels.reference import TiledKernel
-from quorum_attention.kernels.score_tiles import QueryBlock, ScoreTransform, TileLimits
-from quorum_attention.kernels.torch_private import as_it_is
+from quorum_attention.kernels.reference import forward_block
+from quorum_attention.kernels.score_tiles import (
+    QueryBlock,
+    ScoreTransform,
+    TileLimits,
+    query_blocks,
+)
 
 # Odd rows are computed again so many at a time, by tiles of these limits.
 _LIMITS = TileLimits(pairs=1 << 15, rows=64, keys=128)
+_TRANSFORM = ScoreTransform(tiles=_LIMITS)
 _WORKSPACE_BYTES = 1 << 20
 # Bytes for each row of the call, odd or not.
 _ROW_BYTES = 3
@@ -40,42 +45,30 @@ def mend_odd_rows_(out: torch.Tensor, lse: torch.Tensor, call: Call) -> None:
     is_odd_anywhere = is_odd.flatten(0, 1).any(0)  # (lq,)
     odd_rows = is_odd_anywhere.nonzero().flatten()
     blocks = (odd_rows // _LIMITS.rows).unique()
-    for block in blocks.tolist():
-        start = block * _LIMITS.rows
+    task = whole_task(call)
+    for number in blocks.tolist():
+        start = number * _LIMITS.rows
         stop = min(start + _LIMITS.rows, lse.shape[2])
-        rows = (slice(None), slice(None), slice(start, stop))
-        right_out, right_lse = _computed_again(call, start, stop, out.dtype)
-        is_wrong = right_lse.isfinite().logical_not_()
-        is_wrong.logical_and_(is_odd[rows])
-        block_out = out[rows]
-        block_lse = lse[rows]
-        block_out[is_wrong] = right_out[is_wrong]
-        block_lse[is_wrong] = right_lse[is_wrong]
+        rows = Rectangle(start, stop, 0, call.key.shape[2], call.is_causal)
+        rows_of_task = replace(task, rectangles=(rows,))
+        for block in query_blocks(rows_of_task, lse, _TRANSFORM):
+            _mend_block_(block, out, lse, is_odd)
 
 
-def _computed_again(call: Call, start: int, stop: int, dtype: torch.dtype) -> OutLse:
-    """Return (out, lse) of the query rows from ``start`` to ``stop`` by the
-    reference."""
-
-    def at_or_before(block: QueryBlock, keys: slice) -> torch.Tensor:
-        rows = torch.arange(block.rows.start, block.rows.stop)
-        queries = start + rows.unsqueeze(-1)
-        columns = torch.arange(keys.start, keys.stop)
-        return columns <= queries
-
-    keeps = at_or_before if call.is_causal else None
-    transform = ScoreTransform(keeps=keeps, tiles=_LIMITS)
-    rectangle = Rectangle(start, stop, 0, call.key.shape[2])
-    part = call.mapped(
-        itemgetter((slice(None), slice(None), slice(start, stop))),
-        as_it_is,
-        # The rows of a causal call are no causal call: ``at_or_before`` says which
-        # pairs they have.
-        causal=False,
-        bias=part_of(call.bias, rectangle),
-        stored=dtype,
-    )
-    return TiledKernel(transform).whole_forward(part)
+def _mend_block_(
+    block: QueryBlock, out: torch.Tensor, lse: torch.Tensor, is_odd: torch.Tensor
+) -> None:
+    """Compute the rows of a block again, and correct those that are odd and wrong, in
+    place."""
+    right_out, right_lse = forward_block(block)
+    block_out = block.of_rows(out)
+    block_lse = block.of_rows(lse)
+    right_lse = right_lse.view(block_lse.shape)
+    right_out = right_out.view(block_out.shape)
+    is_wrong = right_lse.isfinite().logical_not_()
+    is_wrong.logical_and_(block.of_rows(is_odd))
+    block_out[is_wrong] = right_out[is_wrong].to(out.dtype)
+    block_lse[is_wrong] = right_lse[is_wrong]
 
 
 def mending_bytes(sizes: OperatorSizes) -> int:

@@ -31,7 +31,6 @@ from quorum_attention.kernels.score_tiles import (
     PLAIN,
     WHOLE_ROWS,
     BackwardRows,
-    NumbersPer,
     QueryBlock,
     ScoreTransform,
     TileSizes,
@@ -40,7 +39,7 @@ from quorum_attention.kernels.score_tiles import (
 from quorum_attention.kernels.task_tensors import Gradients, Statistics, TaskTensors
 
 
-def _forward_block(block: QueryBlock) -> OutLse:
+def forward_block(block: QueryBlock) -> OutLse:
     """Return the output (b, hk, g * rows, dv) and lse (b, hk, g * rows, 1) of a
     block."""
     task = block.task
@@ -140,7 +139,7 @@ class TiledKernel(Kernel):
         """Merge the task's kept pairs into ``state``, in place."""
         task, transform = self._prepared(task)
         for block in query_blocks(task, state.out, transform):
-            out, lse = _forward_block(block)
+            out, lse = forward_block(block)
             state_out = block.of_rows(state.out)  # (b, h, rows, dv)
             state_lse = block.of_rows(state.lse)
             out = out.view(state_out.shape)
@@ -160,7 +159,7 @@ class TiledKernel(Kernel):
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
         sizes = TileSizes(shape, extent, self.scores)
         by_query = shape.head_dim + 4 * shape.value_dim + 8
-        computing = sizes.nbytes(NumbersPer(by_query, shape.width, pair=1))
+        computing = sizes.nbytes(by_query, shape.width, by_pair=1)
         merging = sizes.rows * by_query * sizes.itemsize + MERGE_WORKSPACE_BYTES
         n_bytes = max(computing, merging) + SLACK_BYTES
         if extent.direct:
@@ -175,8 +174,7 @@ class TiledKernel(Kernel):
         sizes = TileSizes(shape, extent, self.scores)
         widths = shape.kv_width
         by_pair = 3 if shape.dropout else 2
-        numbers = NumbersPer(4 * widths + 8, 2 * widths, by_pair)
-        n_bytes = sizes.nbytes(numbers) + SLACK_BYTES
+        n_bytes = sizes.nbytes(4 * widths + 8, 2 * widths, by_pair) + SLACK_BYTES
         if extent.direct:
             # In the dtype computed in, and in another that may be asked for.
             n_results = extent.rows * shape.head_dim + extent.key_rows * widths

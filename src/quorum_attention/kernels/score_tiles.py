@@ -400,16 +400,6 @@ def query_blocks(
             yield QueryBlock(task, rectangle, transform, at, like)
 
 
-@dataclass(frozen=True, slots=True)
-class NumbersPer:
-    """How many numbers a pass holds per query row, per key row and per pair of a
-    tile."""
-
-    query: int
-    key: int
-    pair: int
-
-
 class TileSizes:
     """Bounds of the largest tile of a call, in rectangles of any size up to the
     largest.
@@ -441,11 +431,12 @@ class TileSizes:
         self._extent = extent
         self._matrices = transform.matrices
 
-    def nbytes(self, counts: NumbersPer) -> int:
-        """Return the bytes of the tile."""
-        numbers = self.rows * counts.query
-        numbers += self.keys * counts.key
-        numbers += self.pairs * (counts.pair + self._matrices)
+    def nbytes(self, by_query: int, by_key: int, by_pair: int) -> int:
+        """Return the bytes of the tile, of which a pass holds so many numbers for each
+        query row, for each key row and for each pair."""
+        numbers = self.rows * by_query
+        numbers += self.keys * by_key
+        numbers += self.pairs * (by_pair + self._matrices)
         nbytes = numbers * self.itemsize
         nbytes += self._bias_bytes()
         nbytes += self._dropped_bytes()
