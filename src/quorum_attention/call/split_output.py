@@ -8,7 +8,6 @@ of fp16 at most 2**12, so the two numbers hold all bits of the output.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -28,36 +27,34 @@ def rest_of(unrounded: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
         The rest, int16; 0 where ``rounded`` is not finite.
     """
     rest = torch.empty_like(unrounded, dtype=torch.int16)
-    for rows in _blocks(unrounded):
-        bits = unrounded[rows].view(torch.int32)
-        rounded_in_fp32 = rounded[rows].float()
+    for part, rounded_part, rest_part in _blocks(unrounded, rounded, rest):
+        bits = part.view(torch.int32)
+        rounded_in_fp32 = rounded_part.float()
         rounded_bits = rounded_in_fp32.view(torch.int32)
         difference = bits - rounded_bits
         is_too_large = difference.abs() > _LARGEST_REST
         difference.masked_fill_(is_too_large, 0)
         difference.clamp_(max=_LARGEST_REST - 1)
-        rest[rows].copy_(difference)
+        rest_part.copy_(difference)
     return rest
 
 
 def joined(rounded: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     """Return an output in fp32, of its two parts in 16 bits (``rest_of``)."""
     unrounded = torch.empty_like(rounded, dtype=torch.float32)
-    for rows in _blocks(rounded):
-        part = unrounded[rows]
-        part.copy_(rounded[rows])
+    for part, rounded_part, rest_part in _blocks(unrounded, rounded, rest):
+        part.copy_(rounded_part)
         bits = part.view(torch.int32)
-        bits.add_(rest[rows])
+        bits.add_(rest_part)
     return unrounded
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield indices of a tensor (..., n, d), by blocks of rows of all heads."""
-    n_rows = tensor.shape[-2]
-    if n_rows == 0:
-        return
-    numbers_of_a_row = max(1, tensor.numel() // n_rows)
-    step = max(1, _BLOCK_NUMBERS // numbers_of_a_row)
-    for start in range(0, n_rows, step):
-        rows = slice(start, start + step)
-        yield ..., rows, slice(None)
+def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield views of tensors of one shape (..., n, d), by blocks of rows of all
+    heads."""
+    like = tensors[0]
+    n_rows = max(1, like.shape[-2])
+    numbers_of_a_row = max(1, like.numel() // n_rows)
+    n_rows_of_a_block = max(1, _BLOCK_NUMBERS // numbers_of_a_row)
+    blocks = [tensor.split(n_rows_of_a_block, dim=-2) for tensor in tensors]
+    return zip(*blocks, strict=True)

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from quorum_attention.decomposition import Rectangle, Rows, Task
-from quorum_attention.execution.head_groups import BatchBox, Group
+from quorum_attention.execution.head_groups import Group
 from quorum_attention.kernels.call_shape import BiasShape, is_rounded
 
 
@@ -100,29 +100,14 @@ class BiasView:
     def _blocks(self, group: Group) -> list[torch.Tensor]:
         """Views (*box, heads|1, rows|1, columns|1): one for each box of batch entries,
         or one of a single entry, (1, heads|1, ...), for all of them."""
-        batch_sizes = self.mask.shape[:-3]
+        mask = self.mask
+        if mask.shape[-3] > 1:
+            mask = mask[..., group.query_heads, :, :]
+        *batch_sizes, n_heads, n_rows, n_columns = mask.shape
         if all(n == 1 for n in batch_sizes):
-            blocks = [self.mask.reshape(1, *self.mask.shape[-3:])]
-        else:
-            blocks = [self._block(box) for box in group.boxes]
-        if self.mask.shape[-3] == 1:
-            return blocks
-        return [block[..., group.query_heads, :, :] for block in blocks]
-
-    def _block(self, box: BatchBox) -> torch.Tensor:
-        """The mask of the batch entries in ``box``, a view (*box, heads|1, rows|1,
-        columns|1)."""
-        index: list[slice] = []
-        sizes: list[int] = []
-        batch_sizes = self.mask.shape[:-3]
-        for positions, n_of_mask in zip(box, batch_sizes, strict=True):
-            sizes.append(positions.stop - positions.start)
-            if n_of_mask == 1:
-                # The mask broadcasts over this dimension.
-                positions = slice(0, 1)
-            index.append(positions)
-        block = self.mask[tuple(index)]
-        return block.expand(*sizes, -1, -1, -1)
+            return [mask.reshape(1, n_heads, n_rows, n_columns)]
+        of_entries = mask.expand(*group.batch_shape, -1, -1, -1)
+        return [of_entries[box] for box in group.boxes]
 
 
 def _positions(block: torch.Tensor, dim: int, segments: list[Rows]) -> list[Rows]:

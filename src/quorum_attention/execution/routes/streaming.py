@@ -268,8 +268,8 @@ class Streaming(Route):
         # The number of the last unit of each block.
         last_units: dict[int | None, int] = {}
         for chunk in range(stream.n_chunks):
-            place = _RowsInSlot(chunk_slot, chunk_slot, is_first=True, is_last=True)
-            chunk_unit = _unit(chunks, group, stream.chunk(chunk), place)
+            chunk_rows = stream.chunk(chunk)
+            chunk_unit = _unit(chunks, group, chunk_rows, chunk_slot, chunk_slot)
             # A chunk without pairs still has results: it meets an empty block.
             met_blocks: list[int | None] = [*stream.blocks(chunk)] or [None]
             for block in met_blocks:
@@ -286,14 +286,16 @@ class Streaming(Route):
                 last_unit = last_units.get(block, -1)
                 is_recent = last_unit > number - self.n_cap
                 after = last_unit % self.n_cap if is_recent else slot
-                place = _RowsInSlot(
+                rows = Interval(0, 0) if block is None else stream.block(block)
+                unit = _unit(
+                    blocks,
+                    group,
+                    rows,
                     slot,
                     after,
                     is_first=chunk == 0,
                     is_last=block is None or chunk == stream.last_chunk(block),
                 )
-                rows = Interval(0, 0) if block is None else stream.block(block)
-                unit = _unit(blocks, group, rows, place)
                 yield replace(unit, staying=staying)
                 last_units[block] = number
                 number += 1
@@ -305,44 +307,36 @@ def _read_inputs(job: PassJob, blocks: SlotRows, group: Group) -> TensorsByName:
     return inputs_of_group(job.tensors, group)
 
 
-@dataclass(frozen=True, slots=True)
-class _RowsInSlot:
-    """Where and when rows are in a slot.
+def _unit(
+    side: SlotRows,
+    group: Group,
+    interval: Interval,
+    slot: int,
+    after: int,
+    *,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> Unit:
+    """Neighbouring rows of one side in a slot.
 
-    Attributes:
-        slot: the slot.
+    Args:
         after: states are loaded after the last store of this slot.
         is_first: whether the states of the rows begin with this unit; if not, they are
             loaded.
         is_last: whether the states of the rows end with this unit; if not, they wait
             between units.
     """
-
-    slot: int
-    after: int
-    is_first: bool
-    is_last: bool
-
-
-def _unit(side: SlotRows, group: Group, interval: Interval, place: _RowsInSlot) -> Unit:
-    """Neighbouring rows of one side in a slot."""
     rows = (Rows(*interval, 0),)
     visit = Visit(
         Task((), (Span(*interval, 0),)),
-        fresh=rows if place.is_first else (),
+        fresh=rows if is_first else (),
         carried=(),
-        loaded=() if place.is_first else rows,
-        finished=rows if place.is_last else (),
-        stored=() if place.is_last else rows,
+        loaded=() if is_first else rows,
+        finished=rows if is_last else (),
+        stored=() if is_last else rows,
     )
-    fields = side.fields(place.slot, group, visit)
-    return Unit(
-        group,
-        visit,
-        place.slot,
-        fields,
-        place.after,
-    )
+    fields = side.fields(slot, group, visit)
+    return Unit(group, visit, slot, fields, after)
 
 
 @lru_cache(maxsize=256)

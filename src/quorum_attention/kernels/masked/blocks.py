@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +15,6 @@ from quorum_attention.decomposition.bands import Band
 UNBOUNDED = 1 << 62
 """A position beyond all others. (Sums with positions are 64-bit integers.)"""
 _ALL_PAIRS = Ranges.from_bounds(0, UNBOUNDED, 0, UNBOUNDED)
-
-
-class _Sides(NamedTuple):
-    """The bounds of blocks, (n,) each."""
-
-    query_start: NDArray[np.int64]
-    query_stop: NDArray[np.int64]
-    key_start: NDArray[np.int64]
-    key_stop: NDArray[np.int64]
 
 
 class Blocks:
@@ -89,13 +79,13 @@ class Blocks:
     def _numbers_of_meeting(self, block: Ranges) -> NDArray[np.int64]:
         """The numbers of the blocks that have a pair in common with ``block``."""
         queries, keys = block
-        sides = _Sides(*self._bounds.T)
+        query_starts, query_stops, key_starts, key_stops = self._bounds.T
         # The blocks are sorted by their queries.
-        first = int(np.searchsorted(sides.query_stop, queries.start, side="right"))
-        last = int(np.searchsorted(sides.query_start, queries.stop, side="left"))
-        near = _Sides(*self._bounds[first:last].T)
-        begins_before = near.key_start < keys.stop
-        ends_after = near.key_stop > keys.start
+        first = int(np.searchsorted(query_stops, queries.start, side="right"))
+        last = int(np.searchsorted(query_starts, queries.stop, side="left"))
+        near = slice(first, last)
+        begins_before = key_starts[near] < keys.stop
+        ends_after = key_stops[near] > keys.start
         return first + np.flatnonzero(begins_before & ends_after)
 
     def verdict(self, block: Ranges) -> Verdict:
