@@ -17,6 +17,7 @@ from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.work_counts import WorkCounts
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.call_shape import CallShape, Lengths
 from quorum_attention.kernels.protocol import Launches
 from quorum_attention.planner.hardware import HardwareModel
@@ -115,11 +116,13 @@ def forward_flops(shape: CallShape) -> float:
     return flops_of_pair * shape.pairs * shape.batch * shape.heads
 
 
+@remembered(256)
 def kernel_hardware(problem: Problem, hardware: HardwareModel) -> HardwareModel:
     """Return ``hardware`` with the rates that the problem's kernel reaches.
 
     Costs count all pairs of a call: a kernel whose own mask leaves out some of them
-    reaches a higher rate of counted pairs.
+    reaches a higher rate of counted pairs. Answers are remembered: to count what a mask
+    keeps of a long sequence takes longer than a short call.
     """
     kernel = problem.kernel
     share_kept = kept_share(problem.pairs)
