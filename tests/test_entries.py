@@ -447,6 +447,30 @@ def test_masks_of_entries_take_few_calls(
     assert 2 <= len(shapes) <= 40
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["sinks", "out_dtype"])
+def test_packed_calls_of_unlike_dtypes(dtype: torch.dtype, kind: str) -> None:
+    """A kernel asked for results that are not rounded cuts a packed call of grouped
+    heads with several cells, and returns one with a single cell rounded: to write the
+    one beside the other raised torch's error."""
+    options: dict[str, Any] = {"enable_gqa": True}
+    rules: dict[str, Any] = {"window": (9, 0)}
+    if kind == "sinks":
+        rules["sinks"] = torch.randn(6).to(dtype)
+    else:
+        options["out_dtype"] = torch.float32
+    for number in range(12):
+        torch.manual_seed(number)
+        query = torch.randn(3, 6, 60, 16).to(dtype)
+        key, value = (torch.randn(3, 3, 60, 16).to(dtype) for _ in range(2))
+        ids = (torch.rand(3, 60) < 0.04).cumsum(-1)
+        mask = qa.Mask(documents=ids, **rules)
+        out = qa.attention(query, key, value, mask, **options)
+        wide = [t.double() for t in (query, key, value)]
+        wanted = qa.attention(*wide, mask, enable_gqa=True)
+        assert error(out, wanted) < 4 * torch.finfo(dtype).eps
+
+
 def test_padding_is_not_read() -> None:
     """What lies in tokens that are not there may be anything."""
     there = torch.rand(500, 12) < 0.6

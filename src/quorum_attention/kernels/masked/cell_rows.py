@@ -116,11 +116,16 @@ class Results:
         self._flat: torch.Tensor | None = None
 
     def write(self, places: Places, part: torch.Tensor) -> None:
-        """Write the rows of a part, (cells, h, longest, width)."""
+        """Write the rows of a part, (cells, h, longest, width).
+
+        The first part's dtype is the results': a kernel may return some parts unrounded
+        and others not, as one that cuts a call beyond its operator's limits.
+        """
         if places.run == slice(0, len(self._like)):
             self._tensor = part
             return
         results = self.tensor(part.dtype)
+        part = part.to(results.dtype)
         if places.run is not None:
             results[places.run] = part
             return
