@@ -252,14 +252,23 @@ def test_a_tensor_beside_a_layers_weights(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(logits, next_logits(plain, caches[1]))
 
 
-def test_a_number_of_a_layer_that_changed_between_answers() -> None:
-    """It is no tensor, and stays in the graphs as it was."""
+def with_another_epsilon(layer: Any) -> None:
+    layer.input_layernorm.variance_epsilon = 1.0
+
+
+def with_another_scale(layer: Any) -> None:
+    layer.self_attn.scaling *= 3
+
+
+@pytest.mark.parametrize("change", [with_another_epsilon, with_another_scale])
+def test_a_number_of_a_layer_that_changed_between_answers(change: Any) -> None:
+    """It is no tensor, and stays as it was: in the graphs, or in what attends between
+    them."""
     model, plain, graphs = model_with_graphs()
     answer(model)
     n_before = graphs.n_replays
     for changed in (model, plain):
-        norm: Any = decoder_layers(changed)[1].input_layernorm
-        norm.variance_epsilon = 1.0
+        change(decoder_layers(changed)[1])
     assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
     assert graphs.n_replays > n_before
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ class WatchedCall(TorchDispatchMode):
         appended: what it appended to its cache.
         cached: keys and values that the cache returned for it.
         query: (b, h_q, 1, d).
+        attend_cached: computed its attention of query, keys, values and mask.
         out: (b, h_q, 1, d_v), its attention.
         read: ids of the tensors that operators have read.
     """
@@ -59,6 +61,7 @@ class WatchedCall(TorchDispatchMode):
     appended: Appended
     cached: tuple[torch.Tensor, torch.Tensor]
     query: torch.Tensor
+    attend_cached: partial[torch.Tensor]
     out: torch.Tensor
 
     def __init__(self, call: LayerCall, weights: Iterable[torch.Tensor]) -> None:
@@ -113,7 +116,12 @@ class WatchedCall(TorchDispatchMode):
         return self.cached
 
     def _attend(
-        self, attend: Callable[..., Any], query: Any, key: Any, value: Any, mask: Any
+        self,
+        attend: partial[torch.Tensor],
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
     ) -> torch.Tensor:
         """Attend over the cache."""
         if self._next != "attend":
@@ -124,6 +132,7 @@ class WatchedCall(TorchDispatchMode):
             self._refuse("it attends by another mask")
         self._is_ours = True
         self.query = query
+        self.attend_cached = attend
         self.out = attend(query, key, value, mask)
         self._readable.add(_memory_of(self.out))
         self._writable.add(_memory_of(self.out))
@@ -195,7 +204,7 @@ class LayerRecording:
 
     _appended: Appended
     _query: torch.Tensor
-    _attend_cached: Callable[..., torch.Tensor]
+    _attend_cached: partial[torch.Tensor]
 
     def __init__(
         self, call: LayerCall, watched: WatchedCall, new_graph: Callable[[], Any]
@@ -224,7 +233,7 @@ class LayerRecording:
         return self._cached
 
     def _attend(
-        self, attend: Callable[..., Any], query: Any, *tensors: Any
+        self, attend: partial[torch.Tensor], query: Any, *tensors: Any
     ) -> torch.Tensor:
         """Begin the second graph, with the attention as it was computed."""
         self._attend_cached = attend
@@ -238,6 +247,8 @@ class LayerRecording:
         computed = [self._query, self._appended.key, self._appended.value]
         expected = [watched.query, watched.appended.key, watched.appended.value]
         if not all(map(torch.equal, computed, expected)):
+            return False
+        if not _are_same_attention(self._attend_cached, watched):
             return False
         ours, structure = tree_flatten(self._result_of(watched.out))
         theirs, expected_structure = tree_flatten(watched.result)
@@ -318,6 +329,24 @@ def _are_equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return torch.equal(ours, theirs)
     return ours is None and theirs is None
+
+
+def _are_same_attention(recorded: partial[torch.Tensor], watched: WatchedCall) -> bool:
+    """Whether a watched call's attention has the arguments that were recorded, beside
+    query, keys, values and mask: its scale, for example, is in no graph."""
+    attend = watched.attend_cached
+    if recorded.func is not attend.func or recorded.args != attend.args:
+        return False
+    if recorded.keywords.keys() != attend.keywords.keys():
+        return False
+    for name, ours in recorded.keywords.items():
+        theirs = attend.keywords[name]
+        if not isinstance(theirs, torch.Tensor):
+            if type(ours) is not type(theirs) or ours != theirs:
+                return False
+        elif id(theirs) in watched.read and not _are_equal(ours, theirs):
+            return False
+    return True
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:
