@@ -23,8 +23,8 @@ def headline() -> str:
         return ""
     step = long.value
     sentences = [
-        f"One H200 trains on {step['tokens']:,} tokens at a time with a model of "
-        "Qwen3-8B's shape (LoRA, all 36 layers): "
+        "One H200 trains a model of Qwen3-8B's shape (LoRA, all 36 layers) on "
+        f"{step['tokens']:,} tokens at a time: "
         f"a step takes {step['seconds']:.0f} s and {step_memory(long)}."
     ]
     plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
@@ -56,11 +56,11 @@ def prompt() -> str:
     figures = long.value
     host = gib(figures["host_peak_bytes"])
     return paragraph(
-        f"A prompt of {262_144:,} tokens of Qwen3-4B's shape takes "
+        f"With a model of Qwen3-4B's shape, a prompt of {262_144:,} tokens takes "
         f"{figures['prefill_seconds']:.0f} s in 24 GiB of an H200 and {host} GiB of "
-        f"host memory, and each token after it {figures['token_seconds']:.2f} s.",
-        f"With SDPA and the cache of Transformers {max(fit):,} tokens fit there, and "
-        f"{min(fail):,} do not.",
+        f"host memory. Each new token takes {figures['token_seconds']:.2f} s.",
+        "In the same 24 GiB, SDPA with Transformers' own cache runs "
+        f"{max(fit):,} tokens, and fails at {min(fail):,}.",
     )
 
 

@@ -259,6 +259,27 @@ def test_blocks_run_and_print_what_they_show(
             assert normal(printed) == normal(block.text), block
 
 
+# The pages that somebody with a problem reads first.
+FRONT_DOOR = (
+    "README.md", "index.md", "tutorial.md", "long-context.md", "long-prompts.md",
+    "masks.md", "devices.md", "distributed.md", "files.md", "programs.md",
+    "transformers.md", "budget.md", "commands.md", "versions.md",
+)  # fmt: skip
+
+
+def test_blocks_fit_a_terminal_of_80_columns() -> None:
+    """In a narrower window a line that is longer is broken, or cut."""
+    assert set(FRONT_DOOR) <= set(PAGES)
+    wide = [
+        f"{block}: {line}"
+        for block in BLOCKS
+        if block.page in FRONT_DOOR
+        for line in block.text.splitlines()
+        if len(line) > 80
+    ]
+    assert not wide
+
+
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
     left_out = [block for block in BLOCKS if block.not_run is not None]
     assert len(left_out) <= 2

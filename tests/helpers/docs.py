@@ -76,7 +76,8 @@ def commands() -> Iterator[Command]:
         ):
             line = token.map[0] + 1 if token.map else 0
             if token.type == "fence" and not token.info:
-                for text in token.content.splitlines():
+                # A backslash at the end of a line joins the next one to it.
+                for text in re.sub(r" *\\\n *", " ", token.content).splitlines():
                     if _COMMAND.match(text):
                         yield Command(page.name, line, text.partition("#")[0].strip())
             for child in token.children or ():
