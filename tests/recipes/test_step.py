@@ -15,6 +15,7 @@ from helpers.docs import QWEN3_8B
 
 import quorum_attention as qa
 from quorum_attention.cli import main
+from quorum_attention.recipes import step_estimate
 from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.remedies import longest_that_fits, switch_until_it_fits
 from quorum_attention.recipes.step_estimate import step_memory
@@ -193,6 +194,31 @@ def test_the_longest_text_that_fits() -> None:
         step = switch_until_it_fits(shape, replace(training, tokens=tokens), "1500MiB")
         assert step[1] == fits
     assert longest_that_fits(shape, training, "100MiB") == 0
+
+
+def test_attention_is_not_planned_for_steps_that_never_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights alone take more than the device has. Each plan of a million tokens takes
+    a second, and the command was silent for twenty."""
+    n_plans = 0
+    make_plan = step_estimate.plan
+
+    def counting(*args: Any, **named: Any) -> Any:
+        nonlocal n_plans
+        n_plans += 1
+        return make_plan(*args, **named)
+
+    monkeypatch.setattr(step_estimate, "plan", counting)
+    step_estimate._attention_peak.cache_clear()
+    training = Training(32_768)
+    assert longest_that_fits(SHAPE, training, "8GiB") == 0
+    assert n_plans == 0
+    step, fits = switch_until_it_fits(SHAPE, training, "8GiB")
+    assert not fits
+    # Forward and backward, of the step as it would be and as it is: both are shown.
+    assert n_plans <= 4
+    assert step.plain_bytes > step.peak_bytes
 
 
 @pytest.mark.slow

@@ -9,7 +9,12 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.recipes.layer_bytes import returned_bytes
 from quorum_attention.recipes.model_shape import ModelShape
-from quorum_attention.recipes.step_estimate import StepMemory, step_memory
+from quorum_attention.recipes.step_estimate import (
+    StepMemory,
+    step_beside_attention,
+    switched_step,
+    with_plain_bytes,
+)
 from quorum_attention.recipes.switches import ATTENTION, HOST, SWITCHES, TILES
 from quorum_attention.recipes.training import Training
 from quorum_attention.units import format_bytes, parse_memory
@@ -38,10 +43,14 @@ def switch_until_it_fits(
         fewer = tuple(
             switch for switch in on if switch != name or switch in training.on
         )
+        enough = max(limit, smallest.peak_bytes)
+        if _least_peak(shape, training, fewer) > enough:
+            continue
         candidate = _switch(shape, training, fewer, limit)
-        if candidate.peak_bytes <= max(limit, smallest.peak_bytes):
+        if candidate.peak_bytes <= enough:
             on = fewer
             smallest = candidate
+    smallest = with_plain_bytes(shape, training, smallest)
     spare = max(0, limit - smallest.peak_bytes)
     smallest = replace(smallest, host_bytes=max(0, smallest.host_bytes - spare))
     return smallest, smallest.peak_bytes <= limit
@@ -89,7 +98,10 @@ def _fits(
     shape: ModelShape, training: Training, limit: int, host_limit: int | None
 ) -> bool:
     """Whether a step fits with whatever has to be switched on."""
-    if _switch(shape, training, _switches(training), limit).peak_bytes > limit:
+    on = _switches(training)
+    if _least_peak(shape, training, on) > limit:
+        return False
+    if _switch(shape, training, on, limit).peak_bytes > limit:
         return False
     if host_limit is None:
         return True
@@ -103,34 +115,56 @@ def _switch(
     """A step with these switches on; attention, where no budget is asked for, in the
     memory that a layer's other parts leave. It is off where it is not needed, or cannot
     work in its budget."""
-    on_without = tuple(name for name in on if name != ATTENTION)
-    without = step_memory(shape, replace(training, on=on_without))
-    needed = ATTENTION in training.on or TILES in on or without.peak_bytes > limit
-    if ATTENTION not in on or not needed:
-        return without
+    without = replace(training, on=_without_attention(on))
+    is_needed = ATTENTION in training.on or TILES in on
+    if ATTENTION not in on:
+        return switched_step(shape, without)
+    if not is_needed:
+        step = switched_step(shape, without)
+        if step.peak_bytes <= limit:
+            return step
     budget = training.budget
     if budget is None:
         budget = _budget_that_is_left(shape, training, without, limit)
-    try:
-        return step_memory(shape, replace(training, budget=budget, on=on))
-    except BudgetError:
-        return without
+    if budget is not None:
+        try:
+            return switched_step(shape, replace(training, budget=budget, on=on))
+        except BudgetError:
+            pass
+    return switched_step(shape, without)
+
+
+def _without_attention(on: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in on if name != ATTENTION)
+
+
+def _least_peak(shape: ModelShape, training: Training, on: tuple[str, ...]) -> int:
+    """Bytes that a step takes at least with these switches on. Most steps that do not
+    fit are seen here: to plan attention takes a second for a million tokens."""
+    steps = [
+        step_beside_attention(shape, replace(training, on=switches))
+        for switches in (on, _without_attention(on))
+    ]
+    return min(step.peak_bytes for step in steps)
 
 
 def _budget_that_is_left(
-    shape: ModelShape, training: Training, without: StepMemory, limit: int
-) -> int:
-    """The budget of attention in the memory that a layer's other parts leave."""
+    shape: ModelShape, training: Training, without: Training, limit: int
+) -> int | None:
+    """The budget of attention in the memory that a layer's other parts leave; None:
+    they leave nothing."""
     used = 0
-    for part in without.parts:
+    for part in step_beside_attention(shape, without).parts:
         if part.when in ("always", "layer", "attention") and part.switch != ATTENTION:
             used += part.bytes
+    if used >= limit:
+        return None
     returned = 0
     if TILES not in without.on:
         # The forward returns less than the backward, so neither takes more than is
         # left.
         returned = returned_bytes(shape, training, backward=False)
-    return max(0, limit - used) + returned
+    return limit - used + returned
 
 
 def advice_words(step: StepMemory) -> str:

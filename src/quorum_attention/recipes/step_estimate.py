@@ -112,18 +112,48 @@ def step_memory(shape: ModelShape, training: Training) -> StepMemory:
         BudgetError: attention cannot work in the budget; names the smallest that would
             do.
     """
+    return with_plain_bytes(shape, training, switched_step(shape, training))
+
+
+def with_plain_bytes(
+    shape: ModelShape, training: Training, step: StepMemory
+) -> StepMemory:
+    """Return a step whose parts say what they take with nothing switched on."""
     plain_parts = _parts(shape, replace(training, on=()))
     parts = tuple(
         replace(part, plain_bytes=plain.bytes)
-        for part, plain in zip(_parts(shape, training), plain_parts, strict=True)
+        for part, plain in zip(step.parts, plain_parts, strict=True)
     )
+    return replace(step, parts=parts)
+
+
+def switched_step(shape: ModelShape, training: Training) -> StepMemory:
+    """Return the same as ``step_memory``, but not what parts take with nothing switched
+    on: attention of all tokens need not be planned for that.
+
+    Raises:
+        BudgetError: as ``step_memory`` does.
+    """
+    return _step_of(shape, training, _parts(shape, training))
+
+
+def step_beside_attention(shape: ModelShape, training: Training) -> StepMemory:
+    """Return the same without attention's workspace, so that nothing is planned: a step
+    takes at least this."""
+    return _step_of(shape, training, _parts_with(shape, training, 0))
+
+
+def _step_of(
+    shape: ModelShape, training: Training, parts: list[MemoryPart]
+) -> StepMemory:
+    """Return the step with these parts."""
     host_bytes = 0
     if training.has(HOST):
         host_bytes += shape.layers * kept_bytes(shape, training).total
     if training.has(TILES):
         host_bytes += sum(tiled_bytes(shape, training))
     budget = training.budget if training.has(ATTENTION) else None
-    return StepMemory(parts, training.on, budget, host_bytes)
+    return StepMemory(tuple(parts), training.on, budget, host_bytes)
 
 
 @lru_cache(maxsize=64)
@@ -158,14 +188,24 @@ def loss_tokens(vocabulary: int, size: int) -> int:
 
 
 def _parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
-    """Return the parts of a step in its order."""
+    """Return the parts of a step in its order.
+
+    Raises:
+        BudgetError: attention cannot work in the budget.
+    """
+    return _parts_with(shape, training, _workspace(shape, training))
+
+
+def _parts_with(
+    shape: ModelShape, training: Training, workspace: int
+) -> list[MemoryPart]:
+    """Return the parts of a step in its order, with these bytes of attention's
+    workspace."""
     return [
         *_state_parts(shape, training),
         _checkpoint_part(shape, training),
         *_layer_parts(shape, training),
-        MemoryPart(
-            "attention workspace", _workspace(shape, training), "attention", ATTENTION
-        ),
+        MemoryPart("attention workspace", workspace, "attention", ATTENTION),
         *_loss_parts(shape, training),
     ]
 
