@@ -3,7 +3,6 @@ by one."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +13,10 @@ import torch
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.host_memory import PAGE_BYTES
+from quorum_attention.execution.device.memory_advice import make_pages
 from quorum_attention.partition import split_at_multiples
 from quorum_attention.threads import NO_THREAD
 
-# Make the pages of a range as writing would; Linux 5.14 and later.
-_MADV_POPULATE_WRITE = 23
 _PIECE_BYTES = 8 << 20
 _MIN_BYTES = 8 << 20
 _MAX_THREADS = 8
@@ -45,14 +43,11 @@ def prefaulting(
     for tensor in tensors:
         if tensor.nbytes >= _MIN_BYTES and tensor.is_contiguous():
             pieces += split_at_multiples(_pages_of(tensor), _PIECE_BYTES)
-    advise = ctypes.CDLL(None).madvise
     n_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(n_threads) as threads:
         with suppress(*NO_THREAD):
             for piece in pieces:
-                address = ctypes.c_void_p(piece.start)
-                n_bytes = ctypes.c_size_t(piece.length)
-                threads.submit(advise, address, n_bytes, _MADV_POPULATE_WRITE)
+                threads.submit(make_pages, piece.start, piece.length)
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from quorum_attention.devices.handles import TensorHandle, handle_in_open_file
-from quorum_attention.execution.device.host_memory import ask_for_huge_pages
+from quorum_attention.execution.device.memory_advice import ask_for_huge_pages
 
 
 @dataclass(slots=True, eq=False)

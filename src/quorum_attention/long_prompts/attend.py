@@ -17,6 +17,7 @@ import torch
 
 from quorum_attention.api import attention_with_lse
 from quorum_attention.execution.device.lookup import HOST, on_host
+from quorum_attention.execution.device.memory_advice import read_ahead
 from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.merge import empty_, merge_
 from quorum_attention.kernels.sinks import join_sinks_
@@ -26,7 +27,7 @@ from quorum_attention.long_prompts.flash_decode import KeysAt, can_decode, decod
 from quorum_attention.long_prompts.host_reader import PIECE_BYTES, Piece, copy_segment
 from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.key_mask import KeyMask
-from quorum_attention.long_prompts.places import Place, read_ahead
+from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
 from quorum_attention.long_prompts.scores import ScoreScaling, attend_by_equations
 from quorum_attention.long_prompts.segments import Segment

@@ -8,14 +8,11 @@ then mapped files.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import sys
 import tempfile
 import threading
 import weakref
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -37,7 +34,6 @@ from quorum_attention.writing import reserve_space
 # A share of free memory that no cache takes: it is for other programs, and for
 # computing.
 _MARGIN = 1 / 16
-_MADV_WILLNEED = 3
 # Bytes of a GPU that are set aside for copies: at most this many, and such a part of
 # its limit.
 _STAGING_BYTES = 256 << 20
@@ -221,25 +217,3 @@ def _bytes_or_none(value: int | str | None, name: str) -> int | None:
 def _free_disk_bytes(folder: Path) -> int:
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
-
-
-def read_ahead(tensor: torch.Tensor) -> None:
-    """Ask the system to read the file that ``tensor`` (in mapped memory) lies in,
-    without waiting.
-
-    It is advice: systems that do not take it read when the memory is touched.
-    """
-    if not sys.platform.startswith("linux") or not tensor.nbytes:
-        return
-    start = tensor.data_ptr() - tensor.data_ptr() % PAGE_BYTES
-    stop = tensor.data_ptr() + _span_bytes(tensor)
-    with suppress(OSError, AttributeError):
-        advise = ctypes.CDLL(None).madvise
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_WILLNEED)
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    """The bytes from a tensor's first element to the end of its last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return (last + 1) * tensor.element_size()

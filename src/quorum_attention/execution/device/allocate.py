@@ -14,9 +14,9 @@ from quorum_attention.errors import OutOfMemoryError, is_out_of_memory
 from quorum_attention.execution.device.host_memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
-    ask_for_huge_pages,
 )
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
+from quorum_attention.execution.device.memory_advice import ask_for_huge_pages
 from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
 from quorum_attention.execution.device.pinned_pool import PinnedPool, lock_until_freed
 from quorum_attention.kernels.result_layout import empty_like_input

@@ -13,7 +13,6 @@ PAGE_BYTES = 4096
 # The size of a huge page of Linux on x86-64. Elsewhere asking for huge pages may do
 # nothing.
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14
 _TABLE_OF_MAPPINGS = "/proc/self/maps"
 
 
@@ -92,18 +91,6 @@ def _parse_mapping(line: str) -> MappedRange:
         offset=int(offset, 16),
         path=path if is_file else None,
     )
-
-
-def ask_for_huge_pages(memory: torch.Tensor) -> None:
-    """Ask the system to back ``memory``, which has not been touched, by huge pages.
-
-    With those a gibibyte is touched in 0.03 s instead of 0.04, locked in 0.02 instead
-    of 0.04, and freed in 0.002 instead of 0.04 (one H200's host, 16 threads). It is
-    advice: the system may not follow it.
-    """
-    advise = ctypes.CDLL(None).madvise
-    address = ctypes.c_void_p(memory.data_ptr())
-    advise(address, ctypes.c_size_t(memory.nbytes), _MADV_HUGEPAGE)
 
 
 def touch(start: int, n_bytes: int) -> None:
