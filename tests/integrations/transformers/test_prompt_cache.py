@@ -324,3 +324,34 @@ def test_the_next_layer_in_host_memory_is_copied_ahead() -> None:
     addresses = [layer.tokens.segments()[0].key.data_ptr() for layer in layers]
     expected = [addresses[number] for number in (1, 3, 3, 1, 1)]
     assert following == expected
+
+
+@pytest.mark.parametrize("device_layers", [0, 3, 9])
+def test_memory_for_copies_is_taken_before_the_first_attention(
+    device_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken later, it would split the memory that the next layer's attention needs in
+    one piece. Without layers in host memory nobody needs it."""
+    from transformers import Qwen3Config
+
+    n_layers = 5
+    config = Qwen3Config(num_hidden_layers=n_layers, num_key_value_heads=1)
+    tokens = torch.randn(1, 1, 16, 8)
+    device_memory = device_layers * 2 * tokens.nbytes
+    cache = PromptCache(config, device_memory=device_memory)
+    n_taken_before: list[int] = []
+    monkeypatch.setattr(
+        cache._shared.places,
+        "staging_memory",
+        lambda: n_taken_before.append(count_taken(cache)),
+    )
+    cache.reserve(16)
+    cache.prepare_device(tokens, tokens, tokens)
+    n_taken = count_taken(cache)
+    assert n_taken_before == ([] if n_taken == n_layers else [n_taken])
+    assert (n_taken < n_layers) == (device_layers < n_layers)
+
+
+def count_taken(cache: PromptCache) -> int:
+    """The layers that have memory."""
+    return sum(layer.tokens.taken_bytes > 0 for layer in cache._segmented_layers())

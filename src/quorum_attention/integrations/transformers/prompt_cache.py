@@ -131,7 +131,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Take the memory of all layers' reserved tokens that the device has room for.
-        If that is not all, begin to compile what attends over host memory.
+        If that is not all, take the memory for copies from the host, and begin to
+        compile what attends over host memory.
 
         Args:
             query, key, value: tokens of one layer. Those of the others are probably
@@ -142,6 +143,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
                 if layer.tokens.taken_bytes:
                     continue
                 if not layer.tokens.prepare(key, value, Place.DEVICE):
+                    self._shared.take_memory()
                     self._shared.compile_ahead(query, key)
                     return
 

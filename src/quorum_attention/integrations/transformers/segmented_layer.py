@@ -204,10 +204,20 @@ class SharedReader:
         GPU."""
         if all(segment.place is not Place.HOST for segment in segments):
             return None
-        if self._sharing is None:
-            memory = self.places.staging_memory()
-            self._sharing = None if memory is None else HostSharing(memory)
+        self.take_memory()
         return self._sharing
+
+    def take_memory(self) -> None:
+        """Take the device's memory for copies from host memory, if it is not there yet.
+
+        A prompt takes it before its first attention call. Later it would lie within
+        memory that the allocator kept of that call, and the next layer's call would not
+        find as much in one piece.
+        """
+        if self._sharing is not None:
+            return
+        memory = self.places.staging_memory()
+        self._sharing = None if memory is None else HostSharing(memory)
 
     def compile_ahead(self, query: torch.Tensor, key: torch.Tensor) -> None:
         """Let a thread compile the kernels for tokens in host memory, once, while a
