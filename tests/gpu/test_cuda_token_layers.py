@@ -127,3 +127,15 @@ def test_a_layer_that_cannot_be_recorded_leaves_random_numbers_alone(
             ids, past_key_values=cache, max_new_tokens=N_TOKENS, do_sample=True
         )
     torch.randn(5, device="cuda")
+
+
+def test_weights_in_host_memory_of_an_odd_number_of_layers(n_replays: Any) -> None:
+    """Graphs of each layer for both places that its weights are copied to."""
+    model = new_model("llama", {"num_hidden_layers": 3}).cuda()
+    twin = copy.deepcopy(model)
+    expected = generated(twin, prompt().cuda(), N_TOKENS).sequences
+    for _ in range(2):
+        cache = long_prompt(model, tile=TILE, weights="host")
+        result = generated(model, prompt().cuda(), N_TOKENS, past_key_values=cache)
+        assert torch.equal(result.sequences, expected)
+    assert n_replays() > 3 * N_TOKENS

@@ -95,6 +95,22 @@ def test_weights_in_host_memory() -> None:
     assert graphs.n_replays == n_replays(N_TOKENS - 1)
 
 
+def test_weights_in_host_memory_of_an_odd_number_of_layers() -> None:
+    """Each layer's lie in the other place of the device for every second token: its
+    graphs were thrown away each time, so none was ever used."""
+    model, plain, graphs = model_with_graphs(weights="host", num_hidden_layers=3)
+    expected = generated(plain, prompt(), N_TOKENS)
+    assert_same(answer(model, weights="host"), expected)
+    n_behind = N_TOKENS - 1
+    n_first = (n_behind + 1) // 2
+    n_second = n_behind // 2
+    n_per_layer = N_GRAPHS * (n_first + n_second - 2 * (N_BEFORE - 1))
+    assert graphs.n_replays == 3 * n_per_layer
+    # The next answer uses the same graphs.
+    assert_same(answer(model, weights="host"), expected)
+    assert graphs.n_replays == 3 * (n_per_layer + N_GRAPHS * n_behind)
+
+
 def assert_padded_batch_is_replayed(model: Any, plain: Any, graphs: Any) -> None:
     ids = prompt(batch=2)
     mask = torch.ones_like(ids)

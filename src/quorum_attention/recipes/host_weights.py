@@ -19,6 +19,8 @@ from quorum_attention.arithmetic import round_up
 from quorum_attention.integrations.accelerate_private import fetches_weights
 from quorum_attention.recipes.tile_storage import SideStream
 
+# The device has room for the weights of this many layers.
+N_SLOTS = 2
 # Weights begin at multiples of this many bytes.
 _ALIGNMENT = 256
 
@@ -122,12 +124,12 @@ class HostWeights:
         self._layers = [_LayerWeights.moved(layer, self._stream) for layer in layers]
         sizes = [layer.host.nbytes for layer in self._layers]
         largest = max(sizes)  # a multiple of the alignment
-        self._slots = torch.empty((2, largest), dtype=torch.uint8, device=device)
+        self._slots = torch.empty((N_SLOTS, largest), dtype=torch.uint8, device=device)
         # The layer whose weights are in each slot, or on their way there, with the
         # copy's event.
         self._contents: list[tuple[int, Any] | None] = [None, None]
         self._active: int | None = None
-        self.device_bytes = 2 * largest
+        self.device_bytes = N_SLOTS * largest
 
     @contextmanager
     def on_device(self, number: int) -> Iterator[None]:
@@ -168,6 +170,13 @@ class HostWeights:
         event = self._stream.copy([target], [source])
         self._contents[slot] = (number, event)
         return slot
+
+    def slot_of(self, number: int) -> int:
+        """Return where on the device a layer that computes has its weights, 0 or 1. In
+        a model with an odd number of layers each has them in the other place for the
+        next token."""
+        last = self._contents[1]
+        return int(last is not None and last[0] == number)
 
     def read_again(self) -> None:
         """Fetch all weights anew: somebody may have changed them since.

@@ -19,7 +19,11 @@ import torch
 
 from quorum_attention.errors import first_line
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
-from quorum_attention.recipes.host_weights import HostWeights, weights_on_device
+from quorum_attention.recipes.host_weights import (
+    N_SLOTS,
+    HostWeights,
+    weights_on_device,
+)
 from quorum_attention.recipes.layer_calls import LayerCall
 from quorum_attention.recipes.layer_parts import LayerParts, has_own_code
 from quorum_attention.recipes.layer_recording import (
@@ -55,7 +59,10 @@ class TokenLayers:
         self._modules = layers
         self._graphs = graphs
         self._weights = weights
-        self._layers = [_TokenLayer(layer, graphs) for layer in layers]
+        # By layer, and the place of its weights: graphs read them where they lay.
+        self._layers = [
+            [_TokenLayer(layer, graphs) for _ in range(N_SLOTS)] for layer in layers
+        ]
         # The thread that computes a token: graphs of all layers share memory.
         self._running: dict[str, int] = {}
         self._n_prompts = 0
@@ -78,19 +85,20 @@ class TokenLayers:
             call: of its forward.
         """
         with weights_on_device(self._weights, number):
+            slot = 0 if self._weights is None else self._weights.slot_of(number)
             thread = threading.get_ident()
             try:
                 # A lock could stay taken behind an interrupt, also for its own thread.
                 if self._running.setdefault("thread", thread) != thread:
                     return call.run_own()
-                return self._layers[number].run(call, self._n_prompts)
+                return self._layers[number][slot].run(call, self._n_prompts)
             finally:
                 if self._running.get("thread") == thread:
                     self._running.clear()
 
 
 class _TokenLayer:
-    """One layer on its way to graphs."""
+    """One layer on its way to graphs, with weights in one place."""
 
     def __init__(self, layer: torch.nn.Module, graphs: Any) -> None:
         self._layer = layer
