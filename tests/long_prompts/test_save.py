@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,29 @@ def test_an_interrupted_save_leaves_the_old_one(
     monkeypatch.undo()
     for layer in load_layers(tmp_path, model="a"):
         assert_same(layer, first)
+    assert len(list(tmp_path.glob("data-*"))) == 1
+
+
+def test_an_interrupt_behind_the_manifest_leaves_the_new_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files were removed while the manifest named them, and the old ones were named
+    no more: both saves were lost."""
+    first, second = filled_cache(10), filled_cache(20)
+    save_layers(tmp_path, layers_of(first), model="a")
+    write_text = save.write_text
+
+    def write_and_fail(*args: Any) -> None:
+        write_text(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(save, "write_text", write_and_fail)
+    with pytest.raises(KeyboardInterrupt):
+        save_layers(tmp_path, layers_of(second), model="a")
+    monkeypatch.undo()
+    assert_same(load_layers(tmp_path, model="a")[0], second)
+    save_layers(tmp_path, layers_of(first), model="a")
+    assert_same(load_layers(tmp_path, model="a")[0], first)
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 

@@ -2,8 +2,8 @@
 layers.
 
 A save writes its files into a new subfolder and replaces the manifest at the end. So a
-save that is interrupted leaves the one before, or nothing. Loading maps the files: it
-reads headers alone.
+save that is interrupted leaves the one before, or nothing; or, if it was at its end, is
+there. Loading maps the files: it reads headers alone.
 """
 
 from __future__ import annotations
@@ -127,9 +127,19 @@ def _save_into(target: Path, layers: Sequence[SavedLayer], model: str) -> None:
         }
         write_text(target / _MANIFEST, json.dumps(manifest, indent=1))
     except BaseException:
-        shutil.rmtree(data, ignore_errors=True)
+        # An interrupt may come when the manifest has its name already.
+        if not _is_saved(target, save_id):
+            shutil.rmtree(data, ignore_errors=True)
         raise
     _remove_other_data(target, data)
+
+
+def _is_saved(target: Path, save_id: str) -> bool:
+    """Whether a folder's manifest is that of a save."""
+    try:
+        return bool(_read_manifest(target / _MANIFEST)["save_id"] == save_id)
+    except (OSError, ValueError):
+        return False
 
 
 def _check_target_folder(target: Path) -> None:
