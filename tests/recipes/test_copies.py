@@ -7,6 +7,7 @@ import copy
 import importlib
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,9 +107,9 @@ def broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_computes_with_its_own_weights(way: str) -> None:
-    """A replica of ``DataParallel`` had the loss of the original's weights."""
-    # Transformers' own part of checkpoints does not pickle.
-    plain, changed = changed_model(None if way == "pickle" else "auto")
+    """A replica of ``DataParallel`` had the loss of the original's weights. A model
+    with checkpoints could not be pickled."""
+    plain, changed = changed_model("auto")
     twin = WAYS[way](changed)
     losses = [model(IDS, labels=IDS).loss for model in (plain, twin)]
     torch.testing.assert_close(losses[1], losses[0])
@@ -121,6 +122,37 @@ def test_a_copy_computes_with_its_own_weights(way: str) -> None:
     for ours, own in zip(twin.parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None
         torch.testing.assert_close(ours.grad * scale, own.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_whole_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    """As ``torch.save(model)`` does between steps."""
+    _, changed = changed_model("auto")
+    changed(IDS, labels=IDS).loss.backward()
+    torch.save(changed, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    losses = []
+    for model in (changed, loaded):
+        model.zero_grad()
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
+    for ours, theirs in zip(changed.parameters(), loaded.parameters(), strict=True):
+        torch.testing.assert_close(theirs.grad, ours.grad, rtol=0, atol=0)
+
+
+def test_layers_above_frozen_ones_get_their_gradients() -> None:
+    """No hook lets embeddings require gradients: the first layer has none to give."""
+    plain, changed = changed_model("auto")
+    plain.load_state_dict(changed.state_dict(), strict=False)
+    for model in (plain, changed):
+        model.requires_grad_(False)
+        model.model.layers[-1].mlp.requires_grad_()
+        model(IDS, labels=IDS).loss.backward()
+    for ours, own in zip(changed.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (own.grad is None)
+        if own.grad is not None:
+            torch.testing.assert_close(ours.grad, own.grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("way", WAYS)

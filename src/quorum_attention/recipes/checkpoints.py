@@ -336,9 +336,14 @@ def _run_with_results(
 
 def _switch_on(model: Any) -> None:
     """Switch the model's checkpoints on by its public method, which has another name in
-    later versions of Transformers."""
+    later versions of Transformers.
+
+    The method also lets embeddings require gradients, by a hook that cannot be pickled.
+    Reentrant checkpoints alone need that.
+    """
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model.disable_input_require_grads()
 
 
 def _checkpointed_layers(model: Any) -> list[Any]:
