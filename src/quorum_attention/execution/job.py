@@ -136,7 +136,7 @@ class PassJob:
             timed=self.clock.timed,
             streams=self.streams,
             first_head=group.query_heads.start,
-            entries=tuple(group.entry_numbers),
+            entries=group.entry_numbers,
             dropout=self.group_dropout(group),
         )
 

@@ -128,7 +128,7 @@ def whole_task(call: Call) -> TaskTensors:
         bias=partial(part_of, call.bias),
         max_queries=n_queries,
         max_keys=n_keys,
-        entries=tuple(range(call.first_entry, call.first_entry + batch)),
+        entries=range(call.first_entry, call.first_entry + batch),
         dropout=call.dropout,
     )
 

@@ -63,7 +63,7 @@ class TaskTensors:
     timed: Timed = lambda stage: nullcontext()
     streams: KernelStreams | None = None
     first_head: int = 0
-    entries: tuple[int, ...] = (0,)
+    entries: range = range(1)
     dropout: Dropout | None = None
 
     def has_mask(self, r: Rectangle) -> bool:
@@ -126,8 +126,11 @@ class TaskTensors:
             heads = slice(0, self.query.shape[1])
         first_head = self.first_head + heads.start
         stop_head = self.first_head + heads.stop
+        entry_numbers = self.entries[entries]
+        # Made on the device: a copy from the host would wait for the device, and cannot
+        # be captured in a CUDA graph.
         return Indices(
-            _on_device(self.entries[entries], device),
+            torch.arange(entry_numbers.start, entry_numbers.stop, device=device),
             torch.arange(first_head, stop_head, device=device),
             positions(
                 self.task,
@@ -142,18 +145,6 @@ class TaskTensors:
                 device,
             ),
         )
-
-
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return ``numbers``, int64, on a device. Consecutive ones are made there: a copy
-    from the host would wait for the device, and cannot be captured in a CUDA graph."""
-    if not numbers:
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-    first = numbers[0]
-    stop = first + len(numbers)
-    if numbers == tuple(range(first, stop)):
-        return torch.arange(first, stop, device=device)
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @dataclass(slots=True)

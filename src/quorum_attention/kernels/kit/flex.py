@@ -368,7 +368,7 @@ def _in_global_numbers(
     device = task.query.device
     query_side, key_side = sides(region)
     stop_head = task.first_head + task.query.shape[1]
-    head_numbers = tuple(range(task.first_head, stop_head))
+    head_numbers = range(task.first_head, stop_head)
     entries = _numbers_on(task.entries, device)
     heads = _numbers_on(head_numbers, device)
     queries = positions(
@@ -409,7 +409,7 @@ def _in_global_numbers(
 
 
 @lru_cache(maxsize=64)
-def _numbers_on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _numbers_on(numbers: range, device: torch.device) -> torch.Tensor:
     """``numbers`` on the device; cached, because every task of a head group needs
     them."""
     # A backward may use them, so they must not be a tensor of inference mode.

@@ -170,9 +170,7 @@ class MaskedKernel(BasedKernel):
             return call
         return replace(call, causal=self._distinct[0].band)
 
-    def _runs_of_geometries(
-        self, entries: tuple[int, ...]
-    ) -> Iterator[tuple[slice, Geometry]]:
+    def _runs_of_geometries(self, entries: range) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""
         n_geometries = len(self.geometries)
         by_entry = [self.geometries[entry % n_geometries] for entry in entries]

@@ -141,8 +141,6 @@ class ResolvedMask:
         """Pairs of a head that a batch entry keeps, with those that rules leave out;
         the mean."""
         shape = self.shape
-        if self.way is not None:
-            return self.way.count_pairs(shape) / shape.batch
         counts = [
             geometry.count(shape.n_queries, shape.n_keys)
             for geometry in self.geometries
