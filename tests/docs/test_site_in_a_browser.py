@@ -48,6 +48,16 @@ SEARCHES = {
     "packed documents": "masks",
     "dropout seed": "dropout",
     "own kernel": "kit",
+    "CUDA out of memory": "long-context",
+    "save cache": "long-prompts",
+    "weights do not fit": "long-prompts",
+    "ALiBi": "masks",
+    "CUDA graph": "programs",
+    "MultiheadAttention": "programs",
+    "fp16 overflow": "kernels",
+    "xformers": "coming-from",
+    "lost worker": "devices",
+    "budget": "budget",
 }
 LINKS = (
     "return [...document.querySelectorAll('.md-search-result__link')]"
