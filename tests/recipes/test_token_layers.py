@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
+import transformers
 from helpers.fake_graphs import FakeGraphs
 from helpers.prompt_models import (
     LAYERED,
@@ -344,6 +345,73 @@ def test_modes_and_hooks_of_all_modules_see_each_token() -> None:
         hook.remove()
     assert mlp in modules
     assert graphs.n_replays == n_before
+
+
+def test_hooks_that_a_call_for_hidden_states_leaves() -> None:
+    """They do nothing later, and no layer was computed by graphs from then on."""
+    model, plain, graphs = model_with_graphs()
+    cache = cached_prompt(model)
+    with torch.no_grad():
+        asked = model(
+            torch.tensor([[5]]), past_key_values=cache, output_hidden_states=True
+        )
+    assert len(asked.hidden_states) == N_LAYERS + 1
+    assert decoder_layers(model)[0]._forward_hooks
+    assert graphs.n_replays == 0
+    assert_same(answer(model), generated(plain, prompt(), N_TOKENS))
+    assert graphs.n_replays == n_replays(N_TOKENS - 1)
+
+
+def test_hooks_that_replace_those_are_seen() -> None:
+    """There are as many of them as before."""
+    model, _, graphs = model_with_graphs()
+    cache = cached_prompt(model)
+    mlp: Any = decoder_layers(model)[0].mlp
+    with torch.no_grad():
+        model(torch.tensor([[5]]), past_key_values=cache, output_hidden_states=True)
+    recorder = mlp.register_forward_hook(some_recorder(model))
+    for _ in range(N_BEFORE + 1):
+        next_logits(model, cache)
+    n_before = graphs.n_replays
+    assert n_before > 0
+    recorder.remove()
+    n_calls = []
+    mlp.register_forward_hook(lambda *_: n_calls.append(1))
+    next_logits(model, cache)
+    assert n_calls == [1]
+    # The other layer's alone.
+    assert graphs.n_replays == n_before + N_GRAPHS
+
+
+def some_recorder(model: Any) -> Any:
+    """A hook of Transformers that records outputs."""
+    return next(iter(decoder_layers(model)[0]._forward_hooks.values()))
+
+
+def test_outputs_of_modules_are_recorded_though_there_are_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model may name any of its modules, and graphs call none of them."""
+    llama = transformers.models.llama.modeling_llama
+    names = {**llama.LlamaPreTrainedModel._can_record_outputs, "mlps": llama.LlamaMLP}
+    monkeypatch.setattr(llama.LlamaPreTrainedModel, "_can_record_outputs", names)
+    model, _, graphs = model_with_graphs()
+    cache = cached_prompt(model)
+    outputs: list[Any] = []
+    model.model.register_forward_hook(lambda *args: outputs.append(args[-1]))
+    for _ in range(N_BEFORE + 1):
+        next_logits(model, cache)
+    assert graphs.n_replays > 0
+    for is_asked in (True, False, True, False):
+        model.config.output_mlps = is_asked
+        for _ in range(N_BEFORE + 1):
+            n_before = graphs.n_replays
+            next_logits(model, cache)
+            if is_asked:
+                assert len(outputs[-1].mlps) == N_LAYERS
+                assert graphs.n_replays == n_before
+        if not is_asked:
+            assert graphs.n_replays > n_before
 
 
 class _Interrupt:

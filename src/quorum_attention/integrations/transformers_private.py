@@ -7,6 +7,7 @@ or a warning says what is not noticed any more.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
@@ -78,6 +79,17 @@ def recorded_outputs() -> Collection[str]:
     except (ImportError, AttributeError):
         _warn_of_unseen_records()
         return ()
+
+
+def is_output_recorder(hook: Callable[..., Any]) -> bool:
+    """Whether a forward hook is one that Transformers leaves in a model after a call
+    with ``output_hidden_states=True`` and the like. It does nothing while there are no
+    ``recorded_outputs``."""
+    name = "transformers.utils.output_capturing"
+    if getattr(hook, "__module__", None) != name:
+        return False
+    is_seen = hasattr(sys.modules[name], "_active_collector")
+    return is_seen and hook.__name__ == "output_capturing_hook"
 
 
 @cache

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from quorum_attention.integrations.transformers_private import is_output_recorder
+
 
 class LayerParts:
     """The modules of a layer with their hooks, and the places of its weights.
@@ -33,7 +35,7 @@ class LayerParts:
     def _list_parts(self) -> list[Any]:
         parts: list[Any] = []
         parts += map(type, self._modules)
-        parts += map(len, self._hooks)
+        parts += map(tuple, self._hooks)  # their numbers
         for names in self._attributes:
             parts.append(names.get("training"))
             parts.append("forward" in names)
@@ -54,7 +56,7 @@ def _place_of(tensor: torch.Tensor | None) -> int | None:
 
 
 def has_own_code(module: torch.nn.Module) -> bool:
-    """Whether a module runs more than its class says: hooks, or another forward."""
-    attributes = vars(module)
-    has_hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(has_hooks) or "forward" in attributes
+    """Whether a module runs more than its class says: hooks, or another forward. Hooks
+    that record outputs for Transformers do not count."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return "forward" in vars(module) or not all(map(is_output_recorder, hooks))

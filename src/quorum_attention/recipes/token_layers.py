@@ -19,6 +19,7 @@ import torch
 
 from quorum_attention.errors import first_line
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
+from quorum_attention.integrations.transformers_private import recorded_outputs
 from quorum_attention.recipes.host_weights import (
     N_SLOTS,
     HostWeights,
@@ -91,6 +92,8 @@ class TokenLayers:
                 # A lock could stay taken behind an interrupt, also for its own thread.
                 if self._running.setdefault("thread", thread) != thread:
                     return call.run_own()
+                if recorded_outputs():
+                    return call.run_own()  # hooks in layers record them
                 return self._layers[number][slot].run(call, self._n_prompts)
             finally:
                 if self._running.get("thread") == thread:
