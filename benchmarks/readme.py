@@ -24,8 +24,8 @@ def headline() -> str:
     step = long.value
     sentences = [
         "One H200 trains a model of Qwen3-8B's shape (LoRA, all 36 layers) on "
-        f"{step['tokens']:,} tokens at a time: "
-        f"a step takes {step['seconds']:.0f} s and {step_memory(long)}."
+        f"{step['tokens']:,} tokens at a time. "
+        f"A step takes {step['seconds']:.0f} s and {step_memory(long)}."
     ]
     plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
     if plain is not None:
@@ -86,10 +86,10 @@ def call_lines() -> list[Line]:
     kernels = newest_rows("h200-plain", "cudnn", "fa2")["1048576"]
     fa4 = newest_rows("h200-plain", "fa4")["1048576"]
     labels = {
-        f"{call}, over cuDNN's": ratio_cell(kernels.value, "cudnn"),
-        f"{call}, over FlashAttention-2's": ratio_cell(kernels.value, "fa2"),
+        f"{call}, divided by cuDNN's": ratio_cell(kernels.value, "cudnn"),
+        f"{call}, divided by FlashAttention-2's": ratio_cell(kernels.value, "fa2"),
     }
-    inside = f"{call} with FlashAttention-4 inside, over FlashAttention-4's alone"
+    inside = f"{call} with FlashAttention-4 inside, divided by FlashAttention-4's alone"
     return [
         *(Line([label, ratio], [kernels]) for label, ratio in labels.items()),
         Line([inside, ratio_cell(fa4.value, "fa4")], [fa4]),
@@ -103,7 +103,7 @@ def accuracy_line() -> Line:
         for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
     )
     label = (
-        "error of dQ; of dV at 1,048,576 tokens, last 8,192 rows, over "
+        "error of dQ; of dV (1,048,576 tokens, their last 8,192 rows), divided by "
         "FlashAttention-2's"
     )
     return Line([label, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
