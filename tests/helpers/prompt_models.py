@@ -92,6 +92,8 @@ CHUNKED: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2,
         **EIGHT,
     },
+    # Its state lies in no cache: chunks would know nothing of each other.
+    "rwkv": {"attention_hidden_size": 32, "context_length": 128},
 }
 # Their attention has a name in some versions of Transformers, and none in others.
 NAMED_IN_SOME: dict[str, dict[str, Any]] = {

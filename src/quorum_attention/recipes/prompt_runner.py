@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.substitutes import substituting
@@ -219,6 +220,9 @@ class PromptRunner:
         run = partial(run_model, model, **{cache_name(run_model): cache})
         for span in spans_of(inputs.n_tokens, chunk):
             result = run(**inputs.of_tile(span))
+            if cache.get_seq_length() == inputs.past:
+                # The model keeps no tokens there: the next chunk would know no past.
+                return run(**inputs.of_tile(Interval(0, inputs.n_tokens)))
             if inputs.has_logits(span):
                 results.append(result)
         return joined_results(results)
