@@ -42,7 +42,7 @@ from quorum_attention.recipes.reached_attention import (
     attend_where_heads_are,
     reach_attention,
 )
-from quorum_attention.recipes.tile_storage import DeviceTiles, spans_of
+from quorum_attention.recipes.tile_storage import DeviceTiles, rows_of, spans_of
 from quorum_attention.threads import try_start
 from quorum_attention.units import counted
 
@@ -87,6 +87,7 @@ class _Recorder:
     Attributes:
         hidden: (batch, tokens, width), the first layer's input.
         calls: of all layers, with tensors where they may stay.
+        counts: the tokens that each layer is given.
     """
 
     def __init__(self, model: LayeredModel, tiles: DeviceTiles) -> None:
@@ -98,6 +99,7 @@ class _Recorder:
         self._states = HandedStates(tiles)
         self.hidden: torch.Tensor | None = None
         self.calls: list[LayerCall] = []
+        self.counts: list[int] = []
 
     def __call__(self, number: int, call: LayerCall) -> Any:
         """Record a layer's call. The last one ends the model's forward."""
@@ -107,6 +109,7 @@ class _Recorder:
         call = call.replace_arguments(hands_states_on, self._states)
         stashed = call.map_tensors(self._stash)
         self.calls.append(stashed)
+        self.counts.append(hidden.shape[-2])
         n_layers = len(self._model.layers)
         if number + 1 == n_layers:
             raise _RecordedError
@@ -139,9 +142,11 @@ class LayerwisePrefill:
     tile: int
     budget: int | None = None
     report: Callable[[int, int], None] | None = None
-    # (batch, tokens, width) of all tokens; the calls of all layers, by tile.
+    # (batch, tokens, width) of all tokens; the calls of all layers, by tile, and the
+    # tokens of a tile that each layer is given.
     _hidden: Any = None
     _calls: list[list[LayerCall]] = field(default_factory=list)
+    _counts: list[list[int]] = field(default_factory=list)
     # Memory for rows of one layer, used again by the next layer with the same shapes.
     _memory: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -162,11 +167,12 @@ class LayerwisePrefill:
         self.tiles.finish()
         for number in range(n_layers):
             with weights_on_device(self.model.weights, number):
+                queries = self._queries_of(number)
                 call, heads = self._run_to_attention(number)
                 _, key, value = heads
                 with _memory_of_next_layer(self.cache, number, key, value):
-                    outputs = self._attend(call, *heads)
-                self._run_from_attention(number, outputs)
+                    outputs = self._attend(call, queries, *heads)
+                self._run_from_attention(number, queries, outputs)
             if self.report is not None:
                 self.report(number + 1, n_layers)
         self._memory.clear()
@@ -177,7 +183,7 @@ class LayerwisePrefill:
         them."""
         recorder = _Recorder(self.model, self.tiles)
         with suppress(_RecordedError):
-            self._run_model(recorder, self.inputs.of_all_logits(), span)
+            self._run_model(recorder, self._recorded_inputs(), span)
         embeddings = recorder.hidden
         if embeddings is None or len(recorder.calls) != len(self.model.layers):
             raise NotImplementedError("the model does not run each of its layers once")
@@ -185,6 +191,28 @@ class LayerwisePrefill:
             self._hidden = self.tiles.empty(embeddings, self.inputs.n_tokens)
         self.tiles.store(span, [self._hidden], [embeddings])
         self._calls.append(recorder.calls)
+        self._counts.append(recorder.counts)
+
+    def _recorded_inputs(self) -> PromptInputs:
+        """The prompt, with the logits that layers are computed for. Gemma 4 leaves
+        tokens out of its last layers if their logits are not asked for: that is taken
+        where the others lie in the last tile."""
+        if self.inputs.logits_to_keep <= self._spans[-1].length:
+            return self.inputs
+        return self.inputs.of_all_logits()
+
+    def _spans_of(self, number: int) -> list[Interval]:
+        """The last tokens of each tile that a layer is given; mostly all of them."""
+        spans = []
+        for span, counts in zip(self._spans, self._counts, strict=True):
+            spans.append(Interval(span.stop - counts[number], span.stop))
+        return spans
+
+    def _queries_of(self, number: int) -> Interval:
+        """The tokens that a layer has to compute: all, or the last ones if the model
+        leaves others out."""
+        spans = self._spans_of(number)
+        return Interval(0, self.inputs.n_tokens) if spans == self._spans else spans[-1]
 
     def _run_model(
         self,
@@ -215,11 +243,9 @@ class LayerwisePrefill:
         call: Any = None
         rows: list[torch.Tensor] = []
         self._tile_cache.is_storing = True
-        loaded = self.tiles.load(self._spans, self._hidden)
+        loaded = self.tiles.load(self._spans_of(number), self._hidden)
         for index, (span, (hidden,)) in enumerate(loaded):
-            run = partial(
-                self._run_layer, number=number, index=index, span=span, hidden=hidden
-            )
+            run = partial(self._run_layer, number=number, index=index, hidden=hidden)
             reached = reach_attention(run)
             # The last tile's mask knows the whole prompt's padding.
             call = reached.call
@@ -230,10 +256,30 @@ class LayerwisePrefill:
                     self._rows_like(*pair)
                     for pair in zip(names, reached.heads, strict=True)
                 ]
-            self.tiles.store(span, rows, reached.heads)
+            self._store_heads(span, self._spans[index], rows, reached.heads)
         self._tile_cache.is_storing = False
         self.tiles.finish()
         return call, rows
+
+    def _store_heads(
+        self,
+        queries: Interval,
+        keys: Interval,
+        rows: list[torch.Tensor],
+        heads: Sequence[torch.Tensor],
+    ) -> None:
+        """Store query, key and value of a tile.
+
+        Args:
+            queries, keys: the tokens of the query, and of key and value.
+            rows: of all tokens.
+            heads: of the tile.
+        """
+        if queries == keys:
+            self.tiles.store(keys, rows, heads)
+            return
+        self.tiles.store(queries, rows[:1], heads[:1])
+        self.tiles.store(keys, rows[1:], heads[1:])
 
     def _take_device_memory(
         self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -252,11 +298,10 @@ class LayerwisePrefill:
         function: Any,
         number: int,
         index: int,
-        span: Interval,
         hidden: torch.Tensor,
     ) -> Any:
         """Run a layer on a tile, with ``function`` in place of its attention."""
-        self._tile_cache.past = span.start
+        self._tile_cache.past = self._spans[index].start
         layer = self.model.layers[number]
         stashed = self._calls[index][number]
         call = stashed.map_tensors(self.tiles.unstash)
@@ -273,28 +318,44 @@ class LayerwisePrefill:
         return memory
 
     def _attend(
-        self, call: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        call: Any,
+        queries: Interval,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute attention of all tokens, (batch, heads, tokens, value_dim)."""
-        like_output = query[..., :1, :1].expand(*query.shape[:-2], 1, value.shape[-1])
-        output = self._rows_like("output", like_output)
-        compute = partial(_attention_into, output, self.budget)
-        device = self.tiles.device
-        with backend_of(device).current(device):
-            computed = attend_where_heads_are(
-                call, (query, key, value), compute=compute
-            )
-        if computed.data_ptr() != output.data_ptr():
-            output.copy_(computed)
-        return output
+        """Compute attention of the tokens ``queries`` over all tokens.
 
-    def _run_from_attention(self, number: int, outputs: torch.Tensor) -> None:
-        """Run a layer from its attention on: its results become the hidden states."""
-        loaded = self.tiles.load(self._spans, self._hidden, outputs)
-        for index, (span, (hidden, rows)) in enumerate(loaded):
+        Returns:
+            (batch, heads, tokens, value_dim) of all tokens.
+        """
+        like_output = query[..., :1, :1].expand(*query.shape[:-2], 1, value.shape[-1])
+        outputs = self._rows_like("output", like_output)
+        target = rows_of(outputs, queries)
+        # A kernel writes to whole rows alone.
+        out = outputs if target.shape == outputs.shape else None
+        compute = partial(_attention_into, out, self.budget)
+        device = self.tiles.device
+        heads = (rows_of(query, queries), key, value)
+        with backend_of(device).current(device):
+            computed = attend_where_heads_are(call, heads, compute=compute)
+        if computed.data_ptr() != target.data_ptr():
+            target.copy_(computed)
+        return outputs
+
+    def _run_from_attention(
+        self, number: int, queries: Interval, outputs: torch.Tensor
+    ) -> None:
+        """Run a layer from its attention on: its results become the hidden states of
+        the tokens ``queries``."""
+        spans = self._spans_of(number)
+        n_skipped = sum(span.start < queries.start for span in spans)
+        loaded = self.tiles.load(spans[n_skipped:], self._hidden, outputs)
+        for index, (span, (hidden, rows)) in enumerate(loaded, start=n_skipped):
             replay = partial(_return_rows, rows)
             with substituting(attention_rows=rows):
-                result = self._run_layer(replay, number, index, span, hidden)
+                result = self._run_layer(replay, number, index, hidden)
             hidden_after = self.model.hidden_of(number, result)
             self.tiles.store(span, [self._hidden], [hidden_after])
         self.tiles.finish()
@@ -365,9 +426,9 @@ def _memory_of_next_layer(
 
 
 def _attention_into(
-    output: torch.Tensor, budget: int | None, /, *args: Any, **named: Any
+    output: torch.Tensor | None, budget: int | None, /, *args: Any, **named: Any
 ) -> Any:
-    """Attention whose result is written to ``output``."""
+    """Attention whose result is written to ``output``, or to new memory (None)."""
     return attention(*args, **{**named, "budget": budget, "out": output})
 
 

@@ -103,10 +103,7 @@ class PromptInputs:
         return arguments
 
     def of_all_logits(self) -> PromptInputs:
-        """The same prompt, with logits of all tokens asked for. Gemma 4 leaves tokens
-        out of its last layers, if their logits are not."""
-        if self.logits_to_keep == 0:
-            return self
+        """The same prompt, with logits of all tokens asked for."""
         return replace(self, options={**self.options, _LOGITS: 0}, logits_to_keep=0)
 
     def has_logits(self, span: Interval) -> bool:
