@@ -64,7 +64,7 @@ def attend_by_places(
         pieces.append(Piece(tokens.start, segment))
     mask = attend.KeyMask(n_queries, keys.shape[2])
     call = attend._SegmentedCall(query, mask, attend.ScoreScaling(DIM**-0.5))
-    state = attend._RunningStatistics(query, DIM)
+    state = attend.RunningStatistics(query, DIM)
     attend._attend_with_device(call, pieces, state, sharing, ())  # type: ignore[arg-type]
     group = HEADS // KEY_HEADS
     wide_keys = keys.double().repeat_interleave(group, 1)

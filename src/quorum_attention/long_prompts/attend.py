@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -19,7 +18,6 @@ from quorum_attention.api import attention_with_lse
 from quorum_attention.execution.device.lookup import HOST, on_host
 from quorum_attention.execution.device.memory_advice import read_ahead
 from quorum_attention.kernels.call_shape import state_dtype
-from quorum_attention.kernels.merge import empty_, merge_
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.long_prompts.compiled_rows import begin_to_compile
 from quorum_attention.long_prompts.cores import attend_on_cores
@@ -29,6 +27,7 @@ from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
+from quorum_attention.long_prompts.running_statistics import RunningStatistics
 from quorum_attention.long_prompts.scores import ScoreScaling, attend_by_equations
 from quorum_attention.long_prompts.segments import Segment
 from quorum_attention.mask import Mask
@@ -88,7 +87,7 @@ def attend_segments(
     n_keys = sum(segment.n_tokens for segment in segments)
     mask = KeyMask(query.shape[2], n_keys, is_causal, window, _contiguous(key_padding))
     call = _SegmentedCall(query, mask, ScoreScaling(scale, softcap))
-    state = _RunningStatistics(query, segments[0].value.shape[3])
+    state = RunningStatistics(query, segments[0].value.shape[3])
     visible = list(_visible(segments, mask))
     _read_files_ahead(next_segments)
     if on_host(query.device):
@@ -121,7 +120,7 @@ def compile_kernels(query: torch.Tensor, key: torch.Tensor) -> None:
         queries = query.new_zeros((*query.shape[:2], n_queries, query.shape[3]))
         mask = KeyMask(n_queries, 2 * n_keys)
         call = _SegmentedCall(queries, mask, ScoreScaling(1.0))
-        state = _RunningStatistics(queries, key.shape[3])
+        state = RunningStatistics(queries, key.shape[3])
         # Pieces of one call are merged by one kernel, and two calls by another.
         for _ in range(2):
             _attend_on_device(call, pieces, state)
@@ -152,51 +151,8 @@ class _SegmentedCall:
 
     def for_group(self, group: RowGroup) -> _SegmentedCall:
         """Return the call of some batch entries."""
-        padding = self.mask.key_padding
-        padding = None if padding is None else _contiguous(group.take(padding))
-        mask = replace(self.mask, key_padding=padding)
-        return _SegmentedCall(group.take(self.query), mask, self.scaling)
-
-
-class _RunningStatistics:
-    """The statistics over the keys so far: out (b, h, r, d_v) and lse (b, h, r).
-
-    Args:
-        query: (b, h, r, d).
-        value_dim: d_v.
-    """
-
-    def __init__(self, query: torch.Tensor, value_dim: int) -> None:
-        self._query = query
-        self._value_dim = value_dim
-        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the statistics over more keys, from any device. They may be written to
-        later."""
-        out = out.to(self._query.device)
-        lse = lse.to(self._query.device)
-        if self._results is None:
-            self._results = (out, lse)
-        else:
-            merge_(*self._results, out, lse)
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse; without any keys, 0 and -inf."""
-        if self._results is None:
-            out, lse = self.empty_results()
-            empty_(out, lse)
-            self._results = (out, lse)
-        return self._results
-
-    def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return uninitialised out and lse."""
-        query = self._query
-        rows = query.shape[:3]  # (b, h, r)
-        dtype = state_dtype(query.dtype)
-        out = query.new_empty((*rows, self._value_dim), dtype=dtype)
-        lse = query.new_empty(rows, dtype=dtype)
-        return out, lse
+        query = group.take(self.query)
+        return _SegmentedCall(query, group.take_mask(self.mask), self.scaling)
 
 
 def _check(
@@ -269,7 +225,7 @@ def _read_files_ahead(segments: Iterable[Segment]) -> None:
 
 
 def _attend_in_host_memory(
-    call: _SegmentedCall, pieces: Sequence[Piece], state: _RunningStatistics
+    call: _SegmentedCall, pieces: Sequence[Piece], state: RunningStatistics
 ) -> None:
     """Merge attention over pieces in host memory and files, by the cores."""
     for piece in pieces:
@@ -286,7 +242,7 @@ def _attend_in_host_memory(
 def _attend_with_device(
     call: _SegmentedCall,
     pieces: Sequence[Piece],
-    state: _RunningStatistics,
+    state: RunningStatistics,
     sharing: HostSharing | None,
     next_segments: Sequence[Segment],
 ) -> None:
@@ -304,46 +260,42 @@ def _attend_with_device(
         return
     if _rows_per_head(call, elsewhere[0]) > _MAX_CORE_ROWS:
         _attend_on_device(call, on_device, state)
-        _attend_on_pieces(call, _copied(elsewhere, device), state)
+        for piece in _copied(elsewhere, device):
+            _attend_on_device(call, [piece], state)
         return
-    shares = _Shares([], elsewhere)
+    _attend_with_cores(call, on_device, elsewhere, state, sharing, next_segments)
+
+
+def _attend_with_cores(
+    call: _SegmentedCall,
+    on_device: list[Piece],
+    elsewhere: list[Piece],
+    state: RunningStatistics,
+    sharing: HostSharing | None,
+    next_segments: Sequence[Segment],
+) -> None:
+    """Merge attention over pieces on the device, and over others: the bus reads a share
+    of those, and the cores attend over the rest."""
+    by_cores = elsewhere
     if sharing is not None and _can_read_host_memory(call, elsewhere[0]):
-        shares = _Shares(*sharing.split(elsewhere))
-        on_device += sharing.arrived(shares.by_bus)
-    with_cores = _CoresCall(call, shares.by_cores)
+        by_bus, by_cores = sharing.split(elsewhere)
+        on_device = [*on_device, *sharing.arrived(by_bus)]
+    if by_cores:
+        host_call = call.to_host()
+        stream = torch.cuda.current_stream(call.query.device)
+        is_query_there = stream.record_event()
     _attend_on_device(call, on_device, state)
     if sharing is not None:
         sharing.copy_ahead(next_segments)
-    statistics = with_cores.attend()
+    statistics = None
+    if by_cores:
+        # The device has computed and copied the queries, and written the last tokens.
+        is_query_there.synchronize()
+        statistics = _attend_on_cores(host_call, by_cores)
     if sharing is not None:
         sharing.adjust(elsewhere)
     if statistics is not None:
         state.merge(*statistics)
-
-
-class _CoresCall:
-    """The cores' part of a call on a GPU. The copy of its queries begins when this is
-    made.
-
-    Args:
-        call: the call.
-        pieces: in host memory and files, for the cores; none: there is nothing to do.
-    """
-
-    def __init__(self, call: _SegmentedCall, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        if pieces:
-            self._host_call = call.to_host()
-            stream = torch.cuda.current_stream(call.query.device)
-            self._is_query_there = stream.record_event()
-
-    def attend(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return statistics over the pieces, in host memory; None if there are none."""
-        if not self._pieces:
-            return None
-        # The device has computed and copied the queries, and written the last tokens.
-        self._is_query_there.synchronize()
-        return _attend_on_cores(self._host_call, self._pieces)
 
 
 def _can_read_host_memory(call: _SegmentedCall, piece: Piece) -> bool:
@@ -363,26 +315,6 @@ def _moved(piece: Piece, device: torch.device) -> Piece:
     return Piece(piece.start, replace(segment, key=key, value=value))
 
 
-class _Shares(NamedTuple):
-    """How pieces in host memory and files are shared.
-
-    Attributes:
-        by_bus: pieces that the device reads.
-        by_cores: pieces that the cores attend over.
-    """
-
-    by_bus: Sequence[Piece]
-    by_cores: Sequence[Piece]
-
-
-def _attend_on_pieces(
-    call: _SegmentedCall, pieces: Iterable[Piece], state: _RunningStatistics
-) -> None:
-    """Merge attention over pieces that arrive on the device one after the other."""
-    for piece in pieces:
-        _attend_on_device(call, [piece], state)
-
-
 def _rows_per_head(call: _SegmentedCall, piece: Piece) -> int:
     """Rows of queries for each row and head of keys."""
     batch, heads, n_queries, _ = call.query.shape
@@ -395,7 +327,7 @@ def _attend_on_cores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries in host memory over pieces there, as statistics of their
     own."""
-    state = _RunningStatistics(host_call.query, pieces[0].segment.value.shape[3])
+    state = RunningStatistics(host_call.query, pieces[0].segment.value.shape[3])
     _attend_in_host_memory(host_call, pieces, state)
     return state.results()
 
@@ -413,7 +345,7 @@ def _copied(pieces: Sequence[Piece], device: torch.device) -> Iterator[Piece]:
 
 
 def _attend_on_device(
-    call: _SegmentedCall, pieces: Sequence[Piece], state: _RunningStatistics
+    call: _SegmentedCall, pieces: Sequence[Piece], state: RunningStatistics
 ) -> None:
     """Merge attention over pieces on the query's device."""
     if call.query.shape[2] >= _MANY_QUERIES:
@@ -437,7 +369,7 @@ def _attend_shared_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over pieces whose batch entries read the same rows, row by row."""
     value_dim = pieces[0].segment.value.shape[3]
-    all_out, all_lse = _RunningStatistics(call.query, value_dim).empty_results()
+    all_out, all_lse = RunningStatistics(call.query, value_dim).empty_results()
     starts = [piece.start for piece in pieces]
     groups_of_pieces = [row_groups(piece.segment) for piece in pieces]
     for groups in zip(*groups_of_pieces, strict=True):
@@ -471,7 +403,7 @@ def _attend_rows(
     if can_decode(call.query, value_dim, layout.rows_per_head):
         return decode(call.query, keys, call.mask, call.scaling)
     rows = layout.to_rows(call.query)
-    state = _RunningStatistics(rows, value_dim)
+    state = RunningStatistics(rows, value_dim)
     for part in keys:
         stop = part.start + part.key.shape[2]
         pairs = call.mask.kept_pairs(part.start, stop, rows.device)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.kernels.merge import empty_, merge_
+from quorum_attention.kernels.merge import merge_
 from quorum_attention.long_prompts.compiled_rows import compiled_statistics
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
+from quorum_attention.long_prompts.running_statistics import RunningStatistics
 from quorum_attention.long_prompts.scores import (
     ScoreScaling,
     attend_by_equations,
@@ -59,15 +60,10 @@ def attend_on_cores(
     groups = list(row_groups(segment, is_shared=mask.key_padding is None))
     if groups[0].entries is None:
         return _attend_group(query, groups[0], start, mask, scaling)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    out = query.new_empty((*query.shape[:3], segment.value.shape[3]), dtype=dtype)
-    lse = query.new_empty(query.shape[:3], dtype=dtype)
+    out, lse = RunningStatistics(query, segment.value.shape[3]).empty_results()
     for group in groups:
-        mask_of_group = mask
-        if mask.key_padding is not None and group.entries is not None:
-            mask_of_group = mask.of_entry(group.entries[0])
         group_out, group_lse = _attend_group(
-            group.take(query), group, start, mask_of_group, scaling
+            group.take(query), group, start, group.take_mask(mask), scaling
         )
         group.put(out, group_out)
         group.put(lse, group_lse)
@@ -83,7 +79,7 @@ def _attend_group(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layout = RowLayout.from_tensors(query, group.key)
     rows = layout.to_rows(query)  # (rows, h_kv, r, d)
-    statistics: tuple[torch.Tensor, torch.Tensor] | None = None
+    state = RunningStatistics(rows, group.value.shape[3])
     for keys in mask.ranges(start, start + group.key.shape[2]):
         first = keys.start - start
         n_keys = keys.stop - keys.start
@@ -95,14 +91,8 @@ def _attend_group(
             if not pairs.any():
                 continue
             is_kept = layout.mask_of_rows(pairs)
-        part = _attend_range(rows, key, value, scaling, is_kept)
-        if statistics is None:
-            statistics = part
-        else:
-            merge_(*statistics, *part)
-    if statistics is None:
-        statistics = _empty_statistics(rows, group.value.shape[3])
-    out, lse = statistics
+        state.merge(*_attend_range(rows, key, value, scaling, is_kept))
+    out, lse = state.results()
     return layout.from_rows(out), layout.from_rows(lse)
 
 
@@ -120,17 +110,6 @@ def _attend_range(
     if has_equal_dims and not changes_scores:
         return _attend_in_blocks(rows, key, value, scaling.softmax_scale)
     return attend_by_equations(rows, key, value, scaling, is_kept)
-
-
-def _empty_statistics(
-    rows: torch.Tensor, value_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The statistics of rows (b, h, r, d) that see no keys."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    out = rows.new_empty((*rows.shape[:3], value_dim), dtype=dtype)
-    lse = rows.new_empty(rows.shape[:3], dtype=dtype)
-    empty_(out, lse)
-    return out, lse
 
 
 def _attend_in_blocks(

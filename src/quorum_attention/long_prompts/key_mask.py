@@ -54,14 +54,6 @@ class KeyMask:
             return 0
         return max(0, self.first_position - self.window + 1)
 
-    def of_entry(self, entry: int) -> KeyMask:
-        """Return the mask of one batch entry."""
-        padding = self.key_padding
-        padding = None if padding is None else padding[entry : entry + 1]
-        return KeyMask(
-            self.n_queries, self.n_keys, self.is_causal, self.window, padding
-        )
-
     @cached_property
     def _mixed_spans(self) -> list[tuple[int, int]]:
         """Where queries, or batch entries, may differ in the keys that they see."""

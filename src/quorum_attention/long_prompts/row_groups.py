@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.segments import Segment
 
 
@@ -33,6 +34,12 @@ class RowGroup:
         if self._has_all(tensor):
             return tensor
         return tensor[self._indices(tensor.device)]
+
+    def take_mask(self, mask: KeyMask) -> KeyMask:
+        """Return the mask of the entries."""
+        if mask.key_padding is None:
+            return mask
+        return replace(mask, key_padding=self.take(mask.key_padding))
 
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Write the entries of ``target`` (b, ...)."""
