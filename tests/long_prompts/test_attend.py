@@ -55,7 +55,7 @@ def draw(seed: int, folder: Path, device: str = "cpu") -> Drawn:
         if drawn.random() < 0.2:
             cache.repeat_interleave(2)
         elif drawn.random() < 0.2:
-            cache.reorder([drawn.randrange(cache.batch) for _ in range(cache.batch)])
+            cache.select([drawn.randrange(cache.batch) for _ in range(cache.batch)])
     batch = cache.batch
     n_queries = min(cache.n_tokens, drawn.choice([1, 1, 1, 2, 5, 33]))
     query = (

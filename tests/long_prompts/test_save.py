@@ -79,9 +79,9 @@ def test_files_that_are_mapped_are_never_written_to(tmp_path: Path) -> None:
         for segment in layer.segments:
             again.adopt(segment)
         again.crop(33)
-        again.reorder([1, 0])
+        again.select([1, 0])
         again.append(torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 5, 6))
-        again.reorder([1, 1])
+        again.select([1, 1])
         assert_same(layer, cache)
     (layer,) = load_layers(tmp_path, model="a")
     assert_same(layer, cache)

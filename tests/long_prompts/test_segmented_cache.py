@@ -101,7 +101,7 @@ def change(
         plain.crop(left)
     elif kind == "reorder":
         indices = [drawn.randrange(batch) for _ in range(batch)]
-        cache.reorder(torch.tensor(indices))
+        cache.select(torch.tensor(indices))
         plain.select(indices)
     elif kind == "repeat" and batch <= 3:
         cache.repeat_interleave(2)
@@ -241,4 +241,4 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="the cache holds tokens of"):
         cache.append(key[:1], value[:1])
     with pytest.raises(ValueError, match="2 batch entries"):
-        cache.reorder([0, 2])
+        cache.select([0, 2])

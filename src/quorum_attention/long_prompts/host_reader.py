@@ -7,12 +7,13 @@ buffer on the device meanwhile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quorum_attention.long_prompts.head_copies import HeadCopies, copy_heads
 from quorum_attention.long_prompts.segments import Segment
+from quorum_attention.long_prompts.token_blocks import view_at
 
 # Bytes that are copied at once where many queries read them.
 PIECE_BYTES = 64 << 20
@@ -116,10 +117,10 @@ def copy_segment(memory: torch.Tensor, segment: Segment) -> Segment:
 
 def like_segment(memory: torch.Tensor, segment: Segment) -> Segment:
     """Return a segment of the same shape in ``memory``, uninitialised."""
-    key = _view_like(memory, segment.key)
-    value = _view_like(memory[key.nbytes :], segment.value)
-    return Segment(key, value, segment.place, segment.entries)
-
-
-def _view_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    key = segment.key
+    value = segment.value
+    return replace(
+        segment,
+        key=view_at(memory, 0, key.shape, key.dtype),
+        value=view_at(memory, key.nbytes, value.shape, value.dtype),
+    )

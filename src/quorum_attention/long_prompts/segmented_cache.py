@@ -393,14 +393,6 @@ class SegmentedCache:
             prefix.block.users.add(forked)
         return forked
 
-    def reorder(self, indices: torch.Tensor | Sequence[int]) -> None:
-        """Make entry i of the batch what entry ``indices[i]`` was, as beam search does.
-
-        Raises:
-            ValueError: indices that are not (n,) numbers of entries.
-        """
-        self.select(indices)
-
     def repeat_interleave(self, n: int) -> None:
         """Repeat each batch entry ``n`` times, one after the other, without copying
         tokens.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,13 +74,8 @@ def concatenate(
     Args:
         segments: at least one.
     """
+    expanded = [segment.expanded() for segment in segments]
     return tuple(
         torch.cat([tensor.to(device) for tensor in tensors], dim=2)
-        for tensors in zip(*_expanded(segments), strict=True)
+        for tensors in zip(*expanded, strict=True)
     )
-
-
-def _expanded(
-    segments: Sequence[Segment],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return (segment.expanded() for segment in segments)

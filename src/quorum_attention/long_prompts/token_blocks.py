@@ -14,6 +14,7 @@ import torch
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.long_prompts.head_copies import copy_heads
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.segments import Segment
 
@@ -89,9 +90,7 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     if source.device.type != "cpu":
         source = source.contiguous()
-    for target_entry, source_entry in zip(target, source, strict=True):
-        for target_head, source_head in zip(target_entry, source_entry, strict=True):
-            target_head.copy_(source_head, non_blocking=True)
+    copy_heads(target, source)
 
 
 class TokenShapes(NamedTuple):
@@ -160,16 +159,17 @@ class TokenShapes(NamedTuple):
         """Return keys and values as views of ``memory``."""
         key_shape = (self.rows, self.heads, capacity, self.key_dim)
         value_shape = (self.rows, self.heads, capacity, self.value_dim)
-        key = _view_at(memory, 0, key_shape, self.dtype)
+        key = view_at(memory, 0, key_shape, self.dtype)
         value_start = round_up(key.nbytes, _ALIGNMENT)
-        value = _view_at(memory, value_start, value_shape, self.dtype)
+        value = view_at(memory, value_start, value_shape, self.dtype)
         return key, value
 
 
-def _view_at(
+def view_at(
     memory: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor over the bytes of ``memory`` from ``start`` on."""
+    """Return a tensor over the bytes of ``memory`` (n_bytes,) uint8 from ``start``
+    on."""
     n_bytes = math.prod(shape) * dtype.itemsize
     return memory[start : start + n_bytes].view(dtype).view(shape)
 

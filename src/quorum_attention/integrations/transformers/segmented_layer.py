@@ -160,9 +160,7 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
         """Make batch entry i what entry ``beam_idx[i]`` was."""
-        self.shared.forget_copies()
-        if self.tokens.n_tokens:
-            self.tokens.reorder(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch entry, without a copy."""
