@@ -130,8 +130,6 @@ def batch_index(number: int, batch_shape: tuple[int, ...]) -> tuple[int, ...]:
 def group_sizes(shape: CallShape) -> list[GroupSize]:
     """Group sizes to choose from, largest first: batch entries are halved, then
     heads."""
-    if shape.batch == 0 or shape.kv_heads == 0:
-        return []
     sizes: list[GroupSize] = []
     n_entries = shape.batch
     while n_entries > 1:

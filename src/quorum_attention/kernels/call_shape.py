@@ -171,7 +171,7 @@ class Extent:
     @property
     def group(self) -> int:
         """Query heads that share a key/value head."""
-        return self.query_heads // max(1, self.key_heads)
+        return self.query_heads // self.key_heads
 
     @property
     def rows(self) -> int:

@@ -148,9 +148,11 @@ class CpuKernel(RectangleKernel):
         """Return as many runs of rows as keep all threads busy: each works on whole
         runs."""
         threads = torch.get_num_threads()
-        lanes = max(1, batch_and_heads)
-        parts = ceil_div(threads, lanes)
-        while parts < threads and _busy_share(lanes * parts, threads) < _BUSY_THREADS:
+        parts = ceil_div(threads, batch_and_heads)
+        while (
+            parts < threads
+            and _busy_share(batch_and_heads * parts, threads) < _BUSY_THREADS
+        ):
             parts += 1
         return parts
 

@@ -157,7 +157,7 @@ class EfficientKernel(RectangleKernel):
         """Return the bytes of gradients that are summed in fp32."""
         queries = sizes.extent.max_queries
         keys = sizes.extent.max_keys
-        lanes = max(1, sizes.lanes)
+        lanes = sizes.lanes
         # The gradient of queries, of all query tiles.
         numbers = round_up(queries, _TILE_ROWS) * round_up(head_dim, 128)
         if sizes.itemsize == 2 and max(head_dim, value_dim) > 128:

@@ -126,7 +126,7 @@ class FlashKernel(RectangleKernel):
         """Return the bytes of the gradient of queries summed in fp32, and of delta."""
         copies = 1
         if torch.are_deterministic_algorithms_enabled():
-            copies = ceil_div(multiprocessors(), max(1, sizes.lanes))
+            copies = ceil_div(multiprocessors(), sizes.lanes)
         padded_rows = sizes.lanes * round_up(sizes.extent.max_queries, _TILE_ROWS)
         row_numbers = copies * _padded_dim(sizes.shape.head_dim) + 4
         return padded_rows * row_numbers * _FP32_BYTES

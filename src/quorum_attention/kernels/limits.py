@@ -124,7 +124,7 @@ class CallLimits:
                 sizes.group // parts, sizes
             ):
                 return parts
-        return max(1, sizes.group)
+        return sizes.group
 
     def _takes_a_group_of(self, heads: int, sizes: CallSizes) -> bool:
         """Whether so many query heads of a single key/value head can be a call."""

@@ -176,7 +176,7 @@ class OperatorSizes:
 
 def _largest_call(limits: CallLimits, shape: CallShape, extent: Extent) -> Extent:
     """Return the sizes of the largest call that ``limits`` leave of ``extent``."""
-    if limits is UNLIMITED or extent.key_lanes == 0:
+    if limits is UNLIMITED:
         return extent
     most_queries, most_keys = limits.rows(shape.width)
     queries = min(extent.max_queries, most_queries)

@@ -399,9 +399,9 @@ def _sizes_of(shape: CallShape, tokens: int = 0) -> CallSizes:
     """Return the sizes of a whole call; ``tokens`` stands for lengths that the shape
     lacks."""
     return CallSizes(
-        entries=max(1, shape.batch),
-        key_heads=max(1, shape.kv_heads),
-        group=max(1, shape.queries_per_key_head),
+        entries=shape.batch,
+        key_heads=shape.kv_heads,
+        group=shape.queries_per_key_head,
         queries=shape.n_queries or tokens,
         keys=shape.n_keys or tokens,
         width=shape.width,

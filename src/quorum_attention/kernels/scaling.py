@@ -63,8 +63,6 @@ def divide_gradient_(
         unscale: (b, hk) fp32, receives the divisors.
         shift: probabilities will be computed times 2**shift.
     """
-    if unscale.numel() == 0:
-        return
     exponents = divisor_exponents(grad_out, value, shift)
     unscale.copy_(power_of_two(exponents))
     factors = by_head(power_of_two(-exponents), grad_out.shape[1])

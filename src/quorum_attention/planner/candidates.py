@@ -251,13 +251,7 @@ def sizes_after_trimming(
 
 def _group_sizes(shape: CallShape, constraints: PlanConstraints) -> list[GroupSize]:
     """Return the head group asked for, or all that may be of use, the largest first."""
-    if constraints.group is not None:
-        return [constraints.group]
-    groups = group_sizes(shape)
-    if groups:
-        return groups
-    # A call without batch entries or heads has one empty group.
-    return [GroupSize(max(1, shape.batch), max(1, shape.kv_heads))]
+    return group_sizes(shape) if constraints.group is None else [constraints.group]
 
 
 def _streams(problem: Problem, constraints: PlanConstraints) -> tuple[int, ...]:

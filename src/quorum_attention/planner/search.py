@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.footprint import Footprint
-from quorum_attention.execution.head_groups import GroupSize, group_sizes
+from quorum_attention.execution.head_groups import GroupSize
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.whole import Whole
@@ -256,7 +256,7 @@ def short_call(problem: Problem, hardware: HardwareModel) -> Plan | None:
     shape = problem.shape
     # With several batch dimensions there may be several calls: those that are complete
     # when memory runs out must not be repeated, so such a pass needs a plan.
-    if not group_sizes(shape) or len(shape.batch_shape) > 1:
+    if len(shape.batch_shape) > 1:
         return None
     schedule = uncut_schedule(shape)
     if not schedule.runs(problem):

@@ -219,7 +219,7 @@ def _is_one_call(schedule: Schedule, problem: Problem) -> bool:
         n_numbers += item.count(shape)
     copied_bytes = n_numbers * shape.dtype.itemsize
     outer_sizes = shape.batch_shape[:-1]
-    n_runs = max(1, math.prod(outer_sizes))
+    n_runs = math.prod(outer_sizes)
     call_bytes = _DEVICE_CALL_BYTES if problem.backend.own_memory else _HOST_CALL_BYTES
     return copied_bytes <= call_bytes * n_runs
 

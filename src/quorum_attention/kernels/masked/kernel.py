@@ -161,8 +161,7 @@ class MaskedKernel(BasedKernel):
             return None
         if call.bias is not None or call.dropout is not None or not geometry.is_band:
             return None
-        sizes = (*call.query.shape[:3], call.key.shape[2])
-        return None if 0 in sizes else self.base
+        return self.base
 
     def _under_band(self, call: Call, kernel: Kernel) -> Call:
         """The call with its band, unless its kernel knows the geometry."""

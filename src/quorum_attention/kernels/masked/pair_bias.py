@@ -78,8 +78,7 @@ class PairBias(WholeCallWay):
         """The number of calls that so many entries are cut into."""
         if not self.shape(shape.bias).batch:
             return 1
-        bytes_of_entry = max(1, self.bytes_of_entry(shape))
-        entries_of_a_call = max(1, _MOST_BYTES // bytes_of_entry)
+        entries_of_a_call = max(1, _MOST_BYTES // self.bytes_of_entry(shape))
         return ceil_div(n_entries, entries_of_a_call)
 
     def count_pairs(self, shape: CallShape) -> int:
@@ -119,7 +118,7 @@ class PairBias(WholeCallWay):
     ) -> int:
         """See ``WholeCallWay``."""
         largest = replace(shape, n_queries=extent.max_queries, n_keys=extent.max_keys)
-        n_calls = self.calls(largest, max(1, extent.batch))
+        n_calls = self.calls(largest, extent.batch)
         n_entries = ceil_div(extent.batch, n_calls)
         part = replace(extent, batch=n_entries)
         biased = replace(

@@ -133,8 +133,6 @@ class NativeLaunch:
         )
 
         query, key, value = map(_as_kernel_readable, self.call.inputs)
-        if query.shape[0] * query.shape[1] == 0:
-            return
         grad_out = _as_kernel_readable(saved.grad_out)
         grad_query, *key_grads = grads
         by_query, by_key = self.tables
