@@ -103,7 +103,7 @@ def accuracy_line() -> Line:
         for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
     )
     label = (
-        "error of dQ; of dV (1,048,576 tokens, their last 8,192 rows), divided by "
+        "error of dQ; of dV in the last 8,192 of 1,048,576 rows, divided by "
         "FlashAttention-2's"
     )
     return Line([label, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
