@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from quorum_attention.bench.methods import (
     Method,
     exact_results,
 )
-from quorum_attention.bench.verification import sampled_errors
+from quorum_attention.bench.verification import relative_error, sampled_errors
 from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.report import Report
@@ -164,28 +165,29 @@ def _measure_errors(spec: Spec, seed: int, measurement: Outcome) -> None:
     results = [forward.out.detach(), *grads]
     named_results = zip(RESULTS, results, exact_results(call), strict=True)
     for name, result, exact in named_results:
-        result = result.to(exact.device).double()
-        difference = result - exact
-        error = float(difference.norm() / exact.norm())
         errors = measurement.errors.setdefault(name, [])
-        errors.append(error)
+        errors.append(relative_error(result, exact))
 
 
 def _drawn_call(spec: Spec, on_device: bool, seed: int = 0) -> CallTensors:
     """A call on random inputs, or those of a file, on the device or in (page-locked)
     memory of the host."""
     device = torch.device(spec.device)
-    draw = _NormalTensors(spec, on_device, seed)
+    place = device if on_device else torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    draw = partial(
+        _normal, dtype=getattr(torch, spec.dtype), place=place, generator=generator
+    )
     if spec.inputs is None:
         head_counts = (spec.heads, spec.kv_heads, spec.kv_heads)
-        inputs = [draw(1, heads, spec.tokens, spec.head_dim) for heads in head_counts]
+        inputs = [draw((1, heads, spec.tokens, spec.head_dim)) for heads in head_counts]
     else:
         tensors = read_inputs([spec.inputs]).tensors
         inputs = [tensors[name] for name in ("query", "key", "value")]
     if on_device:
         inputs = [tensor.to(device) for tensor in inputs]
     query, _, value = inputs
-    grad = draw(*query.shape[:-1], value.shape[-1]) if spec.backward else None
+    grad = draw((*query.shape[:-1], value.shape[-1])) if spec.backward else None
     options = {
         "is_causal": spec.is_causal,
         "enable_gqa": True,
@@ -195,30 +197,21 @@ def _drawn_call(spec: Spec, on_device: bool, seed: int = 0) -> CallTensors:
     return CallTensors(device, inputs, grad, options)
 
 
-class _NormalTensors:
-    """Draws normally distributed tensors, on the device or in (page-locked) host
-    memory."""
-
-    def __init__(self, spec: Spec, on_device: bool, seed: int) -> None:
-        device = torch.device(spec.device)
-        self._device = device
-        self._dtype = getattr(torch, spec.dtype)
-        self._place = device if on_device else torch.device("cpu")
-        self._is_pinned = not on_device and device.type != "cpu"
-        self._generator = torch.Generator(device)
-        self._generator.manual_seed(seed)
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        """A tensor (b, h, n, d)."""
-        tensor = torch.empty(
-            shape, dtype=self._dtype, device=self._place, pin_memory=self._is_pinned
+def _normal(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    place: torch.device,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Draw a tensor (b, h, n, d) on a device, or in (page-locked) host memory."""
+    is_pinned = place.type != generator.device.type
+    tensor = torch.empty(shape, dtype=dtype, device=place, pin_memory=is_pinned)
+    # One head at a time takes no more of the device's memory than a head.
+    for head in tensor.view(-1, *shape[-2:]):
+        head.copy_(
+            torch.randn(head.shape, generator=generator, device=generator.device)
         )
-        # One head at a time takes no more of the device's memory than a head.
-        for head in tensor.view(-1, *shape[-2:]):
-            head.copy_(
-                torch.randn(head.shape, generator=self._generator, device=self._device)
-            )
-        return tensor
+    return tensor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ sampled rows are checked.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -43,23 +42,27 @@ def sampled_errors(
     sampled_queries = query[:, rows].double().requires_grad_()
     if grad_out is not None:
         grad_out = grad_out.flatten(0, -3)
-    sums = _ErrorSums()
+    exact_lses = []
+    exact_outs = []
     for head in range(len(query)):
         queries = sampled_queries[head]
         keys = key[head // group].double()
         values = value[head // group].double()
         scores = _scores(queries, rows, keys, columns, is_causal)
         exact_out = scores.softmax(1) @ values
-        sums.add("lse", lse[head, rows], scores.detach().logsumexp(1))
-        sums.add("out", out[head, rows], exact_out.detach())
+        exact_lses.append(scores.detach().logsumexp(1))
+        exact_outs.append(exact_out.detach())
         if grad_out is not None:
             exact_out.backward(grad_out[head, rows].double())
+    errors = {
+        "lse": relative_error(lse[:, rows], torch.stack(exact_lses)),
+        "out": relative_error(out[:, rows], torch.stack(exact_outs)),
+    }
     if grad_out is None:
-        return sums.relative()
+        return errors
     grad_query, grad_key, grad_value = (grad.flatten(0, -3) for grad in grads)
-    sums.add("grad_query", grad_query[:, rows], sampled_queries.grad)
     columns = _evenly_spread(key.shape[1], _SAMPLED_KEYS)
-    exact_grads = _exact_key_gradients(
+    exact_key, exact_value = _exact_key_gradients(
         query,
         key[:, columns],
         value[:, columns],
@@ -69,9 +72,19 @@ def sampled_errors(
         grad_out,
         is_causal,
     )
-    sums.add("grad_key", grad_key[:, columns], exact_grads[0])
-    sums.add("grad_value", grad_value[:, columns], exact_grads[1])
-    return sums.relative()
+    errors["grad_query"] = relative_error(grad_query[:, rows], sampled_queries.grad)
+    errors["grad_key"] = relative_error(grad_key[:, columns], exact_key)
+    errors["grad_value"] = relative_error(grad_value[:, columns], exact_value)
+    return errors
+
+
+def relative_error(result: Tensor, exact: Tensor | None) -> float:
+    """The norm of a result's error over the norm of the exact result, in float64; of an
+    exact 0 the norm of the error."""
+    assert exact is not None
+    result = result.to(exact.device).double()
+    error = float((result - exact).norm())
+    return error / (float(exact.norm()) or 1.0)
 
 
 def _exact_key_gradients(
@@ -129,26 +142,3 @@ def _evenly_spread(n_tokens: int, n_samples: int) -> Tensor:
     )
     positions: Tensor = places.long().unique()
     return positions
-
-
-class _ErrorSums:
-    """Summed squares by result: of its errors, and of its right values."""
-
-    def __init__(self) -> None:
-        self._errors: dict[str, float] = defaultdict(float)
-        self._values: dict[str, float] = defaultdict(float)
-
-    def add(self, name: str, result: Tensor, exact: Tensor | None) -> None:
-        """Add some rows of a result."""
-        assert exact is not None
-        error = result.double() - exact
-        self._errors[name] += float(error.square().sum())
-        self._values[name] += float(exact.square().sum())
-
-    def relative(self) -> dict[str, float]:
-        """The relative error of each result."""
-        relative_errors = {}
-        for name, squared_error in self._errors.items():
-            squared_size = self._values[name] or 1.0
-            relative_errors[name] = (squared_error / squared_size) ** 0.5
-        return relative_errors
