@@ -335,13 +335,11 @@ def _attend_on_cores(
 def _copied(pieces: Sequence[Piece], device: torch.device) -> Iterator[Piece]:
     """Yield pieces on the device, none larger than a buffer of copies."""
     for piece in pieces:
-        segment = piece.segment
-        token_bytes = max(1, segment.nbytes // max(1, segment.n_tokens))
-        step = max(1, PIECE_BYTES // token_bytes)
-        for first in range(0, segment.n_tokens, step):
-            part = segment.narrow(first, first + step)
+        start = piece.start
+        for part in piece.segment.cut(PIECE_BYTES):
             memory = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
-            yield Piece(piece.start + first, copy_segment(memory, part))
+            yield Piece(start, copy_segment(memory, part))
+            start += part.n_tokens
 
 
 def _attend_on_device(

@@ -84,8 +84,8 @@ class HostReader:
     def copy_ahead(self, segment: Segment) -> None:
         """Copy the first tokens of a segment, when all that the current stream has been
         given is done: it may read the buffer, and write the tokens."""
-        token_bytes = max(1, segment.nbytes // max(1, segment.n_tokens))
-        n_tokens = min(segment.n_tokens, self._memory.nbytes // token_bytes)
+        n_fitting = self._memory.nbytes // segment.token_bytes
+        n_tokens = min(segment.n_tokens, n_fitting)
         if n_tokens == 0:
             return
         source = segment.narrow(0, n_tokens)

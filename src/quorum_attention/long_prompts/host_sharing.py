@@ -78,8 +78,7 @@ class HostSharing:
         """How many of a segment's first tokens fill ``n_bytes``."""
         if segment.place is not Place.HOST or not segment.key.is_pinned():
             return 0
-        token_bytes = max(1, segment.nbytes // max(1, segment.n_tokens))
-        n_fitting = min(int(n_bytes / token_bytes), segment.n_tokens)
+        n_fitting = min(int(n_bytes / segment.token_bytes), segment.n_tokens)
         n_by_cores = round_up(segment.n_tokens - n_fitting, _CORES_TOGETHER)
         return max(0, segment.n_tokens - n_by_cores)
 

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def _remove_other_data(target: Path, data: Path) -> None:
 def _save_layer(data: Path, at: int, layer: SavedLayer, save_id: str) -> dict[str, Any]:
     """Write the files of a layer; return its entry in the manifest."""
     pieces = []
-    for number, piece in enumerate(_pieces(layer.segments)):
+    cut = (segment.cut(_PIECE_BYTES) for segment in layer.segments)
+    for number, piece in enumerate(chain.from_iterable(cut)):
         name = f"layer-{at:05d}-piece-{number:05d}.safetensors"
         path = data / name
         tensors = {
@@ -201,15 +203,6 @@ def _save_layer(data: Path, at: int, layer: SavedLayer, save_id: str) -> dict[st
         entries = None if piece.entries is None else list(piece.entries)
         pieces.append({"file": name, "bytes": path.stat().st_size, "entries": entries})
     return {"kind": layer.kind, "numbers": dict(layer.numbers), "pieces": pieces}
-
-
-def _pieces(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """Cut segments into pieces that fit into a file."""
-    for segment in segments:
-        token_bytes = max(1, segment.nbytes // max(1, segment.n_tokens))
-        step = max(1, _PIECE_BYTES // token_bytes)
-        for start in range(0, segment.n_tokens, step):
-            yield segment.narrow(start, start + step)
 
 
 def _sync_file(path: Path) -> None:

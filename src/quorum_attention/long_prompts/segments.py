@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +48,17 @@ class Segment:
         return replace(
             self, key=self.key[:, :, start:stop], value=self.value[:, :, start:stop]
         )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of all rows, at least 1."""
+        return max(1, self.nbytes // max(1, self.n_tokens))
+
+    def cut(self, n_bytes: int) -> Iterator[Segment]:
+        """Yield the tokens in parts of at most so many bytes, or of one token."""
+        step = max(1, n_bytes // self.token_bytes)
+        for start in range(0, self.n_tokens, step):
+            yield self.narrow(start, start + step)
 
     def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (key, value) with one row for each batch entry: views where entries
