@@ -151,35 +151,33 @@ def _fits(mask: Mask, sizes: _Sizes, device: torch.device) -> bool:
     """Whether the tensors of a mask are on a device, of the right sizes, and in
     range."""
     of_query, of_key = document_tensors(mask)
-    padding = mask.key_padding
-    for tensor in (of_query, of_key, mask.key_lengths, padding):
+    tensors_of_tokens = (
+        (of_query, sizes.n_queries),
+        # One tensor is of queries and of keys.
+        (of_key, sizes.n_keys),
+        (mask.key_padding, sizes.n_keys),
+    )
+    for tensor, n_tokens in tensors_of_tokens:
         if tensor is None:
             continue
-        if type(tensor) is not torch.Tensor or tensor.device != device:
+        if not _is_plain_on(tensor, device):
             return False
-    if padding is not None and not spans_tokens(padding, sizes.batch, sizes.n_keys):
-        return False
-    return _documents_fit(of_query, of_key, sizes) and _lengths_fit(mask, sizes)
-
-
-def _documents_fit(
-    of_query: torch.Tensor | None, of_key: torch.Tensor | None, sizes: _Sizes
-) -> bool:
-    """Whether each query and each key has an id, if any has."""
-    if of_query is None or of_key is None:
-        return True
-    if not spans_tokens(of_query, sizes.batch, sizes.n_queries):
-        return False
-    # One tensor is of queries and of keys.
-    return spans_tokens(of_key, sizes.batch, sizes.n_keys)
-
-
-def _lengths_fit(mask: Mask, sizes: _Sizes) -> bool:
-    """Whether each batch entry has a length, and as many keys. The host waits for the
-    device."""
+        if not spans_tokens(tensor, sizes.batch, n_tokens):
+            return False
     lengths = mask.key_lengths
     if lengths is None:
         return True
+    return _is_plain_on(lengths, device) and _lengths_fit(lengths, sizes)
+
+
+def _is_plain_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is of torch's own class, on a device."""
+    return type(tensor) is torch.Tensor and tensor.device == device
+
+
+def _lengths_fit(lengths: torch.Tensor, sizes: _Sizes) -> bool:
+    """Whether each batch entry has a length, and as many keys. The host waits for the
+    device."""
     if lengths.shape != (sizes.batch,):
         return False
     shortest, longest = torch.stack(lengths.to(torch.int64).aminmax()).tolist()
