@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,13 @@ from quorum_attention.distributed.gathered_rows import (
     GatheredRows,
     RowsByHeads,
     Shards,
+    empty_rows,
 )
 from quorum_attention.kernels.tensors import NamedTensors
 
 # Tensors of a message begin at multiples of this, so that each can be viewed in any
 # dtype.
 _ALIGNMENT = 16
-
-
-class TensorSpec(NamedTuple):
-    """The shape and the dtype of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +37,14 @@ class Parcel:
     Attributes:
         row_slice: the rows.
         source, target: ranks.
-        specs: what is sent, by name.
+        specs: what is sent, by name, on the device "meta".
         rows: what the tensors are cut from; None on other ranks than the source.
     """
 
     row_slice: RowSlice
     source: int
     target: int
-    specs: dict[str, TensorSpec]
+    specs: NamedTensors
     rows: GatheredRows | None
 
     @property
@@ -66,7 +60,7 @@ class Parcel:
             stop = start + _padded_bytes(spec)
             # The padding follows the elements.
             padded = message[start:stop].view(spec.dtype)
-            elements = padded[: spec.shape.numel()]
+            elements = padded[: spec.numel()]
             views[name] = elements.view(spec.shape)
             start = stop
         return views
@@ -243,19 +237,13 @@ class Exchange:
 
 def _specs_of(
     row_slice: RowSlice, rows: GatheredRows, dtype: torch.dtype | None = None
-) -> dict[str, TensorSpec]:
-    """Return the specs of tensors like those of ``rows``, for a row slice; in
+) -> NamedTensors:
+    """Return tensors on the device "meta" like those of ``rows``, for a row slice; in
     ``dtype``, if any."""
     n_heads = row_slice.heads.length
-    n_rows = row_slice.rows.length
-    specs: dict[str, TensorSpec] = {}
-    for name, tensor in rows.tensors.items():
-        batch, _, _, *row_sizes = tensor.shape
-        shape = torch.Size([batch, n_heads, n_rows, *row_sizes])
-        specs[name] = TensorSpec(shape, dtype or tensor.dtype)
-    return specs
+    return empty_rows(rows.tensors, n_heads, row_slice.rows.length, dtype, "meta")
 
 
-def _padded_bytes(spec: TensorSpec) -> int:
+def _padded_bytes(spec: torch.Tensor) -> int:
     """Return the bytes that a tensor takes of a message."""
-    return round_up(spec.shape.numel() * spec.dtype.itemsize, _ALIGNMENT)
+    return round_up(spec.nbytes, _ALIGNMENT)

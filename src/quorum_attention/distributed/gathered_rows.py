@@ -36,13 +36,7 @@ class GatheredRows:
         """Return uninitialised rows; batch, dtypes and sizes of a row are those of
         ``tensors``."""
         n_heads = head_slice.heads.length
-        n_rows = counted(rows)
-        allocated: NamedTensors = {}
-        for name, tensor in tensors.items():
-            batch, _, _, *row_sizes = tensor.shape
-            shape = (batch, n_heads, n_rows, *row_sizes)
-            allocated[name] = tensor.new_empty(shape)
-        return cls(head_slice, rows, allocated)
+        return cls(head_slice, rows, empty_rows(tensors, n_heads, counted(rows)))
 
     @property
     def heads(self) -> Interval:
@@ -91,6 +85,27 @@ class GatheredRows:
                 continue
             for name, target in targets.items():
                 add_(target, sources[name])
+
+
+def empty_rows(
+    tensors: NamedTensors,
+    n_heads: int,
+    n_rows: int,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+) -> NamedTensors:
+    """Return uninitialised tensors of so many heads and rows.
+
+    Args:
+        tensors: batch and sizes of a row are theirs.
+        dtype, device: None: theirs, too.
+    """
+    allocated: NamedTensors = {}
+    for name, tensor in tensors.items():
+        batch, _, _, *row_sizes = tensor.shape
+        shape = (batch, n_heads, n_rows, *row_sizes)
+        allocated[name] = tensor.new_empty(shape, dtype=dtype, device=device)
+    return allocated
 
 
 RowsByHeads = dict[HeadSlice, GatheredRows]
