@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,16 @@ def _run(options: argparse.Namespace) -> int:
         record.add(row_of(experiment, spec, outcome))
         return outcome
 
-    report = _MarkdownFile(folder / "report.md", run)
+    report = folder / "report.md"
+    sections: list[Section] = []
     for name in options.only or EXPERIMENTS:
         section = EXPERIMENTS[name](options, measure)
-        report.add(section)
+        sections.append(section)
+        write_text(report, _markdown(run, sections))
         if not options.json:
             say(f"\n{section.title}\n{section.text}")
             show_table(section.columns, section.rows)
-    files = [str(record.path), str(report.path)]
+    files = [str(record.path), str(report)]
     if options.json:
         print_json({"files": files, "measurements": list(record.rows.values())})
     else:
@@ -112,29 +115,20 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-class _MarkdownFile:
-    """The report in Markdown. Each section writes the whole file anew.
-
-    Attributes:
-        path: of the file.
-    """
-
-    def __init__(self, path: Path, run: JsonObject) -> None:
-        self.path = path
-        versions = [f"{name} {version}" for name, version in run["versions"].items()]
-        facts = [f"device {run['machine']}", *versions, f"date {run['date']}"]
-        origin = ", ".join(facts)
-        self._lines = ["# Benchmark report", "", origin, ""]
-
-    def add(self, section: Section) -> None:
-        """Add a section, and write the file."""
+def _markdown(run: JsonObject, sections: Sequence[Section]) -> str:
+    """The report in Markdown."""
+    versions = [f"{name} {version}" for name, version in run["versions"].items()]
+    facts = [f"device {run['machine']}", *versions, f"date {run['date']}"]
+    origin = ", ".join(facts)
+    lines = ["# Benchmark report", "", origin, ""]
+    for section in sections:
+        lines += [f"## {section.title}", "", section.text, ""]
         rule = ["---"] * len(section.columns)
-        rows = [" | ".join(row) for row in (section.columns, rule, *section.rows)]
-        self._lines += [f"## {section.title}", "", section.text, ""]
-        self._lines += [f"| {row} |" for row in rows]
-        self._lines.append("")
-        text = "\n".join(self._lines)
-        write_text(self.path, text)
+        for row in (section.columns, rule, *section.rows):
+            cells = " | ".join(row)
+            lines.append(f"| {cells} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _complete(options: argparse.Namespace) -> None:

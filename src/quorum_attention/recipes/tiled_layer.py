@@ -322,7 +322,7 @@ def _backward_tiles(
     """Return the gradients of inputs and of the layer's weights."""
     n_tokens = inputs[0].shape[-2]
     grads = [layer.empty_like_tile(tensor, n_tokens) for tensor in inputs]
-    sums = _WeightGradients(layer.weights)
+    sums: list[torch.Tensor | None] = [None] * len(layer.weights)
     for span in layer.spans(n_tokens):
         tiles = [
             layer.tile_on_device(x, span).detach().requires_grad_() for x in inputs
@@ -334,36 +334,28 @@ def _backward_tiles(
         tile_grads = torch.autograd.grad(results, learned, upstream, allow_unused=True)
         for grad, tile, tile_grad in zip(grads, tiles, tile_grads, strict=False):
             copy_tile(rows_of(grad, span), _or_zeros(tile_grad, tile))
-        sums.add(tile_grads[len(tiles) :])
-    return [*grads, *sums.results()]
+        for number, grad in enumerate(tile_grads[len(tiles) :]):
+            sums[number] = _wide_sum(sums[number], grad)
+    weight_grads = [
+        None if total is None else total.to(weight.dtype)
+        for total, weight in zip(sums, layer.weights, strict=True)
+    ]
+    return [*grads, *weight_grads]
 
 
 def _or_zeros(grad: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor) if grad is None else grad
 
 
-class _WeightGradients:
-    """Sums of the gradients of weights, at least in float32."""
-
-    def __init__(self, weights: TensorList) -> None:
-        self._dtypes = [weight.dtype for weight in weights]
-        self._sums: list[torch.Tensor | None] = [None] * len(weights)
-
-    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients of a tile; None: a weight has none of it."""
-        for number, grad in enumerate(grads):
-            if grad is None:
-                continue
-            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            earlier = self._sums[number]
-            self._sums[number] = wide if earlier is None else earlier + wide
-
-    def results(self) -> list[torch.Tensor | None]:
-        """Return the sums in the weights' dtypes; None: no tile had a gradient."""
-        return [
-            None if total is None else total.to(dtype)
-            for total, dtype in zip(self._sums, self._dtypes, strict=True)
-        ]
+def _wide_sum(
+    total: torch.Tensor | None, grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Add a tile's gradient of a weight to the sum so far, at least in float32; None:
+    there is none."""
+    if grad is None:
+        return total
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return wide if total is None else total + wide
 
 
 @contextmanager
