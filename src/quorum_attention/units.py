@@ -60,25 +60,28 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
         ) from None
 
 
-def parse_memory(value: Any, name: str, *, or_zero: bool = False) -> int:
+def parse_memory(
+    value: Any, name: str, *, lowest: int = _LEAST_MEMORY, or_zero: bool = False
+) -> int:
     """Return the bytes of ``value``, which are memory of a device or a host that a
-    model may take.
+    model, or its cache, may take.
 
     Args:
         value: as in ``parse_bytes``.
         name: of the argument.
+        lowest: bytes below which a number is a slip.
         or_zero: whether 0 is allowed.
 
     Raises:
-        TypeError, ValueError: as in ``parse_bytes``; or it is less than any model
-            takes, such as 16 for "16GiB".
+        TypeError, ValueError: as in ``parse_bytes``; or it is a slip, such as 16 for
+            "16GiB".
     """
     n_bytes = parse_bytes(value, name)
-    if n_bytes >= _LEAST_MEMORY or (or_zero and n_bytes == 0):
+    if n_bytes >= lowest or (or_zero and n_bytes == 0):
         return n_bytes
     raise ValueError(
-        f"{name} must be at least 1MiB, in bytes or as text such as '16GiB', got "
-        f"{shown(value)}, which is {counted(n_bytes, 'byte')}"
+        f"{name} must be at least {format_bytes(lowest)}, in bytes or as text such as "
+        f"'16GiB', got {shown(value)}, which is {counted(n_bytes, 'byte')}"
     )
 
 

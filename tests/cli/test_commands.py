@@ -69,7 +69,7 @@ def test_estimate_of_a_long_prompt(
     assert "--causal does not go with --model" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*prompt, "--memory", "24"])
-    assert "memory must be at least 1MiB" in capsys.readouterr().err
+    assert "memory must be at least 1.00 MiB" in capsys.readouterr().err
     if not torch.cuda.is_available():  # how much memory has it?
         no_memory = ["estimate", "--model", str(file), "--prompt", "5"]
         assert main([*no_memory, "--device", "cuda"]) == 2

@@ -16,8 +16,12 @@ pytest.importorskip("transformers")
 
 from helpers.models import DECODERS, MIXED, VOCABULARY, attended, some_ids, tiny
 
+from quorum_attention.integrations.transformers import (
+    prompt_cache as prompt_cache_module,
+)
 from quorum_attention.integrations.transformers import register, segmented_tensor
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache, _spread
+from quorum_attention.integrations.transformers.saved_layers import restore_layer
 from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
 from quorum_attention.long_prompts import segmented_cache as segmented_cache_module
 from quorum_attention.long_prompts.places import Place
@@ -284,6 +288,39 @@ def test_tomorrow_a_saved_cache_goes_on(kind: str, tmp_path: Path) -> None:
         question = torch.cat((text, some_ids(1, 5)), dim=1)
         expected = generate(model, question)
         assert torch.equal(generate(model, question, loaded), expected)
+
+
+def test_an_interrupted_load_leaves_no_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer had the tokens, and the others none."""
+    model = model_of("llama")
+    cache = cache_of(model, None, tmp_path / "segments")
+    generate(model, some_ids(1, TOKENS), cache)
+    cache.save(tmp_path / "book")
+    restored: list[Any] = []
+
+    def restore(layer: Any, *arguments: Any) -> None:
+        if restored:
+            raise KeyboardInterrupt
+        restored.append(layer)
+        restore_layer(layer, *arguments)
+
+    monkeypatch.setattr(prompt_cache_module, "restore_layer", restore)
+    other = cache_of(model, None, tmp_path / "others")
+    with pytest.raises(KeyboardInterrupt):
+        other.load(tmp_path / "book")
+    assert restored
+    assert {layer.get_seq_length() for layer in other.layers} == {0}
+
+
+def test_memory_of_a_few_bytes_is_a_slip() -> None:
+    """16 for "16GiB": all tokens went to host memory without a word."""
+    model = model_of("llama")
+    for name in ("device_memory", "host_memory"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1.00 KiB"):
+            PromptCache(model.config, **{name: 16})
+    PromptCache(model.config, device_memory=0, host_memory="1KiB")
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:

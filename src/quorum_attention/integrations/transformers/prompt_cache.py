@@ -31,7 +31,7 @@ from quorum_attention.integrations.transformers.segmented_layer import (
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import load_layers, save_layers
 from quorum_attention.long_prompts.segmented_cache import SegmentedCache
-from quorum_attention.units import counted, format_bytes
+from quorum_attention.units import counted, format_bytes, parse_memory
 
 _Layer = TypeVar("_Layer")
 
@@ -73,7 +73,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         self._fingerprint = fingerprint(config)
         plain_layers: list[Any] = self.layers
         places = CachePlaces(
-            device, device_memory=device_memory, host_memory=host_memory, folder=folder
+            device,
+            device_memory=_bytes_or_none(device_memory, "device_memory"),
+            host_memory=_bytes_or_none(host_memory, "host_memory"),
+            folder=folder,
         )
         self._shared = SharedReader(places)
         self.layers: list[Any] = [self._layer_like(layer) for layer in plain_layers]
@@ -241,6 +244,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         Raises:
             FileNotFoundError: there is no saved cache.
             ValueError: it is of another model or dtype, or a file is torn; by name.
+
+        Behind an error or an interrupt the cache is as it was, or has no tokens.
         """
         saved = load_layers(folder, model=self._fingerprint)
         if len(saved) != len(self.layers):
@@ -249,8 +254,13 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
                 f"{folder} holds a cache of {n_layers}, not of {len(self)}"
             )
         self.reset()
-        for layer, saved_state in zip(self.layers, saved, strict=True):
-            restore_layer(layer, saved_state, self.places)
+        try:
+            for layer, saved_state in zip(self.layers, saved, strict=True):
+                restore_layer(layer, saved_state, self.places)
+        except BaseException:
+            # Some layers would have the tokens, and others none.
+            self.reset()
+            raise
 
     def __repr__(self) -> str:
         """Say how many tokens there are, and what lies where."""
@@ -272,6 +282,17 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def __str__(self) -> str:
         """Say what lies where, of the model too."""
         return "\n".join([repr(self), *self.notes])
+
+
+def _bytes_or_none(memory: int | str | None, name: str) -> int | None:
+    """Return the bytes of a place; None: there is no limit.
+
+    Raises:
+        TypeError, ValueError: it makes no sense, by name.
+    """
+    if memory is None:
+        return None
+    return parse_memory(memory, name, lowest=_LEAST_MEMORY, or_zero=True)
 
 
 def remove_tokens(layers: Iterable[Any]) -> None:
@@ -304,4 +325,6 @@ def _new_layer(shared: SharedReader) -> SegmentedLayer:
 
 # Multiples of it, modulo 1, are spread as evenly as any sequence is at each length.
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+# A place for fewer bytes, but for none, is a slip.
+_LEAST_MEMORY = 1 << 10
 _NAMES = {Place.DEVICE: "device memory", Place.HOST: "host memory", Place.FILE: "files"}
