@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,12 +93,12 @@ def read_shape(
     contents = config if isinstance(config, Mapping) else _read_file(Path(config))
     inner = contents.get("text_config")
     sizes: Configuration = inner if isinstance(inner, Mapping) else contents
-    decoder = _DecoderSizes.of_config(sizes)
+    shape = _read_sizes(sizes)
     if parameters is None:
         parameters = _count_built(sizes)
     if parameters is None:
-        parameters = decoder.count_parameters()
-    return replace(decoder.shape, parameters=parameters)
+        parameters = _count_by_formula(sizes, shape)
+    return replace(shape, parameters=parameters)
 
 
 def shape_of_model(model: Any) -> ModelShape | None:
@@ -146,137 +146,121 @@ def _count_built(config: Configuration) -> int | None:
     return int(model.num_parameters())
 
 
-@dataclass(frozen=True)
-class _DecoderSizes:
-    """The sizes that the formula counts parameters from.
+def _read_sizes(config: Configuration) -> ModelShape:
+    """The sizes that a configuration says, without a number of parameters.
+
+    Raises:
+        ValueError: a size is missing or makes no sense.
+    """
+    hidden = _size(config, "hidden_size")
+    heads = _size(config, "num_attention_heads")
+    head_dim = max(1, hidden // heads)
+    kv_heads = heads
+    if _has_latents(config):
+        rotated_dim = _size(config, "qk_rope_head_dim")
+        head_dim = _size(config, "qk_nope_head_dim") + rotated_dim
+    else:
+        head_dim = _size(config, "head_dim", head_dim)
+        kv_heads = _size(config, "num_key_value_heads", heads)
+    experts = _first(config, _EXPERTS, 0)
+    has_expert_width = experts and config.get("moe_intermediate_size") is not None
+    shape = ModelShape(
+        kind=str(config.get("model_type", "unknown")),
+        layers=_size(config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=_size(config, "vocab_size"),
+        intermediate=_size(
+            config, "moe_intermediate_size" if has_expert_width else "intermediate_size"
+        ),
+        experts=experts,
+        experts_per_token=_experts_per_token(config) if experts else 1,
+        parameters=0,
+        mlp_width=0,
+    )
+    mlps = _mlps_of(config, shape)
+    widths = []
+    if mlps.dense_layers:
+        widths.append(mlps.dense_width)
+    if mlps.dense_layers < shape.layers:
+        width_of_experts = shape.experts_per_token * shape.intermediate
+        widths.append(width_of_experts + mlps.shared_width)
+    return replace(shape, mlp_width=max(widths))
+
+
+def _has_latents(config: Configuration) -> bool:
+    """Whether keys and values are made of latents."""
+    return config.get("kv_lora_rank") is not None
+
+
+class _MlpSizes(NamedTuple):
+    """The sizes of MLPs beside those of experts.
 
     Attributes:
-        shape: the sizes that others read too, without a number of parameters.
-        dense_width: of an MLP without experts.
-        expert_width, shared_width: of one expert; of what all tokens share beside
-            experts.
         dense_layers: how many layers have an MLP without experts.
-        query_rank, kv_rank: of latent attention; 0: queries, or keys and values, have
-            no latents.
-        rotated_dim, value_dim: of latent attention, the rotated part of a head and its
-            values.
-        tied: whether the output layer is the embedding.
+        dense_width: of such an MLP.
+        shared_width: of what all tokens share beside experts.
     """
 
-    shape: ModelShape
-    dense_width: int
-    expert_width: int
-    shared_width: int
     dense_layers: int
-    query_rank: int
-    kv_rank: int
-    rotated_dim: int
-    value_dim: int
-    tied: bool
-
-    @classmethod
-    def of_config(cls, config: Configuration) -> _DecoderSizes:
-        """The sizes that a configuration says.
-
-        Raises:
-            ValueError: a size is missing or makes no sense.
-        """
-        kind = str(config.get("model_type", "unknown"))
-        hidden = _size(config, "hidden_size")
-        heads = _size(config, "num_attention_heads")
-        layers = _size(config, "num_hidden_layers")
-        latent = config.get("kv_lora_rank") is not None
-        rotated_dim = _size(config, "qk_rope_head_dim") if latent else 0
-        if latent:
-            head_dim = _size(config, "qk_nope_head_dim") + rotated_dim
-        else:
-            head_dim = _size(config, "head_dim", max(1, hidden // heads))
-        experts = _first(config, _EXPERTS, 0)
-        has_expert_width = experts and config.get("moe_intermediate_size") is not None
-        expert_width = _size(
-            config, "moe_intermediate_size" if has_expert_width else "intermediate_size"
-        )
-        dense_width = _size(config, "intermediate_size", expert_width)
-        shared_width = _shared_width(config, expert_width)
-        dense_layers = _dense_layers(config, layers) if experts else layers
-        experts_per_token = _experts_per_token(config) if experts else 1
-        width_of_experts = experts_per_token * expert_width + shared_width
-        shape = ModelShape(
-            kind=kind,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=heads if latent else _size(config, "num_key_value_heads", heads),
-            head_dim=head_dim,
-            vocabulary=_size(config, "vocab_size"),
-            intermediate=expert_width if experts else dense_width,
-            experts=experts,
-            experts_per_token=experts_per_token,
-            parameters=0,
-            mlp_width=_widest(
-                (dense_layers, dense_width), (layers - dense_layers, width_of_experts)
-            ),
-        )
-        return cls(
-            shape=shape,
-            dense_width=dense_width,
-            expert_width=expert_width,
-            shared_width=shared_width,
-            dense_layers=dense_layers,
-            query_rank=_first(config, ("q_lora_rank",), 0) if latent else 0,
-            kv_rank=_size(config, "kv_lora_rank") if latent else 0,
-            rotated_dim=rotated_dim,
-            value_dim=_size(config, "v_head_dim", head_dim) if latent else head_dim,
-            tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
-        )
-
-    def count_parameters(self) -> int:
-        """All parameters but biases, which are less than a thousandth."""
-        layers = self.shape.layers
-        hidden = self.shape.hidden
-        embeddings = self.shape.vocabulary * hidden * (1 if self.tied else 2)
-        norms = (2 * layers + 1) * hidden
-        attention = layers * self._attention_parameters()
-        dense = self.dense_layers * 3 * hidden * self.dense_width
-        with_experts = layers - self.dense_layers
-        # Each expert, with its row of the router; and what all tokens share.
-        experts = self.shape.experts * hidden * (3 * self.expert_width + 1)
-        shared = 3 * hidden * self.shared_width
-        return (
-            embeddings + norms + attention + dense + with_experts * (experts + shared)
-        )
-
-    def _attention_parameters(self) -> int:
-        """Count the parameters of one layer's attention."""
-        if self.kv_rank:
-            return self._latent_attention_parameters()
-        # A head of queries comes with one of the output, a head of keys with values.
-        shape = self.shape
-        n_heads = 2 * (shape.heads + shape.kv_heads)
-        projections = shape.hidden * n_heads * shape.head_dim
-        norms = 2 * shape.head_dim if shape.head_norms else 0
-        return projections + norms
-
-    def _latent_attention_parameters(self) -> int:
-        """Count the parameters of one layer's latent attention, with its norms."""
-        heads = self.shape.heads
-        hidden = self.shape.hidden
-        query_width = heads * self.shape.head_dim
-        query = hidden * query_width
-        if self.query_rank:
-            query = self.query_rank * (hidden + query_width + 1)
-        latent_width = self.kv_rank + self.rotated_dim
-        compressed = hidden * latent_width + self.kv_rank
-        plain_dim = self.shape.head_dim - self.rotated_dim
-        expanded_width = heads * (plain_dim + self.value_dim)
-        expanded = self.kv_rank * expanded_width
-        output = heads * self.value_dim * hidden
-        return query + compressed + expanded + output
+    dense_width: int
+    shared_width: int
 
 
-def _widest(*layers: tuple[int, int]) -> int:
-    """The largest width of layers of several kinds: (how many, width) of each."""
-    return max(width for n_layers, width in layers if n_layers)
+def _mlps_of(config: Configuration, shape: ModelShape) -> _MlpSizes:
+    dense_layers = shape.layers
+    if shape.experts:
+        dense_layers = _dense_layers(config, shape.layers)
+    dense_width = _size(config, "intermediate_size", shape.intermediate)
+    shared_width = _shared_width(config, shape.intermediate)
+    return _MlpSizes(dense_layers, dense_width, shared_width)
+
+
+def _count_by_formula(config: Configuration, shape: ModelShape) -> int:
+    """Count all parameters but biases, which are less than a thousandth."""
+    hidden = shape.hidden
+    layers = shape.layers
+    mlps = _mlps_of(config, shape)
+    is_tied = config.get("tie_word_embeddings", shape.kind in _TIED)
+    embeddings = shape.vocabulary * hidden * (1 if is_tied else 2)
+    norms = (2 * layers + 1) * hidden
+    count_attention = _count_latent if _has_latents(config) else _count_attention
+    attention = layers * count_attention(config, shape)
+    dense = mlps.dense_layers * 3 * hidden * mlps.dense_width
+    # Each expert, with its row of the router; and what all tokens share.
+    experts = shape.experts * hidden * (3 * shape.intermediate + 1)
+    shared = 3 * hidden * mlps.shared_width
+    with_experts = layers - mlps.dense_layers
+    return embeddings + norms + attention + dense + with_experts * (experts + shared)
+
+
+def _count_attention(config: Configuration, shape: ModelShape) -> int:
+    """Count the parameters of one layer's attention."""
+    # A head of queries comes with one of the output, a head of keys with values.
+    n_heads = 2 * (shape.heads + shape.kv_heads)
+    projections = shape.hidden * n_heads * shape.head_dim
+    norms = 2 * shape.head_dim if shape.head_norms else 0
+    return projections + norms
+
+
+def _count_latent(config: Configuration, shape: ModelShape) -> int:
+    """Count the parameters of one layer's latent attention, with its norms."""
+    hidden = shape.hidden
+    query_rank = _first(config, ("q_lora_rank",), 0)
+    kv_rank = _size(config, "kv_lora_rank")
+    rotated_dim = _size(config, "qk_rope_head_dim")
+    value_dim = _size(config, "v_head_dim", shape.head_dim)
+    query_width = shape.heads * shape.head_dim
+    query = hidden * query_width
+    if query_rank:
+        query = query_rank * (hidden + query_width + 1)
+    compressed = hidden * (kv_rank + rotated_dim) + kv_rank
+    plain_dim = shape.head_dim - rotated_dim
+    expanded = kv_rank * shape.heads * (plain_dim + value_dim)
+    output = shape.heads * value_dim * hidden
+    return query + compressed + expanded + output
 
 
 def _experts_per_token(config: Configuration) -> int:
