@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ _TOKEN_DIMS = {
     "position_ids": -1,
     "cache_position": -1,
 }
+_TOKEN_NAMES = ("input_ids", "inputs_embeds")
 _MASK = "attention_mask"
 _LOGITS = "logits_to_keep"
 # Names of a cache in arguments and results of forwards: the first one is that of
@@ -68,7 +69,7 @@ class PromptInputs:
                 tensors[name] = value
             else:
                 options[name] = value
-        tokens = tensors.get("input_ids", tensors.get("inputs_embeds"))
+        tokens = tokens_in(tensors)
         if tokens is None:
             return None
         n_tokens = int(tokens.shape[1])
@@ -144,7 +145,17 @@ def cache_name(forward: Callable[..., Any]) -> str:
 
 def cache_in(named: Mapping[str, Any]) -> Any:
     """Return the cache among a forward's arguments, or None if there is none."""
-    for name in CACHE_NAMES:
+    return _first_given(named, CACHE_NAMES)
+
+
+def tokens_in(named: Mapping[str, Any]) -> Any:
+    """Return the ids (batch, tokens) or the embeddings (batch, tokens, width) among a
+    forward's arguments, or None if there are none."""
+    return _first_given(named, _TOKEN_NAMES)
+
+
+def _first_given(named: Mapping[str, Any], names: Sequence[str]) -> Any:
+    for name in names:
         if named.get(name) is not None:
             return named[name]
     return None

@@ -33,6 +33,7 @@ from quorum_attention.recipes.prompt_inputs import (
     PromptInputs,
     cache_in,
     cache_name,
+    tokens_in,
     without_cache,
 )
 from quorum_attention.recipes.prompt_memory import (
@@ -90,7 +91,7 @@ class PromptRunner:
             ValueError: the cache has more tokens than the prompt.
         """
         cache = cache_in(named)
-        if torch.compiler.is_compiling() or not _can_grow(cache):
+        if torch.compiler.is_compiling() or needs_no_runner(named):
             return run_model(model, **named)
         _check_text(named)
         inputs = self._read_prompt(model, named)
@@ -228,11 +229,6 @@ class PromptRunner:
         return joined_results(results)
 
 
-def _can_grow(cache: Any) -> bool:
-    """Whether there is a cache, and not one of fixed size."""
-    return isinstance(cache, Cache) and not cache.is_compileable
-
-
 def _is_observed() -> bool:
     """Whether somebody follows each operator or module: graphs would pass them by."""
     return has_modes() or has_global_hooks()
@@ -248,9 +244,7 @@ def _is_device_full(error: RuntimeError) -> bool:
 def _check_text(named: Mapping[str, Any]) -> None:
     """Refuse a prompt that does not go on behind what its cache has: of one that is
     shorter than that, ``generate`` leaves nothing, or tokens from its middle."""
-    tokens = named.get("input_ids")
-    if tokens is None:
-        tokens = named.get("inputs_embeds")
+    tokens = tokens_in(named)
     if tokens is None:
         return
     n_cached = cache_in(named).get_seq_length()
@@ -296,14 +290,12 @@ def needs_no_runner(named: Mapping[str, Any]) -> bool:
     """Whether a forward has no cache, or one of fixed size, which models are compiled
     with."""
     cache = cache_in(named)
-    return cache is None or bool(cache.is_compileable)
+    return not isinstance(cache, Cache) or bool(cache.is_compileable)
 
 
 def is_next_token(named: Mapping[str, Any]) -> bool:
     """Whether a forward continues a cache by one token of each text."""
-    tokens = named.get("input_ids")
-    if tokens is None:
-        tokens = named.get("inputs_embeds")
+    tokens = tokens_in(named)
     if tokens is None or cache_in(named) is None:
         return False
     return bool(tokens.shape[1] == 1)
