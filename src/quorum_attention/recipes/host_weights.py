@@ -7,6 +7,7 @@ After the last layer comes the first one again, for the next token.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -129,15 +130,35 @@ class HostWeights:
         # copy's event.
         self._contents: list[tuple[int, Any] | None] = [None, None]
         self._active: int | None = None
+        # Forks of a cache may be used in several threads.
+        self._computing = threading.RLock()
         self.device_bytes = N_SLOTS * largest
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled, which a lock cannot be."""
+        state = dict(vars(self))
+        del state["_computing"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was copied or pickled."""
+        vars(self).update(state)
+        self._computing = threading.RLock()
 
     @contextmanager
     def on_device(self, number: int) -> Iterator[None]:
         """Let a layer compute with its weights on the device. The next layer's are
-        fetched."""
-        if self._active == number:
-            yield
-            return
+        fetched. Another thread waits: its layer would take this one's place there."""
+        with self._computing:
+            if self._active == number:
+                yield
+                return
+            with self._in_slot(number):
+                yield
+
+    @contextmanager
+    def _in_slot(self, number: int) -> Iterator[None]:
+        """Let a layer compute with its weights in a slot."""
         slot = self._fetch(number, busy=None)
         contents = self._contents[slot]
         assert contents is not None
