@@ -5,7 +5,8 @@ A CPU stands in for the device: what is in host memory counts as elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,10 @@ class FakeSharing:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+
+    @contextmanager
+    def of_one_call(self) -> Iterator[FakeSharing]:
+        yield self
 
     def split(self, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
         by_bus = [piece.first(30) for piece in pieces]

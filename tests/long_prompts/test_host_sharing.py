@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,3 +100,24 @@ def test_few_tokens_are_the_bus_alone(sharing: host_sharing.HostSharing) -> None
     assert sharing.bus_share == 0.5
     _, by_cores = sharing.split(TEXT)
     assert by_cores
+
+
+def test_one_call_at_a_time_has_the_copies(sharing: host_sharing.HostSharing) -> None:
+    """Forks of a cache may be asked in several threads: a second one would have copied
+    over what the first one's attention was about to read."""
+    seen: list[Any] = []
+
+    def ask() -> None:
+        with sharing.of_one_call() as shared:
+            seen.append(shared)
+
+    def ask_in_a_thread() -> None:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+
+    with sharing.of_one_call() as shared:
+        assert shared is sharing
+        ask_in_a_thread()
+    ask_in_a_thread()
+    assert seen == [None, sharing]

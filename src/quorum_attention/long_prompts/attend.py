@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -263,7 +264,9 @@ def _attend_with_device(
         for piece in _copied(elsewhere, device):
             _attend_on_device(call, [piece], state)
         return
-    _attend_with_cores(call, on_device, elsewhere, state, sharing, next_segments)
+    claim = nullcontext() if sharing is None else sharing.of_one_call()
+    with claim as claimed:
+        _attend_with_cores(call, on_device, elsewhere, state, claimed, next_segments)
 
 
 def _attend_with_cores(

@@ -12,7 +12,9 @@ little or nothing to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -47,6 +49,21 @@ class HostSharing:
         # Recorded behind the device's attention.
         self._is_attended = torch.cuda.Event()
         self.bus_share = _FIRST_BUS_SHARE
+        # Forks of a cache may be used in several threads.
+        self._attending = threading.RLock()
+
+    @contextmanager
+    def of_one_call(self) -> Iterator[HostSharing | None]:
+        """Yield this to one call at a time. A call of another thread meanwhile gets
+        None, and leaves all keys to the cores: to copy ahead for it would write over
+        what the first call's attention is about to read."""
+        if not self._attending.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield self
+        finally:
+            self._attending.release()
 
     def forget(self) -> None:
         """Forget copies made ahead, because tokens were removed or put into another
