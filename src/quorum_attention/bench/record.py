@@ -13,13 +13,13 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import quorum_attention
+from quorum_attention.extras import installed_version
 from quorum_attention.units import counted
 from quorum_attention.writing import write_text
 
@@ -138,17 +138,10 @@ def describe_versions(device: str) -> dict[str, str]:
     versions["torch"] = torch.__version__
     versions["python"] = platform.python_version()
     for package in _OPTIONAL:
-        version = _version_of(package)
+        version = installed_version(package)
         if version is not None:
             versions[package] = version
     return versions
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def to_json(value: Any, depth: int = 0) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import quorum_attention
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import GPU, backend_of
-from quorum_attention.extras import install_hint
+from quorum_attention.extras import install_hint, installed_version
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.cache_files import refusal
 from quorum_attention.plain_types import JsonObject
@@ -162,9 +161,7 @@ def _versions() -> dict[str, str | None]:
         "torch": torch.__version__,
     }
     for name in _OPTIONAL:
-        versions[name] = next(
-            (package.version for package in distributions(name=name)), None
-        )
+        versions[name] = installed_version(name)
     return versions
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import weakref
 from dataclasses import dataclass
-from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from quorum_attention.call.options import CallOptions
 from quorum_attention.call.options import check_options as check_call_options
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
-from quorum_attention.extras import install_hint
+from quorum_attention.extras import install_hint, installed_version
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.plain_types import Keywords
@@ -29,10 +28,7 @@ from quorum_attention.plain_types import Keywords
 # positions.
 _OLDEST = (5, 6)
 _NEXT = (6, 0)
-try:
-    _installed = metadata.version("transformers")
-except metadata.PackageNotFoundError:
-    _installed = "none"
+_installed = installed_version("transformers") or "none"
 _numbers = re.match(r"(\d+)\.(\d+)", _installed)
 if _numbers is None or not _OLDEST <= (int(_numbers[1]), int(_numbers[2])) < _NEXT:
     raise ImportError(
