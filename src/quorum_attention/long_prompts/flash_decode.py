@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.arithmetic import ceil_div, power_of_two_from, round_up
 from quorum_attention.kernels.triton_launch import triton_available
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowLayout
@@ -114,19 +114,15 @@ def decode(
 
 
 def _tile_of(n_rows: int, dim: int, value_dim: int, dtype: torch.dtype) -> _BlockSizes:
-    block_rows = min(64, max(16, _power_of_two(n_rows)))
-    block_dim = max(16, _power_of_two(dim))
-    block_value_dim = max(16, _power_of_two(value_dim))
+    block_rows = min(64, max(16, power_of_two_from(n_rows)))
+    block_dim = max(16, power_of_two_from(dim))
+    block_value_dim = max(16, power_of_two_from(value_dim))
     row_bytes = (block_dim + block_value_dim) * dtype.itemsize
     # Three blocks of keys and values are in flight within a multiprocessor's shared
     # memory.
     block_keys = 128 if row_bytes <= 256 else 64 if row_bytes <= 1024 else 32
     stages = 3 if row_bytes <= 1024 else 2
     return _BlockSizes(block_rows, block_keys, block_dim, block_value_dim, 4, stages)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _split_keys(
@@ -230,7 +226,7 @@ def _merge_splits(
     merged_lse = torch.empty_like(lse[0])
     value_dim = out.shape[-1]
     n_rows = merged_lse.numel()
-    block_value_dim = _power_of_two(value_dim)
+    block_value_dim = power_of_two_from(value_dim)
     # One size for all numbers of splits: each size is a kernel to compile.
     block_splits = max(1, 4096 // block_value_dim)
     with torch.cuda.device_of(out):

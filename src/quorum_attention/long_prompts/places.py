@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 import weakref
@@ -127,7 +128,7 @@ class CachePlaces:
         """Return the bytes that caches may still take of a place, as far as the system
         says."""
         if place is Place.FILE:
-            return 0 if self.folder is None else _free_disk_bytes(self.folder)
+            return 0 if self.folder is None else shutil.disk_usage(self.folder).free
         limit = self._limits[place]
         if limit == 0:
             return 0
@@ -212,8 +213,3 @@ def staging_bytes(limit: int | None) -> int:
 
 def _bytes_or_none(value: int | str | None, name: str) -> int | None:
     return None if value is None else parse_bytes(value, name)
-
-
-def _free_disk_bytes(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
