@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from quorum_attention.long_prompts.host_sharing import HostSharing
 from quorum_attention.long_prompts.segments import Segment, concatenate
 
 
+@dataclass(eq=False)
 class LayerSegments:
     """The segments of a layer at one time, with what attention over them needs.
 
@@ -30,18 +32,11 @@ class LayerSegments:
         next_segments: returns the segments that the next layer will attend over.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        device: torch.device,
-        sharing: HostSharing | None,
-        next_segments: Callable[[], Sequence[Segment]],
-    ) -> None:
-        self.segments = segments
-        self.device = device
-        self.sharing = sharing
-        self.next_segments = next_segments
-        self._concatenated: tuple[torch.Tensor, ...] | None = None
+    segments: Sequence[Segment]
+    device: torch.device
+    sharing: HostSharing | None
+    next_segments: Callable[[], Sequence[Segment]]
+    _concatenated: tuple[torch.Tensor, ...] | None = None
 
     def concatenated(self) -> tuple[torch.Tensor, ...]:
         """Return (key, value) as tensors; a warning says once that this is slow."""
@@ -107,13 +102,11 @@ class SegmentedTensor(torch.Tensor):
         cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operator on copies."""
-        args, kwargs = tree_map(_with_memory, (args, kwargs or {}))
+        args, kwargs = tree_map_only(
+            SegmentedTensor, SegmentedTensor.concatenated, (args, kwargs or {})
+        )
         return operator(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         segments = self.layer.segments
         return f"SegmentedTensor(shape={tuple(self.shape)}, {len(segments)} segments)"
-
-
-def _with_memory(value: Any) -> Any:
-    return value.concatenated() if isinstance(value, SegmentedTensor) else value
