@@ -113,17 +113,14 @@ class FarmPass:
         layout_of_block = self.call.whole_call.cut_named({name: layout}, block)[name]
         with (
             target.opened_file(os.O_WRONLY) as descriptor,
-            open(descriptor, "wb", 0, closefd=False) as file,
+            open(descriptor, "wb", closefd=False) as file,
         ):
             for place, rows in zip(layout_of_block[0], tensor[0], strict=True):
                 file.seek(target.offset + int(place.storage_offset()) * tensor.itemsize)
                 # Strides of a single element may be any, and then bytes cannot be
                 # viewed.
                 flat = rows.clone(memory_format=torch.contiguous_format).view(-1)
-                remaining = memoryview(flat.view(torch.uint8).numpy())
-                while remaining:
-                    n_written = file.write(remaining)
-                    remaining = remaining[n_written:]
+                file.write(flat.view(torch.uint8).numpy())
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
