@@ -119,10 +119,10 @@ def with_plain_bytes(
     shape: ModelShape, training: Training, step: StepMemory
 ) -> StepMemory:
     """Return a step whose parts say what they take with nothing switched on."""
-    plain_parts = _parts(shape, replace(training, on=()))
+    plain_step = switched_step(shape, replace(training, on=()))
     parts = tuple(
         replace(part, plain_bytes=plain.bytes)
-        for part, plain in zip(step.parts, plain_parts, strict=True)
+        for part, plain in zip(step.parts, plain_step.parts, strict=True)
     )
     return replace(step, parts=parts)
 
@@ -134,33 +134,39 @@ def switched_step(shape: ModelShape, training: Training) -> StepMemory:
     Raises:
         BudgetError: as ``step_memory`` does.
     """
-    return _step_of(shape, training, _parts(shape, training))
+    return _step_with(shape, training, _workspace(shape, training))
 
 
 def step_beside_attention(shape: ModelShape, training: Training) -> StepMemory:
     """Return the same without attention's workspace, so that nothing is planned: a step
     takes at least this."""
-    return _step_of(shape, training, _parts_with(shape, training, 0))
+    return _step_with(shape, training, 0)
 
 
-def _step_of(
-    shape: ModelShape, training: Training, parts: list[MemoryPart]
-) -> StepMemory:
-    """Return the step with these parts."""
+def _step_with(shape: ModelShape, training: Training, workspace: int) -> StepMemory:
+    """Return the step with these bytes of attention's workspace."""
+    parts = (
+        *_state_parts(shape, training),
+        _checkpoint_part(shape, training),
+        *_layer_parts(shape, training),
+        MemoryPart("attention workspace", workspace, "attention", ATTENTION),
+        *_loss_parts(shape, training),
+    )
     host_bytes = 0
     if training.has(HOST):
         host_bytes += shape.layers * kept_bytes(shape, training).total
     if training.has(TILES):
         host_bytes += sum(tiled_bytes(shape, training))
     budget = training.budget if training.has(ATTENTION) else None
-    return StepMemory(tuple(parts), training.on, budget, host_bytes)
+    return StepMemory(parts, training.on, budget, host_bytes)
 
 
 @lru_cache(maxsize=64)
 def transient_bytes(shape: ModelShape, training: Training) -> int:
     """Return what a step takes beside weights, gradients, optimizer and what its layers
     keep."""
-    parts = tuple([part for part in _parts(shape, training) if part.when != "always"])
+    step = switched_step(shape, training)
+    parts = tuple([part for part in step.parts if part.when != "always"])
     return StepMemory(parts).peak_bytes
 
 
@@ -185,29 +191,6 @@ def loss_tokens(vocabulary: int, size: int) -> int:
     """Return the tokens of a chunk of the loss, whose logits of ``size`` bytes are
     there once more in float32, with their gradient."""
     return max(16, LOSS_BYTES // (vocabulary * (size + 8)) // 16 * 16)
-
-
-def _parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
-    """Return the parts of a step in its order.
-
-    Raises:
-        BudgetError: attention cannot work in the budget.
-    """
-    return _parts_with(shape, training, _workspace(shape, training))
-
-
-def _parts_with(
-    shape: ModelShape, training: Training, workspace: int
-) -> list[MemoryPart]:
-    """Return the parts of a step in its order, with these bytes of attention's
-    workspace."""
-    return [
-        *_state_parts(shape, training),
-        _checkpoint_part(shape, training),
-        *_layer_parts(shape, training),
-        MemoryPart("attention workspace", workspace, "attention", ATTENTION),
-        *_loss_parts(shape, training),
-    ]
 
 
 def _state_parts(shape: ModelShape, training: Training) -> list[MemoryPart]:
