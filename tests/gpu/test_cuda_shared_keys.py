@@ -14,6 +14,7 @@ from helpers.prompt_models import GEMMAS, new_model, prompt, runner_of
 
 from quorum_attention.recipes import long_prompt
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 MIB = 1 << 20
 
 
