@@ -151,6 +151,6 @@ def test_the_demonstration_in_a_terminal(folder: Path) -> None:
     (page,) = [b for b in blocks() if b.page == "index.md" and b.language == "console"]
     command, _, output = page.text.partition("\n")
     assert command == f"$ quorum-attention {demo[1]}"
-    assert "Matches float64 on sampled rows: yes." in output
+    assert "Matches float64 on sampled rows: yes." in " ".join(output.split())
     assert normal("\n".join(lines)) == normal(output)
     assert (folder / "quorum-attention-out" / "recover.png").exists()
