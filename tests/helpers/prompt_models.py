@@ -92,7 +92,13 @@ CHUNKED: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2,
         **EIGHT,
     },
-    # Its state lies in no cache: chunks would know nothing of each other.
+}
+# Kinds that are given their prompts whole: chunks would know nothing of each other, or
+# tokens of those behind them.
+WHOLE: dict[str, dict[str, Any]] = {
+    "bert": EIGHT,
+    "megatron-bert": EIGHT,
+    "roberta": {"max_position_embeddings": 160, **EIGHT},
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
 }
 # Their attention has a name in some versions of Transformers, and none in others.

@@ -23,6 +23,7 @@ from helpers.prompt_models import (
     LAYERED,
     N_PROMPT,
     TILE,
+    WHOLE,
     assert_same,
     generated,
     new_model,
@@ -46,7 +47,7 @@ def no_warning_of_chunks(request: pytest.FixtureRequest) -> Any:
     """A test of models that run by layers fails if one does not."""
     with warnings.catch_warnings():
         if "chunks" not in request.node.name:
-            warnings.filterwarnings("error", message=".*gets its prompts in chunks.*")
+            warnings.filterwarnings("error", message=".*gets its prompts.*")
         yield
 
 
@@ -94,6 +95,22 @@ def test_a_model_without_replaceable_attention_runs_in_chunks(kind: str) -> None
     ):
         cache = long_prompt(model, tile=TILE)
     assert_same(generated(model, prompt(), past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_model_that_chunks_would_change_gets_its_prompts_whole(kind: str) -> None:
+    """Without a word, its logits were others."""
+    model = new_model(kind, WHOLE[kind])
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(prompt()).logits
+    with pytest.warns(
+        UserWarning, match=f"{type(model).__name__} gets its prompts whole"
+    ):
+        cache = long_prompt(model, tile=TILE)
+    assert not runner_of(model).runs_chunks
+    with torch.no_grad():
+        logits = model(prompt(), past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected)
 
 
 @pytest.mark.slow_but_first

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,10 @@ from quorum_attention.recipes.prompt_changes import (
 from quorum_attention.recipes.prompt_memory import MARGIN, TokenBytes, working_bytes
 from quorum_attention.units import counted, format_bytes, parse_memory
 
+if TYPE_CHECKING:
+    from quorum_attention.recipes.prefill_trial import PromptTrial
+    from quorum_attention.recipes.prompt_runner import PromptRunner
+
 # Where the weights of layers may lie.
 WEIGHTS = ("device", "host")
 
@@ -56,8 +60,8 @@ def long_prompt(
     ``model.generate(ids, past_key_values=cache, max_new_tokens=...)`` then computes the
     prompt one layer at a time: its hidden states, queries and outputs lie in host
     memory if the device has no room, and keys and values go into the cache. A model
-    whose layers cannot run so gets its prompts in chunks, and a warning says why. Calls
-    with gradients run as before.
+    whose layers cannot run so gets its prompts in chunks, or whole where chunks would
+    change its results, and a warning says why. Calls with gradients run as before.
 
     Args:
         model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around
@@ -147,9 +151,10 @@ def _change(model: Any, weights: str) -> ChangeSet:
         changes.make(model, forward)
         reason = _choose_way(model, changes, forward)
     if reason is not None:
+        way = "in chunks" if runner.runs_chunks else "whole, as without long_prompt"
         warnings.warn(
-            f"{type(model).__name__} gets its prompts in chunks, not one layer at a "
-            f"time: {reason}",
+            f"{type(model).__name__} gets its prompts {way}, not one layer at a time: "
+            f"{reason}",
             stacklevel=4,
         )
     return changes
@@ -157,34 +162,44 @@ def _change(model: Any, weights: str) -> ChangeSet:
 
 def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str | None:
     """Let a model's prompts run by layers if that is right, and return None. They run
-    by chunks otherwise, for the reason that is returned."""
+    by chunks or whole otherwise, for the reason that is returned."""
     from quorum_attention.integrations.transformers import name_for
     from quorum_attention.recipes.prefill_trial import PromptTrial
     from quorum_attention.recipes.token_layers import TokenLayers
 
-    name, _ = name_for(None)
-    change = changes.make(model, QuorumAttention(name, "for prompts"))
-    if not change.done:
-        return change.how
-    forward.reads_segments = True
-    device = forward.runner.device
+    runner = forward.runner
+    device = runner.device
     layers = decoder_layers(model)
-    if device.type == "cuda":
-        forward.runner.token_layers = TokenLayers(
-            layers, CudaGraphs(device), forward.weights
-        )
     trial = PromptTrial(
         model,
         plain_class(model).forward,
         layers,
-        partial(_trial_cache, model, forward.runner.device),
+        partial(_trial_cache, model, device),
         forward.weights,
     )
+    name, _ = name_for(None)
+    change = changes.make(model, QuorumAttention(name, "for prompts"))
+    if not change.done:
+        return _try_chunks(runner, trial, change.how)
+    forward.reads_segments = True
+    if device.type == "cuda":
+        runner.token_layers = TokenLayers(layers, CudaGraphs(device), forward.weights)
     result = trial.try_layers()
     if isinstance(result, str):
-        return result
-    forward.runner.layered = result
+        return _try_chunks(runner, trial, result)
+    runner.layered = result
     return None
+
+
+def _try_chunks(runner: PromptRunner, trial: PromptTrial, reason: str) -> str:
+    """Let prompts run by chunks if that is right, or whole.
+
+    Returns:
+        The reason why they do not run by layers; and why not by chunks.
+    """
+    failure = trial.try_chunks()
+    runner.runs_chunks = failure is None
+    return reason if failure is None else f"{reason}; in chunks: {failure}"
 
 
 def _guessed_shape(model: Any) -> ModelShape:
@@ -303,6 +318,8 @@ def _weights_words(model: Any, forward: PromptForward) -> str:
 
 def _way_words(model: Any, runner: Any) -> str:
     """Say how prompts run, for people."""
+    if not runner.runs_chunks:
+        return "prompts: whole, as the model runs them"
     if runner.layered is None:
         return "prompts: in chunks of tokens through all layers"
     n_layers = len(decoder_layers(model))

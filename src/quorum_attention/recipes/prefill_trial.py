@@ -2,7 +2,8 @@
 few tokens.
 
 Layers of some models hand each other more than hidden states, or have no attention.
-Their results change, or they fail; such a model gets its prompts in chunks.
+Their results change, or they fail; such a model gets its prompts in chunks. Models that
+read texts in both directions, or keep no tokens in a cache, get them whole.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _TRIAL_TOKENS = 48
 _TRIAL_TILE = 20
 # Tokens behind the prompt, which see what is in the cache.
 _NEXT_TOKENS = 3
+_OTHER_RESULTS = "it had other results for parts of the tokens"
 
 
 @dataclass
@@ -63,7 +65,7 @@ class PromptTrial:
                 layered = self._try()
         except Exception as error:  # the model gets its prompts in chunks
             return failure_words(error)
-        return layered or "it had other results for parts of the tokens"
+        return layered or _OTHER_RESULTS
 
     def _try(self) -> LayeredModel | None:
         """The layered model, if its results are those of the model as it is."""
@@ -87,6 +89,25 @@ class PromptTrial:
             unpatch_all(self.model, run_attention_module)
         results = self._run_layers(layered, prompt_ids, next_ids)
         return layered if agree(results, expected) else None
+
+    def try_chunks(self) -> str | None:
+        """Run a prompt in two chunks through all layers, and compare with the model as
+        it is.
+
+        Returns:
+            Why prompts cannot run so, or None.
+        """
+        try:
+            with trying(self.model):
+                chunks = self._some_ids()
+                all_ids = torch.cat(chunks, dim=1)
+                expected = self._run_model(all_ids, self.new_cache()).logits
+                cache = self.new_cache()
+                logits = [self._run_model(ids, cache).logits for ids in chunks]
+                is_right = agree([torch.cat(logits, dim=1)], [expected])
+        except Exception as error:  # the model gets its prompts whole
+            return failure_words(error)
+        return None if is_right else _OTHER_RESULTS
 
     def _some_ids(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids of a prompt, and of tokens behind it, (1, tokens)."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import OutOfMemoryError, first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.integrations.substitutes import substituting
@@ -67,6 +66,7 @@ class PromptRunner:
         tile: the tokens of a tile or a chunk; None: as many as fit well.
         progress: whether progress is shown, or a callable (done, total, label).
         token_layers: runs in place of the layers for one token of each text, or None.
+        runs_chunks: whether prompts can run by chunks; else they run whole.
     """
 
     device: torch.device
@@ -76,6 +76,7 @@ class PromptRunner:
     tile: int | None = None
     progress: Any = None
     token_layers: TokenLayers | None = None
+    runs_chunks: bool = True
 
     def run(
         self, run_model: Callable[..., Any], model: Any, named: Mapping[str, Any]
@@ -115,7 +116,8 @@ class PromptRunner:
                     return run_model(model, **named)
             self.token_layers.begin_answer()
         plan = self._plan(inputs.n_tokens, inputs.batch, is_behind=inputs.past > 0)
-        if plan.fits_at_once or inputs.n_tokens <= plan.tile:
+        is_short = plan.fits_at_once or inputs.n_tokens <= plan.tile
+        if is_short or not self.runs_chunks:
             return run_model(model, **named)
         if self.layered is None or inputs.past:
             return self._run_chunks(run_model, model, inputs, plan.tile, cache)
@@ -221,9 +223,6 @@ class PromptRunner:
         run = partial(run_model, model, **{cache_name(run_model): cache})
         for span in spans_of(inputs.n_tokens, chunk):
             result = run(**inputs.of_tile(span))
-            if cache.get_seq_length() == inputs.past:
-                # The model keeps no tokens there: the next chunk would know no past.
-                return run(**inputs.of_tile(Interval(0, inputs.n_tokens)))
             if inputs.has_logits(span):
                 results.append(result)
         return joined_results(results)
