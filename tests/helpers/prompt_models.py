@@ -97,7 +97,10 @@ CHUNKED: dict[str, dict[str, Any]] = {
 # tokens of those behind them.
 WHOLE: dict[str, dict[str, Any]] = {
     "bert": EIGHT,
+    "falcon_mamba": EIGHT,
+    "mamba": EIGHT,
     "megatron-bert": EIGHT,
+    "openai-gpt": OLD,
     "roberta": {"max_position_embeddings": 160, **EIGHT},
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
 }
