@@ -21,6 +21,17 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
+# Experts, one of them shared, and layers with states of a recurrence.
+LINEAR_EXPERTS: dict[str, Any] = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 MIXED = ["sliding_attention", "full_attention"]
 SHARP = ("q_proj", "k_proj", "query", "key", "Wqkv")  # weights that make scores
 # Name of a configuration, and what it is about.

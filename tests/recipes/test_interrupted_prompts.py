@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from helpers.fake_graphs import FakeGraphs
-from helpers.models import MIXED
+from helpers.models import LINEAR_EXPERTS, MIXED
 from helpers.prompt_models import (
     GEMMAS,
     LAYERED,
@@ -44,14 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMAS["gemma4_text"],
     "llama4_text": LAYERED["llama4_text"],
     "qwen3_next": {
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        **LINEAR_EXPERTS,
         "layer_types": ["linear_attention", "full_attention"],
     },
     "bloom": {"n_layer": 2, "n_head": 4, "head_dim": None},

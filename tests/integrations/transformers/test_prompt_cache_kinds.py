@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from helpers.generated import N_GENERATED
+from helpers.models import LINEAR_EXPERTS
 
 from quorum_attention.integrations.transformers import register
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
@@ -119,16 +120,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 16,
     },
-    "qwen3_next": {
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_next": LINEAR_EXPERTS,
     "recurrent_gemma": {},
     "seed_oss": {},
     "smollm3": {},
