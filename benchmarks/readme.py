@@ -70,7 +70,7 @@ def paragraph(*sentences: str) -> str:
 
 def measured() -> str:
     """The table."""
-    lines = [*call_lines(), accuracy_line(), *step_lines()]
+    lines = [*call_lines(), *accuracy_lines(), *step_lines()]
     rows = [
         [*line.cells, raw_link(line.rows[-1].run)] for line in lines if not line.is_old
     ]
@@ -96,17 +96,17 @@ def call_lines() -> list[Line]:
     ]
 
 
-def accuracy_line() -> Line:
+def accuracy_lines() -> list[Line]:
     row = newest_rows("h200-accuracy", "flash", "quorum")["last of 1048576"]
     _, grad_query, _, grad_value = (
         ours / flash
         for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
     )
-    label = (
-        "error of dQ; of dV in the last 8,192 of 1,048,576 rows, divided by "
-        "FlashAttention-2's"
-    )
-    return Line([label, f"{grad_query:.2f}; {grad_value:.2f}"], [row])
+    where = "in the last 8,192 of 1,048,576 rows, divided by FlashAttention-2's"
+    return [
+        Line([f"error of dQ {where}", f"{grad_query:.2f}"], [row]),
+        Line([f"error of dV {where}", f"{grad_value:.2f}"], [row]),
+    ]
 
 
 def step_lines() -> list[Line]:
