@@ -3,7 +3,8 @@
     python benchmarks/pictures.py            writes them into docs/images
     python benchmarks/pictures.py FOLDER     writes them there
 
-Only what was run on the present code is drawn: benchmarks/results has the measurements.
+What is drawn of this package was run on its present code: benchmarks/results has the
+measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
-from runs import Row, present_rows
+from runs import Row, newest_rows, present_rows
 from tables_of_prompts import WAYS as PROMPT_WAYS
 from tables_of_prompts import out_of_memory_rows
 
@@ -26,13 +27,13 @@ GIB = 1 << 30
 WHOLE = 146_888_654_848
 CARD = 24 * GIB
 LONG_STEPS = ("262144", "393216", "524288")
-CARD_WAYS = {
-    "sdpa": "SDPA, as it comes",
-    "remedies": "SDPA, chunked loss,\ncheckpoints in host memory",
-    "everything": "long_context",
-}
 PLAIN = "tab:blue"
 OURS = "tab:red"
+CARD_WAYS = {
+    "sdpa": ("SDPA, as it comes", PLAIN),
+    "remedies": ("SDPA, chunked loss, checkpoints in host memory", "tab:green"),
+    "everything": ("long_context", OURS),
+}
 
 
 def main() -> None:
@@ -80,25 +81,28 @@ def draw_whole_steps(axes: Axes, rows: dict[str, Row]) -> None:
         xlabel="tokens of one text",
         ylabel="peak memory of the device, GiB",
         ylim=(0, WHOLE / GIB * 1.15),
-        xlim=(3000, 1_100_000),
+        xlim=(3000, 1_600_000),
     )
     scale_tokens(axes)
     axes.legend(loc="lower center")
 
 
 def draw_longest(axes: Axes, rows: dict[str, Row]) -> None:
-    names = {label: f"Qwen3-4B {way} in {CARD}" for way, label in CARD_WAYS.items()}
-    longest = {label: rows[name].value for label, name in names.items() if name in rows}
-    tokens = [row["tokens"] for row in longest.values()]
-    bars = axes.barh(list(longest), tokens, color=[PLAIN, "tab:green", OURS])
-    axes.bar_label(bars, [f"{count:,}" for count in tokens], padding=4)
-    axes.invert_yaxis()
-    layers = longest["long_context"]
+    """Texts by way. SDPA is drawn from its newest run, of an older commit too: its
+    steps are torch's and Transformers'."""
+    rows = newest_rows("h200-step") | rows
+    for place, (way, (label, colour)) in enumerate(CARD_WAYS.items()):
+        row = rows[f"Qwen3-4B {way} in {CARD}"].value
+        bar = axes.barh(place, row["tokens"], 0.4, color=colour)
+        layers = f"{row['layers']} of {row['of_layers']} layers run"
+        axes.bar_label(bar, [f"{row['tokens']:,}\n({layers})"], padding=4)
+        axes.text(0, place - 0.42, f" {label}", va="bottom")
     axes.set(
-        title="The longest text in 24 GiB, Qwen3-4B's shape,\n"
-        f"{layers['layers']} of {layers['of_layers']} layers",
+        ylim=(len(CARD_WAYS) - 0.5, -0.6),
+        title="The longest text of a training step in 24 GiB,\nQwen3-4B's shape, LoRA",
         xlabel="tokens of one text",
-        xlim=(0, max(tokens) * 1.3),
+        xlim=(0, 820_000),
+        yticks=[],
     )
     axes.xaxis.set_major_locator(MultipleLocator(128 * 1024))
     axes.xaxis.set_major_formatter(token_label)
@@ -113,7 +117,7 @@ def prompts() -> Figure:
         draw_memory(axes, points, PROMPT_WAYS[way].replace("`", ""), colour)
         for point in points:
             if way == "ours":
-                write_below(axes, point, f"{point['seconds']:.2g} s")
+                write_below(axes, point, f"{point['seconds']:.3g} s")
     draw_out_of_memory(axes)
     draw_limit(axes, CARD)
     axes.set(
@@ -122,7 +126,7 @@ def prompts() -> Figure:
         xlabel="tokens of the prompt",
         ylabel="peak memory of the device, GiB",
         ylim=(0, CARD / GIB * 1.15),
-        xlim=(5500, 400_000),
+        xlim=(5500, 800_000),
     )
     scale_tokens(axes)
     axes.legend(loc="lower right")

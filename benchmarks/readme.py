@@ -6,6 +6,7 @@ Each is of rows of the present code. What was not measured on it is left out.
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 from runs import Row, Run, newest_rows, present_rows
 from table_text import Line, gib, ratio_cell, table_text
@@ -13,6 +14,8 @@ from tables_of_prompts import out_of_memory_rows, tokens_of
 from tables_of_steps import CARD, CARD_WAYS, WAYS, WHOLE
 
 COLUMNS = 128
+# Tokens, and GiB of the device.
+LONG_PROMPTS = ((262_144, 24), (1_048_576, 16))
 
 
 def headline() -> str:
@@ -30,7 +33,7 @@ def headline() -> str:
     plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
     if plain is not None:
         tokens = plain.value["tokens"]
-        sentences.append(f"Without this package at most {tokens:,} tokens fit.")
+        sentences.append(f"The model as it comes trains on at most {tokens:,} tokens.")
     return paragraph(*sentences, "[How it was measured](#what-was-measured).")
 
 
@@ -46,21 +49,30 @@ def step_memory(row: Row) -> str:
 def prompt() -> str:
     """A long prompt, and the longest one without the package."""
     rows = present_rows("h200-prompt", "prefill_seconds")
-    long = rows.get("Qwen3-4B 262144 24.00 GiB ours")
-    if long is None:
+    if "Qwen3-4B 262144 24.00 GiB ours" not in rows:
         return ""
     fit, fail = (
         [tokens_of(name) for name in names if name.endswith("24.00 GiB sdpa")]
         for names in (rows, out_of_memory_rows())
     )
-    figures = long.value
-    host = gib(figures["host_peak_bytes"])
     return paragraph(
-        f"With a model of Qwen3-4B's shape, a prompt of {262_144:,} tokens takes "
-        f"{figures['prefill_seconds']:.0f} s in 24 GiB of an H200 and {host} GiB of "
-        f"host memory. Each new token takes {figures['token_seconds']:.2f} s.",
-        "In the same 24 GiB, SDPA with Transformers' own cache runs "
+        "Measured on an H200, with a model of Qwen3-4B's shape and all its 36 layers.",
+        *(
+            prompt_sentence(tokens, memory, rows[name].value)
+            for tokens, memory in LONG_PROMPTS
+            if (name := f"Qwen3-4B {tokens} {memory}.00 GiB ours") in rows
+        ),
+        "In 24 GiB, SDPA with Transformers' own cache runs "
         f"{max(fit):,} tokens, and fails at {min(fail):,}.",
+    )
+
+
+def prompt_sentence(tokens: int, memory: int, figures: dict[str, Any]) -> str:
+    host = gib(figures["host_peak_bytes"])
+    return (
+        f"A prompt of {tokens:,} tokens takes {figures['prefill_seconds']:.0f} s in "
+        f"{memory} GiB of the GPU and {host} GiB of host memory. Each new token takes "
+        f"{figures['token_seconds']:.1f} s."
     )
 
 

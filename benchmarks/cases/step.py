@@ -465,6 +465,7 @@ class LongestText:
                 self._measure(tokens)
             except OUT_OF_MEMORY:
                 print(f"{WAYS[self._way]}: {tokens:,} tokens did not fit", flush=True)
+                free_memory(self._options.device)
                 tokens = tokens * 19 // 20 // grain * grain
                 continue
             fits = self.points[-1]["peak"] <= memory
@@ -485,6 +486,7 @@ class LongestText:
                 self._measure(2 * self._first)
                 return
             except OUT_OF_MEMORY:
+                free_memory(self._options.device)
                 self.points.clear()
                 self._first //= 2
                 if self._first < MIN_TOKENS:
