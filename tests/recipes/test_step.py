@@ -19,7 +19,7 @@ from quorum_attention.recipes import step_estimate
 from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.remedies import longest_that_fits, switch_until_it_fits
 from quorum_attention.recipes.step_estimate import step_memory
-from quorum_attention.recipes.switches import HOST, SWITCHES
+from quorum_attention.recipes.switches import HOST, MLP, SWITCHES, TILES
 from quorum_attention.recipes.training import Training
 from quorum_attention.units import parse_count
 
@@ -182,6 +182,18 @@ def test_what_is_switched_on_makes_it_fit() -> None:
     assert enough.on == ()
     _, fits = switch_until_it_fits(SHAPE, training, "20GiB")
     assert not fits
+
+
+def test_a_part_that_only_tiles_make_smaller_names_them() -> None:
+    """The table of `estimate` left "changed by" empty for such parts."""
+    training = Training(16_384)
+    for on in ((TILES,), (TILES, MLP)):
+        step = step_memory(SHAPE, replace(training, on=on))
+        changes = {part.name: step.changed_by(part) for part in step.parts}
+        smaller = {part.name for part in step.parts if part.bytes < part.plain_bytes}
+        assert {name for name, change in changes.items() if change} >= smaller
+        assert changes["MLP intermediates"] == (MLP if MLP in on else TILES)
+        assert changes["logits and gradient"] == ""
 
 
 def test_the_longest_text_that_fits() -> None:

@@ -166,12 +166,12 @@ def _show(
     )
     rows = [
         [
-            p.name,
-            format_bytes(p.plain_bytes),
-            format_bytes(p.bytes),
-            p.switch if p.switch in needs.on else "",
+            part.name,
+            format_bytes(part.plain_bytes),
+            format_bytes(part.bytes),
+            needs.changed_by(part),
         ]
-        for p in needs.parts
+        for part in needs.parts
     ]
     totals = [format_bytes(needs.plain_bytes), format_bytes(needs.peak_bytes)]
     rows.append(["peak of the step", *totals, ""])

@@ -84,6 +84,16 @@ class StepMemory:
         """The same with nothing switched on."""
         return self._peak("plain_bytes")
 
+    def changed_by(self, part: MemoryPart) -> str:
+        """Return the switch that makes a part smaller in this step; "" for none.
+
+        A layer in tiles makes parts smaller that have another switch as well.
+        """
+        if part.switch in self.on:
+            return part.switch or ""
+        is_smaller = part.bytes < part.plain_bytes
+        return TILES if is_smaller and TILES in self.on else ""
+
     def _peak(self, size: str) -> int:
         sums = dict.fromkeys(get_args(When), 0)
         for part in self.parts:
