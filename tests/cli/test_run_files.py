@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -204,3 +205,32 @@ def test_a_mask_in_the_file_is_taken(
         == 2
     )
     assert "one must go" in capsys.readouterr().err
+
+
+def test_the_first_line_shows_tokens_that_come_before_heads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such an input is a right call of another meaning, so nothing refuses it."""
+    path = tmp_path / "in.safetensors"
+    tensor = torch.randn(1, 300, 4, 16)  # (batch, tokens, heads, head_dim)
+    tensors = {name: tensor.clone() for name in ("query", "key", "value")}
+    safetensors.torch.save_file(tensors, path)
+    assert main(["run", str(path), str(tmp_path / "out.safetensors"), *CPU]) == 0
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line.startswith("queries 1 x 300 heads x 4 tokens x 16, keys 1 x 300 ")
+
+
+def test_a_missing_tensor_names_what_is_there_and_how_a_file_is_named(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "query_layer3.npy", np.zeros((1, 4, 300, 16)))
+    out = str(tmp_path / "out.safetensors")
+    assert main(["run", str(tmp_path / "query_layer3.npy"), out, *CPU]) == 2
+    message = capsys.readouterr().err
+    assert "has no tensor named query or q; there is query_layer3" in message
+    assert "query=FILE.npy" in message
+    safetensors.torch.save_file({"Q": torch.zeros(1, 4, 300, 16)}, inputs)
+    assert main(["run", str(inputs), out, *CPU]) == 2
+    message = capsys.readouterr().err
+    assert "there is Q" in message
+    assert ".npy" not in message

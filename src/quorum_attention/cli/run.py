@@ -361,14 +361,21 @@ def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
 
 def _headline(call: FileCall, place: torch.device | str) -> str:
     query = call.tensors["query"]
-    query_sizes = " x ".join(map(str, query.shape))
-    key_sizes = " x ".join(map(str, call.tensors["key"].shape))
+    key = call.tensors["key"]
     dtype = str(query.dtype).removeprefix("torch.")
     direction = "backward: " if call.backward else ""
     return (
-        f"{direction}queries {query_sizes}, keys {key_sizes}, {dtype}, "
+        f"{direction}queries {_size_words(query)}, keys {_size_words(key)}, {dtype}, "
         f"{_mask_words(call)}, on {place}"
     )
+
+
+def _size_words(tensor: torch.Tensor) -> str:
+    """Return the sizes of (..., heads, tokens, head_dim), such as "1 x 8 heads x 4,096
+    tokens x 64". They show an input whose tokens come before its heads."""
+    *batch_sizes, heads, tokens, head_dim = tensor.shape
+    words = [*map(str, batch_sizes), counted(heads, "head"), counted(tokens, "token")]
+    return " x ".join([*words, str(head_dim)])
 
 
 def _mask_words(call: FileCall) -> str:

@@ -153,9 +153,12 @@ def read_inputs(sources: Sequence[str], needed: Sequence[str] = FORWARD) -> Inpu
         if role not in names:
             has = "have" if len(sources) > 1 else "has"
             present = ", ".join([*names.values(), *inputs.unknown]) or "none"
+            hint = ""
+            if any(source.endswith(".npy") for source in sources):
+                hint = f"; name a .npy file by {role}=FILE.npy"
             raise ValueError(
                 f"{', '.join(sources)} {has} no tensor named "
-                f"{' or '.join(NAMES[role])}; there is {present}"
+                f"{' or '.join(NAMES[role])}; there is {present}{hint}"
             )
     return inputs
 
