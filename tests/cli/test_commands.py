@@ -53,10 +53,17 @@ def test_estimate_of_a_long_prompt(
     # The last of two options counts.
     assert main([*prompt, *host, "--host-memory", "16GiB"]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"does not fit in 24.00 GiB of the device: longest \d+K", words)
+    limits = "24.00 GiB of the device and 13.33 GiB of host memory"
+    assert re.search(rf"does not fit in {limits}: longest \d+K", words)
+    assert "each further token" not in words
     assert main([*prompt, *host, "--memory", "8GiB"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert re.search(r"no prompt does; with weights in host memory .* \d+K", words)
+    # Whoever plans for a GPU on a machine without one is told how.
+    on_cpu = main([*prompt, "--memory", "80GiB"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert on_cpu == 0
+    assert ("For a GPU say --device cuda" in words) != torch.cuda.is_available()
     for refused in (
         ["--tokens", "5"],
         ["--lora", "8"],

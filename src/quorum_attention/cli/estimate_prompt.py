@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.host_memory import fits_words, host_limit
+from quorum_attention.cli.host_memory import fits_words, host_limit, say_which_machine
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import (
     GPU,
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     shared.refuse(options, reason, *sizes, *training, *masks.WITHOUT_FILES)
     if options.model is None:
         raise ValueError("--prompt goes with --model only")
-    shape = read_shape(options.model)
+    shape = read_shape(options.model, with_caches=True)
     device = named_device(options.device or best_device(), "--device")
     memory = options.memory
     if memory is None:
@@ -96,8 +96,9 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json(estimate_prompt(shape, request).to_dict())
         return
+    say_which_machine(options, request.device)
     if not weights_fit(shape, request):
-        say(_longest_words(shape, request))
+        say(_longest_words(options, shape, request))
         return
     estimate = estimate_prompt(shape, request)
     _show(shape, request, estimate)
@@ -113,12 +114,12 @@ def run(options: argparse.Namespace) -> None:
             )
         )
     else:
-        say(_longest_words(shape, request))
+        say(_longest_words(options, shape, request))
     say(estimate.advice)
 
 
 def _show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -> None:
-    """Print the parts of an estimate, and its seconds."""
+    """Print the parts of an estimate, and its seconds if all have a place."""
     rows = [
         [
             part.name,
@@ -136,19 +137,27 @@ def _show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -
         f"after it, on {request.device}"
     )
     show_table(["part", "device", "host memory", "files"], rows, title=title)
-    say(f"prefill: {format_seconds(estimate.prefill_seconds)}")
-    say(f"each further token: {format_seconds(estimate.token_seconds)}")
+    if not estimate.fits:
+        return
+    machine = " (on an H200)" if request.device == GPU else ""
+    say(f"prefill: {format_seconds(estimate.prefill_seconds)}{machine}")
+    say(f"each further token: {format_seconds(estimate.token_seconds)}{machine}")
 
 
-def _longest_words(shape: ModelShape, request: PromptRequest) -> str:
+def _longest_words(
+    options: argparse.Namespace, shape: ModelShape, request: PromptRequest
+) -> str:
     """Say how long a prompt may be, and with weights in host memory if that helps."""
-    memory = format_bytes(request.device_memory)
+    memory = f"{format_bytes(request.device_memory)} of the device"
+    if request.device == GPU:
+        memory += f" and {format_bytes(request.host_memory or 0)} of host memory"
+        if options.host_memory is None:
+            memory += " (of this machine; --host-memory says another's)"
     longest = longest_prompt(shape, request)
-    words = f"does not fit in {memory} of the device: no prompt does"
+    words = "no prompt does"
     if longest:
-        words = (
-            f"does not fit in {memory} of the device: longest {format_count(longest)}"
-        )
+        words = f"longest {format_count(longest)}"
+    words = f"does not fit in {memory}: {words}"
     if request.weights == "host" or request.device != GPU:
         return words
     longer = longest_prompt(shape, replace(request, weights="host"))

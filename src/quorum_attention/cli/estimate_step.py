@@ -9,7 +9,12 @@ import torch
 
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.host_memory import fits_words, host_limit, host_words
+from quorum_attention.cli.host_memory import (
+    fits_words,
+    host_limit,
+    host_words,
+    say_which_machine,
+)
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import best_device, named_device
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
@@ -104,6 +109,7 @@ def run(options: argparse.Namespace) -> None:
             }
         )
         return
+    say_which_machine(options, training.device)
     _show(options, shape, needs, training.device)
     if fits is None:
         say(_all_on_words(options, needs, host))

@@ -1,10 +1,11 @@
-"""The host of an estimate: this machine, or another one that ``--host-memory`` says the
-memory of."""
+"""The machine of an estimate: this one, or another one that options describe."""
 
 from __future__ import annotations
 
 import argparse
 
+from quorum_attention.cli.output import say
+from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.recipes.offload import host_room, page_locked_share
 from quorum_attention.units import format_bytes
 
@@ -40,3 +41,17 @@ def fits_words(
     if not needed:
         return words
     return f"{words}; {host_words(options, needed, limit)}"
+
+
+def say_which_machine(options: argparse.Namespace, device: str) -> None:
+    """Say how to ask about a GPU, if an estimate is for a CPU that nobody asked for.
+
+    Args:
+        options: of the command.
+        device: the kind of device that the estimate is for.
+    """
+    if options.device is None and device != GPU:
+        say(
+            "This machine has no GPU: the estimate is for its CPU. For a GPU say "
+            "--device cuda --memory 24GiB --host-memory 64GiB"
+        )

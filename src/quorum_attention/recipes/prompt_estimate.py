@@ -3,6 +3,7 @@ a token."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.arithmetic import ceil_div, last_fitting, power_of_two_from
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.long_prompts.places import staging_bytes
+from quorum_attention.mask import Mask
 from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner import plan
 from quorum_attention.recipes.model_shape import ModelShape
@@ -77,7 +79,7 @@ class PromptEstimate:
         plan: how layers are computed.
         prefill_seconds: until the first token.
         token_seconds: of each further token.
-        missing_bytes: of the cache, for which no place has room; 0: all fits.
+        missing_bytes: for which no place has room; 0: all fits.
         advice: what would make it fit, or faster.
     """
 
@@ -144,7 +146,7 @@ class _PromptParts:
         weights, cache, working: bytes by place.
         working_limit: bytes of the device that computing layers may take.
         plan: how layers are computed.
-        missing_bytes: of the cache, for which no place has room.
+        missing_bytes: for which no place has room.
     """
 
     weights: PartBytes
@@ -174,7 +176,7 @@ def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate
         prefill_seconds=_prefill_seconds(shape, request, token, placed.plan),
         token_seconds=_token_seconds(shape, request, weights, promoted),
         missing_bytes=placed.missing_bytes,
-        advice=_advice(placed.missing_bytes, cache),
+        advice=_advice(placed.missing_bytes, cache, request),
     )
 
 
@@ -221,20 +223,30 @@ def _place(
         )
     working_limit = working_bytes(free)
     layers = plan_prompt(token, request.tokens, working_limit)
-    n_cached = (request.tokens + request.generate) * token.cache
-    rows_bytes = layers.host_bytes
-    if rows_bytes and request.device == GPU:
-        rows_bytes = page_locked_bytes(token, request.tokens)
-    host_left = _host_left(request, weights.host + rows_bytes)
+    n_cached = request.tokens + request.generate
+    n_numbers = sum(layer.numbers(n_cached) for layer in shape.caches())
+    cache_bytes = n_numbers * request.dtype.itemsize
     cache_limit = free - working_limit
-    for_copies = staging_bytes(cache_limit) if request.device == GPU else 0
+    if request.device == GPU:
+        rows_bytes = layers.host_bytes and page_locked_bytes(token, request.tokens)
+        for_copies = staging_bytes(cache_limit)
+        working = PartBytes("working memory", layers.device_bytes, rows_bytes)
+    else:
+        # The host's memory is the device's.
+        for_copies = 0
+        working = PartBytes("working memory", layers.device_bytes + layers.host_bytes)
+        cache_limit -= layers.host_bytes
+    host_limit = _host_limit(request) - weights.host - working.host
     cache, missing = _place_cache(
-        n_cached, cache_limit - for_copies, host_left, request.has_folder
+        cache_bytes,
+        max(0, cache_limit - for_copies),
+        max(0, host_limit),
+        request.has_folder,
     )
-    working_device_bytes = layers.device_bytes
+    # Rows of all tokens may lack memory, too.
+    missing += max(0, -cache_limit) + max(0, -host_limit)
     if cache.host > 0:
-        working_device_bytes += for_copies
-    working = PartBytes("working memory", working_device_bytes, rows_bytes)
+        working = replace(working, device=working.device + for_copies)
     return _PromptParts(weights, cache, working, working_limit, layers, missing)
 
 
@@ -263,13 +275,12 @@ def _weights(shape: ModelShape, request: PromptRequest) -> PartBytes:
     return PartBytes("weights", device=on_device, host=on_host)
 
 
-def _host_left(request: PromptRequest, taken: int) -> int:
-    """Bytes of host memory for the cache; a CPU's device memory is its host memory."""
+def _host_limit(request: PromptRequest) -> int:
+    """Bytes of host memory beside the device; a CPU's device memory is its host
+    memory."""
     if request.device != GPU:
         return 0
-    if request.host_memory is None:
-        return 1 << 62
-    return max(0, request.host_memory - taken)
+    return 1 << 62 if request.host_memory is None else request.host_memory
 
 
 def _place_cache(
@@ -290,17 +301,30 @@ def _prefill_seconds(
     prompt_plan: PromptPlan,
 ) -> float:
     """Seconds until the first token."""
-    layer_seconds = _attention_seconds(shape, request, prompt_plan)
-    layer_seconds += _tiles_seconds(shape, request, token, prompt_plan)
+    windows = Counter(
+        layer.window for layer in shape.caches() if not layer.is_recurrence
+    )
+    attention_seconds = sum(
+        n_layers * _attention_seconds(shape, request, prompt_plan, window)
+        for window, n_layers in windows.items()
+    )
+    tiles_seconds = _tiles_seconds(shape, request, token, prompt_plan)
     # The next layer's cache is locked while attention runs, rows before that.
     lock_seconds = prompt_plan.host_bytes / _LOCK_RATE
-    return shape.layers * layer_seconds + lock_seconds
+    return attention_seconds + shape.layers * tiles_seconds + lock_seconds
 
 
 def _attention_seconds(
-    shape: ModelShape, request: PromptRequest, prompt_plan: PromptPlan
+    shape: ModelShape,
+    request: PromptRequest,
+    prompt_plan: PromptPlan,
+    window: int | None,
 ) -> float:
-    """Seconds of one layer's attention, as the planner has it."""
+    """Seconds of one layer's attention, as the planner has it.
+
+    Args:
+        window: a query sees so many tokens before it; None: all.
+    """
     is_resident = prompt_plan.is_on_device or request.device != GPU
     inputs: Literal["device", "host"] = "device" if is_resident else "host"
     call = plan(
@@ -310,6 +334,7 @@ def _attention_seconds(
         head_dim=shape.head_dim,
         dtype=request.dtype,
         is_causal=True,
+        attn_mask=None if window is None else Mask(window=(window, 0)),
         inputs=inputs,
         device=request.device,
         budget=1 << 50 if is_resident else prompt_plan.budget,
@@ -406,13 +431,15 @@ def _layers_in_host_memory(shape: ModelShape, cache: PartBytes) -> float:
     return shape.layers * cache.host / max(1, n_bytes)
 
 
-def _advice(missing: int, cache: PartBytes) -> str:
+def _advice(missing: int, cache: PartBytes, request: PromptRequest) -> str:
     """Say what would make a prompt fit, or its tokens faster."""
     if missing:
-        return (
-            f"{format_bytes(missing)} of the cache have no place: folder= keeps it in "
-            f"files, or {format_bytes(missing)} more of host memory"
-        )
+        n_bytes = format_bytes(missing)
+        place = "host memory" if request.device == GPU else "memory"
+        words = f"{n_bytes} more of {place} would hold the prompt"
+        if request.has_folder:
+            return words
+        return f"{words}; files in a folder (--folder, folder=) would hold the cache"
     if cache.host + cache.file == 0:
         return "the whole cache lies on the device"
     outside = format_bytes(cache.host + cache.file)

@@ -51,7 +51,6 @@ class TokenBytes:
         positions: of these, what all layers share.
         hidden: of these, the hidden states.
         tile: what a layer computes with for a token of a tile, at its peak.
-        cache: keys and values of all layers.
     """
 
     rows: int
@@ -60,7 +59,6 @@ class TokenBytes:
     positions: int
     hidden: int
     tile: int
-    cache: int
 
     @classmethod
     def from_shape(cls, shape: ModelShape, size: int) -> TokenBytes:
@@ -80,7 +78,6 @@ class TokenBytes:
             positions=position_bytes,
             hidden=shape.hidden * size,
             tile=(mlp + 2 * projected + 6 * shape.hidden) * size + norm_bytes,
-            cache=shape.layers * key_and_value * size,
         )
 
     def of_batch(self, batch: int) -> TokenBytes:

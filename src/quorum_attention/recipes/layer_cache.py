@@ -1,0 +1,106 @@
+"""What each layer of a model keeps in a cache: all tokens, the last ones, states of a
+recurrence, or nothing where it reads the keys of a layer before it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from quorum_attention.recipes.prompt_inputs import cache_name
+
+# The tokens of two prompts that tell numbers of a token from numbers of all tokens
+# together. They are few: some recurrences are computed token by token. They are
+# multiples of 128: DeepSeek V4 makes one summary of so many tokens, and keeps the
+# tokens until then.
+_FEW_TOKENS = 128
+_MORE_TOKENS = 256
+
+
+class LayerCache(NamedTuple):
+    """The numbers, of the model's dtype, that one layer keeps in a cache.
+
+    Attributes:
+        key_and_value: numbers of a token's key and value.
+        window: how many tokens have these at most; None: all.
+        summaries: numbers of each token beside its key and value, without a limit.
+        states: numbers of all tokens together.
+    """
+
+    key_and_value: int
+    window: int | None = None
+    summaries: int = 0
+    states: int = 0
+
+    @property
+    def is_recurrence(self) -> bool:
+        """Whether the layer has states in place of keys."""
+        return self.states > 0 and self.key_and_value == 0
+
+    def numbers(self, n_tokens: int) -> int:
+        """How many numbers are kept of ``n_tokens`` tokens."""
+        n_kept = n_tokens if self.window is None else min(n_tokens, self.window)
+        return n_kept * self.key_and_value + n_tokens * self.summaries + self.states
+
+
+def read_layer_caches(model: Any) -> tuple[LayerCache, ...]:
+    """Run two short prompts through a model without memory, and see what layers keep.
+
+    Args:
+        model: a decoder of Transformers on torch's meta device.
+
+    Raises:
+        Exception: whatever a model raises that cannot run without memory.
+    """
+    short = _layers_behind(model, _FEW_TOKENS)
+    long = _layers_behind(model, _MORE_TOKENS)
+    return tuple(
+        _layer_cache(layer, longer, model.dtype.itemsize)
+        for layer, longer in zip(short, long, strict=True)
+    )
+
+
+def _layers_behind(model: Any, n_tokens: int) -> list[Any]:
+    """The layers of a cache behind a prompt."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    ids = torch.ones(1, n_tokens, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        model(ids, **{cache_name(model.forward): cache})
+    return list(cache.layers)
+
+
+def _layer_cache(layer: Any, longer: Any, itemsize: int) -> LayerCache:
+    """Tell what a layer keeps by what it holds of few tokens and of more."""
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:
+        # The next token attends itself and all but one of the window's tokens.
+        window = max(1, window - 1)
+    n_kept = min(_FEW_TOKENS, window or _FEW_TOKENS)
+    rows_bytes = _rows_bytes(layer)
+    further_bytes = _n_bytes(vars(layer)) - rows_bytes
+    growth = _n_bytes(vars(longer)) - _rows_bytes(longer) - further_bytes
+    summary_bytes = growth // (_MORE_TOKENS - _FEW_TOKENS)
+    return LayerCache(
+        key_and_value=rows_bytes // n_kept // itemsize,
+        window=window,
+        summaries=summary_bytes // itemsize,
+        states=(further_bytes - _FEW_TOKENS * summary_bytes) // itemsize,
+    )
+
+
+def _rows_bytes(layer: Any) -> int:
+    """The bytes of a layer's keys and values."""
+    return _n_bytes((getattr(layer, "keys", None), getattr(layer, "values", None)))
+
+
+def _n_bytes(value: Any) -> int:
+    """The bytes of all tensors in a container."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.dim() else 0
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return 0
+    return sum(_n_bytes(item) for item in value)
