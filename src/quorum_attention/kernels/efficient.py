@@ -26,6 +26,9 @@ from quorum_attention.kernels.rectangles import RectangleKernel
 
 _ROW_UNIT_BYTES = 16
 _TILE_ROWS = 128
+# Heads of at most this width are computed in square tiles of this size. Gradients of
+# keys and values take no memory beside the results (torch's kernel_backward.h).
+_NARROW = 64
 _LSE_ROWS = 32
 _FP32_BYTES = 4
 
@@ -158,16 +161,21 @@ class EfficientKernel(RectangleKernel):
         queries = sizes.extent.max_queries
         keys = sizes.extent.max_keys
         lanes = sizes.lanes
+        width = max(head_dim, value_dim)
+        if width <= _NARROW:
+            # The gradient of queries, with four numbers of a lock for each tile.
+            n_tiles = ceil_div(queries, _NARROW)
+            return lanes * n_tiles * (_NARROW * _NARROW + 4) * _FP32_BYTES
         # The gradient of queries, of all query tiles.
         numbers = round_up(queries, _TILE_ROWS) * round_up(head_dim, 128)
-        if sizes.itemsize == 2 and max(head_dim, value_dim) > 128:
+        if sizes.itemsize == 2 and width > 128:
             # The gradients of key and value are too wide for registers: a copy for each
             # split of the keys.
             splits = max(1, min(ceil_div(keys, 64), 200 // lanes))
             if torch.are_deterministic_algorithms_enabled():
                 splits = 1
-            width = round_up(head_dim, 128) + round_up(value_dim, 128)
-            numbers += splits * round_up(keys, _TILE_ROWS) * width
+            columns = round_up(head_dim, 128) + round_up(value_dim, 128)
+            numbers += splits * round_up(keys, _TILE_ROWS) * columns
         return lanes * (numbers + 4096) * _FP32_BYTES
 
 
