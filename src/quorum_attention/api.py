@@ -88,11 +88,12 @@ def attention(
             for fp64 inputs) in any case; with torch.float32 the last rounding is left
             out.
 
-    Options: budget: device memory the call may take beyond what is allocated when it
-        begins: bytes, or
-            text such as "2GiB". None is nine tenths of the free memory. On a CPU this
-            is host memory. Forward and backward each have the whole budget, and so has
-            each of several devices; a list has one budget for each device.
+    Keyword Args:
+        budget: device memory that the call may take beyond what is allocated when it
+            begins: bytes, or text such as "2GiB". None is nine tenths of the free
+            memory. On a CPU this is host memory. Forward and backward each have the
+            whole budget, and so has each of several devices; a list has one budget for
+            each device.
         plan: from ``quorum_attention.plan``; fixes the forward, and kernel and levels
             of the backward.
         depth: levels of cutting; 0 is the uncut call. With a number, a call that runs
@@ -100,7 +101,7 @@ def attention(
         kernel: name of a registered kernel (``quorum_attention.kernels()``) or an
             InnerKernel; "auto" takes the first that can run the call (docs/kernels.md).
         accumulator: where unfinished rows are kept between tasks: "device", "host" or
-        "auto".
+            "auto".
         devices: where to compute. None is the inputs' device, or for host inputs the
             current CUDA device if there is one. A list such as ["cuda:0", "cuda:1"], or
             "all" CUDA devices of this machine, share the call: the first such call

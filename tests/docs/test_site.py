@@ -79,6 +79,22 @@ def test_the_reference_describes_what_users_get() -> None:
         assert shown.__doc__, name
 
 
+def test_a_section_of_a_docstring_begins_on_its_own_line() -> None:
+    """Docstrings that were wrapped anew joined "Options:" and the first option. The
+    reference then showed all options of `attention` as one text."""
+    section = re.compile(r"^ *(Args|Keyword Args|Attributes|Raises|Options): \S", re.M)
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert not section.search(text), path.name
+
+
+@pytest.mark.slow
+def test_the_reference_lists_options_one_by_one(site: Path) -> None:
+    page = (site / "reference" / "calls.html").read_text(encoding="utf-8")
+    for option in ("budget", "depth", "devices", "exact_delta"):
+        assert f"<code>{option}</code>" in page, option
+
+
 # Attributes and styles by which a page loads something.
 LOADS = (
     re.compile(

@@ -157,9 +157,11 @@ class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     asyncio task inherits them. ``kernel`` must compute plain attention: settings say
     how calls are run, never what they compute.
 
-    Options: budget, depth, kernel, accumulator, progress, exact_delta: as in
-        ``quorum_attention.attention``; their
-            defaults there (None, "auto") undo an outer block's.
+    ``budget``, ``depth``, ``kernel``, ``accumulator``, ``progress`` and ``exact_delta``
+    are those of ``quorum_attention.attention``. Their defaults there (None, "auto")
+    undo what an outer block set.
+
+    Keyword Args:
         devices: one device, or None.
         report: a ``Report``, to whose ``total`` every pass of these calls is added.
             Memory and stages are measured only for a call's own ``report``.
