@@ -97,11 +97,15 @@ CHUNKED: dict[str, dict[str, Any]] = {
 # tokens of those behind them.
 WHOLE: dict[str, dict[str, Any]] = {
     "bert": EIGHT,
+    "big_bird": EIGHT,
     "falcon_mamba": EIGHT,
     "mamba": EIGHT,
     "megatron-bert": EIGHT,
     "openai-gpt": OLD,
+    # As in BigBird and RoFormer, its small weights hide that it reads both ways.
+    "rembert": EIGHT,
     "roberta": {"max_position_embeddings": 160, **EIGHT},
+    "roformer": EIGHT,
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
 }
 # Their attention has a name in some versions of Transformers, and none in others.
