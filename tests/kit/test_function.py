@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention import attention, fresh_generator
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Ranges
@@ -151,6 +153,67 @@ def test_tensors_are_found_and_one_that_is_written_to_is_another_key() -> None:
     before = versions(within)
     table.data = torch.zeros(5)
     assert versions(within) != before
+
+
+LENGTH = torch.tensor(300)
+N_FIRST = 300
+
+
+def _is_before(key: torch.Tensor) -> torch.Tensor:
+    return key < LENGTH
+
+
+class FirstKeys:
+    """An object whose class reads a global."""
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return _is_before(k)
+
+
+@pytest.mark.parametrize(
+    "keeps", [lambda b, h, q, k: _is_before(k), FirstKeys(), FirstKeys().__call__]
+)
+def test_a_global_tensor_that_is_written_to_is_seen(keeps: Any) -> None:
+    """As tensors of scripts and notebooks are: without a word, blocks were those of the
+    tensor as it was, and so were gradients."""
+    x = torch.randn(1, 1, 600, 8, requires_grad=True)
+    mask = qa.Mask(keeps=keeps)
+    for length in (300, 600, 1):
+        LENGTH.fill_(length)
+        out = qa.attention(x, x, x, attn_mask=mask)
+        expected = sdpa(x, x[..., :length, :], x[..., :length, :])
+        torch.testing.assert_close(out, expected)
+    LENGTH.fill_(300)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_another_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word, blocks were those of the number before."""
+    n_closed = 300
+
+    def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return torch.as_tensor(k < min(n_closed, N_FIRST))
+
+    x = torch.randn(1, 1, 600, 8)
+    mask = qa.Mask(keeps=keeps)
+    for length in (300, 600, 1):
+        monkeypatch.setattr(sys.modules[__name__], "N_FIRST", length)
+        n_closed = length
+        out = qa.attention(x, x, x, attn_mask=mask)
+        expected = sdpa(x, x[..., :length, :], x[..., :length, :])
+        torch.testing.assert_close(out, expected)
+
+
+def test_many_numbers_take_no_time() -> None:
+    table = torch.ones(5)
+    numbers = list(range(100_000))
+
+    def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return table[q] > numbers[0]
+
+    assert len(versions(keeps)) < 300
+    assert tensors([keeps]) == [table]
 
 
 def test_tensors_are_not_kept_alive() -> None:

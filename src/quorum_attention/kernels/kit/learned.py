@@ -11,7 +11,6 @@ the tables. So a table of any shape has its gradient without a tensor of queries
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,17 +46,8 @@ _Edge = tuple[Any, int]
 
 def learned_tables(score_mod: Any) -> list[torch.Tensor]:
     """Return the tensors that a score modification reads and that require a gradient,
-    as far as they are found: in closures, defaults and attributes, and by names of its
-    module."""
-    values: list[Any] = [*tensors([score_mod])]
-    if isinstance(score_mod, types.FunctionType):
-        module = score_mod.__globals__
-        values += [module.get(name) for name in score_mod.__code__.co_names]
-    tables: dict[int, torch.Tensor] = {}
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            tables[id(value)] = value
-    return list(tables.values())
+    as far as they are found (``captured_tensors``)."""
+    return [tensor for tensor in tensors([score_mod]) if tensor.requires_grad]
 
 
 class LearnedScoreModKernel(ScoreModKernel):

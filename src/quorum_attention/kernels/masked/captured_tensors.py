@@ -1,9 +1,9 @@
 """The tensors that users' functions read, and whether they have been written to.
 
 The contract is FlexAttention's: a function stays what it is as long as its kernel
-lives. But the tensors that it closes over may be written to: autograd saves them, so
-that writing before the backward is an error, and a table of blocks is made anew
-(``versions``).
+lives. But the tensors that it reads, by its closure or as globals of its module, may be
+written to: autograd saves them, so that writing before the backward is an error, and a
+table of blocks is made anew (``versions``). So it is if a number has changed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The most functions, containers, objects and tensors looked at.
+# The most values that are looked at.
 _MOST = 256
 _Names = frozenset[str]
+_NUMBERS = (int, float)
 
 
 class TensorVersion:
@@ -54,14 +55,21 @@ class TensorVersion:
 
 
 def tensors(functions: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in closures, default arguments, arguments of ``functools.partial``
-    and named attributes of ``functions``, each once."""
+    """The tensors in closures, globals, default arguments, arguments of
+    ``functools.partial`` and named attributes of ``functions``, each once."""
     return [value for value in _reachable(functions) if isinstance(value, torch.Tensor)]
 
 
 def versions(*functions: Any) -> Hashable:
-    """A key that changes when a tensor is written to that ``functions`` read."""
-    return tuple(TensorVersion(tensor) for tensor in tensors(functions))
+    """A key that changes when a tensor is written to that ``functions`` read, or when
+    a number is another."""
+    key = list[Hashable]()
+    for value in _reachable(functions):
+        if isinstance(value, torch.Tensor):
+            key.append(TensorVersion(value))
+        elif isinstance(value, _NUMBERS):
+            key.append(value)
+    return tuple(key)
 
 
 def codes(value: Any) -> tuple[Hashable, ...]:
@@ -79,14 +87,19 @@ class _Contents(NamedTuple):
 
 
 def _reachable(functions: Sequence[Any]) -> Iterator[Any]:
-    """The functions, and all that they hold, each once."""
-    waiting = [(function, _Names()) for function in reversed(functions)]
+    """The functions, and all that they hold: numbers wherever they are held, and all
+    else once."""
+    # The nearest values come first: a library that a function uses holds many values.
+    waiting = deque((function, _Names()) for function in functions)
     seen_ids: set[int] = set()
-    while waiting and len(seen_ids) < _MOST:
-        value, names = waiting.pop()
+    for _ in range(_MOST):
+        if not waiting:
+            return
+        value, names = waiting.popleft()
         if id(value) in seen_ids:
             continue
-        seen_ids.add(id(value))
+        if not isinstance(value, _NUMBERS):
+            seen_ids.add(id(value))
         yield value
         if isinstance(value, torch.Tensor):
             continue
@@ -101,8 +114,9 @@ def _contents(value: Any, names: _Names) -> _Contents:
         names: of attributes that may be read of it.
     """
     if isinstance(value, types.FunctionType):
-        names |= _attribute_names(value)
-        return _Contents(_contents_of_function(value), names)
+        own_names = _attribute_names(value)
+        values = [*_contents_of_function(value), *_globals_of(value, own_names)]
+        return _Contents(values, names | own_names)
     if isinstance(value, types.MethodType):
         names |= _attribute_names(value.__func__)
         return _Contents([value.__self__, value.__func__], names)
@@ -113,8 +127,9 @@ def _contents(value: Any, names: _Names) -> _Contents:
     if isinstance(value, (list, tuple, deque)):
         return _Contents(list(value), names)
     if hasattr(value, "__dict__") and not isinstance(value, (types.ModuleType, type)):
-        names |= _attribute_names(_call_of(value))
-        return _Contents(_named_attributes(value, names), names)
+        call = _call_of(value)
+        names |= _attribute_names(call)
+        return _Contents([*_named_attributes(value, names), call], names)
     return _Contents([], names)
 
 
@@ -127,6 +142,12 @@ def _contents_of_function(function: types.FunctionType) -> list[Any]:
         with suppress(ValueError):  # not assigned yet
             values.append(cell.cell_contents)
     return values
+
+
+def _globals_of(function: types.FunctionType, names: _Names) -> list[Any]:
+    """The values of its module that a function may read by one of ``names``."""
+    module = function.__globals__
+    return [module[name] for name in sorted(names & module.keys())]
 
 
 def _call_of(value: Any) -> Any:
