@@ -424,15 +424,17 @@ class SegmentedCache:
     def _take_entries(self, chosen: list[int]) -> None:
         if self._shapes is None or chosen == list(range(self.batch)):
             return
-        n_before = self.batch
-        self._shapes = self._shapes._replace(rows=len(chosen))
-        for prefix in self._prefixes:
-            if len(chosen) == n_before and self._can_reorder_in_place(prefix):
+        is_same_number = len(chosen) == self.batch
+        # The last prefix comes first: if there is no memory to reorder it, nothing has
+        # been changed.
+        for prefix in reversed(self._prefixes):
+            if is_same_number and self._can_reorder_in_place(prefix):
                 if prefix.block.place is not Place.DEVICE:
                     self.places.finish_copies()
                 _reorder_in_place(prefix, chosen)
             else:
                 prefix.entries = _composed(prefix.entries, chosen)
+        self._shapes = self._shapes._replace(rows=len(chosen))
 
     def _can_reorder_in_place(self, prefix: _BlockPrefix) -> bool:
         """Whether a prefix is the small last one, which has no other cache and can stay
@@ -446,8 +448,10 @@ class SegmentedCache:
 def _reorder_in_place(prefix: _BlockPrefix, chosen: Sequence[int]) -> None:
     segment = prefix.segment()
     rows = torch.tensor(chosen, dtype=torch.int64, device=segment.key.device)
-    segment.key.copy_(segment.key[rows])
-    segment.value.copy_(segment.value[rows])
+    key = segment.key[rows]
+    value = segment.value[rows]
+    segment.key.copy_(key)
+    segment.value.copy_(value)
 
 
 def _composed(

@@ -314,6 +314,81 @@ def test_an_interrupted_load_leaves_no_tokens(
     assert {layer.get_seq_length() for layer in other.layers} == {0}
 
 
+CHANGES: dict[str, Any] = {
+    "crop": -3,
+    "batch_repeat_interleave": 2,
+    "reorder_cache": torch.tensor([1, 0]),
+    "batch_select_indices": torch.tensor([1]),
+}
+
+
+class Interrupted:
+    """A method of layers that an interrupt ends.
+
+    Attributes:
+        n_left: how often the method runs until then.
+        is_behind: whether the last run comes to its end.
+        method: the method.
+    """
+
+    def __init__(self, method: Any, n_left: int, is_behind: bool) -> None:
+        self.n_left = n_left
+        self.is_behind = is_behind
+        self.method = method
+
+    def run(self, *arguments: Any) -> None:
+        self.n_left -= 1
+        if self.n_left == 0 and not self.is_behind:
+            raise KeyboardInterrupt
+        self.method(*arguments)
+        if self.n_left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", CHANGES)
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_an_interrupted_change_of_entries_leaves_no_tokens(
+    method: str, number: int, is_behind: bool, tmp_path: Path
+) -> None:
+    """Some layers had the new beams, and others the old ones: later tokens were wrong,
+    without a word."""
+    model = model_of("llama")
+    cache = cache_of(model, None, tmp_path)
+    ids = some_ids(2, TOKENS)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    interrupted = Interrupted(getattr(SegmentedLayer, method), number, is_behind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SegmentedLayer, method, lambda *arguments: interrupted.run(*arguments)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            getattr(cache, method)(CHANGES[method])
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}
+    assert torch.equal(generate(model, ids, cache), generate(model, ids))
+
+
+def test_a_refused_change_leaves_all_layers(tmp_path: Path) -> None:
+    """A window that keeps no older tokens refused to be cropped behind layers that had
+    been, and a batch entry that is not there."""
+    types = ["full_attention", "sliding_attention"]
+    model = attended(tiny("gemma2", {"layer_types": types}), "quorum")
+    cache = cache_of(model, None, tmp_path)
+    ids = some_ids(2, TOKENS)
+    next_ids = some_ids(2, 1)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        plain = copy.deepcopy(cache)
+        with pytest.raises(RuntimeError):
+            cache.crop(-3)
+        with pytest.raises((IndexError, ValueError)):
+            cache.batch_select_indices(torch.tensor([5]))
+        logits = model(next_ids, past_key_values=cache).logits
+        expected = model(next_ids, past_key_values=plain).logits
+    torch.testing.assert_close(logits, expected)
+
+
 def test_memory_of_a_few_bytes_is_a_slip() -> None:
     """16 for "16GiB": all tokens went to host memory without a word."""
     model = model_of("llama")

@@ -101,7 +101,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
             layer.next_layer = weakref.ref(next_layer)
 
     def _segmented_layers(self) -> list[SegmentedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SegmentedLayer)]
+        return [layer for layer in self.layers if _is_segmented(layer)]
 
     def update(
         self,
@@ -187,6 +187,14 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
                 n_bytes -= tokens.promote(n_bytes, n_behind)
         self._shared.forget_copies()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove ``-tokens_to_remove`` tokens; see ``SegmentedLayer.crop``."""
+        self._change_layers("crop", tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch entry, without a copy of what lies in segments."""
+        self._change_layers("batch_repeat_interleave", repeats)
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make batch entry i what entry ``beam_idx[i]`` was."""
         self._change_entries(beam_idx, "reorder_cache")
@@ -198,9 +206,34 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def _change_entries(self, indices: torch.Tensor, method: str) -> None:
         # The host waits for the device once, not for each layer.
         on_host = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-        for layer in self.layers:
-            chosen = on_host if isinstance(layer, SegmentedLayer) else indices
-            getattr(layer, method)(chosen)
+        self._change_layers(method, indices, on_host)
+
+    def _change_layers(
+        self, method: str, argument: Any, in_segments: Any = None
+    ) -> None:
+        """Call a method of each layer. Layers that are not in segments come first: they
+        may refuse, and then no layer is changed.
+
+        Behind an interrupt, or an error of another layer than the first, the cache has
+        no tokens: some layers would be changed, and others not.
+
+        Args:
+            method: the method's name.
+            argument: what it is given.
+            in_segments: what layers in segments are given instead, or None.
+        """
+        if in_segments is None:
+            in_segments = argument
+        n_changed = 0
+        try:
+            for layer in sorted(self.layers, key=_is_segmented):
+                chosen = in_segments if _is_segmented(layer) else argument
+                getattr(layer, method)(chosen)
+                n_changed += 1
+        except BaseException as error:
+            if n_changed > 0 or not isinstance(error, Exception):
+                self.reset()
+            raise
 
     def fork(self) -> PromptCache:
         """Return a second cache with the same tokens, for another question about the
@@ -211,7 +244,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         """
         forked = copy.copy(self)
         forked.layers = [
-            layer.fork() if isinstance(layer, SegmentedLayer) else copy.deepcopy(layer)
+            layer.fork() if _is_segmented(layer) else copy.deepcopy(layer)
             for layer in self.layers
         ]
         forked._link_layers()
@@ -293,6 +326,10 @@ def _bytes_or_none(memory: int | str | None, name: str) -> int | None:
     if memory is None:
         return None
     return parse_memory(memory, name, lowest=_LEAST_MEMORY, or_zero=True)
+
+
+def _is_segmented(layer: Any) -> bool:
+    return isinstance(layer, SegmentedLayer)
 
 
 def remove_tokens(layers: Iterable[Any]) -> None:
