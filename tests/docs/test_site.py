@@ -93,6 +93,11 @@ def test_the_reference_lists_options_one_by_one(site: Path) -> None:
     page = (site / "reference" / "calls.html").read_text(encoding="utf-8")
     for option in ("budget", "depth", "devices", "exact_delta"):
         assert f"<code>{option}</code>" in page, option
+    # Each line of a description was a result of its own.
+    results = re.findall(r"Returns:</span>.*?</table>", page, re.S)
+    assert results
+    for table in results:
+        assert table.count('<tr class="doc-section-item">') == 1
 
 
 # Attributes and styles by which a page loads something.

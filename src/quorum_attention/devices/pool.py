@@ -88,19 +88,20 @@ class Pool(WorkerPool):
 
         Args:
             query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p,
-                dropout_seed, out: as there; tensors in host memory or on a CUDA device.
+                dropout_seed, out: as in ``quorum_attention.attention``; tensors in host
+                memory or on a CUDA device.
             report: filled with what happened.
-            options: budget, of each device, a list has one for each; depth, kernel,
-                accumulator, exact_delta and progress, as there; progress is counted in
-                parts.
+            options: depth, kernel, accumulator and exact_delta, as in
+                ``quorum_attention.attention``. budget is of each device, and a list
+                has one for each. progress is counted in parts.
 
         Returns:
             (..., heads, n_queries, value_dim), in shared memory if the inputs are in
             host memory.
 
         Raises:
-            Errors as of ``quorum_attention.attention``; RuntimeError: no worker is
-            left, with what was done until then.
+            RuntimeError: no worker is left; the message says what was done until then.
+            ValueError, TypeError, BudgetError: as in ``quorum_attention.attention``.
         """
         check_names("Pool.attention", options, _OPTIONS)
         call_report = None if report is None else Report(pool=report)

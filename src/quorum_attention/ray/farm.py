@@ -137,27 +137,28 @@ class Farm(AbstractContextManager["Farm"]):
         """``quorum_attention.attention`` from files to files.
 
         Args:
-            call: attn_mask, is_causal, scale and enable_gqa, in this order or by name,
-                as there. The tensors of ``attn_mask`` may be in memory, and are sent to
-                every worker then.
+            call: attn_mask, is_causal, scale and enable_gqa of
+                ``quorum_attention.attention``, in this order or by name. The tensors of
+                ``attn_mask`` may be in memory, and are sent to every worker then.
             out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped
                 from a file; partial states are kept beside that.
             lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64
                 inputs), mapped from a file; None: it is not wanted.
-            options: dropout_p and dropout_seed, as there; with dropout heads are not
-                cut; depth and kernel, of each unit's calls, as there; chunks: tasks of
-                each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None: as
-                many as leave ten units for each worker, if there are fewer heads;
-                report: a ``PoolReport``, filled with what happened.
+            options: dropout_p and dropout_seed, as in ``quorum_attention.attention``;
+                with dropout heads are not cut. depth and kernel, for the calls of each
+                unit. chunks is the number of tasks of each key/value head, c = l (l -
+                1) + 1; 1 leaves heads whole; None takes so many that each worker gets
+                ten units, if there are fewer heads. report is a ``PoolReport``, filled
+                with what happened.
 
         Returns:
             ``out``.
 
         Raises:
-            Errors as of ``quorum_attention.attention``; ValueError: a tensor is in no
-            file;
+            ValueError: a tensor is in no file; and the errors of
+                ``quorum_attention.attention``.
             NotImplementedError: a gradient is wanted, which ``attention_backward``
-                computes;
+                computes.
             RuntimeError: a unit has lost four workers.
         """
         results = {"out": out}
