@@ -98,6 +98,10 @@ def test_the_reference_lists_options_one_by_one(site: Path) -> None:
     assert results
     for table in results:
         assert table.count('<tr class="doc-section-item">') == 1
+    # Two attributes in one entry: the second was shown as the type of the first.
+    for path in sorted((site / "reference").glob("*.html")):
+        text = path.read_text(encoding="utf-8")
+        assert ",</span></code></td>" not in text, path.name
 
 
 # Attributes and styles by which a page loads something.

@@ -85,7 +85,7 @@ def check_kernel(
             (done, total, label), which is called after each call that was compared.
 
     Returns:
-        a ``CheckResult``: verdict, errors, first wrong rows, and laws that are broken.
+        The verdict, the errors, the first wrong rows, and the laws that are broken.
 
     Raises:
         NotImplementedError: the kernel cannot run these calls; says why.

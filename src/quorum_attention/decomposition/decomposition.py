@@ -33,7 +33,8 @@ class Span:
     """A maximal run of consecutive tokens of a task with the same group bits.
 
     Attributes:
-        start, stop: global token positions, [start, stop).
+        start: position of the first token in the whole sequence.
+        stop: position behind the last token.
         bits: one bit for each non-owner chunk it lies in, over all levels; a pair (q,
             k) is kept where bits[q] & bits[k] == 0.
     """

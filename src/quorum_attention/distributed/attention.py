@@ -120,7 +120,7 @@ def attention(
         report: a ``ShardedReport``, to be filled with what this rank did.
 
     Returns:
-        (..., heads, rows, value_dim): the result for this rank's rows.
+        The result for this rank's rows, (..., heads, rows, value_dim).
 
     Raises:
         TypeError, ValueError: arguments that do not fit, or differ between ranks.

@@ -17,10 +17,12 @@ class ShardedReport:
 
     Attributes:
         way: how the pairs were shared among the ranks (distributed/strategies.py).
-        rank, ranks: of the group.
+        rank: this rank's number in the group.
+        ranks: how many the group has.
         pairs: query-key pairs that this rank computes.
         imbalance: the most pairs of any rank, over an equal share.
-        forward_bytes, backward_bytes: received by this rank.
+        forward_bytes: received by this rank in the forward.
+        backward_bytes: received by this rank in the backward.
         most_forward_bytes: received in a forward by the busiest rank, as planned.
         stages: number of exchanges that overlap with computation.
         kept: whether gathered inputs are kept for the backward.

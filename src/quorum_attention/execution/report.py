@@ -30,8 +30,8 @@ class Total(InWords):
     """The sum of all passes that had a ``Report``. Any thread may add to it.
 
     Attributes:
-        forwards, backwards: passes of each kind. Recomputed forwards (checkpoints)
-            count again.
+        forwards: how many ran. Recomputed forwards (checkpoints) count again.
+        backwards: how many ran.
         cut: passes that ran in more than one unit: head group after head group, or as
             tasks.
         seconds: host wall-clock time of all passes. On CUDA with results on the device
@@ -108,7 +108,8 @@ class PassReport:
         levels: chunk counts per level at the end of the pass (deeper than planned after
             a recovery); () is uncut.
         planned_levels: as planned.
-        n_groups, heads_per_group: head groups, and query heads in each.
+        n_groups: how many head groups.
+        heads_per_group: query heads in each group.
         n_cap: slots at the end of the pass.
         streams: kernel calls of a task in flight at once.
         accumulator: "device", "host", or "none" if nothing had to be merged.
@@ -117,16 +118,17 @@ class PassReport:
             this is only the time to launch its work.
         left_out: share of the tokens that were trimmed from tasks because no pair of
             theirs is kept there (docs/architecture.md, "Trimmed tasks").
-        loaded_bytes, stored_bytes: copied into slots (from host memory, or within the
-            device where inputs are there) and out of slots; masks are not counted.
+        loaded_bytes: copied into slots, from host memory, or within the device where
+            inputs are there; masks are not counted.
+        stored_bytes: copied out of slots.
         planned_peak_bytes: most device bytes of the pass, as planned.
         budget_bytes: the budget it was planned for; None if none was given.
         peak_bytes: most device bytes, measured by the device's allocator, beyond those
             allocated before; None on the CPU, whose allocator does not count.
         repeated_units: units run again because a scaled fp16 gradient overflowed
             (execution/scaling.py).
-        dropout_p, dropout_seed: chance and seed of the call's dropout; None without
-            dropout.
+        dropout_p: the call's chance of dropout; None without dropout.
+        dropout_seed: the call's seed of dropout; None without dropout.
         timed: whether ``stages`` are measured.
         stages: device seconds by stage (execution/device/clock.py); empty for an uncut
             call.

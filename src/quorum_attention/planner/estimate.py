@@ -72,9 +72,15 @@ def plan(
     """Plan an attention call of ``n_tokens`` queries.
 
     Args:
-        n_tokens: queries (and keys, unless ``n_keys`` is given). heads, kv_heads,
-        head_dim, value_dim, batch, dtype, is_causal: sizes of the call;
-            ``kv_heads`` and ``value_dim`` default to ``heads`` and ``head_dim``.
+        n_tokens: queries (and keys, unless ``n_keys`` is given).
+        n_keys: keys; None is ``n_tokens``.
+        heads: query heads.
+        kv_heads: key/value heads; None is ``heads``.
+        head_dim: width of queries and keys.
+        value_dim: width of values; None is ``head_dim``.
+        batch: batch entries.
+        dtype: of the inputs.
+        is_causal: as in ``quorum_attention.attention``.
         dropout_p: of the call; above 0 only kernels with dropout are considered.
         budget: device bytes, as a number or "2GiB"; None is the free memory.
         levels: chunk counts per level, e.g. (7, 7) or (57,); () is uncut; None is the
@@ -229,7 +235,8 @@ class Estimate(InWords):
         budget_bytes: the budget given; None is what is free.
         fits_monolithic: whether the uncut forward fits the budget.
         monolithic_bytes: device bytes of the uncut forward.
-        forward, backward: the plans.
+        forward: the plan of the forward.
+        backward: the plan of the backward.
         alternatives: forward plans with other levels that fit, the fastest first.
     """
 

@@ -87,7 +87,8 @@ class Plan(InWords):
         kernel: name of the inner kernel.
         backward: whether it is the plan of a backward pass.
         schedule: what the executor runs: decomposition, head group and route.
-        footprint, cost: its predicted bytes and seconds.
+        footprint: its bytes.
+        cost: its predicted seconds.
         why: what else there was, in words; empty where nothing was compared.
         uncut_bytes: device bytes of the whole call at once; None where a search did not
             say.

@@ -156,8 +156,8 @@ def long_context(
             device.
 
     Returns:
-        What was changed and what was left out, with reasons: print it. Its ``undo()``
-        gives the model back as it was; so does the end of a ``with`` block.
+        A summary of what was changed and what was left out, with reasons. Print it. Its
+        ``undo()`` gives the model back as it was; so does the end of a ``with`` block.
 
     Raises:
         ImportError: Transformers is not installed, or its version is not supported.

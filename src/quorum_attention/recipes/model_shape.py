@@ -44,10 +44,16 @@ class ModelShape:
 
     Attributes:
         kind: ``model_type`` of its configuration.
-        layers, hidden, heads, kv_heads, head_dim, vocabulary: counts and widths. Latent
-            attention counts as attention of expanded heads, as its layers compute it.
+        layers: how many.
+        hidden: width of the hidden states.
+        heads: query heads. Latent attention counts as attention of expanded heads, as
+            its layers compute it.
+        kv_heads: key/value heads.
+        head_dim: width of a head.
+        vocabulary: words, that is logits of a token.
         intermediate: width of an MLP, or of one expert.
-        experts, experts_per_token: 0 and 1 if the MLP has no experts.
+        experts: of an MLP; 0 if it has none.
+        experts_per_token: that a token goes through; 1 without experts.
         parameters: how many, all together.
         mlp_width: the widest MLP that a token goes through: a dense one, or its experts
             with those that all tokens share.

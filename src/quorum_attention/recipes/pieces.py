@@ -35,8 +35,8 @@ def chunk_loss(model: Any) -> LongContext:
             one, with its weights loaded.
 
     Returns:
-        Whether it was done, or why not: print it. ``undo()`` takes it back, and first
-        what other functions changed since.
+        A summary that says whether the change was made, or why not. Print it. Its
+        ``undo()`` takes the change back, and first what other functions changed since.
 
     Raises:
         TypeError: it is no such model.

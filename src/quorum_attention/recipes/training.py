@@ -22,7 +22,8 @@ class Training:
     """How a model is trained.
 
     Attributes:
-        tokens, batch: of a step.
+        tokens: of a sequence.
+        batch: sequences of a step.
         dtype: of weights and activations.
         optimizer: "none", "adamw" (two states in the weights' dtype), "adamw-fp32" (two
             states and the weights in float32).

@@ -193,8 +193,8 @@ def quorum_mask(
         options: what other kinds of masks need (dtype, config, ...).
 
     Returns:
-        A ``DescribedMask``; for one query what SDPA has: a tensor (batch, 1, 1,
-        kv_length) or None.
+        A ``DescribedMask``. For one query it is the mask of SDPA, a tensor (batch, 1,
+        1, kv_length) or None.
 
     Raises:
         ValueError: a mask of padding that is not of two dimensions.
