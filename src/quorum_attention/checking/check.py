@@ -64,15 +64,21 @@ def check_kernel(
 
     The kernel is compared with itself: the uncut call with calls at depths 1 to 3, in
     several chunk counts and both layouts, with heads and batch entries together and one
-    by one, at a prime
-    length. Errors that no cut shows are tested too: a call is repeated, views of larger
-    tensors give the same, the backward is compared with differences of the forward, and
-    the scale must have an effect. Results may differ only by rounding, as much as dtype
-    and scores explain.
+    by one, at a prime length. Errors that no cut shows are tested too: a call is
+    repeated, views of larger tensors give the same, the backward is compared with
+    differences of the forward, and the scale must have an effect. Results may differ
+    only by rounding, as much as dtype and scores explain.
 
     Args:
-        kernel: name of a registered kernel, or an ``InnerKernel``. n_tokens, n_keys,
-        batch, heads, kv_heads, head_dim, value_dim, dtype: sizes of the calls.
+        kernel: name of a registered kernel, or an ``InnerKernel``.
+        n_tokens: queries of a call.
+        n_keys: keys of a call; None is ``n_tokens``.
+        batch: batch entries.
+        heads: query heads.
+        kv_heads: key/value heads; None is ``heads``.
+        head_dim: width of queries and keys.
+        value_dim: width of values; None is ``head_dim``.
+        dtype: of the inputs.
         device: default CUDA if there is one.
         is_causal: causal calls (True) or plain calls (False) alone; default both.
         backward: whether to test gradients as well.

@@ -95,8 +95,9 @@ def attention(
     Args:
         query: (..., heads, rows, head_dim): this rank's rows; fp16, bf16, fp32 or fp64,
             on the device of the group's backend (NCCL: CUDA; Gloo: CPU).
-        key: (..., kv_heads, rows, head_dim), value: (..., kv_heads, rows, value_dim):
-            the same rows. Batch dimensions, heads and dtype are the same on all ranks.
+        key: (..., kv_heads, rows, head_dim): the same rows.
+        value: (..., kv_heads, rows, value_dim): the same rows. Batch dimensions, heads
+            and dtype are the same on all ranks.
         attn_mask: a ``Mask`` of the whole sequence, the same on all ranks;
             ``documents`` and ``key_padding`` may have this rank's rows only, and are
             then gathered. Or a tensor that broadcasts to (..., heads, tokens, tokens)

@@ -91,8 +91,7 @@ class Engine:
         issued.
 
         The stages of neighbouring units overlap on the device. With two slots, while
-        unit k
-        computes::
+        unit k computes::
 
             load       k + 1
             compute    k

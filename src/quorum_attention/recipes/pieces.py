@@ -83,8 +83,8 @@ def checkpoint_layers(
             can be kept (``register``).
         place: "auto" keeps them on the device while there is room, and then in
             page-locked host memory; "host" and "device" name one place.
-        budget: of each attention call, as ``register`` was given, which plans of a step
-            count.
+        budget: the budget of an attention call that ``register`` was given. "auto" uses
+            it to predict a step's peak, beside which checkpoints may stay.
 
     Returns, errors: as in ``chunk_loss``; ValueError for another ``place``.
     """

@@ -47,10 +47,9 @@ def register(
 
     Any model that takes its attention by name can use it: in training, in ``generate``,
     with gradient checkpointing. No tensor of queries times keys is made for causal
-    masks, windows,
-    chunks, padding, packed documents and their combinations: they become a
-    ``quorum_attention.Mask``. If a model asks for something that is not supported, the
-    error names it.
+    masks, windows, chunks, padding, packed documents and their combinations: they
+    become a ``quorum_attention.Mask``. If a model asks for something that is not
+    supported, the error names it.
 
     Call it again to change the options of a name, or with another name for other
     options.

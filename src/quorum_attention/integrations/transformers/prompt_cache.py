@@ -165,16 +165,16 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
                 layer.tokens.prepare(key, value, Place.HOST)
 
     def promote(self, n_bytes: int, n_behind: int) -> None:
-        """Move tokens from host memory to the device, as many as ``n_bytes`` of it
-        hold, beside what is left of the cache's own part: layer by layer, of the last
-        one a part.
+        """Move tokens from host memory to the device, after a prompt was computed.
 
-        A prompt was computed: the memory that this took may hold what is read for each
-        token.
+        The memory that computing took is free then, and new tokens read the device
+        faster than host memory. Whole layers move as long as they fit, then the last
+        tokens of one more layer.
 
         Args:
-            n_bytes: of the device.
-            n_behind: tokens behind the prompt, which get room on the device first.
+            n_bytes: free bytes of the device, besides what is left of the cache's own
+                part.
+            n_behind: tokens after the prompt, which get room on the device first.
         """
         n_bytes += self.places.remaining(Place.DEVICE)
         layers = [layer.tokens for layer in _spread(self._segmented_layers())]
@@ -188,7 +188,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         self._shared.forget_copies()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove ``-tokens_to_remove`` tokens; see ``SegmentedLayer.crop``."""
+        """Remove the last ``-tokens_to_remove`` tokens. A positive number says how many
+        tokens are kept, as in older versions of Transformers."""
         self._change_layers("crop", tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
