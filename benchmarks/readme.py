@@ -56,7 +56,7 @@ def prompt() -> str:
         for names in (rows, out_of_memory_rows())
     )
     return paragraph(
-        "Measured on an H200, with a model of Qwen3-4B's shape and all its 36 layers.",
+        "One H200 ran a model of Qwen3-4B's shape, with all its 36 layers.",
         *(
             prompt_sentence(tokens, memory, rows[name].value)
             for tokens, memory in LONG_PROMPTS
