@@ -347,3 +347,21 @@ def test_keys_that_grow_have_one_key_for_many_lengths() -> None:
             names.add(key_of(list(three)))
             torch.testing.assert_close(qa.attention(*three), exact(*three).float())
         assert len(names) == 1
+
+
+def test_a_mask_of_a_bias_is_cached_as_its_tensor_is() -> None:
+    """A call under such a ``Mask`` was planned each time, which took the host longer
+    than the call."""
+    q, k, v = inputs()
+    bias = torch.randn(1, 4, 24, 24, requires_grad=True)
+    expected = qa.attention(q, k, v, bias, **GROUPED)
+    assert len(dispatch._CACHE) == 1
+    out = qa.attention(q, k, v, qa.Mask(bias=bias), **GROUPED)
+    assert len(dispatch._CACHE) == 1
+    assert torch.equal(out, expected)
+    for results in (out, expected):
+        (grad,) = torch.autograd.grad(results.sum(), bias)
+        assert bool(grad.abs().sum() > 0.0)
+    # With another field it is a mask, whose pairs are looked at.
+    window = qa.attention(q, k, v, qa.Mask(bias=bias, window=3), **GROUPED)
+    assert not torch.equal(window, expected)

@@ -290,14 +290,18 @@ def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
 def _with_mask_tensor(
     query: torch.Tensor, key: torch.Tensor, arguments: Arguments
 ) -> Arguments:
-    """Return the arguments of a plain call with a tensor in place of a ``Mask`` of
-    tokens.
+    """Return the arguments of a plain call with a tensor in place of a ``Mask``.
 
-    They are replaced in short calls on a GPU.
+    A mask of nothing but a bias is that tensor. Masks of tokens are replaced in short
+    calls on a GPU.
     """
     mask = arguments.attn_mask
+    if not isinstance(mask, Mask):
+        return arguments
+    if tuple(mask.set_fields()) == ("bias",) and _is_plain(mask.bias):
+        return arguments._replace(attn_mask=mask.bias)
     device = query.device
-    if not isinstance(mask, Mask) or key.device != device or capturing(device):
+    if key.device != device or capturing(device):
         return arguments
     short_mask = short_mask_tensor(mask, query, key)
     if short_mask is None:
