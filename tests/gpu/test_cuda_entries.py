@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.attention import error
 from helpers.entries import VIEWS, count_operators, masked_call
+from helpers.few_pairs import drawn_call, largest_excess, results_of
 
 import quorum_attention as qa
 from quorum_attention.kernels.masked import packing, pair_bias, ways
@@ -142,6 +143,47 @@ def test_grouped_heads_on_a_kernel_that_takes_equal_heads(dtype: torch.dtype) ->
     wanted_grads = torch.autograd.grad(wanted, exact, upstream.double())
     for result, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
         assert error(result, right) < 0.05
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_calls_of_few_pairs(block: int) -> None:
+    """By torch's products: as exact as their roundings, for every dtype and bias."""
+    for number in range(100 * block, 100 * block + 100):
+        drawn = drawn_call(number, "cuda")
+        excess = largest_excess(drawn, results_of(drawn, kernel="unfused"))
+        assert excess < 1.0, f"drawn call {number}: {excess:.3g} of what is allowed"
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_a_learned_bias_of_many_entries_is_summed_exactly(kv_heads: int) -> None:
+    """In fp32, over 262,144 rows, by the kernel that "auto" takes."""
+    n_entries = 32_768
+    shapes = [(n_entries, heads, 8, 16) for heads in (8, kv_heads, kv_heads)]
+    leaves = [torch.randn(shape, device="cuda").requires_grad_() for shape in shapes]
+    bias = torch.randn(1, 8, 8, 1, device="cuda", requires_grad=True)
+    full_bias = torch.randn(1, 8, 8, 8, device="cuda", requires_grad=True)
+    for learned in (bias, full_bias):
+        report = qa.Report()
+        qa.attention(*leaves, learned, enable_gqa=True, report=report)
+        assert report.forward is not None
+        assert report.forward.kernel == "unfused"
+        out = qa.attention(*leaves, qa.Mask(bias=learned), enable_gqa=True)
+        upstream = torch.randn_like(out)
+        inputs = [*leaves, learned]
+        grads = torch.autograd.grad(out, inputs, upstream)
+        exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        group = 8 // kv_heads
+        key, value = (tensor.repeat_interleave(group, 1) for tensor in exact[1:3])
+        scores = exact[0] @ key.mT * 0.25 + exact[3]
+        wanted = scores.softmax(-1) @ value
+        wanted_grads = torch.autograd.grad(wanted, exact, upstream.double())
+        for result, right in zip(
+            (out, *grads[:3]), (wanted, *wanted_grads[:3]), strict=True
+        ):
+            assert error(result, right) < 2e-6
+        # Its numbers add up to little: roundings are those of what is added.
+        terms = upstream.square().sum().sqrt().item()
+        assert (grads[3] - wanted_grads[3]).abs().max().item() < 3e-6 * terms
 
 
 @pytest.mark.parametrize("has_budget", [False, True], ids=["free", "budget"])

@@ -15,7 +15,8 @@ from quorum_attention.kernels.call_shape import BiasShape, is_rounded
 
 def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasShape:
     """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask``
-    varies over, and whether inputs of ``dtype`` would round it."""
+    varies over, whether inputs of ``dtype`` would round it, and whether it gets a
+    gradient."""
     *batch_sizes, n_heads, n_rows, n_columns = _all_sizes(mask, batch_dims)
     return BiasShape(
         batch=any(n > 1 for n in batch_sizes),
@@ -23,6 +24,7 @@ def bias_shape(mask: torch.Tensor, batch_dims: int, dtype: torch.dtype) -> BiasS
         rows=n_rows > 1,
         columns=n_columns > 1,
         wide=is_rounded(mask.dtype, dtype),
+        needs_grad=mask.requires_grad and torch.is_grad_enabled(),
     )
 
 

@@ -25,6 +25,7 @@ class BiasShape:
             the others.
         wide: whether it is added in the state's dtype, because the inputs' dtype would
             round it.
+        needs_grad: whether a backward computes its gradient.
     """
 
     batch: bool
@@ -32,6 +33,7 @@ class BiasShape:
     rows: bool
     columns: bool = True
     wide: bool = False
+    needs_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)

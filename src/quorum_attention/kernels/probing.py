@@ -58,7 +58,7 @@ _TOLERANCES = {
 _MOST_ANSWERS = 1024
 _PASSED_FILE = "passed.json"
 # Operators of other packages on a GPU are tested by one process for all others.
-_KERNELS_OF_PACKAGES = ("cudnn", "flash", "efficient", "fa4")
+_KERNELS_OF_PACKAGES = ("cudnn", "flash", "efficient", "unfused", "fa4")
 
 
 def probe(
@@ -85,8 +85,12 @@ def probe(
     # Compiled kernels may depend on how many query heads share a key head. Causal calls
     # and others are tested together.
     group = max(1, shape.queries_per_key_head)
+    bias = shape.bias
+    if bias is not None:
+        bias = replace(bias, needs_grad=False)
     kind = replace(
         shape,
+        bias=bias,
         heads=2 * group,
         kv_heads=2,
         is_causal=False,

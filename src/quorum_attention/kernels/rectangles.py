@@ -64,7 +64,8 @@ class RectangleKernel(CallsKernel):
         forward_limits, backward_limits: what one call of the operator may have at most.
             Larger calls are cut into parts by batch entries and heads; where one head
             is too large, by rows.
-        lowest_score: the operator treats this score, and lower ones, as masked.
+        lowest_score: the operator treats this score, and lower ones, as masked, but not
+            in float64.
         row_unit: for every batch entry the operator's temporaries are rounded up to
             multiples of this many rows.
         splits_fp32_scale: in its backward the operator rounds a score times the scale
@@ -175,11 +176,12 @@ class RectangleKernel(CallsKernel):
         what they return for such rows (0 with lse 0, NaN)."""
         if call.bias is None:
             return
+        is_float64 = call.query.dtype == torch.float64
         dead = dead_rows(
             four_dims(call.bias),
             call.query.shape[2],
             call.is_causal,
-            self.lowest_score,
+            -math.inf if is_float64 else self.lowest_score,
         )
         # Most masks leave no such row. On a GPU, asking would make the host wait.
         if dead.is_cuda or bool(dead.any()):

@@ -12,6 +12,7 @@ from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.reference import DenseKernel
 from quorum_attention.kernels.torch_private import flash_implementation
+from quorum_attention.kernels.unfused import UnfusedKernel
 
 _KERNELS: dict[str, Kernel] = {}
 _n_registrations = 0
@@ -113,6 +114,7 @@ for _kernel in (
     EfficientKernel(),
     CpuKernel(),
     NativeKernel(),
+    UnfusedKernel(),
     DenseKernel(),
 ):
     register_kernel(_kernel)

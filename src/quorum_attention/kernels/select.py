@@ -10,12 +10,22 @@ from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.probing import probe
 from quorum_attention.kernels.protocol import InnerKernel, Kernel, refusal
 from quorum_attention.kernels.registry import REFERENCE, get_kernel, kernels
+from quorum_attention.kernels.torch_private import allows_tf32
 from quorum_attention.kernels.triton_launch import warm_up
 
 _UNROUNDED = "native"
 _FOR_LONG_CALLS = "fa4"
 _FOR_FEW_KEYS = "efficient"
 _FEW_KEYS = 64
+_FOR_FEW_PAIRS = "unfused"
+# Pairs of a head in calls of many heads, all batch entries together: query heads of a
+# call with gradients, else key heads. (In a forward alone, fused kernels take the query
+# heads of a group as rows of one tile.)
+_FEW_PAIRS = 256
+_MANY_HEADS = 8192
+_MANY_KEY_HEADS = 16_384
+# In a call of any heads, if the bias gets a gradient: fused kernels do not return that.
+_FEW_PAIRS_WITH_GRADIENT = 1024
 LONG_FLOPS = 1e12
 """Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an
 H200."""
@@ -118,6 +128,9 @@ def _first_able(
 def _by_preference(shape: CallShape, device: torch.device) -> dict[str, Kernel]:
     """Return the kernels by name, the preferred ones for such a call first."""
     by_name = kernels()
+    for_few_pairs = by_name.pop(_FOR_FEW_PAIRS)
+    if device.type == "cuda" and _has_few_pairs(shape):
+        return {_FOR_FEW_PAIRS: for_few_pairs, **by_name}
     if device.type != "cuda" or not 0 < shape.n_keys <= _FEW_KEYS:
         return by_name
     if shape.heads != shape.kv_heads:
@@ -125,6 +138,21 @@ def _by_preference(shape: CallShape, device: torch.device) -> dict[str, Kernel]:
     # cuDNN gets longer copies of so few keys. FlashAttention-2 fills tiles of 128 rows
     # with them.
     return {_FOR_FEW_KEYS: by_name[_FOR_FEW_KEYS], **by_name}
+
+
+def _has_few_pairs(shape: CallShape) -> bool:
+    """Tell whether a call's heads have so few pairs that fused kernels would fill
+    nothing but empty tiles. (Calls of 16 bits were not measured.)"""
+    if shape.dtype.itemsize == 2 or allows_tf32():
+        return False
+    n_pairs = shape.n_queries * shape.n_keys
+    if shape.bias is not None and shape.bias.needs_grad:
+        return 0 < n_pairs <= _FEW_PAIRS_WITH_GRADIENT
+    if not 0 < n_pairs <= _FEW_PAIRS:
+        return False
+    if shape.needs_grad:
+        return shape.lanes >= _MANY_HEADS
+    return shape.batch * shape.kv_heads >= _MANY_KEY_HEADS
 
 
 def unrounded_kernel(

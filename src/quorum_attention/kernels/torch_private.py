@@ -495,6 +495,17 @@ def lock_pages_with_threads() -> None:
     change(f"{settings},{our_settings}" if settings else our_settings)
 
 
+def allows_tf32() -> bool:
+    """Tell whether torch may round the factors of fp32 products to TF32 on a GPU."""
+    matmul: Any = torch.backends.cuda.matmul
+    # Since 2.9. Where a caller has set the precision by its new name, asking by the old
+    # one is an error.
+    precision = getattr(matmul, "fp32_precision", None)
+    if precision is None:
+        return bool(matmul.allow_tf32)
+    return bool(precision == "tf32")
+
+
 def flash_implementation() -> Any:
     """Return the name of what torch's flash operators have been replaced by
     (``activate_flash_attention_impl``, from torch 2.11 or so on); None: they are

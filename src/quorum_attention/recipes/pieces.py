@@ -23,7 +23,7 @@ from quorum_attention.recipes.fused_norms import FusedNorms
 from quorum_attention.recipes.long_context import LongContext, training_of
 from quorum_attention.recipes.step_estimate import MLP_TILE
 from quorum_attention.recipes.tiled_mlp import TiledMLPs
-from quorum_attention.units import check_budget
+from quorum_attention.units import parse_bytes
 
 
 @helps_with_names
@@ -89,7 +89,8 @@ def checkpoint_layers(
     Returns, errors: as in ``chunk_loss``; ValueError for another ``place``.
     """
     one_of(place, "place", tuple(PLACES))
-    check_budget(budget)
+    if budget is not None:
+        parse_bytes(budget)
 
     def new_piece(base: Any) -> ModelPiece:
         return LayerCheckpoints(place, training_of(base, budget))

@@ -132,7 +132,8 @@ class _BaseChoice:
             raise NotImplementedError(
                 f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels "
                 "of plain attention that can be called by rectangles do (native "
-                "without options of its own, cudnn, flash, efficient, cpu and dense)"
+                "without options of its own, cudnn, flash, efficient, cpu, unfused and "
+                "dense)"
             )
         capped_kernel = _with_softcap(kernel, mask.softcap)
         if capped_kernel is None:
