@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from html import escape
 from os import PathLike
 from threading import Lock
 from typing import Any
@@ -22,6 +21,8 @@ class InWords:
     __slots__ = ()
 
     def _repr_html_(self) -> str:
+        from html import escape  # only where a notebook shows a report
+
         return f'<pre style="white-space:pre-wrap">{escape(str(self))}</pre>'
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -200,6 +199,8 @@ def calibrate(
         rounds.append(measurements.round())
     values = {name: [figures[name] for figures in rounds] for name in rounds[0]}
     _check_agreement(values)
+    import statistics  # takes longer to import than all files of the planner
+
     medians = {name: statistics.median(measured) for name, measured in values.items()}
     figures: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

@@ -3,7 +3,6 @@ call."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -185,6 +184,8 @@ class RateMeasurements:
         is more.
         """
         self._times(run, max(warm, at_least))
+        import statistics  # see calibration.py
+
         return statistics.median(self._times(run, at_least))
 
     def _times(self, run: Callable[[], object], at_least: float) -> list[float]:
