@@ -135,6 +135,7 @@ def kernels_are_as_they_were(nothing_is_left: None) -> Iterator[None]:
     if registry is not None and before is not None and before != registry._KERNELS:
         registry._KERNELS.clear()
         registry._KERNELS.update(before)
+        registry._n_registrations += 1
 
 
 @pytest.fixture(autouse=True)

@@ -446,3 +446,22 @@ def test_functions_of_a_mask_know_the_entries_of_their_own_batch(
         torch.stack(vmap(grad(loss(f), (0, 1, 2)))(q, k, v)) for f in (ours, wanted)
     )
     assert_close(own, right, 1e-11)
+
+
+def test_a_tensor_of_a_transformation_that_is_over_is_an_ordinary_one() -> None:
+    """Its wrapper claims to require a gradient: a result would have a graph to it, and
+    a backward would compute what nobody can get."""
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x.sum()
+
+    query = torch.randn(1, 2, 8, 64)
+    grad(keep)(query)
+    out = qa.attention(kept[0], kept[0], kept[0])
+    assert not out.requires_grad
+    assert torch.equal(out, qa.attention(query, query, query))
+    leaf = query.clone().requires_grad_()
+    qa.attention(kept[0], leaf, leaf).sum().backward()
+    assert leaf.grad is not None

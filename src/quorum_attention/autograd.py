@@ -26,7 +26,6 @@ from quorum_attention.kernels.torch_private import (
     has_transforms,
     restores_grad_and_autocast,
     uncompiled,
-    unwrap_if_dead,
 )
 from quorum_attention.passes.run import run_backward, run_forward
 
@@ -50,7 +49,7 @@ def run_with_hook(compute: Callable[[], Any]) -> OutLse:
     return out, lse
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AutogradPass:
     """One pass of a checked call, under autograd.
 
@@ -147,13 +146,7 @@ class Attention(torch.autograd.Function):
         ms."""
         if has_transforms():
             return super().apply(*args)  # type: ignore[no-untyped-call]
-        # As torch's does: wrappers of a transformation that is over are replaced by
-        # their tensors.
-        alive = [
-            unwrap_if_dead(arg) if isinstance(arg, torch.Tensor) else arg
-            for arg in args
-        ]
-        return super(torch.autograd.Function, cls).apply(*alive)  # type: ignore[misc]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, ...]:

@@ -21,7 +21,13 @@ from quorum_attention.call.options import Arguments, names_several
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current_settings, with_current_settings
 from quorum_attention.call.validation import Tensors
-from quorum_attention.execution.device.lookup import BACKENDS, best_device
+from quorum_attention.execution.device.lookup import (
+    BACKENDS,
+    HOST,
+    backend_of,
+    best_device,
+    type_of,
+)
 from quorum_attention.kernels.masked.mask_tensor import short_mask_tensor
 from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.registry import registrations
@@ -143,7 +149,7 @@ def is_plain_call(query: Any, key: Any, value: Any, arguments: Arguments) -> boo
     for tensor in (query, key, value):
         if not _is_plain(tensor) or tensor.dim() != 4:
             return False
-    device_type = query.device.type
+    device_type = type_of(query.device)
     # Before sizes are looked at: under a trace they may be tensors.
     return device_type in BACKENDS and not _has_settings_or_modes(device_type)
 
@@ -157,8 +163,8 @@ def cache_key(
     have where no gradients are recorded: a model that decodes has one more in every
     call.
     """
-    device_type = query.device.type
-    mask_key = _mask_key(arguments.attn_mask, query.device)
+    device = query.device
+    mask_key = _mask_key(arguments.attn_mask, device)
     if mask_key is None:
         return None
     try:
@@ -168,17 +174,15 @@ def cache_key(
         # A tensor of a transformation, even of one that is over, has no memory of its
         # own.
         return None
-    backend = BACKENDS[device_type]
-    compute_device = query.device if backend.own_memory else best_device()
-    if compute_device.type != device_type and capturing(compute_device):
+    backend = backend_of(device)
+    compute_device = device if backend.own_memory else best_device()
+    if compute_device != device and capturing(compute_device):
         return None  # it is refused
     recorded = _is_grad_enabled() and _needs_grad(
         query, key, value, arguments.attn_mask
     )
     n_keys_vary = False
-    if compute_device.type == "cpu" and not (
-        recorded or arguments.is_causal or mask_key
-    ):
+    if compute_device == HOST and not (recorded or arguments.is_causal or mask_key):
         n_keys_vary = 0 < key.shape[2] == value.shape[2]
     return (
         _layout_key(query),
@@ -278,7 +282,7 @@ def _mask_key(mask: Any, device: torch.device) -> Hashable | None:
         if mask.device != device:
             return None
         return mask.shape, mask.stride(), mask.dtype, mask.requires_grad
-    if type(mask) is not Mask or not BACKENDS[device.type].own_memory:
+    if type(mask) is not Mask or not backend_of(device).own_memory:
         return None
     fields = mask.set_fields()
     fields.pop("window", None)

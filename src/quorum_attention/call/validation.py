@@ -21,7 +21,11 @@ from quorum_attention.call.overlap import Mappings, overlaps_itself
 from quorum_attention.execution.device.lookup import BACKENDS, HOST
 from quorum_attention.execution.dtypes import DTYPE_NAMES, check_dtype
 from quorum_attention.kernels.call_shape import DTYPES, CallShape
-from quorum_attention.kernels.torch_private import PLAIN, has_tangent
+from quorum_attention.kernels.torch_private import (
+    PLAIN,
+    has_tangent,
+    unwrap_if_dead,
+)
 from quorum_attention.mask import Mask
 from quorum_attention.planner.plan import Plan
 from quorum_attention.units import counted
@@ -163,8 +167,10 @@ def as_tensor(value: Any, name: str, *, for_writing: bool = False) -> torch.Tens
             to.
     """
     if isinstance(value, torch.Tensor):
+        # The wrapper of a transformation that is over is replaced by its tensor.
+        tensor: torch.Tensor = unwrap_if_dead(value)
         # Kernels read memory as it is, and would miss a lazy negation.
-        return value if for_writing or not value.is_neg() else value.resolve_neg()
+        return tensor if for_writing or not tensor.is_neg() else tensor.resolve_neg()
     if not isinstance(value, np.ndarray):
         raise TypeError(
             f"{name} must be a torch.Tensor or a numpy.ndarray, got "

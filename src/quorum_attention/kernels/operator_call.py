@@ -28,7 +28,7 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """The gradients of query, key, value and bias."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One call of an attention operator.
 
@@ -90,7 +90,7 @@ class Call:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Saved:
     """The inputs of a backward besides query, key and value, of whole rows.
 

@@ -53,7 +53,7 @@ def register_kernel(kernel: Kernel) -> None:
 def registrations() -> tuple[object, ...]:
     """Return a key that changes whenever a kernel is registered, or torch's operators
     are replaced."""
-    return (_n_registrations, flash_implementation(), *map(id, _KERNELS.values()))
+    return _n_registrations, flash_implementation()
 
 
 def _check(kernel: object) -> None:

@@ -63,9 +63,9 @@ def empty_like_input(
 def laid_out_like(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return ``result``, or a copy that lies as ``like`` does if ``result`` does
     not."""
-    if result.shape == like.shape and result.stride() == like.stride():
-        return result
     if like.is_contiguous() and result.is_contiguous():
+        return result
+    if result.shape == like.shape and result.stride() == like.stride():
         return result
     strides = result_strides(like, result.shape)
     if _has_strides(result, strides):

@@ -15,7 +15,6 @@ from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.whole import (
     Whole,
@@ -78,7 +77,7 @@ def run_single_kernel_call(
         be planned, because memory ran out, or gradients in 16 bits are not finite.
     """
     device = request.options.device
-    backend = backend_of(device)
+    backend = problem.backend
     try:
         with backend.current(device), no_grad_no_autocast():
             if not results and _is_plain(request, problem, backward_inputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,7 @@ class Cuda(Backend):
     def __init__(self) -> None:
         self.pinned = PinnedPool(Locker(_lock, _unlock, _wait_for_all))
 
+    @functools.cache  # noqa: B019 (one backend, and one answer, in a process)
     def is_here(self) -> bool:
         """Whether torch finds a CUDA device."""
         return torch.cuda.is_available()
