@@ -184,7 +184,7 @@ def test_derivatives_that_are_torchs_alone() -> None:
 
 def test_errors_inside_are_the_caller_s_and_leave_nothing() -> None:
     q, k, v = three()
-    with pytest.raises(qa.BudgetError), qa.patched_sdpa(min_tokens=0, budget=10):
+    with pytest.raises(qa.BudgetError), qa.patched_sdpa(min_tokens=0, budget="1KiB"):
         F.scaled_dot_product_attention(q, k, v)
 
     def stop(*_: object) -> None:

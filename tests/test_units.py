@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quorum_attention
+import quorum_attention as qa
 from quorum_attention.arithmetic import last_fitting
+from quorum_attention.ray import Farm
+from quorum_attention.recipes.training import Training
 from quorum_attention.units import (
     counted,
     format_error,
@@ -83,6 +88,24 @@ def test_memory_without_a_unit_is_refused_by_name() -> None:
     assert parse_memory(0, "host_memory", or_zero=True) == 0
     with pytest.raises(ValueError, match="which is 1 byte"):
         parse_memory(1, "host_memory", or_zero=True)
+
+
+LATER: dict[str, Callable[[Any], Any]] = {
+    "using": lambda budget: qa.using(budget=budget),
+    "patch_sdpa": lambda budget: qa.patch_sdpa(budget=budget),
+    "patched_sdpa": lambda budget: qa.patched_sdpa(budget=budget),
+    "patched_flex_attention": lambda budget: qa.patched_flex_attention(budget=budget),
+    "Training": lambda budget: Training(10, budget=budget),
+    "Farm": lambda budget: Farm(budget=budget),
+}
+
+
+@pytest.mark.parametrize("function", LATER)
+@pytest.mark.parametrize("budget", [0, 16, 1023, True, -1, float("nan")])
+def test_budgets_of_later_calls_are_checked_at_once(function: str, budget: Any) -> None:
+    """16 was taken for a budget: the first call failed, perhaps hours later."""
+    with pytest.raises((TypeError, ValueError), match=r"^budget must"):
+        LATER[function](budget)
 
 
 def test_whole_floats_are_bytes() -> None:

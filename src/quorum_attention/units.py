@@ -29,6 +29,7 @@ _LIMIT = 2**63
 _LARGEST_ERROR = 1e6
 # Fewer bytes of a machine's memory are a slip: 16 for "16GiB", and 24576 for MiB.
 _LEAST_MEMORY = 1 << 20
+_LEAST_BUDGET = 1 << 10
 
 
 def parse_bytes(value: Any, name: str = "budget") -> int:
@@ -83,6 +84,20 @@ def parse_memory(
         f"{name} must be at least {format_bytes(lowest)}, in bytes or as text such as "
         f"'16GiB', got {shown(value)}, which is {counted(n_bytes, 'byte')}"
     )
+
+
+def check_budget(budget: Any) -> None:
+    """Refuse a budget of calls that are made later, if it is a slip: those calls would
+    fail, or never be made.
+
+    Args:
+        budget: as in ``parse_bytes``; None is none.
+
+    Raises:
+        TypeError, ValueError: as in ``parse_memory``.
+    """
+    if budget is not None:
+        parse_memory(budget, "budget", lowest=_LEAST_BUDGET)
 
 
 def parse_count(text: str) -> int:

@@ -107,6 +107,8 @@ def test_arguments_are_checked_before_anything_is_changed(plain: Any) -> None:
         tile_mlps(plain, 0)
     with pytest.raises(ValueError, match="place"):
         checkpoint_layers(plain, "disk")
+    with pytest.raises(ValueError, match="budget must be at least"):
+        checkpoint_layers(plain, budget=16)
     with pytest.raises(TypeError, match="PreTrainedModel"):
         chunk_loss(torch.nn.Linear(2, 2))
     assert "_quorum_attention_changes" not in vars(plain)

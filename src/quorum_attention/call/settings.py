@@ -29,6 +29,7 @@ from quorum_attention.call.options import (
 )
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.keywords import check_names
+from quorum_attention.units import check_budget
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -129,6 +130,7 @@ def checked_settings(function: str, /, **fields: Any) -> Settings:
             )
     check_names(function, options, sorted(SettingsKeywords.__optional_keys__))
     check_options(CallOptions(**options), torch.device("cpu"))
+    check_budget(fields.get("budget"))
     if not _is_open(fields.get("kernel")):
         _check_exact(fields["kernel"])
     whole_number(fields.get("min_tokens", 0), "min_tokens", 0)

@@ -19,6 +19,7 @@ from quorum_attention.call.torch_modules import (
 from quorum_attention.distributed.attention import attention
 from quorum_attention.keywords import check_names
 from quorum_attention.plain_types import Keywords
+from quorum_attention.units import check_budget
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,10 +63,11 @@ def context_parallel(
 
     Raises:
         ValueError: buffers that do not fit each other or their dimensions, one given
-            twice, or one that requires a gradient.
+            twice, or one that requires a gradient; a budget that makes no sense.
         TypeError: ``mesh`` is neither.
     """
     check_names("context_parallel", options, _OPTIONS)
+    check_budget(options.get("budget"))
     if not isinstance(mesh, dist.ProcessGroup) and not hasattr(mesh, "get_group"):
         raise TypeError(
             f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}"

@@ -34,7 +34,7 @@ from quorum_attention.ray.cluster import connect, count_workers, import_ray
 from quorum_attention.ray.compute import compute
 from quorum_attention.ray.farm_pass import FarmPass
 from quorum_attention.ray.unit_queue import UnitQueue
-from quorum_attention.units import counted, parse_bytes
+from quorum_attention.units import check_budget, counted, parse_bytes
 
 # Times that a unit is begun again because its worker or its machine was lost.
 _RETRIES = 3
@@ -98,6 +98,7 @@ class Farm(AbstractContextManager["Farm"]):
     ) -> None:
         if workers is not None:
             workers = whole_number(workers, "workers", 1)
+        check_budget(budget)
         self._budget = None if budget is None else parse_bytes(budget)
         self._ray = import_ray()
         self._max_running = workers

@@ -23,7 +23,7 @@ from quorum_attention.recipes.fused_norms import FusedNorms
 from quorum_attention.recipes.long_context import LongContext, training_of
 from quorum_attention.recipes.step_estimate import MLP_TILE
 from quorum_attention.recipes.tiled_mlp import TiledMLPs
-from quorum_attention.units import parse_bytes
+from quorum_attention.units import check_budget
 
 
 @helps_with_names
@@ -89,8 +89,7 @@ def checkpoint_layers(
     Returns, errors: as in ``chunk_loss``; ValueError for another ``place``.
     """
     one_of(place, "place", tuple(PLACES))
-    if budget is not None:
-        parse_bytes(budget)
+    check_budget(budget)
 
     def new_piece(base: Any) -> ModelPiece:
         return LayerCheckpoints(place, training_of(base, budget))

@@ -11,6 +11,7 @@ from quorum_attention.argument_checks import one_of, whole_number
 from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.keywords import helps_with_fields
 from quorum_attention.recipes.switches import SWITCHES, TILES
+from quorum_attention.units import check_budget
 
 Optimizer = Literal["none", "adamw", "adamw-fp32"]
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
@@ -48,6 +49,8 @@ class Training:
         whole_number(self.tokens, "tokens", 1)
         whole_number(self.batch, "batch", 1)
         one_of(self.optimizer, "optimizer", OPTIMIZERS)
+        if self.budget is not None:
+            check_budget(whole_number(self.budget, "budget", 0))
         if self.lora is not None:
             whole_number(self.lora, "lora", 1)
         for name in self.on:

@@ -306,6 +306,8 @@ def test_options_reach_the_call() -> None:
     for name, message in (("sdpa", "another attention"), ("not a word", "a word")):
         with pytest.raises(ValueError, match=message):
             register(name)
+    with pytest.raises(ValueError, match="budget must be at least"):
+        register("other", budget=16)
     with pytest.raises(TypeError, match="min_tokens"):
         register("other", min_tokens="few")  # type: ignore[arg-type]
     senseless: Any = {

@@ -23,6 +23,7 @@ from quorum_attention.extras import install_hint, installed_version
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.plain_types import Keywords
+from quorum_attention.units import check_budget
 
 # From 5.6 on masks are described by lengths and offsets; before, by a tensor of
 # positions.
@@ -76,6 +77,7 @@ class ModelOptions:
             self.budget, None, self.depth, accumulator=self.accumulator
         )
         check_call_options(call_options, torch.device("cpu"))
+        check_budget(self.budget)
         if self.kernel != "auto":
             get_kernel(self.kernel)
         if self.min_tokens is not None:
