@@ -140,10 +140,17 @@ def step_lines() -> list[Line]:
     ):
         for way in ways:
             row = rows[f"{shape} {way} in {memory}"]
-            layers = f"{row.value['layers']} of {row.value['of_layers']} layers run"
+            layers = layers_words(row.value["layers"], row.value["of_layers"])
             label = (
-                f"longest training step, {shape}'s shape, {gib(memory)} GiB, {layers}"
+                f"longest training step in {gib(memory)} GiB of one GPU, {shape}'s "
+                f"shape, {WAYS[way]}, {layers}"
             )
-            cells = [f"{label}: {WAYS[way]}", f"{row.value['tokens']:,} tokens"]
+            cells = [label, f"{row.value['tokens']:,} tokens"]
             lines.append(Line(cells, [row]))
     return lines
+
+
+def layers_words(layers: int, of_layers: int) -> str:
+    if layers == of_layers:
+        return "all layers"
+    return f"{layers} of {of_layers} layers (the others would take only host memory)"
