@@ -27,8 +27,9 @@ import sys
 from pathlib import Path
 
 import torch
+from runs import new_path
 
-from quorum_attention.bench.record import RunRecord, describe_run, new_path
+from quorum_attention.bench.record import RunRecord, describe_run
 
 CASES = re.findall(r"^([a-z]+)  +\w", __doc__, re.M)
 # Options that name places of one machine, or the source, or end a run that takes too
@@ -75,9 +76,8 @@ def new_record(
     of_case = {
         option: value for option, value in vars(options).items() if option not in LOCAL
     }
-    run = describe_run(
-        f"python benchmarks/run.py {command}", of_case, device, options.commit
-    )
+    run = describe_run(f"python benchmarks/run.py {command}", of_case, device)
+    run["commit"] = run["commit"] or options.commit
     machine = "cpu"
     if device == "cuda":
         # "h200" of "NVIDIA H200".

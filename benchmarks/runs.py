@@ -1,10 +1,12 @@
-"""Reads the files of runs (``quorum_attention.bench.record``) for tables."""
+"""The files of runs (``quorum_attention.bench.record``): their names, and what tables
+read of them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,19 @@ RESULTS = Path(__file__).parent / "results"
 BEGIN_OF_PRESENT_CODE = ("2026-11-29", "12:00")
 # Date, machine and case, commit, and a number where a day has several runs of them.
 FILE_NAME = re.compile(r"(\d{4}-\d\d-\d\d)-(.+?)-([0-9a-f]{7,}|unknown)(-\d+)?\.json")
+
+
+def new_path(folder: Path, name: str, run: Mapping[str, Any]) -> Path:
+    """A path that no file has: the date, ``name`` and the commit, and a number if
+    others have these.
+    """
+    commit = run["commit"] or "unknown"
+    stem = f"{run['date']}-{name}-{commit}"
+    path = folder / f"{stem}.json"
+    numbers = itertools.count(2)
+    while path.exists():
+        path = folder / f"{stem}-{next(numbers)}.json"
+    return path
 
 
 class Run(NamedTuple):

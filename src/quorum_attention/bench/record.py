@@ -7,7 +7,6 @@ measured.
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import platform
 import shutil
@@ -49,37 +48,20 @@ class RunRecord:
         write_text(self.path, to_json({"run": self.run, "rows": self.rows}) + "\n")
 
 
-def new_path(folder: Path, name: str, run: Mapping[str, Any]) -> Path:
-    """A path that no file has: the date, ``name`` and the commit, and a number if
-    others have these.
-    """
-    commit = run["commit"] or "unknown"
-    stem = f"{run['date']}-{name}-{commit}"
-    path = folder / f"{stem}.json"
-    numbers = itertools.count(2)
-    while path.exists():
-        path = folder / f"{stem}-{next(numbers)}.json"
-    return path
-
-
 def describe_run(
-    command: str, arguments: Mapping[str, Any], device: str, commit: str | None = None
+    command: str, arguments: Mapping[str, Any], device: str
 ) -> dict[str, Any]:
     """Command, source, machine, versions, date and time (UTC) of a run that begins now.
 
     Args:
         arguments: of the command, as it was parsed.
         device: "cpu" or "cuda".
-        commit: of the source, where git does not know it.
     """
-    source = describe_source()
-    if source["commit"] is None:
-        source["commit"] = commit
     now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "command": command,
         "arguments": {name: _as_json(value) for name, value in arguments.items()},
-        **source,
+        **describe_source(),
         "machine": describe_machine(device),
         "versions": describe_versions(device),
         "date": now.date().isoformat(),
