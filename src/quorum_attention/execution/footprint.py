@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from quorum_attention.execution.device.backend import ROUNDING_BYTES
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.head_groups import Axis, GroupSize
@@ -79,12 +81,7 @@ def result_bytes(problem: Problem) -> tuple[int, ...]:
     """Bytes of each result that is not a state itself, if the budget counts them."""
     if problem.place.results_given or not problem.place.resident:
         return ()
-    itemsize = problem.place.result_dtype.itemsize
-    return tuple(
-        state.count(problem.shape) * itemsize
-        for state in problem.spec.states
-        if state.over is not None
-    )
+    return _state_sizes(problem, problem.place.result_dtype, are_results=False)
 
 
 def final_bytes(problem: Problem) -> tuple[int, ...]:
@@ -92,22 +89,29 @@ def final_bytes(problem: Problem) -> tuple[int, ...]:
     counts them."""
     if problem.place.lse_given:
         return ()
-    itemsize = problem.shape.state_dtype.itemsize
-    return tuple(
-        state.count(problem.shape) * itemsize
-        for state in problem.spec.states
-        if state.over is None
-    )
+    return _state_sizes(problem, problem.shape.state_dtype, are_results=True)
 
 
 def state_bytes(problem: Problem, group: GroupSize) -> tuple[int, ...]:
     """Bytes of each state of a head group, without those that are results
     themselves."""
-    itemsize = problem.shape.state_dtype.itemsize
+    dtype = problem.shape.state_dtype
+    return _state_sizes(problem, dtype, are_results=False, group=group)
+
+
+def _state_sizes(
+    problem: Problem,
+    dtype: torch.dtype,
+    *,
+    are_results: bool,
+    group: GroupSize | None = None,
+) -> tuple[int, ...]:
+    """Bytes in ``dtype`` of each state of a head group (None: of the call) that is a
+    result itself, or is none."""
     return tuple(
-        state.count(problem.shape, group) * itemsize
+        state.count(problem.shape, group) * dtype.itemsize
         for state in problem.spec.states
-        if state.over is not None
+        if (state.over is None) == are_results
     )
 
 
