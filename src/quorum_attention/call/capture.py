@@ -39,24 +39,18 @@ def check_capture(
     """
     if not capturing(device):
         return
-    if query.device != device:
-        raise NotImplementedError(
-            f"query, key and value cannot be on {query.device} {_AT_REPLAY} not copy "
-            f"them again; move them to {device} before the call"
-        )
-    if bias is not None and bias.device != device:
-        name = "attn_mask" if mask is None else "Mask.bias"
-        raise NotImplementedError(
-            f"{name} cannot be on {bias.device} {_AT_REPLAY} not copy it again; move "
-            f"it to {device} before the call"
-        )
+    bias_name = "attn_mask" if mask is None else "Mask.bias"
+    copied = [("query, key and value", "them", query), (bias_name, "it", bias)]
+    if mask is not None:
+        copied.append(("Mask.sinks", "them", mask.sinks))
+    for name, pronoun, tensor in copied:
+        if tensor is not None and tensor.device != device:
+            raise NotImplementedError(
+                f"{name} cannot be on {tensor.device} {_AT_REPLAY} not copy {pronoun} "
+                f"again; move {pronoun} to {device} before the call"
+            )
     if mask is None:
         return
-    if mask.sinks is not None and mask.sinks.device != device:
-        raise NotImplementedError(
-            f"Mask.sinks cannot be on {mask.sinks.device} {_AT_REPLAY} not copy them "
-            f"again; move them to {device} before the call"
-        )
     names = sorted({name for name, _ in tensors_of(mask)})
     if names:
         fields = " and ".join(f"Mask.{name}" for name in names)
