@@ -177,12 +177,11 @@ _TIME_SCALES = ((86400, 3600, "day", "h"), (3600, 60, "h", "min"), (60, 1, "min"
 
 def _format_long_time(seconds: float) -> str:
     """Return ``seconds``, a minute or more, in two units: "4 h 28 min"."""
-    scale = _TIME_SCALES[-1]
-    if seconds >= 3600 - 30:  # a time that is rounded up to an hour has hours
-        scale = _TIME_SCALES[1]
-    if seconds >= 86400 - 1800:
-        scale = _TIME_SCALES[0]
-    unit_seconds, part_seconds, unit, part_unit = scale
+    for scale in _TIME_SCALES:
+        unit_seconds, part_seconds, unit, part_unit = scale
+        # A time that is rounded up to an hour has hours.
+        if seconds >= unit_seconds - part_seconds / 2:
+            break
     rounded_parts = round(seconds / part_seconds)
     n_units, n_parts = divmod(rounded_parts, unit_seconds // part_seconds)
     text = counted(n_units, unit) if unit == "day" else f"{n_units} {unit}"
