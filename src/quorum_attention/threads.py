@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 # Python raises these where the system grants no thread: a limit on processes, or on
@@ -18,6 +19,20 @@ def try_start(thread: threading.Thread) -> bool:
     except NO_THREAD:
         return False
     return True
+
+
+def in_spite_of_interrupts(action: Callable[[], object]) -> None:
+    """Run ``action`` until it ends by itself: the caller may free memory next, which
+    others still read. An interrupt (Ctrl-C) is raised only after that."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            action()
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def start_executors(count: int, name: str) -> list[ThreadPoolExecutor]:

@@ -31,6 +31,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ from quorum_attention.execution.device.host_memory import (
     touch,
 )
 from quorum_attention.execution.device.pinned_pool import PinnedPool, ResultMemory
-from quorum_attention.threads import try_start
+from quorum_attention.threads import in_spite_of_interrupts, try_start
 
 # Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory
 # that is not locked also makes the host wait for all that the device has to do before
@@ -207,21 +208,9 @@ class PageLocks:
             raise self._failure
 
     def _let_go(self) -> None:
-        """Wait for the piece that the thread is at, then unlock everything.
-
-        The caller frees the memory next, so an interrupt (Ctrl-C) is raised only after
-        that.
-        """
+        """Wait for the piece that the thread is at, then unlock everything."""
         runtime: Any = torch.cuda.cudart()
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                self._close(runtime)
-                break
-            except BaseException as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        in_spite_of_interrupts(partial(self._close, runtime))
 
     def _close(self, runtime: Any) -> None:
         """Stop the thread after its piece, and unlock everything; may be called

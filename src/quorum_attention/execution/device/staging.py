@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
-from quorum_attention.threads import start_executors
+from quorum_attention.threads import in_spite_of_interrupts, start_executors
 
 # The size of a buffer, and the number of buffers in each direction. A buffer is filled
 # while others are copied.
@@ -282,17 +283,4 @@ class Staging:
                 futures.append(future)
             ctypes.memmove(target, source, min(share, n_bytes))
         finally:
-            _wait_for_all(futures)
-
-
-def _wait_for_all(futures: list[Future[int]]) -> None:
-    """Wait until ``futures`` are done; an interrupt (Ctrl-C) is raised only after that,
-    because the caller may free the memory next."""
-    interrupt: BaseException | None = None
-    while not all(future.done() for future in futures):
-        try:
-            wait(futures)
-        except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+            in_spite_of_interrupts(partial(wait, futures))
