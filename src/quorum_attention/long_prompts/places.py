@@ -29,7 +29,7 @@ from quorum_attention.execution.device.lookup import (
     backend_of,
     on_host,
 )
-from quorum_attention.units import format_bytes, parse_bytes
+from quorum_attention.units import format_bytes, parse_memory
 from quorum_attention.writing import reserve_space
 
 # A share of free memory that no cache takes: it is for other programs, and for
@@ -39,6 +39,8 @@ _MARGIN = 1 / 16
 # its limit.
 _STAGING_BYTES = 256 << 20
 _STAGING_SHARE = 8
+# A place for fewer bytes, but for none, is a slip.
+_LEAST_MEMORY = 1 << 10
 
 
 class Place(Enum):
@@ -212,4 +214,6 @@ def staging_bytes(limit: int | None) -> int:
 
 
 def _bytes_or_none(value: int | str | None, name: str) -> int | None:
-    return None if value is None else parse_bytes(value, name)
+    if value is None:
+        return None
+    return parse_memory(value, name, lowest=_LEAST_MEMORY, or_zero=True)

@@ -31,7 +31,7 @@ from quorum_attention.integrations.transformers.segmented_layer import (
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import load_layers, save_layers
 from quorum_attention.long_prompts.segmented_cache import SegmentedCache
-from quorum_attention.units import counted, format_bytes, parse_memory
+from quorum_attention.units import counted, format_bytes
 
 _Layer = TypeVar("_Layer")
 
@@ -74,8 +74,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         plain_layers: list[Any] = self.layers
         places = CachePlaces(
             device,
-            device_memory=_bytes_or_none(device_memory, "device_memory"),
-            host_memory=_bytes_or_none(host_memory, "host_memory"),
+            device_memory=device_memory,
+            host_memory=host_memory,
             folder=folder,
         )
         self._shared = SharedReader(places)
@@ -318,17 +318,6 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         return "\n".join([repr(self), *self.notes])
 
 
-def _bytes_or_none(memory: int | str | None, name: str) -> int | None:
-    """Return the bytes of a place; None: there is no limit.
-
-    Raises:
-        TypeError, ValueError: it makes no sense, by name.
-    """
-    if memory is None:
-        return None
-    return parse_memory(memory, name, lowest=_LEAST_MEMORY, or_zero=True)
-
-
 def _is_segmented(layer: Any) -> bool:
     return isinstance(layer, SegmentedLayer)
 
@@ -363,6 +352,4 @@ def _new_layer(shared: SharedReader) -> SegmentedLayer:
 
 # Multiples of it, modulo 1, are spread as evenly as any sequence is at each length.
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-# A place for fewer bytes, but for none, is a slip.
-_LEAST_MEMORY = 1 << 10
 _NAMES = {Place.DEVICE: "device memory", Place.HOST: "host memory", Place.FILE: "files"}
