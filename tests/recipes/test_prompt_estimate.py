@@ -77,6 +77,21 @@ def test_what_no_place_has_room_for_is_said_and_goes_into_files() -> None:
     assert in_files.token_seconds > estimate_prompt(SHAPE, request()).token_seconds
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_rows_of_all_tokens_need_memory_that_files_do_not_replace(device: str) -> None:
+    """They were left out: a prompt of a million tokens fitted into 16 GiB of memory."""
+    small = request(
+        tokens=1 << 20, host_memory=16 * GIB, has_folder=True, device=device
+    )
+    estimate = estimate_prompt(SHAPE, small)
+    assert not estimate.fits
+    assert "folder" not in estimate.advice
+    memory = {"host_memory": 16 * GIB + estimate.missing_bytes}
+    if device == "cpu":
+        memory = {"device_memory": small.device_memory + 2 * estimate.missing_bytes}
+    assert estimate_prompt(SHAPE, dataclasses.replace(small, **memory)).fits
+
+
 @pytest.mark.parametrize("weights", ["device", "host"])
 def test_the_longest_prompt_fits_and_a_longer_one_does_not(weights: str) -> None:
     asked = request(host_memory=32 * GIB, weights=weights)

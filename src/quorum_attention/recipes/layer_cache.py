@@ -3,6 +3,8 @@ recurrence, or nothing where it reads the keys of a layer before it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -52,12 +54,26 @@ def read_layer_caches(model: Any) -> tuple[LayerCache, ...]:
     Raises:
         Exception: whatever a model raises that cannot run without memory.
     """
-    short = _layers_behind(model, _FEW_TOKENS)
-    long = _layers_behind(model, _MORE_TOKENS)
+    with _without_advice():
+        short = _layers_behind(model, _FEW_TOKENS)
+        long = _layers_behind(model, _MORE_TOKENS)
     return tuple(
         _layer_cache(layer, longer, model.dtype.itemsize)
         for layer, longer in zip(short, long, strict=True)
     )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Let Transformers not say which packages would run a model faster."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _layers_behind(model: Any, n_tokens: int) -> list[Any]:

@@ -147,6 +147,7 @@ class _PromptParts:
         working_limit: bytes of the device that computing layers may take.
         plan: how layers are computed.
         missing_bytes: for which no place has room.
+        missing_cache_bytes: of these, the cache's.
     """
 
     weights: PartBytes
@@ -155,6 +156,7 @@ class _PromptParts:
     working_limit: int
     plan: PromptPlan
     missing_bytes: int
+    missing_cache_bytes: int
 
 
 def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate:
@@ -176,7 +178,7 @@ def estimate_prompt(shape: ModelShape, request: PromptRequest) -> PromptEstimate
         prefill_seconds=_prefill_seconds(shape, request, token, placed.plan),
         token_seconds=_token_seconds(shape, request, weights, promoted),
         missing_bytes=placed.missing_bytes,
-        advice=_advice(placed.missing_bytes, cache, request),
+        advice=_advice(placed, request),
     )
 
 
@@ -237,17 +239,19 @@ def _place(
         working = PartBytes("working memory", layers.device_bytes + layers.host_bytes)
         cache_limit -= layers.host_bytes
     host_limit = _host_limit(request) - weights.host - working.host
-    cache, missing = _place_cache(
+    cache, missing_cache = _place_cache(
         cache_bytes,
         max(0, cache_limit - for_copies),
         max(0, host_limit),
         request.has_folder,
     )
     # Rows of all tokens may lack memory, too.
-    missing += max(0, -cache_limit) + max(0, -host_limit)
+    missing = missing_cache + max(0, -cache_limit) + max(0, -host_limit)
     if cache.host > 0:
         working = replace(working, device=working.device + for_copies)
-    return _PromptParts(weights, cache, working, working_limit, layers, missing)
+    return _PromptParts(
+        weights, cache, working, working_limit, layers, missing, missing_cache
+    )
 
 
 def _free_beside(weights: PartBytes, request: PromptRequest) -> int:
@@ -431,15 +435,16 @@ def _layers_in_host_memory(shape: ModelShape, cache: PartBytes) -> float:
     return shape.layers * cache.host / max(1, n_bytes)
 
 
-def _advice(missing: int, cache: PartBytes, request: PromptRequest) -> str:
+def _advice(placed: _PromptParts, request: PromptRequest) -> str:
     """Say what would make a prompt fit, or its tokens faster."""
-    if missing:
-        n_bytes = format_bytes(missing)
+    cache = placed.cache
+    if placed.missing_bytes:
+        n_bytes = format_bytes(placed.missing_bytes)
         place = "host memory" if request.device == GPU else "memory"
         words = f"{n_bytes} more of {place} would hold the prompt"
-        if request.has_folder:
-            return words
-        return f"{words}; files in a folder (--folder, folder=) would hold the cache"
+        if placed.missing_cache_bytes:
+            words += "; files in a folder (--folder, folder=) would hold the cache"
+        return words
     if cache.host + cache.file == 0:
         return "the whole cache lies on the device"
     outside = format_bytes(cache.host + cache.file)
