@@ -32,6 +32,7 @@ from helpers.prompt_models import (
 )
 
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.integrations.transformers.prompt_cache import PromptCache
 from quorum_attention.recipes import long_prompt, undo_long_prompt
 from quorum_attention.recipes.layer_calls import decoder_layers
 from quorum_attention.recipes.prompt_inputs import cache_in, cache_name, without_cache
@@ -483,3 +484,23 @@ def test_tiles_of_host_memory_are_those_of_the_device() -> None:
         tiles.finish()
         loaded = [tile.clone() for _, (tile,) in tiles.load(spans, stored)]
         assert torch.equal(torch.cat(loaded, 2), rows)
+
+
+def test_a_prompt_that_just_fits_has_room_in_all_layers() -> None:
+    """The first layers took room for an answer, and the last one found none for the
+    prompt."""
+    model = new_model("llama", {"num_hidden_layers": 6})
+    expected = copy.deepcopy(model)
+    long_prompt(model, tile=TILE)
+    ids = prompt(640)
+    with torch.no_grad():
+        whole = PromptCache(model.config)
+        model(ids, past_key_values=whole)
+        n_bytes = 6 * 640 * whole.layers[0].tokens.token_bytes
+        cache = PromptCache(model.config, device_memory=n_bytes + 10_000, host_memory=0)
+        logits = model(ids, past_key_values=cache).logits
+        assert cache.get_seq_length() == 640
+        torch.testing.assert_close(logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
+        # With memory for an answer too, its tokens lie in the prompt's segment.
+        model(ids[:, :1], past_key_values=whole)
+    assert len(whole.layers[-1].tokens.segments()) == 1

@@ -115,6 +115,22 @@ class SegmentedCache:
         """
         self._n_reserved = whole_number(n_tokens, "n_tokens", 0)
 
+    @property
+    def n_reserved(self) -> int:
+        """The number of tokens that there will be, as ``reserve`` was told."""
+        return self._n_reserved
+
+    def bytes_to_take(self, key: torch.Tensor, value: torch.Tensor) -> int:
+        """The bytes of the reserved tokens; 0 if the cache has memory.
+
+        Args:
+            key, value: tokens like those that will be appended.
+        """
+        if self._prefixes:
+            return 0
+        shapes = TokenShapes.from_tensors(key, value)
+        return shapes.block_bytes(round_up(self._n_reserved, _TOKEN_STEP))
+
     def prepare(self, key: torch.Tensor, value: torch.Tensor, place: Place) -> bool:
         """Take the memory of the reserved tokens ahead of the first ones, in one place.
 
@@ -331,6 +347,8 @@ class SegmentedCache:
         n_expected = max(n_needed, self._n_reserved - n_tokens)
         growth = (n_tokens + n_expected) // _GROWTH
         growth = min(max(growth, _MIN_BLOCK_TOKENS), _MAX_GROWTH_TOKENS)
+        if n_tokens + n_expected == self._n_reserved:
+            growth = 0
         capacity = round_up(n_expected + growth, _TOKEN_STEP)
         block = self._allocate_block(self._shapes, capacity, n_needed)
         return self._add_prefix(block, 0)

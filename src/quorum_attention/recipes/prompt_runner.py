@@ -150,7 +150,7 @@ class PromptRunner:
     ) -> Any:
         reserve = getattr(cache, "reserve", None)
         if reserve is not None:
-            reserve(inputs.n_tokens + _TOKENS_BEHIND)
+            reserve(inputs.n_tokens, _TOKENS_BEHIND)
         backend_of(self.device).give_back_cached()
         # Rows of the prompt are freed here: the cache gets their memory.
         result = self._prefill_in_memory(layered, inputs, plan, cache)

@@ -59,6 +59,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     """
 
     notes: tuple[str, ...] = ()
+    _n_behind = 0
 
     def __init__(
         self,
@@ -121,14 +122,37 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         """Remove all tokens."""
         remove_tokens(self.layers)
 
-    def reserve(self, n_tokens: int) -> None:
+    def reserve(self, n_tokens: int, n_behind: int = 0) -> None:
         """Say how many tokens the prompt has, so that each layer's lie in one piece.
+
+        Args:
+            n_tokens: of the prompt.
+            n_behind: tokens behind it that the piece has room for too, if there is
+                memory for that in all layers.
 
         Raises:
             TypeError, ValueError: ``n_tokens`` is no number of tokens.
         """
         for layer in self._segmented_layers():
-            layer.tokens.reserve(n_tokens)
+            layer.tokens.reserve(n_tokens + n_behind)
+        self._n_behind = n_behind
+
+    def fit_reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Reserve no room behind the prompt if it does not fit in all layers: the first
+        ones would take it, and the last ones would have no memory for the prompt.
+
+        Args:
+            key, value: the first tokens.
+        """
+        n_behind = self._n_behind
+        if n_behind == 0:
+            return
+        self._n_behind = 0
+        layers = [layer.tokens for layer in self._segmented_layers()]
+        n_bytes = sum(tokens.bytes_to_take(key, value) for tokens in layers)
+        if n_bytes > sum(self.places.remaining(place) for place in Place):
+            for tokens in layers:
+                tokens.reserve(tokens.n_reserved - n_behind)
 
     def prepare_device(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from quorum_attention.integrations.transformers.prompt_cache import PromptCache
+
 
 class TileCache(Cache):  # type: ignore[misc]
     """A cache for one tile at a time: keys and values go to ``cache``, and none come
@@ -42,6 +44,8 @@ class TileCache(Cache):  # type: ignore[misc]
         """Append a tile's keys and values, if they are to be stored, and return
         them."""
         if self.is_storing:
+            if isinstance(self._cache, PromptCache):
+                self._cache.fit_reserve(key_states, value_states)
             self._cache.update(key_states, value_states, layer_idx, *args, **named)
         return key_states, value_states
 
