@@ -7,6 +7,7 @@ import copy
 import inspect
 import math
 import pickle
+import re
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -429,5 +430,18 @@ def test_arguments_that_make_no_sense_are_named() -> None:
         long_context(tiny("llama"), mlp_tile=0)
     with pytest.raises(qa.BudgetError, match="budget of"):
         long_context(tiny("llama"), budget=1024)
-    with pytest.raises(TypeError, match="PreTrainedModel"):
-        long_context(torch.nn.Linear(2, 2))
+
+
+def test_the_way_that_is_named_for_another_model_takes_its_attention() -> None:
+    """Who has a model of plain torch is told what to do, and that does something."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    with pytest.raises(TypeError, match="PreTrainedModel") as raised:
+        long_context(layer)
+    match = re.search(r"`with quorum_attention\.(\w+)\(\):`", str(raised.value))
+    assert match is not None, raised.value
+    block = getattr(qa, match[1])
+    report = Report()
+    with block(min_tokens=16, report=report):
+        layer(torch.randn(1, 64, 16)).square().mean().backward()
+    assert report.total is not None
+    assert (report.total.forwards, report.total.backwards) == (1, 1)

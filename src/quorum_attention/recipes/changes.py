@@ -138,7 +138,9 @@ def base_model(model: Any) -> Any:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "set_attn_implementation"):
         raise TypeError(
-            f"model must be a PreTrainedModel of Transformers, got {type(model)}"
+            f"model must be a PreTrainedModel of Transformers, got {type(model)}: "
+            "leave another model as it is, and run its forward and backward inside "
+            "`with quorum_attention.patched_sdpa():`"
         )
     return base
 
