@@ -14,6 +14,7 @@ from tables_of_prompts import out_of_memory_rows, tokens_of
 from tables_of_steps import CARD, CARD_WAYS, WAYS, WHOLE
 
 COLUMNS = 128
+README_WAYS = {**WAYS, "sdpa": "SDPA and the unchanged model"}
 # Tokens, and GiB of the device.
 LONG_PROMPTS = ((262_144, 24), (1_048_576, 16))
 
@@ -33,7 +34,7 @@ def headline() -> str:
     plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
     if plain is not None:
         tokens = plain.value["tokens"]
-        sentences.append(f"The model as it comes trains on at most {tokens:,} tokens.")
+        sentences.append(f"The unchanged model trains on at most {tokens:,} tokens.")
     return paragraph(*sentences, "[How it was measured](#what-was-measured).")
 
 
@@ -130,7 +131,7 @@ def step_lines() -> list[Line]:
         "Qwen3-8B long 524288 over 2": "each of two GPUs",
     }.items():
         step = rows[name].value
-        label = f"a training step of {step['tokens']:,} tokens, Qwen3-8B's shape"
+        label = f"a training step of Qwen3-8B's shape on {step['tokens']:,} tokens"
         peak = gib(step["steps"][-1]["peak"])
         cell = f"{step['seconds']:.0f} s, {peak} GiB of {words}"
         lines.append(Line([label, cell], [rows[name]]))
@@ -142,8 +143,8 @@ def step_lines() -> list[Line]:
             row = rows[f"{shape} {way} in {memory}"]
             layers = layers_words(row.value["layers"], row.value["of_layers"])
             label = (
-                f"longest training step in {gib(memory)} GiB of one GPU, {shape}'s "
-                f"shape, {WAYS[way]}, {layers}"
+                f"the longest text of a training step of {shape}'s shape in "
+                f"{gib(memory)} GiB of one GPU, with {README_WAYS[way]}; {layers}"
             )
             cells = [label, f"{row.value['tokens']:,} tokens"]
             lines.append(Line(cells, [row]))
@@ -152,5 +153,8 @@ def step_lines() -> list[Line]:
 
 def layers_words(layers: int, of_layers: int) -> str:
     if layers == of_layers:
-        return "all layers"
-    return f"{layers} of {of_layers} layers (the others would take only host memory)"
+        return "all layers ran"
+    return (
+        f"{layers} of {of_layers} layers ran (the others would need more host memory, "
+        "but no more GPU memory)"
+    )
