@@ -236,8 +236,10 @@ class PartwiseKernel(Kernel):
                 key, lambda: parts_by_blocks(task, rectangles, geometry)
             )
         kinds: set[Kind] = {"plain", "ragged"}
-        # Kernels that compute a whole task take no triangles off its diagonal.
-        if task.dropout is None and self._calls_rectangles:
+        # Other kernels take no triangles off the diagonal of a task, nor does the tiled
+        # loop, which runs the parts of a call whose mask the operator does not take.
+        is_run_by_operator = self._kernel_for(shape) is self._operator
+        if task.dropout is None and self._calls_rectangles and is_run_by_operator:
             kinds.add("lower")
             if shape.bias is None:
                 kinds.add("upper")
