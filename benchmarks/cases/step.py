@@ -465,7 +465,6 @@ class LongestText:
                 self._measure(tokens)
             except OUT_OF_MEMORY:
                 print(f"{WAYS[self._way]}: {tokens:,} tokens did not fit", flush=True)
-                free_memory(self._options.device)
                 tokens = tokens * 19 // 20 // grain * grain
                 continue
             fits = self.points[-1]["peak"] <= memory
@@ -486,13 +485,15 @@ class LongestText:
                 self._measure(2 * self._first)
                 return
             except OUT_OF_MEMORY:
-                free_memory(self._options.device)
                 self.points.clear()
                 self._first //= 2
                 if self._first < MIN_TOKENS:
                     raise
 
     def _measure(self, tokens: int) -> None:
+        # Here, not where an error is caught: a caught error still holds the step's
+        # tensors, and blocks that stay cached would be in the next step's way.
+        free_memory(self._options.device)
         meter, _ = measured_step(self._model, tokens, self._options.device)
         print(
             f"{WAYS[self._way]}: {tokens:,} tokens, {format_bytes(meter.peak)}",
