@@ -22,7 +22,7 @@ from quorum_attention.devices import prefault
 from quorum_attention.execution.device import cuda
 from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.kernels import triton_launch
-from quorum_attention.threads import start_executors
+from quorum_attention.threads import in_spite_of_interrupts, start_executors
 
 SOURCES = sorted(Path(quorum_attention.__file__).parent.rglob("*.py"))
 MAKES_THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadPool"}
@@ -131,3 +131,52 @@ def test_as_many_executors_as_the_system_grants(
     assert len(begun) == granted
     for executor in executors:
         executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    [KeyboardInterrupt, SystemExit, TimeoutError],
+    ids=lambda kind: kind.__name__,
+)
+def test_an_interrupted_action_is_done_before_the_interrupt_is_raised(
+    interrupt: type[BaseException],
+) -> None:
+    """Handlers of signals raise all three: of Ctrl-C, of SIGTERM, of an alarm."""
+    runs: list[int] = []
+
+    def action() -> None:
+        runs.append(len(runs))
+        if len(runs) <= 5:
+            raise interrupt
+
+    with pytest.raises(interrupt):
+        in_spite_of_interrupts(action)
+    assert len(runs) == 6
+
+
+def test_an_action_that_fails_each_time_ends_with_its_error() -> None:
+    """It was run again forever."""
+    runs: list[int] = []
+
+    def action() -> None:
+        runs.append(len(runs))
+        if len(runs) < 10_000:
+            raise OSError
+
+    with pytest.raises(OSError):
+        in_spite_of_interrupts(action)
+    assert len(runs) < 10_000
+
+
+def test_interrupts_are_never_too_many() -> None:
+    """Memory that others read is not given up, however often Ctrl-C is pressed."""
+    runs: list[int] = []
+
+    def action() -> None:
+        runs.append(len(runs))
+        if len(runs) <= 1000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_spite_of_interrupts(action)
+    assert len(runs) == 1001

@@ -10,6 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 # Python raises these where the system grants no thread: a limit on processes, or on
 # memory that has no room for one more stack (8 MiB, usually).
 NO_THREAD = (RuntimeError, MemoryError)
+# A handler of a signal may raise an Exception too, as one of SIGALRM raises
+# TimeoutError. No type tells it from an error of the action itself, but no handler is
+# called so often during one action.
+_MOST_ERRORS = 100
 
 
 def try_start(thread: threading.Thread) -> bool:
@@ -22,13 +26,26 @@ def try_start(thread: threading.Thread) -> bool:
 
 
 def in_spite_of_interrupts(action: Callable[[], object]) -> None:
-    """Run ``action`` until it ends by itself: the caller may free memory next, which
-    others still read. An interrupt (Ctrl-C) is raised only after that."""
+    """Run ``action`` again until it is not interrupted: the caller may free memory
+    next, which others still read. What interrupted it is raised only after that.
+
+    Args:
+        action: can be run again after any of its steps.
+
+    Raises:
+        BaseException: the last interrupt (KeyboardInterrupt, or what a handler of a
+            signal raised); or an error of ``action``, which failed ``_MOST_ERRORS``
+            times and has not been done.
+    """
     interrupt: BaseException | None = None
-    while True:
+    n_errors = 0
+    while n_errors < _MOST_ERRORS:
         try:
             action()
             break
+        except Exception as error:
+            interrupt = error
+            n_errors += 1
         except BaseException as error:
             interrupt = error
     if interrupt is not None:
