@@ -183,3 +183,23 @@ def test_private_names_of_libraries_stand_in_one_file_for_each() -> None:
             foreign[path.stem] = names - own
     assert foreign.keys() == {"transformers_private", "accelerate_private"}, foreign
     assert "_set_gradient_checkpointing" in foreign["transformers_private"]
+
+
+def test_what_a_cache_layer_of_transformers_holds_is_read_in_one_folder() -> None:
+    """The estimate of a prompt had asked layers for what they may have, a floor above
+    the folder that a rename in Transformers is looked for in."""
+    attributes = {"cumulative_length", "is_initialized", "sliding_window"}
+    # Others have rows too: these are looked for where they are asked for by name.
+    asked = {"keys", "values", *attributes}
+    reading = set()
+    for path in FILES:
+        if LEVEL[room_of(module_of(path))] < LEVEL["integrations"]:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in attributes:
+                reading.add(path.parent.name)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+                name = getattr(node.args[1], "value", None)
+                if name in asked:
+                    reading.add(path.parent.name)
+    assert reading == {"transformers"}

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from quorum_attention.recipes.prompt_inputs import cache_name
+
+if TYPE_CHECKING:
+    from quorum_attention.integrations.transformers.cache_bytes import CachedBytes
 
 # The tokens of two prompts that tell numbers of a token from numbers of all tokens
 # together. They are few: some recurrences are computed token by token. They are
@@ -55,11 +58,11 @@ def read_layer_caches(model: Any) -> tuple[LayerCache, ...]:
         Exception: whatever a model raises that cannot run without memory.
     """
     with _without_advice():
-        short = _layers_behind(model, _FEW_TOKENS)
-        long = _layers_behind(model, _MORE_TOKENS)
+        few = _layers_behind(model, _FEW_TOKENS)
+        many = _layers_behind(model, _MORE_TOKENS)
     return tuple(
-        _layer_cache(layer, longer, model.dtype.itemsize)
-        for layer, longer in zip(short, long, strict=True)
+        _layer_cache(*layer, model.dtype.itemsize)
+        for layer in zip(few, many, strict=True)
     )
 
 
@@ -76,47 +79,26 @@ def _without_advice() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _layers_behind(model: Any, n_tokens: int) -> list[Any]:
-    """The layers of a cache behind a prompt."""
+def _layers_behind(model: Any, n_tokens: int) -> list[CachedBytes]:
+    """Return what the layers of a cache hold behind a prompt."""
     from transformers import DynamicCache
+
+    from quorum_attention.integrations.transformers.cache_bytes import cached_bytes
 
     cache = DynamicCache(config=model.config)
     ids = torch.ones(1, n_tokens, dtype=torch.long, device="meta")
     with torch.no_grad():
         model(ids, **{cache_name(model.forward): cache})
-    return list(cache.layers)
+    return [cached_bytes(layer) for layer in cache.layers]
 
 
-def _layer_cache(layer: Any, longer: Any, itemsize: int) -> LayerCache:
+def _layer_cache(few: CachedBytes, many: CachedBytes, itemsize: int) -> LayerCache:
     """Tell what a layer keeps by what it holds of few tokens and of more."""
-    window = getattr(layer, "sliding_window", None)
-    if window is not None:
-        # The next token attends itself and all but one of the window's tokens.
-        window = max(1, window - 1)
-    n_kept = min(_FEW_TOKENS, window or _FEW_TOKENS)
-    rows_bytes = _rows_bytes(layer)
-    further_bytes = _n_bytes(vars(layer)) - rows_bytes
-    growth = _n_bytes(vars(longer)) - _rows_bytes(longer) - further_bytes
-    summary_bytes = growth // (_MORE_TOKENS - _FEW_TOKENS)
+    n_kept = min(_FEW_TOKENS, few.window or _FEW_TOKENS)
+    summary_bytes = (many.further - few.further) // (_MORE_TOKENS - _FEW_TOKENS)
     return LayerCache(
-        key_and_value=rows_bytes // n_kept // itemsize,
-        window=window,
+        key_and_value=few.rows // n_kept // itemsize,
+        window=few.window,
         summaries=summary_bytes // itemsize,
-        states=(further_bytes - _FEW_TOKENS * summary_bytes) // itemsize,
+        states=(few.further - _FEW_TOKENS * summary_bytes) // itemsize,
     )
-
-
-def _rows_bytes(layer: Any) -> int:
-    """The bytes of a layer's keys and values."""
-    return _n_bytes((getattr(layer, "keys", None), getattr(layer, "values", None)))
-
-
-def _n_bytes(value: Any) -> int:
-    """The bytes of all tensors in a container."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes if value.dim() else 0
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return 0
-    return sum(_n_bytes(item) for item in value)
