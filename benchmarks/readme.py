@@ -102,7 +102,10 @@ def call_lines() -> list[Line]:
         f"{call}, divided by cuDNN's": ratio_cell(kernels.value, "cudnn"),
         f"{call}, divided by FlashAttention-2's": ratio_cell(kernels.value, "fa2"),
     }
-    inside = f"{call} with FlashAttention-4 inside, divided by FlashAttention-4's alone"
+    inside = (
+        f"{call} with FlashAttention-4 inside, divided by the time of FlashAttention-4 "
+        "alone"
+    )
     return [
         *(Line([label, ratio], [kernels]) for label, ratio in labels.items()),
         Line([inside, ratio_cell(fa4.value, "fa4")], [fa4]),
