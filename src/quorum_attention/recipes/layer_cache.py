@@ -85,6 +85,9 @@ def _layers_behind(model: Any, n_tokens: int) -> list[CachedBytes]:
 
     from quorum_attention.integrations.transformers.cache_bytes import cached_bytes
 
+    # A model that knows a token of padding may look for it among ids, which have no
+    # numbers.
+    model.config.pad_token_id = None
     cache = DynamicCache(config=model.config)
     ids = torch.ones(1, n_tokens, dtype=torch.long, device="meta")
     with torch.no_grad():

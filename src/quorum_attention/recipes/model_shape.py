@@ -36,6 +36,19 @@ _EXPERTS_PER_TOKEN = (
 )
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_MLP_WIDTHS = ("n_inner", "ffn_dim", "ffn_hidden_size")  # intermediate_size elsewhere
+# Kinds of models whose MLPs are four times as wide as hidden states, if their
+# configurations do not say otherwise.
+_FOUR_TIMES_AS_WIDE = (
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "openai-gpt",
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ def read_shape(
     contents = config if isinstance(config, Mapping) else _read_file(Path(config))
     inner = contents.get("text_config")
     sizes: Configuration = inner if isinstance(inner, Mapping) else contents
-    shape = _read_sizes(sizes)
+    shape = _read_sizes(_with_common_names(sizes))
     if parameters is not None and not with_caches:
         return replace(shape, parameters=parameters)
     model = _build(sizes)
@@ -149,6 +162,21 @@ def _read_file(path: Path) -> Configuration:
             f"a model's configuration must be an object of JSON, got {shown(contents)}"
         )
     return contents
+
+
+def _with_common_names(config: Configuration) -> Configuration:
+    """A configuration whose sizes have the names of most kinds of models, too: GPT-2's
+    ``n_embd`` is ``hidden_size`` of others. Transformers knows these names."""
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return config
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return config
+    names = CONFIG_MAPPING[kind].attribute_map
+    sizes = {common: config.get(name) for common, name in names.items()}
+    return {**sizes, **config}
 
 
 def _build(config: Configuration) -> Any:
@@ -200,18 +228,20 @@ def _read_sizes(config: Configuration) -> ModelShape:
         head_dim = _size(config, "head_dim", head_dim)
         kv_heads = _size(config, "num_key_value_heads", heads)
     experts = _first(config, _EXPERTS, 0)
+    kind = str(config.get("model_type", "unknown"))
+    default_width = 4 * hidden if kind in _FOUR_TIMES_AS_WIDE else 0
+    width = _first(config, _MLP_WIDTHS, default_width) or None
     has_expert_width = experts and config.get("moe_intermediate_size") is not None
+    width_name = "moe_intermediate_size" if has_expert_width else "intermediate_size"
     shape = ModelShape(
-        kind=str(config.get("model_type", "unknown")),
+        kind=kind,
         layers=_size(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocabulary=_size(config, "vocab_size"),
-        intermediate=_size(
-            config, "moe_intermediate_size" if has_expert_width else "intermediate_size"
-        ),
+        intermediate=_size(config, width_name, width),
         experts=experts,
         experts_per_token=_experts_per_token(config) if experts else 1,
         parameters=0,
