@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,39 @@ def test_estimate_of_a_long_prompt(
         assert "--device" in capsys.readouterr().err
     assert main(["estimate", "--prompt", "5"]) == 2
     assert "--prompt goes with --model only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "t5", "d_model": 64, "is_encoder_decoder": True},
+            "t5 has an encoder and a decoder, .* give --tokens, --heads and --head-dim",
+        ),
+        (
+            {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2},
+            "mamba has no attention, .* measure a short prompt",
+        ),
+    ],
+    ids=["t5", "mamba"],
+)
+def test_models_that_are_not_estimated_say_why(
+    config: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They were told that a size is missing, which their configurations have no place
+    for."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    for length in ("--prompt", "--tokens"):
+        arguments = ["estimate", "--model", str(file), length, "4K", "--memory", "1GiB"]
+        assert main(arguments) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert re.search(words, error), error
+    call = ["estimate", "--tokens", "4K", "--heads", "8", "--head-dim", "64"]
+    assert main(call) == 0, "what the message advises"
 
 
 def test_doctor_names_every_kernel(

@@ -49,6 +49,7 @@ _FOUR_TIMES_AS_WIDE = (
     "gptj",
     "openai-gpt",
 )
+_WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,14 @@ def read_shape(
             seconds, for a model that Transformers knows.
 
     Raises:
-        ValueError: it is not such a file, or lacks a size; the message names it.
+        ValueError: it is not such a file, or lacks a size; the message names it. Or the
+            model has an encoder beside its decoder, or no attention.
         OSError: the file cannot be read.
     """
     contents = config if isinstance(config, Mapping) else _read_file(Path(config))
     inner = contents.get("text_config")
     sizes: Configuration = inner if isinstance(inner, Mapping) else contents
+    _check_is_estimated(contents)
     shape = _read_sizes(_with_common_names(sizes))
     if parameters is not None and not with_caches:
         return replace(shape, parameters=parameters)
@@ -162,6 +165,27 @@ def _read_file(path: Path) -> Configuration:
             f"a model's configuration must be an object of JSON, got {shown(contents)}"
         )
     return contents
+
+
+def _check_is_estimated(config: Configuration) -> None:
+    """Refuse models of which the sizes of a decoder do not say what they take.
+
+    Raises:
+        ValueError: the model has an encoder beside its decoder, or no attention.
+    """
+    kind = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        raise ValueError(
+            f"{kind} has an encoder and a decoder, and only models that are one "
+            "decoder are estimated. For one of its attention calls, leave the model "
+            "out and give --tokens, --heads and --head-dim"
+        )
+    if kind in _WITHOUT_ATTENTION:
+        raise ValueError(
+            f"{kind} has no attention, and only models with attention are estimated. "
+            "Its layers keep states of one size, however long a prompt is. For the "
+            "rest, measure a short prompt: what it takes grows with its tokens"
+        )
 
 
 def _with_common_names(config: Configuration) -> Configuration:
