@@ -15,7 +15,7 @@ def wait_for_build(dtype: torch.dtype) -> None:
     """Skip the test where there is no compiler."""
     build = compiled_rows._build_of(dtype)
     assert build.is_over.wait(60)
-    if build.function is None or not compiled_rows._is_processor_suited():
+    if build.function is None or compiled_rows._register_width() == 0:
         pytest.skip("no C compiler that takes the source, or another processor")
 
 
@@ -50,8 +50,8 @@ def test_statistics_are_those_of_the_equations(
     torch.manual_seed(0)
     n_keys_of_rows = {1: 1, 2: 1024, 3: 1025, 4: 2500, 5: 63, 6: 64, 7: 65, 8: 3001}
     for n_rows, n_keys in n_keys_of_rows.items():
-        rows = torch.randn(2, 3, n_rows, 48).to(dtype)
-        memory = torch.randn(2, 3, n_keys + 10, 48).to(dtype)
+        rows = torch.randn(2, 3, n_rows, 96).to(dtype)
+        memory = torch.randn(2, 3, n_keys + 10, 96).to(dtype)
         key = memory[:, :, 10:]
         value = torch.randn(2, 3, n_keys, 32).to(dtype)
         assert_right(rows, key, value)
@@ -80,7 +80,7 @@ def test_a_nan_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statistics[1].isnan().all()
 
 
-@pytest.mark.parametrize("width", [4, 100, 264])
+@pytest.mark.parametrize("width", [4, 88, 264])
 def test_other_widths_are_left_to_others(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,10 @@
 """Attention of a few rows over keys in host memory, by a C function that is compiled on
 this machine.
 
-Processors with AVX2 and no AVX-512 compute longer with torch's operator for CPUs than
-memory takes to hand them the keys of a few rows. The C function
-(few_rows.c) is compiled in a thread, for the processor that it runs on. Until it is
-there, and where there is no compiler, calls go to torch's operator. Triton compiles C
-on the same terms.
+torch's operator for CPUs computes longer than memory takes to hand it the keys of a few
+rows. The C function (few_rows.c) is compiled in a thread, for the processor that it
+runs on. Until it is there, and where there is no compiler, calls go to torch's
+operator. Triton compiles C on the same terms.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _LIBRARY_FLAGS = ("-shared", "-fPIC", "-pthread")
 # A compiler that takes longer is not waited for.
 _TIMEOUT_SECONDS = 60.0
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Head dimensions are multiples of a register in fp32.
-_DIM_STEP = 8
+# Numbers of fp32 in a register, by what the processor has. Others were not measured.
+_WIDTHS = {"AVX2": 8, "AVX512": 16}
 _MAX_DIM = 256
 # With more rows for each key head torch's operator is faster.
 _MAX_ROWS = 8
@@ -86,10 +85,10 @@ def _compiled(dtype_number: int) -> Any:
         raise FileNotFoundError("there is no C compiler")
     with tempfile.TemporaryDirectory(prefix="quorum-attention-") as folder:
         library = Path(folder) / "few_rows.so"
-        dtype_flag = f"-DDTYPE={dtype_number}"
+        numbers = (f"-DDTYPE={dtype_number}", f"-DWIDTH={_register_width()}")
         output = ("-o", str(library), str(_SOURCE), "-lm")
         subprocess.run(
-            [compiler, *_FLAGS, *_LIBRARY_FLAGS, dtype_flag, *output],
+            [compiler, *_FLAGS, *_LIBRARY_FLAGS, *numbers, *output],
             check=True,
             timeout=_TIMEOUT_SECONDS,
             stdin=subprocess.DEVNULL,
@@ -110,7 +109,7 @@ def _build_of(dtype: torch.dtype) -> _Build:
 def begin_to_compile(dtype: torch.dtype) -> None:
     """Compile the function for keys of a dtype in a thread, if that was not begun
     yet."""
-    if dtype in _DTYPES and _is_processor_suited():
+    if dtype in _DTYPES and _register_width() > 0:
         _build_of(dtype)
 
 
@@ -147,24 +146,22 @@ def _is_suited(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     n_keys = key.shape[2]
     if key.dtype not in _DTYPES or rows.shape[2] > _MAX_ROWS or n_keys < _MIN_KEYS:
         return False
-    if not _is_processor_suited():
-        return False
     return _is_readable(key) and _is_readable(value)
 
 
 @cache
-def _is_processor_suited() -> bool:
-    """Whether the processor has AVX2 and no more. On a server with AVX-512 and AMX
-    torch's operator reads keys as fast as memory hands them out; others were not
-    measured."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+def _register_width() -> int:
+    """Numbers of fp32 in a register of this processor; 0: the function is not for
+    it."""
+    return _WIDTHS.get(torch.backends.cpu.get_cpu_capability(), 0)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     """Whether the rows of each head lie side by side, and are as wide as the function
     wants."""
     width = tensor.shape[3]
-    is_width_right = width % _DIM_STEP == 0 and width <= _MAX_DIM
+    pair = 2 * _register_width()
+    is_width_right = pair > 0 and width % pair == 0 and width <= _MAX_DIM
     return is_width_right and tensor.stride()[2:] == (width, 1)
 
 

@@ -1,8 +1,10 @@
 /* Attention of a few rows of queries over many keys, with log-sum-exp, in fp32, for
-   processors with AVX2.
+   processors with AVX2 or AVX-512.
 
    Keys and values are read once for all rows of a head, as they lie in memory.
-   DTYPE says what they are: 0 for fp32, 1 for bf16, 2 for fp16. */
+   DTYPE says what they are: 0 for fp32, 1 for bf16, 2 for fp16.
+   WIDTH is the numbers in a register: 8 with AVX2, 16 with AVX-512.
+   Dimensions are multiples of PAIR, at most MAX_DIM. */
 
 #include <immintrin.h>
 #include <math.h>
@@ -11,8 +13,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Numbers in a register. */
-#define WIDTH 8
+/* Numbers in two registers, which are loaded together. */
+#define PAIR (2 * WIDTH)
 #if DTYPE == 0
 #define SIZE 4
 #else
@@ -42,23 +44,47 @@ INLINE void store_floats(float *at, floats numbers) {
     memcpy(at, &numbers, sizeof numbers);
 }
 
-#if DTYPE == 0
-INLINE floats load(const char *at) { return load_floats((const float *)at); }
-#elif DTYPE == 1
-INLINE floats load(const char *at) {
-    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)at));
-    return (floats)_mm256_slli_epi32(wide, 16);
-}
+#if DTYPE == 2
+INLINE floats load_halves(const char *at) {
+#if WIDTH == 16
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)at));
 #else
-INLINE floats load(const char *at) {
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)at));
+#endif
 }
 #endif
 
+/* Load two registers. Of bf16 the first has the numbers at even places, the second
+   those at odd places: no other order takes as few instructions. */
+INLINE void load_pair(const char *at, floats *first, floats *second) {
+#if DTYPE == 0
+    *first = load_floats((const float *)at);
+    *second = load_floats((const float *)at + WIDTH);
+#elif DTYPE == 1
+    ints bits;
+    memcpy(&bits, at, sizeof bits);
+    *first = (floats)(bits << 16);
+    *second = (floats)(bits & (int32_t)0xffff0000);
+#else
+    *first = load_halves(at);
+    *second = load_halves(at + WIDTH * SIZE);
+#endif
+}
+
+/* Where `load_pair` puts the number at place `j`. */
+INLINE int place_of(int j) {
+#if DTYPE == 1
+    return j / PAIR * PAIR + j % 2 * WIDTH + j % PAIR / 2;
+#else
+    return j;
+#endif
+}
+
 INLINE float sum(floats numbers) {
-    floats4 halves[2];
-    memcpy(halves, &numbers, sizeof numbers);
-    floats4 four = halves[0] + halves[1];
+    floats4 quarters[WIDTH / 4];
+    memcpy(quarters, &numbers, sizeof numbers);
+    floats4 four = quarters[0] + quarters[1];
+    for (int i = 2; i < WIDTH / 4; i++) four += quarters[i];
     return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
@@ -100,28 +126,33 @@ typedef struct {
     float summed[MAX_DIM];
 } Row;
 
-/* Scores of two keys at a time: enough sums in flight for the processor. */
-INLINE void score_keys(const float *query, const char *key, int dim, int n_keys,
-                       float (*scores)[STEP], const int R) {
-    const int key_bytes = dim * SIZE;
+/* Scores of two keys at a time: enough sums in flight for the processor. The values of
+   these keys are fetched meanwhile. */
+INLINE void score_keys(const float *query, const char *key, const char *value, int dim,
+                       int value_dim, int n_keys, float (*scores)[STEP], const int R) {
+    const int key_bytes = dim * SIZE, value_bytes = value_dim * SIZE;
     for (int i = 0; i < n_keys; i += 2) {
         const char *first = key + i * key_bytes;
         const char *second = i + 1 < n_keys ? first + key_bytes : first;
         for (int line = 0; line < 2 * key_bytes; line += CACHE_LINE)
             __builtin_prefetch(first + AHEAD * key_bytes + line);
+        for (int line = 0; line < 2 * value_bytes; line += CACHE_LINE)
+            __builtin_prefetch(value + i * value_bytes + line);
         floats first_sums[R], second_sums[R];
         for (int r = 0; r < R; r++) {
             first_sums[r] = (floats){0};
             second_sums[r] = (floats){0};
         }
-        for (int j = 0; j < dim; j += WIDTH) {
-            floats first_part = load(first + j * SIZE);
-            floats second_part = load(second + j * SIZE);
-            for (int r = 0; r < R; r++) {
-                floats query_part = load_floats(query + r * dim + j);
-                first_sums[r] += query_part * first_part;
-                second_sums[r] += query_part * second_part;
-            }
+        for (int j = 0; j < dim; j += PAIR) {
+            floats first_key[2], second_key[2];
+            load_pair(first + j * SIZE, &first_key[0], &first_key[1]);
+            load_pair(second + j * SIZE, &second_key[0], &second_key[1]);
+            for (int r = 0; r < R; r++)
+                for (int half = 0; half < 2; half++) {
+                    floats part = load_floats(query + r * MAX_DIM + j + half * WIDTH);
+                    first_sums[r] += part * first_key[half];
+                    second_sums[r] += part * second_key[half];
+                }
         }
         for (int r = 0; r < R; r++) {
             scores[r][i] = sum(first_sums[r]);
@@ -152,33 +183,28 @@ INLINE void weigh_keys(Row *row, float *scores, int value_dim) {
     row->total += sum(total);
 }
 
-/* Add weighted values to N registers of columns, from column `j` on. */
-INLINE void add_columns(Row *rows, const char *value, int value_dim, int n_keys,
-                        float (*weights)[STEP], int j, const int R, const int N) {
-    floats sums[R][N];
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++)
-            sums[r][n] = load_floats(rows[r].summed + j + n * WIDTH);
-    for (int i = 0; i < n_keys; i++) {
-        const char *at = value + (i * value_dim + j) * SIZE;
-        floats columns[N];
-        for (int n = 0; n < N; n++) columns[n] = load(at + n * WIDTH * SIZE);
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) sums[r][n] += weights[r][i] * columns[n];
-    }
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++)
-            store_floats(rows[r].summed + j + n * WIDTH, sums[r][n]);
-}
-
-/* Add weighted values, two registers at a time: enough sums in flight. */
+/* Add weighted values, a pair of registers at a time: enough sums in flight. */
 INLINE void add_values(Row *rows, const char *value, int value_dim, int n_keys,
                        float (*weights)[STEP], const int R) {
-    int j = 0;
-    for (; j + 2 * WIDTH <= value_dim; j += 2 * WIDTH)
-        add_columns(rows, value, value_dim, n_keys, weights, j, R, 2);
-    for (; j < value_dim; j += WIDTH)
-        add_columns(rows, value, value_dim, n_keys, weights, j, R, 1);
+    for (int j = 0; j < value_dim; j += PAIR) {
+        floats first_sums[R], second_sums[R];
+        for (int r = 0; r < R; r++) {
+            first_sums[r] = load_floats(rows[r].summed + j);
+            second_sums[r] = load_floats(rows[r].summed + j + WIDTH);
+        }
+        for (int i = 0; i < n_keys; i++) {
+            floats first, second;
+            load_pair(value + (i * value_dim + j) * SIZE, &first, &second);
+            for (int r = 0; r < R; r++) {
+                first_sums[r] += weights[r][i] * first;
+                second_sums[r] += weights[r][i] * second;
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            store_floats(rows[r].summed + j, first_sums[r]);
+            store_floats(rows[r].summed + j + WIDTH, second_sums[r]);
+        }
+    }
 }
 
 /* Attend from R rows of a head, from `first_row` on, over one block of keys. */
@@ -189,7 +215,7 @@ INLINE void attend_rows(const Call *call, int head, int block, int first_row,
     const int64_t end = start + call->block_keys;
     const int64_t stop = block + 1 == call->n_blocks ? call->n_keys : end;
     const int64_t row_at = (int64_t)head * call->rows + first_row;
-    const float *query = call->query + row_at * dim;
+    float query[R][MAX_DIM];
     const char *key = call->key + head * call->key_head_bytes;
     const char *value = call->value + head * call->value_head_bytes;
     Row rows[R];
@@ -197,18 +223,23 @@ INLINE void attend_rows(const Call *call, int head, int block, int first_row,
     for (int r = 0; r < R; r++) {
         memset(&rows[r], 0, sizeof rows[r]);
         rows[r].highest = -INFINITY;
+        for (int j = 0; j < dim; j++)
+            query[r][place_of(j)] = call->query[(row_at + r) * dim + j];
     }
     for (int64_t at = start; at < stop; at += STEP) {
         const int n_keys = stop - at < STEP ? stop - at : STEP;
-        score_keys(query, key + at * dim * SIZE, dim, n_keys, scores, R);
+        const char *key_at = key + at * dim * SIZE;
+        const char *value_at = value + at * value_dim * SIZE;
+        score_keys(query[0], key_at, value_at, dim, value_dim, n_keys, scores, R);
         for (int r = 0; r < R; r++) weigh_keys(&rows[r], scores[r], value_dim);
-        add_values(rows, value + at * value_dim * SIZE, value_dim, n_keys, scores, R);
+        add_values(rows, value_at, value_dim, n_keys, scores, R);
     }
     const int64_t block_at = (int64_t)head * call->n_blocks + block;
     const int64_t result_at = block_at * call->rows + first_row;
     for (int r = 0; r < R; r++) {
         float *out = call->out + (result_at + r) * value_dim;
-        for (int j = 0; j < value_dim; j++) out[j] = rows[r].summed[j] / rows[r].total;
+        for (int j = 0; j < value_dim; j++)
+            out[j] = rows[r].summed[place_of(j)] / rows[r].total;
         float log2_total = rows[r].highest + log2f(rows[r].total);
         call->lse[result_at + r] = log2_total * 0.6931471805599453f;
     }
