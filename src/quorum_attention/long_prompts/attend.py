@@ -279,14 +279,17 @@ def _attend_with_cores(
 ) -> None:
     """Merge attention over pieces on the device, and over others: the bus reads a share
     of those, and the cores attend over the rest."""
+    by_bus: list[Piece] = []
     by_cores = elsewhere
     if sharing is not None and _can_read_host_memory(call, elsewhere[0]):
         by_bus, by_cores = sharing.split(elsewhere)
-        on_device = [*on_device, *sharing.arrived(by_bus)]
     if by_cores:
+        # Before the stream waits for copies made ahead: the cores need no copy.
         host_call = call.to_host()
         stream = torch.cuda.current_stream(call.query.device)
         is_query_there = stream.record_event()
+    if sharing is not None:
+        on_device = [*on_device, *sharing.arrived(by_bus)]
     _attend_on_device(call, on_device, state)
     if sharing is not None:
         sharing.copy_ahead(next_segments)

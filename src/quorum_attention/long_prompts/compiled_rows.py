@@ -161,8 +161,9 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     wants."""
     width = tensor.shape[3]
     pair = 2 * _register_width()
-    is_width_right = pair > 0 and width % pair == 0 and width <= _MAX_DIM
-    return is_width_right and tensor.stride()[2:] == (width, 1)
+    if pair == 0 or width > _MAX_DIM or width % pair != 0:
+        return False
+    return tensor.stride()[2:] == (width, 1)
 
 
 def _run(
