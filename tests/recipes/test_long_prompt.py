@@ -114,6 +114,24 @@ def test_a_model_that_chunks_would_change_gets_its_prompts_whole(kind: str) -> N
     torch.testing.assert_close(logits, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["big_bird", "rembert", "roformer", "rwkv", "bloom"])
+def test_rounding_hides_no_tokens_that_a_model_sees(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """Small weights in 16 bits: what tokens see of others is less than rounding.
+    Models that read both ways got their prompts in chunks, as Bloom does rightly."""
+    model = new_model(kind, {**WHOLE, **CHUNKED}[kind])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0.0, 0.02)
+    with pytest.warns(UserWarning, match="gets its prompts"):
+        long_prompt(model.to(dtype))
+    assert runner_of(model).runs_chunks == (kind in CHUNKED)
+
+
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", ["gemma3_text", "llama", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("tile", [13, 66])
