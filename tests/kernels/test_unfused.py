@@ -234,3 +234,42 @@ def test_a_learned_bias_comes_with_the_other_gradients(
     (expected,) = torch.autograd.grad(exact.sum(), bias)
     for grad in grads:
         torch.testing.assert_close(grad, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_gradient_is_rounded_once_it_is_scaled(scale: float) -> None:
+    """With a scale of 0 the gradient of the query was that with a scale of 1, rounded
+    to fp16, times 0: NaN where fp16 holds no such number."""
+    torch.manual_seed(0)
+    query, key, value, grad_out = (1e3 * torch.randn(4, 2, 2, 8, 16)).half()
+    query = query.requires_grad_()
+    out = qa.attention(query, key, value, scale=scale, kernel="unfused")
+    (grad_query,) = torch.autograd.grad(out, query, grad_out)
+    exact = qa.attention(query, key, value, scale=scale, kernel="dense")
+    (expected,) = torch.autograd.grad(exact, query, grad_out)
+    assert not bool(grad_query.isnan().any())
+    torch.testing.assert_close(grad_query, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_triangles_of_a_window_have_wide_gradients() -> None:
+    """An fp32 gradient upstream is divided so that fp16 just holds it. The gradients of
+    upper triangles were rounded to fp16, which did not hold them."""
+    torch.manual_seed(0)
+    query, key, value, grad_out = torch.randn(4, 1, 2, 64, 16)
+    query, key, value = ((4 * tensor).half() for tensor in (query, key, value))
+    mask = qa.Mask(causal=True, window=3)
+    grads = []
+    for kernel in ("unfused", "dense"):
+        out, lse = qa.attention_with_lse(query, key, value, mask, kernel=kernel)
+        plan = qa.plan(
+            64, heads=2, head_dim=16, dtype=torch.float16, levels=(7,), tile=2,
+            layout="balanced", backward=True, kernel=kernel, attn_mask=mask,
+        )  # fmt: skip
+        grads.append(
+            qa.attention_backward(
+                grad_out, query, key, value, out, lse, mask, kernel=kernel, plan=plan
+            )
+        )
+    for grad, expected in zip(*grads, strict=True):
+        assert bool(expected.isfinite().all())
+        torch.testing.assert_close(grad, expected, atol=0.05, rtol=0.02)

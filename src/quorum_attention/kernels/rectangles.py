@@ -357,7 +357,9 @@ class RectangleKernel(CallsKernel):
         out = as_operator_readable(saved.out, out_dtype)
         grad_out = as_operator_readable(saved.grad_out, dtype)
         saved = Saved(grad_out, out, saved.lse).mapped(self._reordered)
-        if not self.reversed_order:  # results are copied
+        # In the other order results are copied. Vendors' kernels do not return them
+        # wider; others do, and 16 bits might not hold them (``fp32_products``).
+        if not self.reversed_order or self.fp32_products:
             call = replace(call, stored=state_dtype(dtype))
         return map_three(self._reordered, self.whole_backward(call, saved))
 

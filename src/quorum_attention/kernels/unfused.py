@@ -95,6 +95,10 @@ class UnfusedKernel(RectangleKernel):
         grad_query, grad_key, grad_value, _ = _gradients(call, saved)
         return grad_query, grad_key, grad_value
 
+    def _single_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``RectangleKernel._single_backward``. The scale may be any."""
+        return self.rectangle_backward(call, saved)
+
     def gives_bias_gradient(self, shape: CallShape) -> bool:
         """See ``Kernel.gives_bias_gradient``. In 16 bits delta has the rounding error
         of the output, which that gradient is not to have."""
@@ -102,11 +106,7 @@ class UnfusedKernel(RectangleKernel):
 
     def whole_backward_with_bias(self, call: Call, saved: Saved) -> Four:
         """See ``Kernel.whole_backward_with_bias``."""
-        scaled_call, query_factor = with_positive_scale(call)
-        grad_query, grad_key, grad_value, grad_bias = _gradients(scaled_call, saved)
-        if query_factor != 1:
-            grad_query.mul_(query_factor)
-        return grad_query, grad_key, grad_value, grad_bias
+        return _gradients(call, saved)
 
     def forward_workspace_bytes(self, shape: CallShape, extent: Extent) -> int:
         """Return an upper bound of the bytes ``forward`` allocates at any one time."""
@@ -187,7 +187,8 @@ def _scores(call: Call, operands: _Operands) -> torch.Tensor:
 
 def _gradients(call: Call, saved: Saved) -> Four:
     """Return the gradients of query, key and value in the dtype of results, and that of
-    scores with bias (b, h, n, m)."""
+    scores with bias (b, h, n, m). The scale may be any."""
+    call, query_factor = with_positive_scale(call)
     operands = _operands_of(call)
     grad_out = _by_key_head(saved.grad_out, call)  # (b * hk, g * n, dv)
     products = grad_out * _by_key_head(saved.out, call)
@@ -202,6 +203,9 @@ def _gradients(call: Call, saved: Saved) -> Four:
     ds.mul_(p)
     del p
     grad_query = _product(ds, operands.key, call.scale)
+    if query_factor != 1:
+        # Before it is rounded: 0 times what is infinite in 16 bits is NaN.
+        grad_query.mul_(query_factor)
     grad_key = _product(ds.mT, operands.query, call.scale)
     dtype = call.result_dtype
     return (
