@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import io
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import (
 
 import quorum_attention as qa
 from quorum_attention.kernels import DenseKernel
+from quorum_attention.operator.shapes import fake_backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ours = functools.partial(qa.attention, enable_gqa=True)
@@ -103,6 +105,14 @@ def test_options_of_every_kind() -> None:
 
 
 @pytest.mark.slow
+def test_shapes_of_gradients_read_arguments_by_the_names_of_the_schema() -> None:
+    """Which gradients are wanted was read from the last two places, whatever a change
+    of the schema would put there."""
+    schema = torch.ops.quorum_attention.attention_backward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert list(inspect.signature(fake_backward).parameters) == names
+
+
 def test_a_value_may_vary_and_the_budget_is_that_of_the_graph() -> None:
     report, q = qa.Report(), three(grad=False)[0]
     call = compiled(lambda q, budget: qa.attention(q, q, q, depth=1, budget=budget))

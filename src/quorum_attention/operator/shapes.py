@@ -47,11 +47,22 @@ def fake_backward(
     lse: torch.Tensor,
     attn_mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    *rest: Any,
+    grad_lse: torch.Tensor | None,
+    settings_number: torch.Tensor,
+    seed: torch.Tensor | None,
+    parts: list[torch.Tensor] | None,
+    dropout_p: float,
+    scale: float | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    out_dtype: torch.dtype | None,
+    options: str,
+    numbers: list[int] | None,
+    of_mask: bool,
+    of_sinks: bool,
 ) -> list[torch.Tensor]:
     """Return empty gradients of query, key and value, then of mask and sinks if
     wanted."""
-    *_, of_mask, of_sinks = rest
     grads = [empty_like_input(t, t.shape, t.dtype) for t in (query, key, value)]
     if of_mask:
         assert attn_mask is not None
