@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from quorum_attention.arithmetic import ceil_div
-from quorum_attention.long_prompts.scores import merge_parts
 from quorum_attention.threads import try_start
 
 _SOURCE = Path(__file__).with_name("few_rows.c")
@@ -38,12 +37,14 @@ _MAX_DIM = 256
 # With more rows for each key head torch's operator is faster.
 _MAX_ROWS = 8
 # To compile takes a second or two, which fewer keys are not worth.
-_MIN_KEYS = 32_768
+_WORTH_COMPILING = 32_768
+# To start threads takes as long as to read fewer keys.
+_MIN_KEYS = 2048
 # The keys of one task of a thread.
-_BLOCK_KEYS = 1024
+_BLOCK_KEYS = 2048
 _LOG2_E = math.log2(math.e)
 _POINTER = ctypes.c_void_p
-_ARGUMENTS = [_POINTER] * 5 + [ctypes.c_int64] * 4 + [ctypes.c_int] * 6
+_ARGUMENTS = [_POINTER] * 7 + [ctypes.c_int64] * 4 + [ctypes.c_int] * 6
 
 
 class _Build:
@@ -100,17 +101,15 @@ def _compiled(dtype_number: int) -> Any:
     return function
 
 
-@cache
-def _build_of(dtype: torch.dtype) -> _Build:
-    """The build of one dtype, which begins with the first call."""
-    return _Build(dtype)
+# The builds that were begun.
+_builds: dict[torch.dtype, _Build] = {}
 
 
 def begin_to_compile(dtype: torch.dtype) -> None:
     """Compile the function for keys of a dtype in a thread, if that was not begun
     yet."""
-    if dtype in _DTYPES and _register_width() > 0:
-        _build_of(dtype)
+    if dtype in _DTYPES and dtype not in _builds and _register_width() > 0:
+        _builds[dtype] = _Build(dtype)
 
 
 def compiled_statistics(
@@ -127,26 +126,21 @@ def compiled_statistics(
         out (b, h, r, d_v) and lse (b, h, r) in fp32; None if another function has to
         compute them.
     """
-    if not _is_suited(rows, key, value):
+    n_keys = key.shape[2]
+    if n_keys >= _WORTH_COMPILING:
+        begin_to_compile(key.dtype)
+    build = _builds.get(key.dtype)
+    function = None if build is None else build.function
+    if function is None or n_keys < _MIN_KEYS or rows.shape[2] > _MAX_ROWS:
         return None
-    function = _build_of(key.dtype).function
-    if function is None:
+    if not _is_readable(key) or not _is_readable(value):
         return None
     queries = rows.float() * (softmax_scale * _LOG2_E)
-    n_blocks = ceil_div(key.shape[2], _BLOCK_KEYS)
     results = [
-        _run(function, *tensors, n_blocks)
-        for tensors in zip(queries, key, value, strict=True)
+        _run(function, *tensors) for tensors in zip(queries, key, value, strict=True)
     ]
     outs, lses = zip(*results, strict=True)
-    return merge_parts(torch.stack(outs), torch.stack(lses))
-
-
-def _is_suited(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    n_keys = key.shape[2]
-    if key.dtype not in _DTYPES or rows.shape[2] > _MAX_ROWS or n_keys < _MIN_KEYS:
-        return False
-    return _is_readable(key) and _is_readable(value)
+    return torch.stack(outs), torch.stack(lses)
 
 
 @cache
@@ -167,28 +161,23 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _run(
-    function: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    n_blocks: int,
+    function: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Statistics of the blocks of keys of one batch entry: out (h, blocks, r, d_v) and
-    lse (h, blocks, r)."""
+    """Statistics of one batch entry: out (h, r, d_v) and lse (h, r)."""
     heads, n_rows, dim = query.shape
-    value_dim = value.shape[2]
+    n_keys, value_dim = value.shape[1:]
+    n_blocks = ceil_div(n_keys, _BLOCK_KEYS)
     query = query.contiguous()
-    out = query.new_empty((heads, n_blocks, n_rows, value_dim))
-    lse = query.new_empty((heads, n_blocks, n_rows))
+    block_out = query.new_empty((heads, n_rows, n_blocks, value_dim))
+    block_lse = query.new_empty((heads, n_rows, n_blocks))
+    out = query.new_empty((heads, n_rows, value_dim))
+    lse = query.new_empty((heads, n_rows))
+    tensors = (query, key, value, block_out, block_lse, out, lse)
     function(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
+        *[tensor.data_ptr() for tensor in tensors],
         key.stride(0) * key.element_size(),
         value.stride(0) * value.element_size(),
-        key.shape[1],
+        n_keys,
         _BLOCK_KEYS,
         heads,
         n_rows,

@@ -112,8 +112,8 @@ typedef struct {
     const float *query; /* (heads, rows, dim), scaled for powers of 2 */
     const char *key;
     const char *value;
-    float *out; /* (heads, blocks, rows, value_dim) */
-    float *lse; /* (heads, blocks, rows), natural */
+    float *block_out; /* (heads, rows, blocks, value_dim) */
+    float *block_lse; /* (heads, rows, blocks), natural */
     int64_t key_head_bytes, value_head_bytes;
     int64_t n_keys, block_keys;
     int heads, rows, dim, value_dim, n_blocks;
@@ -234,14 +234,13 @@ INLINE void attend_rows(const Call *call, int head, int block, int first_row,
         for (int r = 0; r < R; r++) weigh_keys(&rows[r], scores[r], value_dim);
         add_values(rows, value_at, value_dim, n_keys, scores, R);
     }
-    const int64_t block_at = (int64_t)head * call->n_blocks + block;
-    const int64_t result_at = block_at * call->rows + first_row;
     for (int r = 0; r < R; r++) {
-        float *out = call->out + (result_at + r) * value_dim;
+        const int64_t result_at = (row_at + r) * call->n_blocks + block;
+        float *out = call->block_out + result_at * value_dim;
         for (int j = 0; j < value_dim; j++)
             out[j] = rows[r].summed[place_of(j)] / rows[r].total;
         float log2_total = rows[r].highest + log2f(rows[r].total);
-        call->lse[result_at + r] = log2_total * 0.6931471805599453f;
+        call->block_lse[result_at] = log2_total * 0.6931471805599453f;
     }
 }
 
@@ -261,13 +260,39 @@ static void *take_tasks(void *argument) {
     }
 }
 
+/* Merge the blocks of every row into `out` (heads, rows, value_dim) and `lse`
+   (heads, rows). */
+static void merge_blocks(const Call *call, float *out, float *lse) {
+    const int value_dim = call->value_dim, n_blocks = call->n_blocks;
+    const int64_t n_rows = (int64_t)call->heads * call->rows;
+    for (int64_t row = 0; row < n_rows; row++) {
+        const float *block_lse = call->block_lse + row * n_blocks;
+        const float *block_out = call->block_out + row * n_blocks * value_dim;
+        float highest = -INFINITY, total = 0;
+        for (int block = 0; block < n_blocks; block++)
+            highest = block_lse[block] > highest ? block_lse[block] : highest;
+        for (int block = 0; block < n_blocks; block++)
+            total += expf(block_lse[block] - highest);
+        lse[row] = highest + logf(total);
+        float *row_out = out + row * value_dim;
+        memset(row_out, 0, value_dim * sizeof *row_out);
+        for (int block = 0; block < n_blocks; block++) {
+            const float weight = expf(block_lse[block] - highest) / total;
+            for (int j = 0; j < value_dim; j++)
+                row_out[j] += weight * block_out[(int64_t)block * value_dim + j];
+        }
+    }
+}
+
+/* `block_out` and `block_lse` are memory for the results of blocks. */
 void attend_few_rows(const float *query, const void *key, const void *value,
-                     float *out, float *lse, int64_t key_head_bytes,
-                     int64_t value_head_bytes, int64_t n_keys, int64_t block_keys,
-                     int heads, int rows, int dim, int value_dim, int n_blocks,
-                     int n_threads) {
-    Call call = {query, key, value, out, lse, key_head_bytes, value_head_bytes,
-                 n_keys, block_keys, heads, rows, dim, value_dim, n_blocks, 0};
+                     float *block_out, float *block_lse, float *out, float *lse,
+                     int64_t key_head_bytes, int64_t value_head_bytes, int64_t n_keys,
+                     int64_t block_keys, int heads, int rows, int dim, int value_dim,
+                     int n_blocks, int n_threads) {
+    Call call = {query, key, value, block_out, block_lse, key_head_bytes,
+                 value_head_bytes, n_keys, block_keys, heads, rows, dim, value_dim,
+                 n_blocks, 0};
     pthread_t threads[MAX_THREADS];
     int n_started = 0;
     while (n_started < n_threads - 1 && n_started < MAX_THREADS) {
@@ -276,4 +301,5 @@ void attend_few_rows(const float *query, const void *key, const void *value,
     }
     take_tasks(&call);
     for (int i = 0; i < n_started; i++) pthread_join(threads[i], 0);
+    merge_blocks(&call, out, lse);
 }
