@@ -15,8 +15,9 @@ from helpers.memory import usage
 import quorum_attention as qa
 from quorum_attention.kernels import select
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, Extent
-from quorum_attention.kernels.operator_call import Call, Saved
+from quorum_attention.kernels.operator_call import Call, Saved, whole_task
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.task_tensors import Gradients
 from quorum_attention.kernels.unfused import MOST_PAIRS, UnfusedKernel
 
 _LEARNED = BiasShape(False, True, True, False, needs_grad=True)
@@ -108,6 +109,26 @@ def test_all_bytes_are_counted(
         saved = Saved(torch.randn_like(query), out.to(dtype), lse)
         used = usage(lambda call=call, saved=saved: kernel.whole_backward(call, saved))
         assert used.peak <= kernel.backward_workspace_bytes(shape, extent)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_bytes_of_a_task_are_counted(dtype: torch.dtype) -> None:
+    """Upstream gradients may have any strides: copies of them were not counted, which
+    is much beside two keys."""
+    kernel = UnfusedKernel()
+    query = torch.randn(50, 8, 60, 4).to(dtype)
+    key, value = torch.randn(50, 4, 2, 4).to(dtype), torch.randn(50, 4, 2, 64).to(dtype)
+    call = Call(query, key, value, False, 0.25)
+    out, lse = kernel.whole_forward(call)
+    grad_out = torch.randn(50, 8, 1, 64).to(dtype).expand(out.shape)
+    out = out.mT.contiguous().mT
+    shape = CallShape("cpu", dtype, 8, 4, 4, 64, needs_grad=True)
+    sums = [torch.zeros_like(t, dtype=shape.state_dtype) for t in call.inputs]
+    task = whole_task(call)
+    grads = Gradients(grad_out, out, lse, sums[0], sums[1], sums[2])
+    used = usage(lambda: kernel.backward(task, grads))
+    extent = Extent(50, 8, 4, 60, 60, 2)
+    assert used.peak <= kernel.backward_workspace_bytes(shape, extent)
 
 
 def test_operators_do_not_grow_with_entries() -> None:

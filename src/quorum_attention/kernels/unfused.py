@@ -132,6 +132,8 @@ class UnfusedKernel(RectangleKernel):
         numbers += 2 * _n_pairs(sizes)
         numbers += 2 * sizes.rows
         inside = numbers * sizes.state_itemsize + _causal_bytes(sizes)
+        # In a task, dense rows of upstream gradient and output.
+        inside += 2 * sizes.rows * shape.value_dim * sizes.itemsize
         # The gradients as computed, and rounded.
         gradients = 2 * grad_numbers * sizes.state_itemsize
         return sizes.backward_bytes(inside, gradients)
