@@ -28,6 +28,7 @@ from helpers.saturated import (
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
+from quorum_attention.call import split_output
 from quorum_attention.call.split_output import joined, rest_of
 from quorum_attention.kernels import CallShape, fa4
 from quorum_attention.kernels.select import select_kernel
@@ -215,6 +216,33 @@ def test_both_passes_stay_within_the_budget() -> None:
     out = qa.attention(*leaves, **options)
     backward = usage(lambda: torch.autograd.grad(out, leaves, grad_out))
     assert max(forward.peak, backward.peak) <= 10 << 20
+
+
+def test_splitting_an_output_stays_within_the_smallest_budget() -> None:
+    """It takes nine bytes for each number of a block. They were not counted, and a
+    block was all rows of all batch entries, up to 16 million numbers."""
+    query = torch.randn(1500, 2, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(qa.BudgetError) as refused:
+        qa.attention(query, query, query, exact_delta=True, budget=1024)
+    smallest = refused.value.smallest_bytes
+
+    def call() -> torch.Tensor:
+        return qa.attention(query, query, query, exact_delta=True, budget=smallest)
+
+    call()  # kernels are tried out
+    assert usage(call).peak <= smallest
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 9, 16), (700, 2, 5, 16), (2, 1, 3000, 8)])
+def test_parts_of_blocks_are_joined_again(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the longest dimension, whose last block may be shorter."""
+    monkeypatch.setattr(split_output, "_BLOCK_NUMBERS", 1000)
+    unrounded = torch.randn(shape)
+    rounded = unrounded.bfloat16()
+    rest = rest_of(unrounded, rounded)
+    assert torch.equal(joined(rounded, rest), unrounded)
 
 
 def test_a_checkpoint_has_it() -> None:

@@ -89,8 +89,8 @@ class AutogradPass:
             return out, lse
         out, lse, grad_out, grad_lse, *rest = inputs[6:]
         if rest:
-            out = joined(out, *rest)
             request = reserving_out(request, out.device, "the unrounded output")
+            out = joined(out, rest[0], request.options.available_bytes)
         grad_mask, grad_sinks = self.wanted_grads
         backward_inputs = BackwardInputs(
             grad_out,
@@ -119,7 +119,11 @@ def _split_results(
         out = unrounded.to(request.out_dtype)
     else:
         out = request.out.detach().copy_(unrounded)
-    return out, lse, rest_of(unrounded, out)
+    # The pass had the rest of the budget, and has freed all but its results.
+    most_bytes = request_with_parts.options.available_bytes
+    if most_bytes is not None:
+        most_bytes -= unrounded.nbytes + lse.nbytes
+    return out, lse, rest_of(unrounded, out, most_bytes)
 
 
 def reserving_out(request: Request, home: torch.device, purpose: str) -> Request:

@@ -12,49 +12,71 @@ from collections.abc import Iterator
 import torch
 
 _LARGEST_REST = 2**15
-# Numbers that are split or joined at a time: temporaries have 4 bytes for each.
-_BLOCK_NUMBERS = 1 << 24
+# Most numbers that are split or joined at a time: on a GPU so many that launches do not
+# count.
+_BLOCK_NUMBERS = 1 << 22
+# Bytes of temporaries for each of them: the difference, its size, and whether that is
+# too large.
+_TEMPORARY_BYTES = 4 + 4 + 1
 
 
-def rest_of(unrounded: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+def rest_of(
+    unrounded: torch.Tensor, rounded: torch.Tensor, most_bytes: int | None = None
+) -> torch.Tensor:
     """Return what rounding to 16 bits took from an output.
 
     Args:
         unrounded: (*batch, heads, n_queries, value_dim), fp32.
         rounded: the same in fp16 or bf16.
+        most_bytes: of temporaries, as far as a slice of the output allows; None: any.
 
     Returns:
         The rest, int16; 0 where ``rounded`` is not finite.
     """
     rest = torch.empty_like(unrounded, dtype=torch.int16)
-    for part, rounded_part, rest_part in _blocks(unrounded, rounded, rest):
-        bits = part.view(torch.int32)
-        rounded_in_fp32 = rounded_part.float()
-        rounded_bits = rounded_in_fp32.view(torch.int32)
-        difference = bits - rounded_bits
-        is_too_large = difference.abs() > _LARGEST_REST
-        difference.masked_fill_(is_too_large, 0)
-        difference.clamp_(max=_LARGEST_REST - 1)
-        rest_part.copy_(difference)
+    for block in _blocks(most_bytes, unrounded, rounded, rest):
+        _write_rest(*block)
     return rest
 
 
-def joined(rounded: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return an output in fp32, of its two parts in 16 bits (``rest_of``)."""
+def _write_rest(
+    unrounded: torch.Tensor, rounded: torch.Tensor, rest: torch.Tensor
+) -> None:
+    """Write the rest of a block of an output."""
+    bits = unrounded.view(torch.int32)
+    rounded_in_fp32 = rounded.float()
+    difference = rounded_in_fp32.view(torch.int32)
+    torch.sub(bits, difference, out=difference)
+    is_too_large = difference.abs() > _LARGEST_REST
+    difference.masked_fill_(is_too_large, 0)
+    difference.clamp_(max=_LARGEST_REST - 1)
+    rest.copy_(difference)
+
+
+def joined(
+    rounded: torch.Tensor, rest: torch.Tensor, most_bytes: int | None = None
+) -> torch.Tensor:
+    """Return an output in fp32, of its two parts in 16 bits; see ``rest_of``."""
     unrounded = torch.empty_like(rounded, dtype=torch.float32)
-    for part, rounded_part, rest_part in _blocks(unrounded, rounded, rest):
+    for part, rounded_part, rest_part in _blocks(most_bytes, unrounded, rounded, rest):
         part.copy_(rounded_part)
         bits = part.view(torch.int32)
         bits.add_(rest_part)
     return unrounded
 
 
-def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield views of tensors of one shape (..., n, d), by blocks of rows of all
-    heads."""
-    like = tensors[0]
-    n_rows = max(1, like.shape[-2])
-    numbers_of_a_row = max(1, like.numel() // n_rows)
-    n_rows_of_a_block = max(1, _BLOCK_NUMBERS // numbers_of_a_row)
-    blocks = [tensor.split(n_rows_of_a_block, dim=-2) for tensor in tensors]
+def _blocks(
+    most_bytes: int | None, *tensors: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield views of tensors of one shape (..., n, d), by blocks along its longest
+    dimension."""
+    most_numbers = _BLOCK_NUMBERS
+    if most_bytes is not None:
+        most_numbers = min(most_numbers, most_bytes // _TEMPORARY_BYTES)
+    sizes = tensors[0].shape[:-1]
+    longest = max(sizes)
+    numbers_of_a_slice = tensors[0].numel() // max(1, longest)
+    n_slices = most_numbers // max(1, numbers_of_a_slice)
+    dim = sizes.index(longest)
+    blocks = [tensor.split(max(1, n_slices), dim=dim) for tensor in tensors]
     return zip(*blocks, strict=True)

@@ -128,12 +128,13 @@ class UnfusedKernel(RectangleKernel):
         grad_numbers = sizes.rows * shape.head_dim + sizes.key_rows * shape.kv_width
         # The inputs, upstream gradient, output and their product, probabilities and
         # gradients of scores, the log-sum-exp and delta.
-        numbers = grad_numbers + 3 * sizes.rows * shape.value_dim
+        out_numbers = sizes.rows * shape.value_dim
+        numbers = grad_numbers + 3 * out_numbers
         numbers += 2 * _n_pairs(sizes)
         numbers += 2 * sizes.rows
         inside = numbers * sizes.state_itemsize + _causal_bytes(sizes)
         # In a task, dense rows of upstream gradient and output.
-        inside += 2 * sizes.rows * shape.value_dim * sizes.itemsize
+        inside += 2 * out_numbers * sizes.itemsize
         # The gradients as computed, and rounded.
         gradients = 2 * grad_numbers * sizes.state_itemsize
         return sizes.backward_bytes(inside, gradients)
