@@ -1,5 +1,5 @@
-"""Parts under a mask beside a bias that the operator does not take: the tiled loop runs
-them."""
+"""Parts under a mask beside a bias: the tiled loop runs those that the operator does
+not take, and no others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import quorum_attention as qa
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.kernels.reference import TiledKernel
+from quorum_attention.kernels.task_tensors import Statistics, TaskTensors
 
 
 class _NarrowGradients(CpuKernel):
@@ -44,3 +46,27 @@ def test_triangles_off_the_diagonal(kernel: type[CpuKernel], depth: int) -> None
     with torch.no_grad():
         out = qa.attention(query, key, value, mask, kernel=kernel(), depth=depth)
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_forward_is_not_asked_for_as_if_for_gradients(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan counts the operator's bytes. The loop ran, which takes far longer."""
+
+    query, key, value = torch.randn(3, 1, 2, 200, 16)
+    bias = torch.randn(1, 2, 1, 200)
+    mask = qa.Mask(causal=True, window=50, bias=bias)
+    kernel = _NarrowGradients()
+
+    def call(kernel: CpuKernel) -> torch.Tensor:
+        with torch.no_grad():
+            return qa.attention(query, key, value, mask, kernel=kernel, depth=depth)
+
+    def refuse(self: TiledKernel, task: TaskTensors, state: Statistics) -> None:
+        raise AssertionError("the tiled loop runs")
+
+    call(kernel)  # it is compared with the reference
+    expected = call(CpuKernel())
+    monkeypatch.setattr(TiledKernel, "forward", refuse)
+    torch.testing.assert_close(call(kernel), expected)

@@ -89,7 +89,11 @@ class TaskTensors:
         )
 
     def shape(
-        self, bias: BiasShape | None = None, *, is_causal: bool = False
+        self,
+        bias: BiasShape | None = None,
+        *,
+        is_causal: bool = False,
+        needs_grad: bool = True,
     ) -> CallShape:
         """Return the shape of calls of its rectangles, as kernels are asked about
         it."""
@@ -101,7 +105,7 @@ class TaskTensors:
             head_dim=self.query.shape[-1],
             value_dim=self.value.shape[-1],
             is_causal=is_causal,
-            needs_grad=True,
+            needs_grad=needs_grad,
             bias=bias,
             dropout=self.dropout is not None,
         )

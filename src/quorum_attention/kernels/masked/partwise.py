@@ -189,16 +189,18 @@ class PartwiseKernel(Kernel):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for kernel, part in self._tasks(task):
+        for kernel, part in self._tasks(task, backward=False):
             kernel.forward(part, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        for kernel, part in self._tasks(task):
+        for kernel, part in self._tasks(task, backward=True):
             is_reference = isinstance(kernel, TiledKernel)
             kernel.backward(part, _unscaled(grads) if is_reference else grads)
 
-    def _tasks(self, task: TaskTensors) -> Iterator[tuple[Kernel, TaskTensors]]:
+    def _tasks(
+        self, task: TaskTensors, *, backward: bool
+    ) -> Iterator[tuple[Kernel, TaskTensors]]:
         """The parts of the task: for the operator, upper triangles, and ragged ones."""
         rectangles = tuple(task.rectangles)
         if not rectangles:
@@ -206,7 +208,8 @@ class PartwiseKernel(Kernel):
         mask = None
         if task.has_mask(rectangles[0]):
             mask = replace(_ANY_MASK, wide=task.has_wide_mask(rectangles[0]))
-        shape = task.shape(mask)
+        # As its bytes are asked for.
+        shape = task.shape(mask, needs_grad=backward)
         parts = self._parts_of(task, rectangles, shape)
         n_queries, n_keys = self._limits(task.max_queries, task.max_keys, shape)
         inside = replace(
