@@ -26,7 +26,7 @@ class FakeEvent:
 
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> host_sharing.HostSharing:
-    reader = SimpleNamespace(was_idle=False)
+    reader = SimpleNamespace(was_idle=False, arrived=lambda piece: [piece])
     monkeypatch.setattr(host_sharing, "HostReader", lambda memory: reader)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
@@ -60,11 +60,30 @@ def test_a_bus_that_rested_gets_more(sharing: host_sharing.HostSharing) -> None:
     reader: Any = sharing._reader
     reader.was_idle = True
     for _ in range(50):
+        sharing.arrived(TEXT)
         sharing.adjust(TEXT)
     assert sharing.bus_share == 1.0
     reader.was_idle = False
+    sharing.arrived(TEXT)
     sharing.adjust(TEXT)
     assert sharing.bus_share < 1.0
+
+
+def test_a_bus_that_had_no_more_memory_gets_no_more(
+    sharing: host_sharing.HostSharing,
+) -> None:
+    """It rested because the buffer for copies was full: with a larger share it would
+    rest as long, and the cores would too."""
+    FakeEvent.is_done = False
+    reader: Any = sharing._reader
+    reader.was_idle = True
+    reader.arrived = lambda piece: [piece.first(100), piece.behind(100)]
+    two_segments = [piece_of(0, 50_000), piece_of(50_000, 50_000)]
+    for pieces in (TEXT, two_segments):
+        before = sharing.bus_share
+        sharing.arrived(pieces)
+        sharing.adjust(pieces)
+        assert sharing.bus_share < before
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])

@@ -6,8 +6,9 @@ both soon end together. Rates would not say what the shares have to be: both rea
 same memory, and the bus begins ahead of the cores.
 
 While the cores attend, the host launches nothing. So a bus that rested between two
-layers gets more too: where the host's launches take longer than the bus, the cores have
-little or nothing to do.
+layers, with all of its share copied ahead, gets more too: where the host's launches
+take longer than the bus, the cores have little or nothing to do. A bus that rested
+because the buffer for copies was full gets no more for that.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class HostSharing:
         self._device = memory.device
         # Recorded behind the device's attention.
         self._is_attended = torch.cuda.Event()
+        self._has_bus_rested = False
         self.bus_share = _FIRST_BUS_SHARE
         # Forks of a cache may be used in several threads.
         self._attending = threading.RLock()
@@ -102,9 +104,13 @@ class HostSharing:
     def arrived(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return pieces for the bus as the device reads them; see
         ``HostReader.arrived``."""
+        self._has_bus_rested = False
         if not pieces:
             return []
-        return [*self._reader.arrived(pieces[0]), *pieces[1:]]
+        arrived = [*self._reader.arrived(pieces[0]), *pieces[1:]]
+        had_all = len(arrived) == 1
+        self._has_bus_rested = had_all and self._reader.was_idle
+        return arrived
 
     def copy_ahead(self, next_segments: Sequence[Segment]) -> None:
         """Copy what the bus reads first of the next segments, behind the attention that
@@ -124,7 +130,7 @@ class HostSharing:
         ``pieces``, or have nothing to do."""
         if _are_few(pieces):
             return
-        is_bus_first = self._reader.was_idle or self._is_attended.query()
+        is_bus_first = self._has_bus_rested or self._is_attended.query()
         change = _STEP if is_bus_first else -_STEP
         self.bus_share = min(1.0, max(0.0, self.bus_share + change))
 

@@ -33,9 +33,9 @@ from quorum_attention.units import format_bytes
 # gives.
 _DEVICE_RATE = 2.8e12
 _BUS_RATE = 51e9
-_CORES_RATE = 45e9
+_CORES_RATE = 80e9
 # The cores while the bus reads the same memory.
-_CORES_BESIDE_BUS_RATE = 42e9
+_CORES_BESIDE_BUS_RATE = 65e9
 _DISK_RATE = 2e9
 # FLOP/s of a layer's matrix products in 16 bits, and of a CPU's thread.
 _MATRIX_RATE = 600e12
@@ -49,8 +49,8 @@ _PASSES_AT_ONCE = 3.0
 # Seconds of the host for a layer of one token, what a layer in host memory takes beside
 # that, what cores need to begin, and seconds of the host for a layer of one tile.
 _LAYER_SECONDS = 0.34e-3
-_HOST_LAYER_SECONDS = 3.0e-3
-_CORES_BEGIN_SECONDS = 1.5e-3
+_HOST_LAYER_SECONDS = 0.7e-3
+_CORES_BEGIN_SECONDS = 1.0e-3
 _TILE_SECONDS = 1.7e-3
 # Bytes of host memory that are page-locked in a second: measured, 7 to 8.
 _LOCK_RATE = 7e9
