@@ -3,8 +3,8 @@ this machine.
 
 torch's operator for CPUs computes longer than memory takes to hand it the keys of a few
 rows. The C function (few_rows.c) is compiled in a thread, for the processor that it
-runs on. Until it is there, and where there is no compiler, calls go to torch's
-operator. Triton compiles C on the same terms.
+runs on. Until it is there, and where there is no compiler or another library of
+threads, calls go to torch's operator. Triton compiles C on the same terms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quorum_attention.threads import try_start
 
 _SOURCE = Path(__file__).with_name("few_rows.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
-_LIBRARY_FLAGS = ("-shared", "-fPIC", "-pthread")
+_LIBRARY_FLAGS = ("-shared", "-fPIC")
 # A compiler that takes longer is not waited for.
 _TIMEOUT_SECONDS = 60.0
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -67,8 +67,8 @@ class _Build:
         try:
             self.function = _compiled(_DTYPES[self._dtype])
         except (OSError, subprocess.SubprocessError):
-            # Without a compiler, or with one that does not take the source, torch
-            # computes.
+            # Without a compiler, with one that does not take the source, or without
+            # OpenMP's library torch computes.
             self.function = None
         finally:
             self.is_over.set()
@@ -78,7 +78,8 @@ def _compiled(dtype_number: int) -> Any:
     """Compile the C function.
 
     Raises:
-        OSError: there is no compiler, or its library cannot be loaded.
+        OSError: there is no compiler, or its library cannot be loaded: torch may have
+            been built with other threads than OpenMP's.
         subprocess.SubprocessError: the compiler failed.
     """
     compiler = shutil.which(os.environ.get("CC", "cc"))

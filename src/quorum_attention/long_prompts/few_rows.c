@@ -8,7 +8,6 @@
 
 #include <immintrin.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -28,7 +27,6 @@
 #define AHEAD 16
 #define CACHE_LINE 64
 #define MAX_DIM 256
-#define MAX_THREADS 256
 
 typedef float floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
@@ -244,13 +242,20 @@ INLINE void attend_rows(const Call *call, int head, int block, int first_row,
     }
 }
 
+/* The entry of OpenMP's library by which compilers run a function on all threads. It is
+   found in the process, where torch's operators use it. Threads of our own would
+   compete with torch's, which go on spinning for some milliseconds behind each
+   operator. */
+extern void GOMP_parallel(void (*function)(void *), void *argument, unsigned n_threads,
+                          unsigned flags);
+
 /* One task is a block of keys of one head. Threads take them as they become free. */
-static void *take_tasks(void *argument) {
+static void take_tasks(void *argument) {
     Call *call = argument;
     const int n_tasks = call->heads * call->n_blocks;
     for (;;) {
         const int task = atomic_fetch_add(&call->next_task, 1);
-        if (task >= n_tasks) return 0;
+        if (task >= n_tasks) return;
         const int head = task / call->n_blocks;
         const int block = task % call->n_blocks;
         int row = 0;
@@ -293,13 +298,6 @@ void attend_few_rows(const float *query, const void *key, const void *value,
     Call call = {query, key, value, block_out, block_lse, key_head_bytes,
                  value_head_bytes, n_keys, block_keys, heads, rows, dim, value_dim,
                  n_blocks, 0};
-    pthread_t threads[MAX_THREADS];
-    int n_started = 0;
-    while (n_started < n_threads - 1 && n_started < MAX_THREADS) {
-        if (pthread_create(&threads[n_started], 0, take_tasks, &call)) break;
-        n_started++;
-    }
-    take_tasks(&call);
-    for (int i = 0; i < n_started; i++) pthread_join(threads[i], 0);
+    GOMP_parallel(take_tasks, &call, n_threads, 0);
     merge_blocks(&call, out, lse);
 }
