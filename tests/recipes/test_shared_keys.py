@@ -47,6 +47,21 @@ def test_logits_are_the_plain_models(model: Any, n_kept: int) -> None:
     torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("tile", "n_kept"), [(6, 1), (11, 1), (16, 3)])
+def test_the_last_tile_may_have_just_the_tokens_that_are_asked_for(
+    model: Any, tile: int, n_kept: int
+) -> None:
+    """Its mask is not cut then. Of a tile that is smaller than the window, the mask had
+    a query for each token of the prompt, and Gemma 4 ended with an error."""
+    assert N_PROMPT % tile == n_kept
+    plain = copy.deepcopy(model)
+    cache = long_prompt(model, tile=tile)
+    with torch.no_grad():
+        result = model(prompt(), past_key_values=cache, logits_to_keep=n_kept)
+        expected = plain(prompt(), logits_to_keep=n_kept)
+    torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
 def tokens_of_layers(model: Any, n_kept: int, cache: Any = None) -> list[int]:
     """The tokens that the MLP of each layer computes of a prompt."""
     n_tokens = [0] * len(model.model.layers)

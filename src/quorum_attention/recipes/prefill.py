@@ -196,8 +196,8 @@ class LayerwisePrefill:
     def _recorded_inputs(self) -> PromptInputs:
         """The prompt, with the logits that layers are computed for. Gemma 4 leaves
         tokens out of its last layers if their logits are not asked for: that is taken
-        where the others lie in the last tile."""
-        if self.inputs.logits_to_keep <= self._spans[-1].length:
+        where the last tile has others, too, whose mask is then cut."""
+        if self.inputs.logits_to_keep < self._spans[-1].length:
             return self.inputs
         return self.inputs.of_all_logits()
 
