@@ -2,20 +2,25 @@
 
 Everything that the backward reads is saved as tensors: inputs, mask, results, and
 tensors that the kernel captures. So torch itself reports one that has been written to
-since, and hooks on saved tensors see all of them.
+since, and hooks on saved tensors see all of them. Numbers that users' functions read
+are recorded beside them (call/read_values.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from quorum_attention.call.backward_inputs import BackwardInputs
+from quorum_attention.call.read_values import (
+    functions_of,
+    record_values,
+    warn_of_changed_values,
+)
 from quorum_attention.call.request import Request
 from quorum_attention.call.split_output import joined, rest_of
 from quorum_attention.call.transformations import is_recorded
@@ -42,11 +47,13 @@ instead."""
 result_hook: ContextVar[ResultHook | None] = ContextVar("result_hook", default=None)
 
 
-def run_with_hook(compute: Callable[[], Any]) -> OutLse:
-    """Return (out, lse) by ``compute``, or as a checkpoint stored them."""
+def run_with_hook(
+    compute: Callable[[], tuple[torch.Tensor, ...]],
+) -> tuple[torch.Tensor, ...]:
+    """Return (out, lse, ...) by ``compute``, or as a checkpoint stored them."""
     hook = result_hook.get()
-    out, lse = compute() if hook is None else hook(compute)
-    return out, lse
+    results: tuple[torch.Tensor, ...] = compute() if hook is None else hook(compute)
+    return results
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +63,13 @@ class AutogradPass:
     Attributes:
         wanted_grads: whether a backward computes the gradients of mask and of sinks;
             None: the pass is a forward.
+        recorded_values: those that users' functions could read as results were
+            computed; empty without such functions.
     """
 
     request: Request
     wanted_grads: tuple[bool, bool] | None = None
+    recorded_values: list[torch.Tensor] = field(default_factory=list)
 
     def compute(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Compute the results of the pass.
@@ -78,9 +88,9 @@ class AutogradPass:
             dropout = replace(request.dropout, seed=int(tensors.seed))
             request = replace(request, dropout=dropout)
         if self.wanted_grads is None and request.splits_out:
-            return _split_results(tensors, request)
+            return self._split_results(tensors, request)
         if self.wanted_grads is None:
-            out, lse = run_with_hook(partial(run_forward, tensors, request))
+            out, lse = self._results(tensors, request)
             # ``out`` gets no graph, so it can be given again. What is returned and
             # saved is another tensor over the same memory, with the same version
             # counter.
@@ -102,28 +112,40 @@ class AutogradPass:
         )
         return run_backward(tensors, request, backward_inputs)
 
+    def _results(self, tensors: Tensors, request: Request) -> OutLse:
+        """Compute (out, lse), or take those that a checkpoint stored, with the values
+        that users' functions read for them."""
+        functions = functions_of(request.options.kernel)
 
-def _split_results(
-    tensors: Tensors, request: Request
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute (out, lse) of a call, and the rest of the output."""
-    device = tensors.query.device
-    request_with_parts = reserving_out(request, device, "the two parts of the output")
-    wide_request = replace(
-        request_with_parts,
-        out=None,
-        out_dtype=torch.float32,
-    )
-    unrounded, lse = run_with_hook(partial(run_forward, tensors, wide_request))
-    if request.out is None:
-        out = unrounded.to(request.out_dtype)
-    else:
-        out = request.out.detach().copy_(unrounded)
-    # The pass had the rest of the budget, and has freed all but its results.
-    most_bytes = request_with_parts.options.available_bytes
-    if most_bytes is not None:
-        most_bytes -= unrounded.nbytes + lse.nbytes
-    return out, lse, rest_of(unrounded, out, most_bytes)
+        def compute() -> tuple[torch.Tensor, ...]:
+            results = run_forward(tensors, request)
+            return (*results, record_values(functions)) if functions else results
+
+        out, lse, *self.recorded_values = run_with_hook(compute)
+        return out, lse
+
+    def _split_results(
+        self, tensors: Tensors, request: Request
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute (out, lse) of a call, and the rest of the output."""
+        device = tensors.query.device
+        purpose = "the two parts of the output"
+        request_with_parts = reserving_out(request, device, purpose)
+        wide_request = replace(
+            request_with_parts,
+            out=None,
+            out_dtype=torch.float32,
+        )
+        unrounded, lse = self._results(tensors, wide_request)
+        if request.out is None:
+            out = unrounded.to(request.out_dtype)
+        else:
+            out = request.out.detach().copy_(unrounded)
+        # The pass had the rest of the budget, and has freed all but its results.
+        most_bytes = request_with_parts.options.available_bytes
+        if most_bytes is not None:
+            most_bytes -= unrounded.nbytes + lse.nbytes
+        return out, lse, rest_of(unrounded, out, most_bytes)
 
 
 def reserving_out(request: Request, home: torch.device, purpose: str) -> Request:
@@ -172,7 +194,8 @@ class Attention(torch.autograd.Function):
         captured = [] if kernel == "auto" else get_kernel(kernel).captured()
         # Tensors of inference mode cannot be saved.
         savable = [tensor for tensor in captured if not tensor.is_inference()]
-        ctx.save_for_backward(*tensors, *output, *savable)
+        recorded_values = ctx.autograd_pass.recorded_values
+        ctx.save_for_backward(*tensors, *output, *savable, *recorded_values)
 
     @staticmethod
     @uncompiled
@@ -188,6 +211,9 @@ class Attention(torch.autograd.Function):
             return (None,) * len(needed)
         # To unpack saved tensors twice is an error under a checkpoint.
         saved_tensors = ctx.saved_tensors
+        functions = functions_of(forward_pass.request.options.kernel)
+        if functions:
+            warn_of_changed_values(functions, saved_tensors[-1])
         saved = saved_tensors[:8]
         out = saved[6]
         inputs = (*saved, grad_or_zeros(out, grad_out), grad_lse)

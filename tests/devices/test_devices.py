@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -312,6 +313,33 @@ def test_a_number_that_differs_in_a_worker_is_an_error(
         qa.attention(q, q, q, Mask(keeps=close), devices=pool)
     monkeypatch.undo()
     near([qa.attention(q, q, q, Mask(keeps=close), devices=pool)], [wanted])
+
+
+class Near:
+    """A mask's function that is an object."""
+
+    width = 9
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return (q - k).abs() < self.width
+
+
+def test_gradients_are_of_the_numbers_of_the_forward(pool: Pool) -> None:
+    """Workers get the function as it was then, so a number may change before the
+    backward, and no warning says that it did."""
+    grads: list[torch.Tensor | None] = []
+    for width_after in (9, 2):
+        keeps = Near()
+        torch.manual_seed(0)
+        q = torch.randn(1, 2, 40, 8, requires_grad=True)
+        keeps.width = 9
+        out = qa.attention(q, q, q, Mask(keeps=keeps), devices=pool)
+        keeps.width = width_after
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out.square().sum().backward()
+        grads.append(q.grad)
+    torch.testing.assert_close(*grads)
 
 
 def test_memory_of_a_pass_is_let_go_of() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from quorum_attention.argument_checks import shown
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.read_values import record_values, warn_of_changed_values
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current_settings, with_current_settings
 from quorum_attention.call.validation import Tensors
@@ -33,6 +34,7 @@ from quorum_attention.distributed.run import run_backward, run_forward
 from quorum_attention.distributed.sharded_mask import (
     checked_mask,
     count_kept_pairs,
+    functions_of_mask,
     gather_mask,
     mask_signature,
     mask_tensors,
@@ -347,7 +349,9 @@ class _ShardedAttention(torch.autograd.Function):
             tensors_of_mask = [
                 tensor for _, tensor in mask_tensors(call.whole_call.mask)
             ]
-            ctx.save_for_backward(*saved, *tensors_of_mask)
+            functions = functions_of_mask(call.whole_call.mask)
+            recorded_values = [record_values(functions)] if functions else []
+            ctx.save_for_backward(*saved, *tensors_of_mask, *recorded_values)
         return out
 
     @staticmethod
@@ -356,7 +360,11 @@ class _ShardedAttention(torch.autograd.Function):
         call: ShardedCall = ctx.call
         group = call.group
         with poison_group_on_error(group):  # other ranks may have begun
-            saved = ctx.saved_tensors[: ctx.n_saved]
+            saved_tensors = ctx.saved_tensors
+            saved = saved_tensors[: ctx.n_saved]
+            functions = functions_of_mask(call.whole_call.mask)
+            if functions:
+                warn_of_changed_values(functions, saved_tensors[-1])
         _, _, _, needs_bias, needs_sinks, _ = ctx.needs_input_grad
         mask_grads = MaskParams(
             _zero_grad(call.mask_params.bias, needs_bias),

@@ -20,9 +20,9 @@ from quorum_attention.decomposition.intervals import cut
 from quorum_attention.distributed.groups import all_gather_objects
 from quorum_attention.distributed.sharded_shape import rows_per_step
 from quorum_attention.kernels.call_shape import CallShape
-from quorum_attention.kernels.masked.mask_fields import fields_key, tensors_of
+from quorum_attention.kernels.masked.mask_fields import fields_key, masks_in, tensors_of
 from quorum_attention.kernels.masked.resolve import ResolvedMask, resolve
-from quorum_attention.mask import Mask, map_tensors
+from quorum_attention.mask import Keeps, Mask, map_tensors
 
 # Fields with a number for each token.
 _TOKEN_FIELDS = ("documents", "key_padding")
@@ -55,6 +55,13 @@ def mask_tensors(mask: Mask | None) -> list[tuple[str, torch.Tensor]]:
     if mask.sinks is not None:
         named.append(("sinks", mask.sinks))
     return named
+
+
+def functions_of_mask(mask: Mask | None) -> list[Keeps]:
+    """Return the functions of a mask and of the masks within it; none of None."""
+    if mask is None:
+        return []
+    return [inner.keeps for inner in masks_in(mask) if inner.keeps is not None]
 
 
 def token_widths(mask: Mask | None) -> list[int]:

@@ -9,12 +9,12 @@ from itertools import chain
 
 import torch
 
-from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.recipes.offload import KeptTensor, OffloadedTensor
 from quorum_attention.recipes.tile_storage import SideStream
 
 # Tensors of fewer bytes stay where they are.
 _SMALL = 1 << 20
+_Results = tuple[torch.Tensor, ...]
 
 
 @dataclass(eq=False)
@@ -53,7 +53,8 @@ class KeptLayer:
         self._step: ForwardStep | None = step  # until the layer's first run is over
         self._previous = step.previous
         self._tensors: list[KeptTensor] = []
-        # For each call of attention (out, lse); nothing where it is computed again.
+        # For each call of attention its results, (out, lse, ...); nothing where they
+        # are computed again.
         self._results: list[list[KeptTensor]] = []
         self._n_replayed = 0
         self._is_recomputed = False
@@ -89,7 +90,7 @@ class KeptLayer:
             needed.fetch()
         return tensor
 
-    def results(self, compute: Callable[[], OutLse]) -> OutLse:
+    def results(self, compute: Callable[[], _Results]) -> _Results:
         """Return the results of a call of attention, which are kept in the first run
         and given back in the second."""
         if self._step is None:
@@ -107,7 +108,7 @@ class KeptLayer:
         self._results.append(stored)
         return results
 
-    def _replay(self, compute: Callable[[], OutLse]) -> OutLse:
+    def _replay(self, compute: Callable[[], _Results]) -> _Results:
         number = self._n_replayed
         self._n_replayed += 1
         if number >= len(self._results):
@@ -117,8 +118,7 @@ class KeptLayer:
             return compute()
         self._results[number] = []  # the graph has them from here on
         self._tensors = [tensor for tensor in self._tensors if tensor not in stored]
-        out, lse = (tensor.get() for tensor in stored)
-        return out, lse
+        return tuple([tensor.get() for tensor in stored])
 
     def finish_copies(self) -> None:
         """End the layer's first run: what is kept is what the second run has to

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from quorum_attention.call.read_values import record_values, warn_of_changed_values
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel, modified_scores
 from quorum_attention.kernels.masked.captured_tensors import tensors
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
@@ -225,7 +226,8 @@ class _TableGradients(torch.autograd.Function):
         ctx.kernel = kernel
         ctx.scale = scale
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, *saved)
+        recorded_values = record_values(kernel.called_back())
+        ctx.save_for_backward(out, lse, *saved, recorded_values)
         return out.detach(), lse.detach()
 
     @staticmethod
@@ -234,7 +236,8 @@ class _TableGradients(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
         """Return the gradients of out and lse as they came, and those of tables."""
         grad_out, grad_lse = upstream
-        out, lse, query, key, value, *_ = ctx.saved_tensors
+        out, lse, query, key, value, *_, recorded_values = ctx.saved_tensors
+        warn_of_changed_values(ctx.kernel.called_back(), recorded_values)
         saved = Saved(
             torch.zeros_like(out) if grad_out is None else grad_out,
             out,
