@@ -3,7 +3,7 @@
 Everything that the backward reads is saved as tensors: inputs, mask, results, and
 tensors that the kernel captures. So torch itself reports one that has been written to
 since, and hooks on saved tensors see all of them. Numbers that users' functions read
-are recorded beside them (call/read_values.py).
+are recorded beside them (kernels/masked/read_values.py).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from quorum_attention.call.backward_inputs import BackwardInputs
-from quorum_attention.call.read_values import (
-    functions_of,
-    record_values,
-    warn_of_changed_values,
-)
 from quorum_attention.call.request import Request
 from quorum_attention.call.split_output import joined, rest_of
 from quorum_attention.call.transformations import is_recorded
 from quorum_attention.call.validation import Tensors, as_tensor
+from quorum_attention.kernels.masked.read_values import (
+    functions_of,
+    record_values,
+    warn_of_changed_values,
+)
 from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import (

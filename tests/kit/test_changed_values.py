@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
 from quorum_attention import autograd
-from quorum_attention.call import read_values
 from quorum_attention.distributed import attention as sharded_attention
+from quorum_attention.kernels.masked import read_values
 
 Attend = Callable[[torch.Tensor], torch.Tensor]
 Keeps = Callable[..., torch.Tensor]

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from quorum_attention.argument_checks import shown
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import Arguments, CallOptions
-from quorum_attention.call.read_values import record_values, warn_of_changed_values
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current_settings, with_current_settings
 from quorum_attention.call.validation import Tensors
@@ -43,6 +42,10 @@ from quorum_attention.distributed.sharded_mask import (
 from quorum_attention.distributed.sharded_shape import Divisible, ShardedShape
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.call_shape import CallShape, state_dtype
+from quorum_attention.kernels.masked.read_values import (
+    record_values,
+    warn_of_changed_values,
+)
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import first_derivative, uncompiled

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from quorum_attention.call.read_values import record_values, warn_of_changed_values
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel, modified_scores
 from quorum_attention.kernels.masked.captured_tensors import tensors
 from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
 from quorum_attention.kernels.masked.partwise import PartwiseKernel
+from quorum_attention.kernels.masked.read_values import (
+    record_values,
+    warn_of_changed_values,
+)
 from quorum_attention.kernels.operator_call import (
     Call,
     OutLse,

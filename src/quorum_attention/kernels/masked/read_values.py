@@ -43,7 +43,7 @@ def record_values(functions: Sequence[Any]) -> torch.Tensor:
     number = _hash_of(values)
     _RECORDS.pop(number, None)
     if len(_RECORDS) >= _MAX_RECORDS:
-        oldest, *_ = _RECORDS
+        oldest = next(iter(_RECORDS))
         _RECORDS.pop(oldest, None)
     _RECORDS[number] = values
     # By NumPy, because a default device does not apply to its tensors.
