@@ -38,7 +38,7 @@ _MAX_DIM = 256
 _MAX_ROWS = 8
 # To compile takes a second or two, which fewer keys are not worth.
 _WORTH_COMPILING = 32_768
-# To start threads takes as long as to read fewer keys.
+# To wake threads takes as long as to read fewer keys.
 _MIN_KEYS = 2048
 # The keys of one task of a thread.
 _BLOCK_KEYS = 2048
