@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quorum_attention.long_prompts import host_sharing
+from quorum_attention.long_prompts import attend, host_sharing
 from quorum_attention.long_prompts.host_reader import Piece
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
@@ -119,6 +119,39 @@ def test_few_tokens_are_the_bus_alone(sharing: host_sharing.HostSharing) -> None
     assert sharing.bus_share == 0.5
     _, by_cores = sharing.split(TEXT)
     assert by_cores
+
+
+def test_a_query_does_not_wait_for_copies_made_ahead(
+    sharing: host_sharing.HostSharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream waits for copies where they are asked for. The cores, which need none
+    of them, had waited a millisecond in each layer."""
+    steps: list[str] = []
+
+    def note(step: str, result: Any = None) -> Any:
+        return lambda *args: steps.append(step) or result
+
+    event = SimpleNamespace(synchronize=note("query is there"))
+    stream = SimpleNamespace(record_event=note("query is on its way", event))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(attend, "_can_read_host_memory", lambda call, piece: True)
+    monkeypatch.setattr(attend, "_attend_on_device", note("device attends"))
+    monkeypatch.setattr(attend, "_attend_on_cores", note("cores attend", (1, 2)))
+    monkeypatch.setattr(sharing, "arrived", note("stream waits for copies", []))
+    monkeypatch.setattr(sharing, "copy_ahead", note("copies of the next layer"))
+    call: Any = SimpleNamespace(to_host=note("query"), query=torch.zeros(1))
+    state: Any = SimpleNamespace(merge=note("merge"))
+    attend._attend_with_cores(call, [], TEXT, state, sharing, [])
+    assert steps == [
+        "query",
+        "query is on its way",
+        "stream waits for copies",
+        "device attends",
+        "copies of the next layer",
+        "query is there",
+        "cores attend",
+        "merge",
+    ]
 
 
 def test_one_call_at_a_time_has_the_copies(sharing: host_sharing.HostSharing) -> None:
