@@ -157,7 +157,4 @@ def step_lines() -> list[Line]:
 def layers_words(layers: int, of_layers: int) -> str:
     if layers == of_layers:
         return "all layers ran"
-    return (
-        f"{layers} of {of_layers} layers ran (the others would need more host memory, "
-        "but no more GPU memory)"
-    )
+    return f"{layers} of {of_layers} layers ran"
