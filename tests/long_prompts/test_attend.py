@@ -4,6 +4,7 @@ segments lie."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import torch
 
 from quorum_attention.long_prompts import attend, cores
 from quorum_attention.long_prompts.attend import attend_segments
-from quorum_attention.long_prompts.places import CachePlaces
+from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.segmented_cache import SegmentedCache
-from quorum_attention.long_prompts.segments import concatenate
+from quorum_attention.long_prompts.segments import Segment, concatenate
 
 TOLERANCES = {
     torch.float64: 1e-12,
@@ -152,6 +153,53 @@ def test_random_calls_are_the_equations(
     monkeypatch.setattr(attend, "_MANY_QUERIES", 20)
     for seed in range(first, first + 100):
         check(seed, tmp_path)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Run with two threads, for which the keys of a head are cut into blocks."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("value_dim", [32, 16])
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("n_infinite", [300, 1300, 1500])
+def test_keys_with_scores_of_minus_infinity_have_no_weight(
+    n_infinite: int, is_padded: bool, value_dim: int
+) -> None:
+    """torch's operator gives a block of such keys a log-sum-exp of 0; merged with other
+    blocks, results had been wrong. The equations had returned NaN."""
+    torch.manual_seed(0)
+    query = torch.rand(1, 1, 1, 32)
+    key = torch.randn(1, 1, 1500, 32)
+    key[:, :, :n_infinite] = -torch.inf
+    value = torch.randn(1, 1, 1500, value_dim)
+    segment = Segment(key, value, Place.HOST)
+    padding = torch.ones(1, 1500, dtype=torch.bool) if is_padded else None
+    if padding is not None:
+        padding[:, :10] = False
+    out = attend_segments(query, [segment], key_padding=padding)
+    behind = slice(n_infinite, None)
+    scores = query.double() @ key[:, :, behind].double().mT / 32**0.5
+    expected = scores.softmax(-1) @ value[:, :, behind].double()
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("n_keys", [1, 3, 2000])
+def test_a_score_of_nan_or_infinity_is_seen_in_the_output(
+    n_keys: int, number: float
+) -> None:
+    """torch's operator returns 0 for it where keys are few."""
+    query = torch.ones(1, 1, 1, 32)
+    key = torch.zeros(1, 1, n_keys, 32)
+    key[:, :, -1] = number
+    out = attend_segments(query, [Segment(key, key.clone().zero_(), Place.HOST)])
+    assert out.isnan().all()
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +86,28 @@ def test_a_nan_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statistics[1].isnan().all()
 
 
+@pytest.mark.parametrize("n_infinite", [64, 2048, 2100, 4999, 5000])
+def test_keys_with_scores_of_minus_infinity_have_no_weight(
+    n_infinite: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first keys of a block, a whole block, or all keys: those had been NaN."""
+    wait_for_build(torch.float32)
+    monkeypatch.setattr(compiled_rows, "_MIN_KEYS", 1)
+    rows = torch.rand(1, 1, 3, 32)
+    key = torch.randn(1, 1, 5000, 32)
+    key[:, :, :n_infinite] = -torch.inf
+    value = torch.randn(1, 1, 5000, 32)
+    statistics = compiled_statistics(rows, key, value, 0.3)
+    assert statistics is not None
+    out, lse = statistics
+    behind = slice(n_infinite, None)
+    scores = rows.double() @ key[:, :, behind].double().mT * 0.3
+    expected = scores.softmax(-1) @ value[:, :, behind].double()
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+    expected_lse = scores.logsumexp(-1)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("width", [4, 88, 264])
 def test_other_widths_are_left_to_others(
     width: int, monkeypatch: pytest.MonkeyPatch
@@ -98,3 +122,24 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> N
     build = compiled_rows._Build(torch.float32)
     assert build.is_over.wait(60)
     assert build.function is None
+
+
+def test_ctrl_c_does_not_reach_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal interrupts all processes of a group. Without the compiler torch
+    computed for as long as the process lived."""
+    wait_for_build(torch.float32)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys\n"
+        "if os.getpgrp() == os.getpgid(os.getppid()):\n"
+        "    sys.exit(1)\n"
+        "os.execvp('cc', ['cc', *sys.argv[1:]])\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    build = compiled_rows._Build(torch.float32)
+    assert build.is_over.wait(60)
+    assert build.function is not None

@@ -95,6 +95,8 @@ def _compiled(dtype_number: int) -> Any:
             timeout=_TIMEOUT_SECONDS,
             stdin=subprocess.DEVNULL,
             capture_output=True,
+            # Ctrl-C ends a generation, and would end the compiler too.
+            start_new_session=True,
         )
         function = ctypes.CDLL(str(library)).attend_few_rows
     function.argtypes = _ARGUMENTS

@@ -9,12 +9,12 @@ are read once. Of many keys a few rows go to a C function (compiled_rows.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from quorum_attention.arithmetic import ceil_div
+from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.merge import merge_
+from quorum_attention.kernels.operator_call import Call
 from quorum_attention.long_prompts.compiled_rows import compiled_statistics
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
@@ -26,11 +26,7 @@ from quorum_attention.long_prompts.scores import (
 )
 from quorum_attention.long_prompts.segments import Segment
 
-_OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
-_cpu_attention: Any = getattr(torch, _OPERATOR, None) or getattr(
-    torch.ops.aten, _OPERATOR
-)
-
+_KERNEL = CpuKernel()
 # Blocks for each thread: their times differ, and the last ones must not be waited for
 # long.
 _BLOCKS_PER_THREAD = 4
@@ -166,7 +162,9 @@ def _attend_entry_in_blocks(
 def _cpu_statistics(
     rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _cpu_attention(rows, key, value, 0.0, False, scale=softmax_scale)
+    # The operator alone returns numbers where scores are NaN or infinite.
+    call = Call(rows, key, value, scale=softmax_scale)
+    out, lse = _KERNEL.whole_forward(call)
     return out.to(lse.dtype), lse
 
 

@@ -118,6 +118,10 @@ typedef struct {
     atomic_int next_task;
 } Call;
 
+/* -inf, of rows without a finite score so far, is replaced: the difference of two of
+   those is NaN. */
+INLINE float base_of(float highest) { return highest == -INFINITY ? 0 : highest; }
+
 /* The running statistics of R rows. `highest` is in units of log 2. */
 typedef struct {
     float highest, total;
@@ -168,7 +172,7 @@ INLINE void weigh_keys(Row *row, float *scores, int value_dim) {
         highest = scores[i] > highest ? scores[i] : highest;
     floats total = {0};
     for (int i = 0; i < STEP; i += WIDTH) {
-        floats weights = exp2_of(load_floats(scores + i) - highest);
+        floats weights = exp2_of(load_floats(scores + i) - base_of(highest));
         total += weights;
         store_floats(scores + i, weights);
     }
@@ -235,9 +239,12 @@ INLINE void attend_rows(const Call *call, int head, int block, int first_row,
     for (int r = 0; r < R; r++) {
         const int64_t result_at = (row_at + r) * call->n_blocks + block;
         float *out = call->block_out + result_at * value_dim;
+        const float highest = rows[r].highest, total = rows[r].total;
+        /* A row whose scores are all -inf is 0, but one with NaN is NaN. */
+        const float factor = highest == -INFINITY ? total - total : 1 / total;
         for (int j = 0; j < value_dim; j++)
-            out[j] = rows[r].summed[place_of(j)] / rows[r].total;
-        float log2_total = rows[r].highest + log2f(rows[r].total);
+            out[j] = rows[r].summed[place_of(j)] * factor;
+        const float log2_total = highest + log2f(total);
         call->block_lse[result_at] = log2_total * 0.6931471805599453f;
     }
 }
@@ -277,12 +284,13 @@ static void merge_blocks(const Call *call, float *out, float *lse) {
         for (int block = 0; block < n_blocks; block++)
             highest = block_lse[block] > highest ? block_lse[block] : highest;
         for (int block = 0; block < n_blocks; block++)
-            total += expf(block_lse[block] - highest);
-        lse[row] = highest + logf(total);
+            total += expf(block_lse[block] - base_of(highest));
+        lse[row] = base_of(highest) + logf(total);
         float *row_out = out + row * value_dim;
         memset(row_out, 0, value_dim * sizeof *row_out);
         for (int block = 0; block < n_blocks; block++) {
-            const float weight = expf(block_lse[block] - highest) / total;
+            const float exponential = expf(block_lse[block] - base_of(highest));
+            const float weight = total == 0 ? 0 : exponential / total;
             for (int j = 0; j < value_dim; j++)
                 row_out[j] += weight * block_out[(int64_t)block * value_dim + j];
         }

@@ -65,7 +65,8 @@ def attend_by_equations(
             all are.
 
     Returns:
-        out (b, h, r, d_v) and lse (b, h, r). A row without a kept key has 0 and -inf.
+        out (b, h, r, d_v) and lse (b, h, r). A row without a kept key, or whose
+        scores are all -inf, has 0 and -inf.
     """
     n_keys = key.shape[2]
     parts = []
@@ -99,8 +100,7 @@ def _attend_block(
     if is_kept is not None:
         scores = scores.masked_fill(~is_kept, -torch.inf)
     lse = scores.logsumexp(dim=-1)
-    log_weights = scores - lse.unsqueeze(-1)
-    weights = log_weights.exp()
-    if is_kept is not None:
-        weights = weights.masked_fill(~is_kept, 0.0)
-    return weights @ value.to(dtype), lse
+    # A row whose scores are all -inf has -inf, and their difference is NaN.
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    log_weights = scores - finite_lse.unsqueeze(-1)
+    return log_weights.exp() @ value.to(dtype), lse
