@@ -301,6 +301,43 @@ def test_a_number_is_named_once_and_others_still_are() -> None:
     assert "steps.window, 64 then 17" in text
 
 
+def _near_of(sets: types.SimpleNamespace) -> Keeps:
+    def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return _near(q, k, sets.window)
+
+    return keeps
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_functions_of_one_name_have_numbers_of_their_own(changed: int) -> None:
+    """A change of the first one's number had been hidden by that of the second."""
+    sets = [types.SimpleNamespace(window=64), types.SimpleNamespace(window=32)]
+    first, second = map(_near_of, sets)
+
+    def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return first(b, h, q, k) | second(b, h, q, k)
+
+    x = _inputs()
+    out = qa.attention(x, x, x, attn_mask=qa.Mask(keeps=keeps))
+    sets[changed].window = 17
+    with pytest.warns(match="64, 32 then (17, 32|64, 17);"):
+        out.sum().backward()
+
+
+def test_a_number_of_many_bits_can_be_read() -> None:
+    """Python refuses to write it in decimal digits, and calls ended with that error."""
+    sets = types.SimpleNamespace(window=64, bits=1 << 20_000)
+
+    def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return _near(q, k, sets.window + sets.bits % 2)
+
+    x = _inputs()
+    out = qa.attention(x, x, x, attn_mask=qa.Mask(keeps=keeps))
+    sets.bits += 1
+    with pytest.warns(match="sets.bits, 0x10+ then 0x10+1;"):
+        out.sum().backward()
+
+
 def test_a_function_that_counts_its_own_calls_is_not_reported() -> None:
     calls = types.SimpleNamespace(count=0)
 

@@ -64,14 +64,15 @@ def tensors(functions: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def plain_values(functions: Sequence[Any]) -> dict[str, Any]:
+def plain_values(functions: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
     """The numbers, texts and Nones that ``functions`` can read, by the names that the
-    functions have for them: "keeps: self.window"."""
-    return {
-        named.name: named.value
-        for named in _reachable(functions)
-        if isinstance(named.value, _PLAIN_VALUES)
-    }
+    functions have for them: "keeps: self.window". Functions of one name, as those that
+    one function made, have several values by one name."""
+    values: dict[str, tuple[Any, ...]] = {}
+    for name, value in _reachable(functions):
+        if isinstance(value, _PLAIN_VALUES):
+            values[name] = (*values.get(name, ()), value)
+    return values
 
 
 def versions(*functions: Any) -> Hashable:

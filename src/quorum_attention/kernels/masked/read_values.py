@@ -9,6 +9,7 @@ warning.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ _NAMED: set[str] = set()
 # Values of the last forwards, by the hashes that autograd saves. Without an entry, a
 # graph that is kept for longer gets no warning.
 _MAX_RECORDS = 4096
-_RECORDS: dict[int, dict[str, str]] = {}
+_RECORDS: OrderedDict[int, dict[str, str]] = OrderedDict()
+# Python refuses to write larger numbers in decimal digits.
+_MAX_DECIMAL_BITS = 4096
 
 
 def functions_of(kernel: Any) -> Sequence[Callable[..., Any]]:
@@ -42,10 +45,10 @@ def record_values(functions: Sequence[Any]) -> torch.Tensor:
     values = _texts(functions)
     number = _hash_of(values)
     _RECORDS.pop(number, None)
-    if len(_RECORDS) >= _MAX_RECORDS:
-        oldest = next(iter(_RECORDS))
-        _RECORDS.pop(oldest, None)
     _RECORDS[number] = values
+    # In one step, as other threads record values too.
+    if len(_RECORDS) > _MAX_RECORDS:
+        _RECORDS.popitem(last=False)
     # By NumPy, because a default device does not apply to its tensors.
     return torch.from_numpy(np.array([number], np.int64))
 
@@ -76,9 +79,18 @@ def warn_of_changed_values(functions: Sequence[Any], recorded: torch.Tensor) -> 
 
 def _texts(functions: Sequence[Any]) -> dict[str, str]:
     """Return the values that ``functions`` can read as texts, by name."""
-    return {name: repr(value) for name, value in plain_values(functions).items()}
+    return {
+        name: ", ".join(map(_text_of, values))
+        for name, values in plain_values(functions).items()
+    }
+
+
+def _text_of(value: Any) -> str:
+    is_long = isinstance(value, int) and value.bit_length() > _MAX_DECIMAL_BITS
+    return hex(value) if is_long else repr(value)
 
 
 def _hash_of(values: dict[str, str]) -> int:
-    """Return a hash of values and their names."""
+    """Return a hash of the texts of values and their names. Numbers would not do: those
+    of -1 and -2 are the same."""
     return hash(tuple(values.items()))
