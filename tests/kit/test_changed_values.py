@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -348,6 +349,55 @@ def test_a_function_that_counts_its_own_calls_is_not_reported() -> None:
     x = _inputs()
     qa.attention(x, x, x, attn_mask=qa.Mask(keeps=keeps)).sum().backward()
     assert calls.count
+
+
+def _in_array() -> tuple[Keeps, Setter]:
+    sizes = np.array([[64]])
+    return lambda b, h, q, k: _near(q, k, int(sizes[0, 0])), sizes.fill
+
+
+def _in_set() -> tuple[Keeps, Setter]:
+    sizes = {64}
+
+    def set_window(n: int) -> None:
+        sizes.clear()
+        sizes.add(n)
+
+    return lambda b, h, q, k: _near(q, k, max(sizes)), set_window
+
+
+def _in_range() -> tuple[Keeps, Setter]:
+    sizes = [range(64)]
+    set_window: Setter = lambda n: sizes.__setitem__(0, range(n))  # noqa: E731
+    return lambda b, h, q, k: _near(q, k, len(sizes[0])), set_window
+
+
+def _in_view_of_dictionary() -> tuple[Keeps, Setter]:
+    sizes = {"window": 64}
+    view = types.MappingProxyType(sizes)
+    set_window = partial(sizes.__setitem__, "window")
+    return lambda b, h, q, k: _near(q, k, view["window"]), set_window
+
+
+@pytest.mark.parametrize(
+    "make", [_in_array, _in_set, _in_range, _in_view_of_dictionary]
+)
+def test_numbers_of_other_containers_are_read_too(
+    make: Callable[[], tuple[Keeps, Setter]],
+) -> None:
+    """Blocks had been those of the number before, and gradients of no call, without a
+    word."""
+    keeps, set_number = make()
+    x = torch.randn(1, 1, 600, 8, requires_grad=True)
+    mask = qa.Mask(keeps=keeps)
+    set_number(1)
+    torch.testing.assert_close(qa.attention(x, x, x, attn_mask=mask), x)
+    set_number(1000)
+    out = qa.attention(x, x, x, attn_mask=mask)
+    torch.testing.assert_close(out, qa.attention(x, x, x))
+    set_number(1)
+    with pytest.warns(match="can read changed"):
+        out.sum().backward()
 
 
 def test_a_text_that_changes_makes_another_mask() -> None:

@@ -24,7 +24,19 @@ import torch
 # The most values that are looked at.
 _MOST = 256
 _Names = frozenset[str]
-_PLAIN_VALUES = (int, float, str, types.NoneType, np.number, np.bool_)
+_PLAIN_VALUES = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    types.NoneType,
+    np.number,
+    np.bool_,
+)
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+_MAPPINGS = (dict, types.MappingProxyType)
 
 
 class TensorVersion:
@@ -65,9 +77,9 @@ def tensors(functions: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def plain_values(functions: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-    """The numbers, texts and Nones that ``functions`` can read, by the names that the
-    functions have for them: "keeps: self.window". Functions of one name, as those that
-    one function made, have several values by one name."""
+    """The numbers, texts, ranges and Nones that ``functions`` can read, by the names
+    that the functions have for them: "keeps: self.window". Functions of one name, as
+    those that one function made, have several values by one name."""
     values: dict[str, tuple[Any, ...]] = {}
     for name, value in _reachable(functions):
         if isinstance(value, _PLAIN_VALUES):
@@ -158,7 +170,9 @@ def _contents(named: _Named, names: _Names) -> _Contents:
         items = (*enumerate(value.args), *value.keywords.items())
         arguments = [_Named(f"{place}({name!r})", item) for name, item in items]
         return _Contents([_named(value.func), *arguments], names)
-    if isinstance(value, (dict, list, tuple, deque)):
+    if isinstance(value, np.ndarray):
+        return _Contents(_text_of_array(place, value), names)
+    if isinstance(value, (*_MAPPINGS, *_SEQUENCES)):
         return _Contents(_items(place, value), names)
     if isinstance(value, (types.ModuleType, type)):
         attributes = _class_values(value, names)
@@ -172,14 +186,23 @@ def _contents(named: _Named, names: _Names) -> _Contents:
 
 
 def _items(place: str, values: Any) -> list[_Named]:
-    """The first values of a dictionary or of a sequence."""
-    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    """The first values of a dictionary, of a sequence or of a set."""
+    is_mapping = isinstance(values, _MAPPINGS)
+    pairs = values.items() if is_mapping else enumerate(values)
     items: list[_Named] = []
     for index, (key, value) in enumerate(islice(pairs, _MOST)):
         # The text of another key may take long.
         shown_key = key if isinstance(key, _PLAIN_VALUES) else index
         items.append(_Named(f"{place}[{shown_key!r}]", value))
     return items
+
+
+def _text_of_array(place: str, array: np.ndarray[Any, Any]) -> list[_Named]:
+    """The first numbers of an array, as one value."""
+    if array.dtype.hasobject:
+        return []
+    numbers = array.flat[:_MOST].tolist()
+    return [_Named(place, str(numbers))]
 
 
 def _attributes(place: str, attributes: dict[str, Any]) -> list[_Named]:
